@@ -10,6 +10,7 @@ to be installed were verified, the publisher keys (`pinning`).
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from expertctl.digest import Digest
@@ -43,7 +44,7 @@ from expertctl.registry.known import (
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
 from expertctl.settings import Settings
-from expertctl.telling import Tell, tell_nobody
+from expertctl.telling import WARNING, Tell, tell_nobody
 from expertctl.trust.grant import KnownRegistry, Revocation
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -362,6 +363,15 @@ class Sources:
     ) -> None:
         assert known is not None
         self._say(heed(document, known, self._trust))
+        days = document.overdue_days(datetime.now(UTC))
+        if days is not None:
+            self._say(
+                [
+                    f"{WARNING}what {known.host} says of {package} is {days} days old, and it says "
+                    f"something new every {document.interval_days}: versions, yanks and "
+                    "revocations may be missing"
+                ]
+            )
         self._record = pinned(self._record, document, known)
         self._documents[known.host, package] = document
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Self
 
@@ -101,6 +101,8 @@ class IndexDocument:
     """Sorted by version."""
     keys: tuple[KeyEntry, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
+    interval_days: int | None = None
+    """How often the registry makes a new revision at least, where it says so."""
 
     @classmethod
     def parse(cls, data: bytes, *, what: str) -> Self:
@@ -149,6 +151,7 @@ class IndexDocument:
             releases=tuple(map(_release, stored.releases)),
             keys=tuple(map(_key_entry, stored.keys)),
             revoked=tuple(RevokedKey(entry.key_id, entry.reason) for entry in stored.revoked),
+            interval_days=stored.interval_days,
         )
 
     def encode(self) -> bytes:
@@ -166,8 +169,12 @@ class IndexDocument:
             releases=[_stored_release(release) for release in self.releases],
             keys=[_stored_key(entry) for entry in self.keys],
             revoked=[_StoredRevoked(entry.key_id, entry.reason) for entry in self.revoked],
+            interval_days=self.interval_days,
         )
-        data = canonical(msgspec.to_builtins(stored))
+        document = msgspec.to_builtins(stored)
+        if self.interval_days is None:
+            del document["interval_days"]
+        data = canonical(document)
         if len(data) > MAX_BYTES:
             problem = f"its index document has {len(data):,} bytes, at most {MAX_BYTES:,} fit"
             raise InvalidPackageError(str(self.package), [problem])
@@ -176,6 +183,13 @@ class IndexDocument:
     def release(self, version: Version) -> Release | None:
         """Return one version."""
         return next((release for release in self.releases if release.version == version), None)
+
+    def overdue_days(self, now: datetime) -> int | None:
+        """Return how old it is, in days, where a newer revision is due; None where none is."""
+        if self.interval_days is None:
+            return None
+        age = now - read_time(self.updated)
+        return age.days if age > timedelta(days=self.interval_days) else None
 
     def is_revoked(self, key_id: str) -> bool:
         """Tell whether a key of the namespace counts no more."""
@@ -241,6 +255,7 @@ class _Stored(msgspec.Struct):
     releases: list[_StoredRelease]
     keys: list[_StoredKeyEntry]
     revoked: list[_StoredRevoked]
+    interval_days: int | None = None
 
 
 def _release(stored: _StoredRelease) -> Release:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from expertctl.digest import Digest
 from expertctl.errors import StoreError
 from expertctl.install import install as install_module
 from tests.cli.commands import Commands, expertctl
-from tests.install.liar import Liar, lying
+from tests.install.liar import TIME, Liar, lying
 from tests.registry.hostile import reply
 from tests.registry_server.publishing.parcels import Parcel, Template, make_template
 from tests.store.shop import House, a_key
@@ -130,3 +131,15 @@ def test_an_install_that_ends_between_pinning_and_publishing_can_be_repeated(
     again = expertctl("install", "zoo/ants")
     assert "pinned for" not in again.err
     assert House(home).refs() == ["zoo/ants@1.0.0"]
+
+
+def test_an_index_that_is_older_than_its_registry_says_it_may_be_is_warned_of(
+    liar: Liar, expertctl: Commands
+) -> None:
+    """Attack 24: a mirror goes on showing what was true once."""
+    liar.interval_days = 7
+    said = expertctl("install", "zoo/ants", "--json")
+    days = (datetime.now(UTC) - datetime.fromisoformat(TIME)).days
+    warning = f"warning: what {liar.host} says of zoo/ants is {days} days old"
+    assert said.err.count(warning) == 1
+    assert any(note.startswith(warning) for note in said.document["notes"])

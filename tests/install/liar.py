@@ -27,6 +27,7 @@ class Liar:
     indexed: bool = True
     revision: int = 1
     """Of every index; a test that changes what is in it raises it."""
+    interval_days: int | None = None
     change: Callable[[Release], Release] = field(default=lambda release: release)
     answers: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
     """Path → what is said instead of the truth."""
@@ -80,7 +81,8 @@ class Liar:
         mine = [p for p in self.parcels.values() if p.name == parcel.name]
         releases = sorted(map(self._release, mine), key=lambda release: release.version)
         keys = (KeyEntry(a_key("acme").public, None),)
-        return IndexDocument(parcel.name, self.revision, TIME, "", tuple(releases), keys)
+        return IndexDocument(parcel.name, self.revision, TIME, "", tuple(releases), keys,
+                             interval_days=self.interval_days)  # fmt: skip
 
     def _release(self, parcel: Parcel) -> Release:
         manifest = parse_manifest(manifest_of(parcel.blobs, parcel))
