@@ -77,7 +77,7 @@ def lock(
 
 
 def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
-    """Show which experts have newer versions, were yanked, or are not trusted any more.
+    """Show which experts are behind, yanked or revoked.
 
     Changes nothing that is installed. Exit 5 when a key was revoked or a version changed.
 

@@ -138,7 +138,7 @@ def _notices(held: Held, sources: Sources) -> Iterator[Notice]:
     elif document is not None:
         message = f"{held.registry} does not list {held.ref} any more"
         yield Notice("unlisted", held.ref, held.registry, message)
-    elif error := sources.unanswered.get((held.registry, held.package)):
+    if error := sources.unanswered.get((held.registry, held.package)):
         yield _unchecked(held, error)
 
 

@@ -140,8 +140,15 @@ class Sources:
         return {} if self.settings.offline else self._unanswered
 
     def statement(self, host: str, package: PackageName) -> IndexDocument | None:
-        """Return what a registry said of a package in this command; None when it was not asked."""
-        return self._documents.get((host, package))
+        """Return what a registry says of a package, or said last where it does not answer now.
+
+        None when it was not asked in this command, or never answered.
+        """
+        key, known = (host, package), self._before.registry(host)
+        if key in self._documents or key not in self._unanswered or known is None:
+            return self._documents.get(key)
+        remembered = self._indexes.recall(known, package)
+        return remembered.document if remembered else None
 
     def first_content(
         self, host: str, package: PackageName, version: Version
@@ -263,17 +270,6 @@ class Sources:
         document = self._documents.get((candidate.registry, candidate.package))
         judge = self._judge(candidate.package, candidate.registry)
         return published(document, candidate.registry, judge) if document else []
-
-    def yanked(self, candidate: Candidate) -> str | None:
-        """Return why a candidate was yanked, as far as is known without asking; None if not."""
-        known = self._before.registry(candidate.registry)
-        key = candidate.registry, candidate.package
-        document = self._documents.get(key)
-        if document is None and known is not None:
-            remembered = self._indexes.recall(known, candidate.package)
-            document = remembered.document if remembered else None
-        release = document.release(candidate.version) if document else None
-        return release.yanked if release else None
 
     def demand_signer(self, candidate: Candidate, digest: Digest) -> None:
         """Demand that the signer of a form may sign it.

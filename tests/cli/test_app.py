@@ -32,6 +32,7 @@ CONTRACT = {
     "trust": 5,
     "signature": 5,
     "digest": 5,
+    "changed": 5,
     "unsigned": 5,
     "revoked": 5,
     "registry": 6,

@@ -152,14 +152,17 @@ def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installe
         House(home).trust.add_registry(running.known)
         monkeypatch.setenv("EXPERT_REGISTRY", running.host)
         expertctl("install", "acme/sql@1.0.0")
+        running.yank("acme/sql@1.0.0", "wrong joins")
+        expertctl("outdated")
     said = expertctl("install", "acme/sql@1.0.0")
     assert "already installed: acme/sql@1.0.0" in said.out
+    assert "was yanked: wrong joins" in said.err  # as it said last
     assert f"{running.host} cannot say whether its key was revoked" in said.err
     assert pauses.seconds == []  # what is here is asked about once, without patience
-    [notice] = expertctl("update", "--json").document["notices"]
-    assert notice["kind"] == "unchecked"
-    offline = expertctl("update", "--offline", "--json")
-    assert offline.document["notices"] == []
+    notices = expertctl("update", "--json").document["notices"]
+    assert [notice["kind"] for notice in notices] == ["yanked", "unchecked"]
+    offline = expertctl("update", "--offline", "--json").document["notices"]
+    assert [notice["kind"] for notice in offline] == ["yanked"]
 
 
 def test_what_was_pinned_is_told_and_in_the_document(
