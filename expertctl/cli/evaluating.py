@@ -227,6 +227,7 @@ def measured(
     """Return a planned build with the scores of its expert and of its base alone."""
     from expertctl.cli.evaluation_view import oddities
     from expertctl.package.evaluation_entry import build_date, with_evaluation
+    from expertctl.package.evaluation_summary import evaluation_text
 
     with importing_engine(as_json=as_json):
         from expertctl.engine.evaluation import evaluate_build
@@ -247,7 +248,7 @@ def measured(
         )
     warn((*data.warnings, *oddities(found)))
     entry = _entry(named, data, base=found.base.share, expert=found.expert.share, date=date)
-    note(f"measured {named}: {entry.expert:g} right, base alone {entry.base:g}, n = {entry.n}")
+    note(f"measured {named}: {evaluation_text(entry)}")
     return with_evaluation(plan, entry)
 
 

@@ -2,7 +2,7 @@
 
 No dialect is given, so it is enough if one dialect reads the whole answer. Only statements count:
 the parser reads any words as an expression, even ``hello world``. A statement that the parser keeps
-as raw text, without parsing it, neither passes nor fails.
+as raw text, without parsing it, neither passes nor fails. Prose around SQL is no fault.
 """
 
 import logging
@@ -47,7 +47,7 @@ logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings contain the
 
 
 def check_sql(text: str) -> Checked:
-    """Check that an answer, or each of its SQL code blocks, consists of SQL statements; prose may surround it."""
+    """Check that an answer, or each of its SQL code blocks, consists of SQL statements."""
     if not text.strip():
         return Checked(False, "the answer is empty")
     if len(text) > MAX_CHARACTERS:

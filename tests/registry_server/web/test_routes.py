@@ -138,7 +138,7 @@ def test_a_package_page_says_what_it_is(
     for part in (
         "expertctl install 127.0.0.1:8080/acme/sql",
         "Hello See docs.",
-        "exact sql 0.06 0.91 +0.85 exact_match 200 2026-11-20",
+        "exact sql 12 of 200 (6 %) 182 of 200 (91 %) 86 to 94 % +0.85 exact_match 200 2026-11-20",
         "CTE: None. Use joins.",
         "0.9.0 yanked It was wrong.",
         "1.0.0 latest",
