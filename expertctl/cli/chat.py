@@ -357,6 +357,9 @@ class _Session:
         if rest == ["auto"]:
             self.conversation.route_freely()
             note("each message chooses its experts from now on")
+        elif rest == ["none"]:
+            self.conversation.use_base_alone()
+            note("from now on: the base alone; `/experts auto` chooses experts again")
         elif rest:
             plan = self.conversation.use([parse_expert(text) for text in rest])
             note(f"from now on: {who(plan)}")

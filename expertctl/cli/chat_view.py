@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 HELP = '''\
 /experts              the installed experts that fit the base; * marks those that answer
 /experts REF[:W] ...  let these answer from now on
+/experts none         let the base answer alone from now on
 /experts auto         choose them by each message again
 /plan                 which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`

@@ -79,6 +79,24 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
     assert "(all read again: the experts changed)" in told
 
 
+def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = f"{PROMPT}\nWhy is the sky blue in the morning?\nAnd now?\n"
+    plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
+    assert [len(experts) for experts in plans] == [1, 0, 0]
+
+
+def test_the_base_answers_alone_until_experts_are_wanted_again(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = f"{PROMPT}\n/experts none\n{PROMPT}\nAnd now?\n/experts auto\n{PROMPT}\n"
+    plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
+    assert [len(experts) for experts in plans] == [1, 0, 0, 1]
+    told = expertctl("chat", *QUIET, stdin=said.encode()).err
+    assert "from now on: the base alone" in told
+
+
 def test_experts_are_listed_with_those_that_answer_marked(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:

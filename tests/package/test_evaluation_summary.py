@@ -1,4 +1,4 @@
-"""Evaluations in words: counts, shares, and an interval that says how little a few answers prove."""
+"""Evaluations in words: counts, shares, and an interval that shows how little few answers prove."""
 
 import pytest
 
