@@ -153,7 +153,7 @@ def run(words: list[str]) -> int:
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
     except TyperException as error:
-        return _refuse_usage(error, as_json=as_json)
+        return _refuse_usage(error, words, as_json=as_json)
     except OSError as error:
         return _refuse_disk(error, as_json=as_json)
     except MemoryError:
@@ -189,14 +189,13 @@ def _let_go_of_stdout() -> None:
         os.close(nowhere)
 
 
-def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
+def _refuse_usage(error: TyperException, words: list[str], *, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
         note(error.format_message())
         return USAGE
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "expertctl"
-    message = error.format_message().replace(": Value error, ", ": ")  # pydantic's, says nothing
-    usage = UsageError(message, hint=f"see `{path} --help`")
+    from expertctl.cli.call_error import explained_call
+
+    usage = explained_call(error, words, list(COMMANDS))
     fail(usage, as_json=as_json)
     return exit_code(usage)
 

@@ -22,7 +22,7 @@ SHORT = 3
 MAX_REFERRING_WORDS = 25
 """A longer prompt says what it is about, even if it refers to something."""
 
-_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
+_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _DENSE = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 """Letters of scripts that put no space between words."""
 _SEPARATOR = re.compile(r"[,;\n]")

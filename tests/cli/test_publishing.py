@@ -195,7 +195,7 @@ def test_attack_100_a_token_on_the_command_line_is_no_option(
     words: list[str], expertctl: Commands
 ) -> None:
     """Every user of the machine could read it in the process list."""
-    assert "No such option" in expertctl(*words, code=2).err
+    assert "there is no option" in expertctl(*words, code=2).err
 
 
 def test_attack_80_a_token_never_shows_in_what_is_said(

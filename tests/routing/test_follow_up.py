@@ -114,6 +114,6 @@ def test_a_message_that_suits_nobody_goes_back_to_the_base(
     assert refs(follow(planner, before, "What is the capital of France?")) == []
 
 
-@pytest.mark.parametrize("text", ["it " * 200_000, "a, " * 200_000, "\u3042" * 500_000, " " * 500_000])
+@pytest.mark.parametrize("text", ["it " * 200_000, "a, " * 200_000, "\u3042" * 500_000])
 def test_a_very_long_message_is_looked_at_in_linear_time(text: str) -> None:
     assert is_follow_up(text) in {True, False}
