@@ -35,7 +35,7 @@ A message names the thing, the fact and, in ``hint``, the way out. Exit codes an
 mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -222,6 +222,22 @@ class InvalidPackageError(ExpertError):
             else f"{len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
         )
         super().__init__(f"{what}: {body}", hint=hint)
+
+
+def combined(what: str, errors: Sequence[ExpertError]) -> ExpertError:
+    """Return several errors as one of the first one's kind; a single one stays as it is.
+
+    Each is a line with its own way out.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{e.message} ({e.hint})" if e.hint else e.message for e in errors]
+    hint = "each line says how; then try again"
+    kind = type(errors[0])
+    if issubclass(kind, InvalidPackageError):
+        return InvalidPackageError(what, lines, hint=hint)
+    body = "\n".join(f"  - {line}" for line in lines)
+    return kind(f"{what}: {len(lines)} problems\n{body}", hint=hint)
 
 
 class NoAnswerError(ExpertError):

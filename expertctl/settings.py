@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.reference import PackageName
 
 _SIZE = re.compile(r"([0-9]{1,15})\s*([kKMGT]i?)?B?")
@@ -309,6 +309,7 @@ def find_home(environment: Mapping[str, str] = os.environ) -> Home:
     """Return the home, whatever its settings say.
 
     Raises:
+        StoreError: when it can never be a folder.
         UsageError: when there is no home directory.
     """
     return Home(_root(environment.get("EXPERT_HOME")))
@@ -389,10 +390,27 @@ def read_config(path: Path) -> dict[str, str]:
 
 def _root(text: str | None) -> Path:
     try:
-        return Path(text or "~/.expert").expanduser().absolute()
+        root = Path(text or "~/.expert").expanduser().absolute()
     except RuntimeError as error:
         message = f"{text or '~/.expert'}: there is no such home directory"
         raise UsageError(message, hint="set EXPERT_HOME to a folder") from error
+    _demand_possible(root)
+    return root
+
+
+def _demand_possible(root: Path) -> None:
+    """Refuse a home that can never be a folder: below a file, or with too long a name."""
+    try:
+        there = next(place for place in (root, *root.parents) if place.exists())
+    except OSError as error:
+        problem = error.strerror or "it cannot be looked at"
+    else:
+        if there.is_dir():
+            return
+        problem = "that is a file" if there == root else f"{there} is not a folder"
+    shown = f"{str(root)[:200]}…" if len(str(root)) > 200 else str(root)
+    hint = f"EXPERT_HOME is {shown}: set it to a folder that you may write"
+    raise StoreError(f"{shown} cannot be a folder: {problem}", hint=hint)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

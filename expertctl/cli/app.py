@@ -165,6 +165,8 @@ def run(words: list[str]) -> int:
 
 def _explained(error: ExpertError) -> ExpertError:
     """Say which expert may be meant if a name is wrong; only then the store is read."""
+    if isinstance(error, StoreError) and not error.hint:
+        return StoreError(error.message, hint=_home_hint(error.message.partition(": ")[0]))
     if not isinstance(error, UsageError) or not error.misnamed:
         return error
     from expertctl.cli.misnamed import explained

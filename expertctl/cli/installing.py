@@ -1,5 +1,6 @@
 """``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.local import expert_document
+from expertctl.cli.near_packages import with_near_names
 from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, progress, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
@@ -89,7 +91,10 @@ def install(
             lock = worklist.lock()
             pins = lock.pins() if lock else {}
             order = Order(needs, tuple(files), pins, age_of(settings))
-            done = install_order(order, target, sources, lend)
+            try:
+                done = install_order(order, target, sources, lend)
+            except NotFoundError as error:
+                raise with_near_names(error, references, sources, target.store) from error
             done = _recorded(worklist, references, done, target, sources, settings, save=save)
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))
@@ -268,8 +273,17 @@ def sort_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
         except UsageError as error:
             if "@" in text or "/" in text.strip("/"):
                 raise
-            raise NotFoundError(f"{text}: there is no such file", hint=error.hint) from error
+            raise _neither(text) from error
     return references, files
+
+
+def _neither(text: str) -> NotFoundError:
+    """Return the error for a word that is neither a reference nor a file."""
+    shown = text if text.isprintable() and len(text) <= 80 else f"{text[:80]!r}"
+    hint = "references look like acme/sql, files like sql.expert"
+    if text.isprintable() and len(text) <= 80:
+        hint = f"`expertctl search {shlex.quote(text)}` finds experts; {hint}"
+    return NotFoundError(f"{shown} is not namespace/name, and there is no such file", hint=hint)
 
 
 def _index(settings: Settings) -> RoutingIndex:

@@ -2,8 +2,8 @@
 
 Each message is routed again unless experts are named. Where routing finds none, the base answers;
 the experts of the turn before stay only for a short or referring message. What was computed for the
-turns so far is kept by the engine, as far as there is room, and serves turns with the same plan. An answer that was stopped is part of the
-conversation as far as it went.
+turns so far is kept by the engine, as far as there is room, and serves turns with the same plan. An
+answer that was stopped is part of the conversation as far as it went.
 """
 
 import uuid

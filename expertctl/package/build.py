@@ -20,6 +20,7 @@ from expertctl.package.draft import (
     Overrides,
     base_problems,
     complete,
+    demand_adapter,
     encode,
     named_adapters,
     read_adapter,
@@ -140,6 +141,7 @@ def plan_build(
             f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
         )
     existing = read_draft(directory)
+    demand_adapter(directory, existing)
     findings = _Findings()
     adapters = _read_adapters(directory, existing, findings)
     document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)

@@ -8,6 +8,7 @@ Order of authority: flags, then an existing ``expert.json``, then the files. Wha
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,20 @@ DEFAULT_LICENSE = "unspecified"
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_LETTERS = str.maketrans(
+    {
+        "ß": "ss",
+        "æ": "ae",
+        "œ": "oe",
+        "ø": "o",
+        "ł": "l",
+        "đ": "d",
+        "ð": "d",
+        "þ": "th",
+        "\u0131": "i",
+    }
+)
+"""Latin letters that Unicode does not decompose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +182,28 @@ def encode(document: JsonObject) -> bytes:
 
 
 def default_name(directory: Path) -> str:
-    """Return ``local/`` and the directory's name, made into a package name."""
-    slug = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:64].strip("-")
+    """Return ``local/`` and the directory's name in ASCII, made into a package name."""
+    letters = _in_ascii(directory.resolve().name.lower())
+    slug = re.sub(r"[^a-z0-9]+", "-", letters).strip("-")[:64].strip("-")
     return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
+
+
+def shortened_name(directory: Path, existing: JsonObject, overrides: Overrides) -> str | None:
+    """Return a note where a default name leaves out letters that have no counterpart in ASCII."""
+    name = directory.resolve().name
+    lost = [letter for letter in _in_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]
+    if overrides.name or existing.get("name") or not lost:
+        return None
+    return f"{default_name(directory)} is what is left of {name!r} in ASCII; `--name` gives another"
+
+
+def _in_ascii(text: str) -> str:
+    """Write letters of the Latin script without marks: ``ünï`` is ``uni``, ``straße`` ``strasse``.
+
+    Letters of other scripts stay as they are.
+    """
+    decomposed = unicodedata.normalize("NFKD", text.translate(_LETTERS))
+    return "".join(letter for letter in decomposed if not unicodedata.combining(letter))
 
 
 def base_problems(document: JsonObject) -> list[str]:
@@ -181,6 +215,22 @@ def base_problems(document: JsonObject) -> list[str]:
     name = base.get("name") if isinstance(base, Mapping) else None
     label = f"base {name}" if name else "the base"
     return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
+
+
+def demand_adapter(directory: Path, existing: JsonObject) -> None:
+    """Refuse a directory in which nothing looks like an adapter, in one line.
+
+    Raises:
+        NotFoundError: when there is neither a configuration nor weights, and no draft names any.
+    """
+    names = (CONFIG_PATH, WEIGHTS_PATH, *_PICKLES)
+    if "adapters" in existing or any((directory / name).exists() for name in names):
+        return
+    if (directory / "config.json").is_file():
+        hint = f"that looks like a base model: `expertctl base add {directory}`"
+    else:
+        hint = "name the directory that PEFT saved the adapter to"
+    raise NotFoundError(f"{directory}: there is no adapter here, no {CONFIG_PATH}", hint=hint)
 
 
 def _demand(directory: Path, name: str) -> None:

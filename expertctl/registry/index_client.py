@@ -64,8 +64,12 @@ def _asked(
     try:
         answer = client.request(call, max_bytes=MAX_ENVELOPE, accept={200, _SAME})
     except NotFoundError as error:
-        hint = f"`expertctl search {package.name}` shows what there is; it may need a login"
-        raise NotFoundError(f"{known.host} has no package {package}", hint=hint) from error
+        hint = (
+            f"`expertctl search {package.name}` shows what you may see; "
+            f"if {package.namespace}/* is private, `expertctl login {known.host}` first"
+        )
+        message = f"{known.host} has no package {package} that you may read"
+        raise NotFoundError(message, hint=hint) from error
     if answer.status != _SAME:
         return answer.body
     if floor is None:

@@ -8,7 +8,7 @@ reader that caches records need check only that.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,8 @@ from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
+_MOST_NAMED = 8
+"""How many known bases an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,7 @@ class BaseStore:
             identity = base.identity
             if wanted in (base.name, str(identity.weights), str(identity.arch)):
                 return base
-        near = near_names(wanted, [base.name for base in known])
-        hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl base add DIR`"
-        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=hint)
+        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=_known_bases(wanted, known))
 
     def meant_by(self, label: str) -> StoredBase | None:
         """Return the base that an adapter's label means: by its name, else by the last part.
@@ -372,6 +372,19 @@ def _read_whole(
         copied=False,
         added_ns=time.time_ns(),
         foreign=facts.foreign,
+    )
+
+
+def _known_bases(wanted: str, known: Sequence[StoredBase]) -> str:
+    """Return the hint for a base that is not known: the names like it, and all that are known."""
+    names = [base.name for base in known]
+    near = near_names(wanted, names)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    if not names:
+        return "none is known yet: `expertctl base add DIR`"
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (
+        f"{meant}known: {', '.join(names[:_MOST_NAMED])}{more}; `expertctl base add DIR` adds one"
     )
 
 

@@ -281,7 +281,9 @@ def _demand_grant(
     if not grants:
         where = f" from {' or '.join(sorted(hosts))}" if hosts else ""
         message = f"{package}: {who} may not sign '{package.namespace}/*'{where}"
-        raise TrustError(message, hint="see `expertctl trust list`")
+        grant = f"`expertctl keys grant {trusted.name} --namespace {package.namespace}`"
+        hint = f"if it is your key: {grant}; `expertctl trust list` shows what keys may sign"
+        raise TrustError(message, hint=hint)
     if not any(grant.allows(content_digest) for grant in grants):
         message = f"{package}: {who} is valid for fixed contents, {content_digest} is not one"
         raise TrustError(message, hint="see `expertctl trust list --json`")

@@ -72,7 +72,7 @@ def test_the_docstring_draws_every_error() -> None:
         (["instal", "x"], "did you mean `expertctl install`"),
         (
             ["run", "x", "--on-budget", "less"],
-            "--on-budget: 'less' is not one of refuse, fewer, queue",
+            "'less' is not one of refuse, fewer, queue",
         ),
     ],
 )
