@@ -32,7 +32,7 @@ def turn_line(turn: "Turn") -> str:
     parts = [
         who(turn.plan) + (", kept from the turn before" if turn.kept_experts else ""),
         f"{counted(result.prompt_tokens, 'token')} of prompt{_reused(turn)}",
-        f"{len(generated.tokens)} written{ends[generated.finish_reason]}",
+        f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
     ]
     if generated.decode_steps:
         parts.append(f"{generated.tokens_per_s:.0f} tokens/s")

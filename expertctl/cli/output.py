@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -21,6 +21,9 @@ from expertctl.digest import Progress, no_progress
 from expertctl.errors import ExpertError
 from expertctl.settings import human_limit as human_limit
 from expertctl.settings import human_size as human_size
+
+if TYPE_CHECKING:
+    from rich.progress import FileSizeColumn
 
 _NARROWEST = 20
 """Fewest columns of folded text."""
@@ -207,7 +210,6 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import (
         BarColumn,
         DownloadColumn,
-        FileSizeColumn,
         MofNCompleteColumn,
         TextColumn,
         TimeElapsedColumn,
@@ -216,8 +218,20 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import Progress as Bars
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    told = (amount, TimeRemainingColumn()) if total else (FileSizeColumn(), TimeElapsedColumn())
+    told = (amount, TimeRemainingColumn()) if total else (_read_size_column(), TimeElapsedColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), *told)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)
+
+
+def _read_size_column() -> "FileSizeColumn":
+    """Return a column with what was read; it is empty before the first byte."""
+    from rich.progress import FileSizeColumn, Task
+    from rich.text import Text
+
+    class ReadSizeColumn(FileSizeColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.completed else Text("")
+
+    return ReadSizeColumn()

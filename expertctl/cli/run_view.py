@@ -156,12 +156,17 @@ def _expert(expert: "PlannedExpert") -> str:
 
 def _figures(result: "RunResult") -> str:
     generated, timings = result.generated, result.timings_ms
-    speed = f"{generated.tokens_per_s:.0f} tokens/s" if generated.decode_steps else "one token"
-    return (
-        f"{_INDENT}{counted(result.prompt_tokens, 'token')} read, {len(generated.tokens)} written "
-        f"({generated.finish_reason}), {speed}, first after {timings['ttft']:.0f} ms, "
-        f"{timings['total']:.0f} ms in all"
-    )
+    written = len(generated.tokens) or "nothing"
+    speed = [f"{generated.tokens_per_s:.0f} tokens/s"] if generated.decode_steps else []
+    first = [f"first after {timings['ttft']:.0f} ms"] if generated.tokens else []
+    parts = [
+        f"{counted(result.prompt_tokens, 'token')} read",
+        f"{written} written ({generated.finish_reason})",
+        *speed,
+        *first,
+        f"{timings['total']:.0f} ms in all",
+    ]
+    return f"{_INDENT}{', '.join(parts)}"
 
 
 def _pairs(values: object) -> str:

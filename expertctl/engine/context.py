@@ -107,8 +107,16 @@ def _fewest(turns: Sequence[Sequence[Message]], encode: Encode, most: int) -> in
 def _left_out(gone: int, turns: int) -> tuple[str, ...]:
     if gone == 0:
         return ()
-    which = "the oldest turn" if gone == 1 else f"the {gone} oldest turns"
-    return (f"{which} of {turns} did not fit into the context and were left out",)
+    if turns == 1:
+        which = "the turn before"
+    elif gone == 1:
+        which = f"the oldest of {turns} turns"
+    else:
+        which = (
+            f"all {turns} turns before" if gone == turns else f"the {gone} oldest of {turns} turns"
+        )
+    verb = "was" if gone == 1 else "were"
+    return (f"{which} did not fit into the context and {verb} left out",)
 
 
 def _cut_message(messages: Sequence[Message], encode: Encode, most: int) -> Prompt:

@@ -18,7 +18,6 @@ from expertctl.engine.compose import Form
 from expertctl.engine.context import FittedPrompt, fit_context
 from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import ExpertSource, LocalExpert
-from expertctl.engine.kernels.scheme import GROUP
 from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
 from expertctl.engine.message import Message
 from expertctl.engine.moe.habit_keeper import HabitKeeper
@@ -325,17 +324,9 @@ def prepare_on(
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request, base, planned, template)
     wish = _wish(request, planned.base)
-    told = (*planned.warnings, *_of_rounding(planned, wish), *_of_misses(base, wish))
+    told = (*planned.warnings, *_of_misses(base, wish))
     planned = replace(planned, result=replace(planned.result, warnings=told))
     return Prepared(planned, base, template, prompt, wish)
-
-
-def _of_rounding(planned: Planned, wish: Wish) -> tuple[str, ...]:
-    """Say where experts are held in less than was published."""
-    if wish.adapter_dtype == "published" or not planned.experts:
-        return ()
-    groups = f", in groups of {GROUP}" if wish.adapter_dtype == "int8" else ""
-    return (f"experts are held as {wish.adapter_dtype}{groups}",)
 
 
 def _of_misses(base: OpenBase | CompatBase, wish: Wish) -> tuple[str, ...]:

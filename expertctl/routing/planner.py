@@ -171,7 +171,7 @@ class Planner:
             _check_installed(expert, inventory)
         planned = self._planned(wanted, inventory, base=base or saved.base)
         plan = planned.result.plan
-        check_identity(saved, plan.identity)
+        check_identity(saved, plan.identity, base=planned.base, request=wanted)
         renewed = tuple(
             warning
             for before, now in zip(saved.experts, plan.experts, strict=True)

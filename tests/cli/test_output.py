@@ -4,12 +4,24 @@ import io
 import json
 import os
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli.output import emit, fail, fold, human_size, note, printable, progress, table
+from expertctl.cli.output import (
+    _read_size_column,
+    emit,
+    fail,
+    fold,
+    human_size,
+    note,
+    printable,
+    progress,
+    table,
+)
 from expertctl.errors import UsageError
 
 
@@ -153,3 +165,9 @@ def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
         advance(5_200_000_000)
     assert "5.2 GB" in stream.getvalue()
     assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"
+
+
+@pytest.mark.parametrize(("completed", "told"), [(0, ""), (1, "1 byte"), (2_500_000, "2.5 MB")])
+def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
+    task: Any = SimpleNamespace(completed=completed)
+    assert str(_read_size_column().render(task)) == told

@@ -277,7 +277,7 @@ def test_a_saved_plan_gives_the_same_text_again(workshop: Workshop, expertctl: E
     alone = expertctl("run", PROMPT, "--plan", saved, "--json", *QUIET).document
     assert (alone["plan"]["experts"], alone["warnings"]) == ([], [])
     for words, code, said in (
-        (("--dtype", "bf16"), 4, "the plan was made as"),
+        (("--dtype", "bf16"), 4, "the plan was made with --dtype float32"),
         (("--expert", "acme/sorting"), 2, "says already which experts answer"),
     ):
         refused = expertctl("run", PROMPT, "--plan", saved, *words)
