@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _NARROWEST = 20
 """Fewest columns of folded text."""
+LINE_SECONDS = 10.0
+"""How often a line tells the progress where there is no terminal."""
 _GAP, _BELOW = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
@@ -196,9 +199,36 @@ def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterato
 
 @contextmanager
 def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar while things are handled one by one."""
+    """Show a progress bar while things are handled one by one; without a terminal, some lines."""
+    if not sys.stderr.isatty():
+        yield counted_lines(label, total)
+        return
     with _bar(label, total, in_bytes=False, as_json=as_json) as report:
         yield report
+
+
+def counted_lines(
+    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most."""
+    start = told = clock()
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal told, done
+        done += count
+        now = clock()
+        if now - told < LINE_SECONDS or done >= total:
+            return
+        told = now
+        left = (now - start) / done * (total - done)
+        note(f"{label}: {done} of {total}, about {_minutes(left)} left")
+
+    return report
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from expertctl.cli.output import (
     _read_size_column,
+    counted_lines,
     emit,
     fail,
     fold,
@@ -171,3 +172,24 @@ def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
 def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
     task: Any = SimpleNamespace(completed=completed)
     assert str(_read_size_column().render(task)) == told
+
+
+def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    report = counted_lines("evaluating", 400, clock=lambda: now)
+    for number in range(1, 401):
+        now = float(number)
+        report(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 39
+    assert lines[0] == "evaluating: 10 of 400, about 6 min left"
+    assert lines[-1] == "evaluating: 390 of 400, about 10 s left"
+
+
+def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    report = counted_lines("evaluating", 400, clock=lambda: 0.0)
+    for _ in range(400):
+        report(1)
+    assert capsys.readouterr().err == ""

@@ -275,7 +275,7 @@ class BatchEngine:
     def _to_compile_for(self) -> list[Installed]:
         """Return an expert for each set of adapter kinds that needs kernels of its own."""
         base = self._house.base
-        if base.backend.name != "packed":
+        if base.backend.name != "packed" or not self.settings.warm_experts:
             return []
         kinds: dict[frozenset[tuple[str, str]], Installed] = {}
         for expert in self._desk.inventory().result().experts:

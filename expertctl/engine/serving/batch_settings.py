@@ -39,5 +39,7 @@ class BatchSettings:
     """How many jobs may wait; more are refused."""
     on_budget: Literal["queue", "fewer"] = "queue"
     """What is done when experts do not fit: wait, or leave out those that never would."""
+    warm_experts: bool = True
+    """Whether kernels are compiled at the start for each kind of the installed experts."""
     warm: tuple[str, ...] = ()
     """Prompts that are answered with a few tokens before the first job is taken."""
