@@ -35,6 +35,10 @@ def add(
     copy: Annotated[
         bool, typer.Option("--copy", help="Keep a copy; else the directory must stay.")
     ] = False,
+    compile_kernels: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile its kernels now, so that no answer waits for it."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Read a base model whole and remember it where it is.
@@ -57,7 +61,36 @@ def add(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             "it needs pip install 'expertctl[compat]'"
         )
-    emit(_document(base, routed), text, as_json=as_json)
+    document = _document(base, routed)
+    if compile_kernels:
+        document["compiled"] = _compiled(base, as_json=as_json)
+    emit(document, text, as_json=as_json)
+
+
+def _compiled(base: StoredBase, *, as_json: bool) -> bool:
+    """Compile the kernels of a base; return whether kernels run it."""
+    from expertctl.cli.opening import importing_engine
+    from expertctl.cli.run_options import numerics_of
+    from expertctl.routing.planner import Planner
+    from expertctl.routing.request import RouteRequest
+
+    settings = load_settings()
+    held = numerics_of(settings, dtype=None, adapter_dtype=None, deterministic=None)
+    like = RouteRequest(
+        prompt="?",
+        dtype=held.dtype,
+        adapter_dtype=held.adapter_dtype,
+        deterministic=held.deterministic,
+    )
+    if base.foreign:
+        return False
+    with importing_engine(as_json=as_json):
+        from expertctl.engine.compile_ahead import compile_ahead
+    with progress("compiling", None, as_json=as_json):
+        planner = Planner.open(settings, tell=note)
+        found = compile_ahead(planner, base, like, budget=settings.memory_budget, tell=note)
+    note("its kernels are compiled" if found else f"{base.name} is run without kernels of its own")
+    return found
 
 
 @app.command("list")
