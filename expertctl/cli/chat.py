@@ -320,7 +320,8 @@ class _Session:
         text = turn.result.generated.text
         if text and not text.endswith("\n") and not self._as_json:
             write_piece("\n")
-        new = [w for w in dict.fromkeys(turn.result.warnings) if w not in self._warned]
+        known = {*self._warned, *turn.result.planned.result.notes}  # /plan shows the notes
+        new = [w for w in dict.fromkeys(turn.result.warnings) if w not in known]
         self._warned.update(new)
         warn(new)
         note(turn_line(turn))

@@ -85,6 +85,9 @@ def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
     said = f"{PROMPT}\nWhy is the sky blue in the morning?\nAnd now?\n"
     plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
     assert [len(experts) for experts in plans] == [1, 0, 0]
+    told = expertctl("chat", *QUIET, stdin=said.encode()).err
+    assert "warning: the base answers alone" not in told
+    assert told.count(" alone; ") == 2
 
 
 def test_the_base_answers_alone_until_experts_are_wanted_again(
