@@ -224,7 +224,7 @@ class InvalidPackageError(ExpertError):
         super().__init__(f"{what}: {body}", hint=hint)
 
 
-def combined(what: str, errors: Sequence[ExpertError]) -> ExpertError:
+def combine_errors(what: str, errors: Sequence[ExpertError]) -> ExpertError:
     """Return several errors as one of the first one's kind; a single one stays as it is.
 
     Each is a line with its own way out.

@@ -195,9 +195,9 @@ def _refuse_usage(error: TyperException, words: list[str], *, as_json: bool) -> 
     if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
         note(error.format_message())
         return USAGE
-    from expertctl.cli.call_error import explained_call
+    from expertctl.cli.call_error import explain_call
 
-    usage = explained_call(error, words, list(COMMANDS))
+    usage = explain_call(error, words, list(COMMANDS))
     fail(usage, as_json=as_json)
     return exit_code(usage)
 

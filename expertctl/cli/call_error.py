@@ -63,7 +63,7 @@ _BOUNDS = {
 }
 
 
-def explained_call(error: TyperException, words: Iterable[str], commands: list[str]) -> UsageError:
+def explain_call(error: TyperException, words: Iterable[str], commands: list[str]) -> UsageError:
     """Return a refused call as an error of ours; ``words`` are those of the call."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else _path(words, commands)

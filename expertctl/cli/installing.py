@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.local import expert_document
-from expertctl.cli.near_packages import with_near_names
+from expertctl.cli.near_packages import suggest_names
 from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, progress, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
@@ -94,7 +94,7 @@ def install(
             try:
                 done = install_order(order, target, sources, lend)
             except NotFoundError as error:
-                raise with_near_names(error, references, sources, target.store) from error
+                raise suggest_names(error, references, sources, target.store) from error
             done = _recorded(worklist, references, done, target, sources, settings, save=save)
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))

@@ -13,7 +13,7 @@ from expertctl.store.store import Store, near_names
 _MOST_HITS = 100
 
 
-def with_near_names(
+def suggest_names(
     error: NotFoundError, wanted: Iterable[Reference], sources: Sources, store: Store
 ) -> NotFoundError:
     """Return an error about a reference that is not there, with the names that may be meant."""

@@ -201,13 +201,13 @@ def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterato
 def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
     """Show a progress bar while things are handled one by one; without a terminal, some lines."""
     if not sys.stderr.isatty():
-        yield counted_lines(label, total)
+        yield report_lines(label, total)
         return
     with _bar(label, total, in_bytes=False, as_json=as_json) as report:
         yield report
 
 
-def counted_lines(
+def report_lines(
     label: str, total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
     """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most."""

@@ -23,10 +23,10 @@ from expertctl.package.draft import (
     Overrides,
     base_label,
     base_problems,
+    describe_lost_letters,
     encode,
     is_hub_name,
     read_draft,
-    shortened_name,
 )
 from expertctl.package.evaluation_data import read_data
 from expertctl.package.frame import FAST, LEVELS
@@ -276,7 +276,7 @@ def _private_key(settings: Settings, name: str) -> PrivateKey:
 
 
 def _note_name(directory: Path, overrides: Overrides) -> None:
-    shortened = shortened_name(directory, read_draft(directory), overrides)
+    shortened = describe_lost_letters(directory, read_draft(directory), overrides)
     if shortened is not None:
         note(shortened)
 

@@ -9,7 +9,7 @@ import typer
 from expertctl.cli.connection import RegistryOption, connected, connected_for
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table
 from expertctl.cli.target import reading
-from expertctl.errors import ExpertError, UsageError, combined
+from expertctl.errors import ExpertError, UsageError, combine_errors
 from expertctl.reference import Reference, Version
 from expertctl.registry import package_pages
 from expertctl.registry.answers import is_ours
@@ -52,13 +52,13 @@ def publish(
     read = [_read(path, trust, as_json=as_json) for path in files]
     problems = [problem for _, found in read for problem in found]
     if problems and not dry_run:
-        raise combined("nothing was published", problems)
+        raise combine_errors("nothing was published", problems)
     parcels = in_order([parcel for parcel, _ in read])
     namespaces = {parcel.package.namespace for parcel in parcels}
     if dry_run:
         problems += _problems_there(settings, parcels, registry)
         if problems:
-            raise combined("this would not be published", problems)
+            raise combine_errors("this would not be published", problems)
     with connected_for(settings, namespaces, registry) as connection:
         api = connection.api if is_ours(connection.api) else None
         to = Destination(connection.oci, api, settings.home.registries)

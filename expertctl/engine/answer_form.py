@@ -100,7 +100,7 @@ def checked(text: str, form: Form | None) -> Checked:
     return Checked(False, f"the answer is not {_SHOWN[form]}: {fault}") if fault else Checked(True)
 
 
-def unless_cut(found: Checked, *, finish_reason: str) -> Checked:
+def excuse_cut_answer(found: Checked, *, finish_reason: str) -> Checked:
     """Return a check; an answer that was cut at the limit of tokens is not blamed for its end."""
     if found.passed is not False or finish_reason != "length":
         return found

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from expertctl.engine.answer_form import Checked, checked, unless_cut, wanted_form
+from expertctl.engine.answer_form import Checked, checked, excuse_cut_answer, wanted_form
 from expertctl.engine.generate import Generated
 from expertctl.engine.run_result import BytesRead
 from expertctl.errors import (
@@ -48,7 +48,7 @@ def check_answer(generated: Generated, planned: Planned, prompt: str) -> Checked
         return Checked(None)
     experts = [expert.manifest for expert in planned.experts]
     found = checked(generated.text, wanted_form(prompt, experts))
-    return unless_cut(found, finish_reason=generated.finish_reason)
+    return excuse_cut_answer(found, finish_reason=generated.finish_reason)
 
 
 def record(

@@ -188,7 +188,9 @@ def default_name(directory: Path) -> str:
     return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
 
 
-def shortened_name(directory: Path, existing: JsonObject, overrides: Overrides) -> str | None:
+def describe_lost_letters(
+    directory: Path, existing: JsonObject, overrides: Overrides
+) -> str | None:
     """Return a note where a default name leaves out letters that have no counterpart in ASCII."""
     name = directory.resolve().name
     lost = [letter for letter in _in_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]

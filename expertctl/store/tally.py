@@ -165,7 +165,7 @@ def _expert(
         ref=ref,
         content_digest=digests[0],
         uses=sum(usage.uses for usage in known),
-        last_used=max((usage.last_used for usage in known), default=None),
+        last_used=max((u.last_used for u in known if u.last_used is not None), default=None),
         success=rates.of(digests[0]),
         runs=Runs(tuple(jobs)),
     )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from expertctl.cli.output import (
     _read_size_column,
-    counted_lines,
     emit,
     fail,
     fold,
@@ -21,6 +20,7 @@ from expertctl.cli.output import (
     note,
     printable,
     progress,
+    report_lines,
     table,
 )
 from expertctl.errors import UsageError
@@ -178,7 +178,7 @@ def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = 0.0
-    report = counted_lines("evaluating", 400, clock=lambda: now)
+    report = report_lines("evaluating", 400, clock=lambda: now)
     for number in range(1, 401):
         now = float(number)
         report(1)
@@ -189,7 +189,7 @@ def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
 
 
 def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    report = counted_lines("evaluating", 400, clock=lambda: 0.0)
+    report = report_lines("evaluating", 400, clock=lambda: 0.0)
     for _ in range(400):
         report(1)
     assert capsys.readouterr().err == ""

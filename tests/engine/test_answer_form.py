@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.answer_form import MAX_CHARACTERS, checked, unless_cut, wanted_form
+from expertctl.engine.answer_form import MAX_CHARACTERS, checked, excuse_cut_answer, wanted_form
 from expertctl.schema.manifest import BaseRequirement, Evaluation, Manifest, Routing
 
 PLAIN = Manifest(
@@ -173,12 +173,12 @@ def test_an_answer_that_is_too_long_is_not_checked() -> None:
 
 @pytest.mark.parametrize("text", ['{"a": [1, 2', '```json\n{"a": 1,', "Sure, here is the"])
 def test_an_answer_that_was_cut_is_not_blamed_for_its_end(text: str) -> None:
-    found = unless_cut(checked(text, "json"), finish_reason="length")
+    found = excuse_cut_answer(checked(text, "json"), finish_reason="length")
     assert found.passed is None
     assert "cut at the limit" in found.problem
-    assert unless_cut(checked(text, "json"), finish_reason="stop").passed is False
+    assert excuse_cut_answer(checked(text, "json"), finish_reason="stop").passed is False
 
 
 def test_a_whole_answer_passes_where_the_limit_cut_only_what_came_after() -> None:
-    found = unless_cut(checked('{"a": 1}\n\nThis is', "json"), finish_reason="length")
+    found = excuse_cut_answer(checked('{"a": 1}\n\nThis is', "json"), finish_reason="length")
     assert found.passed is True

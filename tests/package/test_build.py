@@ -81,7 +81,7 @@ def test_flags_win_over_the_manifest_and_the_manifest_over_the_files(
     ("name", "expected"),
     [
         ("My LoRA", "local/my-lora"),
-        ("été_2024..v2", "local/t-2024-v2"),
+        ("été_2024..v2", "local/ete-2024-v2"),
         ("---", "local/expert"),
         ("x" * 200, f"local/{'x' * 64}"),
     ],

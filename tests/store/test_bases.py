@@ -143,7 +143,7 @@ def test_a_base_is_found_by_name_or_digest(bases: BaseStore, directory: Path) ->
         assert bases.find(wanted) == base
     with pytest.raises(NotFoundError, match="no base is called") as error:
         bases.find("Qwen/Qwen3-0.8B")
-    assert error.value.hint == "did you mean Qwen/Qwen3-0.6B?"
+    assert error.value.hint.startswith("did you mean Qwen/Qwen3-0.6B? known: Qwen/Qwen3-0.6B; ")
     with pytest.raises(NotFoundError) as error:
         bases.find("None")
     assert "base add" in error.value.hint
