@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -19,6 +18,7 @@ import typer
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import ExpertError
+from expertctl.plain_text import replace_unsafe
 from expertctl.settings import human_limit as human_limit
 from expertctl.settings import human_size as human_size
 
@@ -92,13 +92,8 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters (ANSI escapes, bidi overrides) except line ends and tabs."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    harmless = character in "\n\t" or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}
-    return character if harmless else "\N{REPLACEMENT CHARACTER}"
+    """Replace what could control a terminal or reorder text; line ends and tabs stay."""
+    return replace_unsafe(text)
 
 
 def _say(text: str, stream: TextIO) -> None:

@@ -9,6 +9,7 @@ that registry and for nothing else.
 from collections.abc import Sequence
 
 from expertctl.errors import RevokedError, TrustError
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, KeyEntry, Release, SignedForm
 from expertctl.registry.key_statement import claimed_signer, statement_signer
@@ -143,7 +144,7 @@ def _is_revoked(record: TrustRecord, key: PublicKey, namespace: str, host: str) 
 
 def _line(reason: str) -> str:
     """Return a reason as one line that can be printed."""
-    return "".join(c if c.isprintable() else " " for c in reason)
+    return one_line(reason)
 
 
 def _told(

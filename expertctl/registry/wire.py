@@ -21,6 +21,7 @@ import httpcore2
 import httpx2
 
 from expertctl.errors import RegistryError, UnreachableError, UsageError
+from expertctl.plain_text import one_line
 from expertctl.registry.address import is_loopback
 
 MIN_BYTES = 1024
@@ -231,7 +232,7 @@ def _reason(error: Exception) -> str:
 
 def _line(error: Exception) -> str:
     plain = _ERRNO.sub("", str(error))
-    text = "".join(c if c.isprintable() else " " for c in plain)
+    text = one_line(plain)
     return text[:200] or type(error).__name__
 
 

@@ -258,9 +258,12 @@ export function errorOf(document: unknown, facts: ErrorFacts): ExpertError {
   return new Kind(message, { ...facts, code, hint: told(document, "hint"), sent: status !== 503 });
 }
 
+/** Controls, halves of characters, bidi controls and white space; joiners of emoji and letters stay. */
+const UNSAFE = /[\p{Cc}\p{Cs}\p{Z}\u202A-\u202E\u2066-\u2069]+/gu;
+
 /** A text of a server as it may be printed: bounded, one line, nothing that a terminal obeys. */
 export function shown(text: string): string {
-  const clean = text.slice(0, MAX_TEXT).replace(/[\p{C}\p{Z}]+/gu, " ").trim();
+  const clean = text.slice(0, MAX_TEXT).replace(UNSAFE, " ").trim();
   return text.length > MAX_TEXT ? `${clean}…` : clean;
 }
 
