@@ -16,7 +16,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.kv_room import KVRoom, all_or_none
-from expertctl.engine.sampling import Draws, sample
+from expertctl.engine.sampling import REPETITION_WINDOW, Draws, sample
 from expertctl.engine.stop import StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
 from expertctl.routing.plan import SamplingParams
@@ -207,7 +207,8 @@ class Writer:
 
     def take(self, logits: Tensor) -> str:
         """Draw the next token; return the text that is certain now."""
-        token = sample(logits, self._counts, self._params, self._draws)
+        recent = self.tokens[-REPETITION_WINDOW:]
+        token = sample(logits, self._counts, self._params, self._draws, recent=recent)
         if token in self._end_ids:
             self.finish_reason = "stop"
             return self._kept(self._rest())

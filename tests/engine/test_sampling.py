@@ -99,9 +99,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     for seed in range(5):
         scores = random_scores(seed)
         ids = np.random.default_rng(seed).integers(0, VOCAB, 20).tolist()
-        counts = {i: ids.count(i) for i in ids}
-        params = replace(NEUTRAL, repetition_penalty=penalty)
-        got = sampling.penalised(scores, counts, params)
+        got = sampling.less_repeated(scores, ids, penalty)
         warped = RepetitionPenaltyLogitsProcessor(penalty)(
             torch.tensor([ids]), torch.tensor(scores)[None]
         )
@@ -145,7 +143,7 @@ def test_all_filters_in_the_published_order_equal_transformers_in_that_order(
         min_p=min_p,
         repetition_penalty=penalty,
     )
-    got = probabilities(sampling.penalised(scores, {3: 2, 5: 1, 96: 1}, params), params)
+    got = probabilities(sampling.less_repeated(scores, ids, penalty), params)
     differ = np.flatnonzero((got > 0) != (row[0].softmax(-1).numpy() > 0))
     if len(differ) == 0:
         np.testing.assert_allclose(got, row[0].softmax(-1).numpy(), atol=2e-6)
@@ -166,10 +164,10 @@ def test_the_steps_have_the_published_order() -> None:
         "min_p",
         "draw",
     ]
-    # halved by repetition, then 0.5 less: the other way round it would be 0.75
-    scores = np.array([2, 0], dtype=np.float32)
-    params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5)
-    assert sampling.penalised(scores, {0: 1}, params).tolist() == [0.5, 0]
+    # halved by repetition, then 0.5 less: the other way round it would be 0.75 and come second
+    scores = np.array([2, 0.6], dtype=np.float32)
+    params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5, top_k=1)
+    assert sample(scores, {0: 1}, params, Draws(0), recent=[0]) == 1
     # top-k looks at the mask first: the best allowed ones are kept
     row = np.array([9, 8, 1, 0], dtype=np.float32)
     allowed = np.array([False, False, True, True])
@@ -183,7 +181,7 @@ def test_the_steps_have_the_published_order() -> None:
 def test_greedy_takes_the_likeliest_and_ignores_every_penalty() -> None:
     scores = np.array([1, 5, 4], dtype=np.float32)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=9.0)
-    assert sample(scores, {1: 100}, greedy, Draws(0)) == 1
+    assert sample(scores, {1: 100}, greedy, Draws(0), recent=[1]) == 1
     assert sample(scores, {1: 100}, greedy, Draws(0), allowed=np.array([True, False, True])) == 2
 
 
@@ -287,7 +285,7 @@ def test_nothing_allowed_is_an_error() -> None:
 def test_forbidden_tokens_never_come_back_through_a_penalty() -> None:
     scores = np.array([-np.inf, 1, 2], dtype=np.float32)
     params = replace(NEUTRAL, repetition_penalty=2.0, frequency_penalty=-2.0)
-    drawn = {sample(scores, {0: 3}, params, Draws(seed)) for seed in range(50)}
+    drawn = {sample(scores, {0: 3}, params, Draws(seed), recent=[0]) for seed in range(50)}
     assert drawn == {1, 2}
 
 
@@ -313,6 +311,7 @@ def test_any_scores_and_settings_give_a_token_that_may_come(
 KINDS_OF_PARAMS = [
     NEUTRAL,
     SamplingParams(),
+    SamplingParams(repetition_penalty=1.1),
     SamplingParams(top_k=40, min_p=0.05, presence_penalty=0.5),
     SamplingParams(temperature=2.0, top_p=0.999, top_k=50_000),
     SamplingParams(temperature=2.0, top_p=0.999),
@@ -321,7 +320,7 @@ KINDS_OF_PARAMS = [
 
 def needed_by(scores: Scores, params: SamplingParams) -> int:
     tracemalloc.start()
-    sample(scores, {1: 2, 5: 1}, params, Draws(1))
+    sample(scores, {1: 2, 5: 1}, params, Draws(1), recent=[1, 5, 1])
     needed = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return needed

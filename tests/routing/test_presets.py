@@ -51,7 +51,7 @@ def test_the_user_wins_over_the_expert_and_the_expert_over_the_preset() -> None:
     experts = [expert("json_parsing", temperature=0.1, max_tokens=99)]
     wishes = SamplingWishes(temperature=0.9)
     assert resolve(wishes, experts, prompt_task="creative_writing") == SamplingParams(
-        temperature=0.9, max_tokens=99, repetition_penalty=1.0
+        temperature=0.9, max_tokens=99
     )
 
 
@@ -62,9 +62,7 @@ def test_of_several_experts_the_first_that_says_something_wins() -> None:
         expert("json_parsing", temperature=0.1, top_k=5, stop=("}",)),
     ]
     params = resolve(NO_WISHES, experts, prompt_task="creative_writing")
-    assert params == SamplingParams(
-        temperature=0.3, max_tokens=10, top_k=5, stop=(";",), repetition_penalty=1.1
-    )
+    assert params == SamplingParams(temperature=0.3, max_tokens=10, top_k=5, stop=(";",))
 
 
 @pytest.mark.parametrize("task", [*PRESETS, "translation", ""])

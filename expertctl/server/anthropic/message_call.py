@@ -30,7 +30,7 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
-from expertctl.server.sampling_fields import as_published, top_p_of
+from expertctl.server.sampling_fields import top_p_of
 from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
@@ -151,7 +151,7 @@ def _run_request(
         exclude=tuple(parse_target(one) for one in request.exclude_experts or ()),
         base_alone=choice.base_alone,
         seed=request.seed,
-        wishes=_wishes(request, auto=choice.auto),
+        wishes=_wishes(request),
         max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
     )
     check_request(route)
@@ -165,17 +165,16 @@ def _run_request(
     )
 
 
-def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn; with ``auto``, the experts decide what the request omits."""
+def _wishes(request: MessageRequest) -> SamplingWishes:
+    """Return what the request says of how tokens are drawn."""
     stop = request.stop_sequences
-    given = SamplingWishes(
+    return SamplingWishes(
         temperature=request.temperature,
         top_p=top_p_of(request.top_p),
         top_k=request.top_k,
         max_tokens=request.max_tokens,
         stop=None if stop is None else tuple(stop),
     )
-    return given if auto else as_published(given)
 
 
 def _cache_key(request: MessageRequest, caller: Caller) -> str:

@@ -16,7 +16,7 @@ from expertctl.routing.presets import (
 from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.model_name import Choice
-from expertctl.server.sampling_fields import as_published, top_p_of, within
+from expertctl.server.sampling_fields import top_p_of, within
 
 MAX_TEXTS = 128
 _MAX_KEY = 512
@@ -86,20 +86,20 @@ def route_of(
         exclude=_excluded(fields),
         base_alone=choice.base_alone,
         seed=None if fields.seed is None else fields.seed % _MAX_SEED,
-        wishes=wishes_of(fields, max_tokens=max_tokens, auto=choice.auto),
+        wishes=wishes_of(fields, max_tokens=max_tokens),
         max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
     )
     check_request(route)
     return route
 
 
-def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn: as in the published API where the client gives no value.
+def wishes_of(fields: SharedFields, *, max_tokens: int | None) -> SamplingWishes:
+    """Return what a request says of how tokens are drawn.
 
-    With ``auto``, the experts and the preset of the task decide what is not given. For every model
-    they decide the length and the stop strings if not given: an expert knows its own end.
+    What it does not give is decided by the experts, the base and the preset of the task, for every
+    model alike.
     """
-    given = SamplingWishes(
+    return SamplingWishes(
         temperature=fields.temperature,
         top_p=top_p_of(fields.top_p),
         top_k=fields.top_k,
@@ -110,7 +110,6 @@ def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> Sa
         max_tokens=max_tokens,
         stop=_stops(fields.stop),
     )
-    return given if auto else as_published(given)
 
 
 def _excluded(fields: SharedFields) -> tuple[Target, ...]:

@@ -66,14 +66,11 @@ def test_the_base_alone_answers_by_its_name_and_with_auto_the_router_chooses(
     assert told(ask(client, model="auto"))["plan"]["base"] == "tiny"
 
 
-def test_silence_means_the_defaults_of_the_api_but_with_auto_those_of_the_task(
-    client: Client,
-) -> None:
-    published = told(ask(client, temperature=None, max_tokens=2))["plan"]["params"]
-    assert (published["temperature"], published["top_p"]) == (1.0, 1.0)
-    assert published["repetition_penalty"] == 1.0
-    own = told(ask(client, model="auto", temperature=None, max_tokens=2))["plan"]["params"]
-    assert (own["temperature"], own["top_p"], own["repetition_penalty"]) == (0.6, 0.95, 1.1)
+@pytest.mark.parametrize("model", ["tiny", "auto", "acme/sql"])
+def test_silence_means_the_same_settings_whatever_the_model(client: Client, model: str) -> None:
+    params = told(ask(client, model=model, temperature=None, max_tokens=2))["plan"]["params"]
+    assert (params["temperature"], params["top_p"]) == (0.6, 0.95)
+    assert params["repetition_penalty"] == 1.0
 
 
 def test_an_answer_ends_with_its_length(client: Client) -> None:
