@@ -6,6 +6,7 @@ control tokens. `Marks` keep the two apart in one rendered text; all other text 
 as the file says.
 """
 
+import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,7 +229,8 @@ class TextStream:
     """Turns tokens into text as they come; what was given out never changes.
 
     The text of a few tokens is compared with that of the same and one more, because spaces and
-    UTF-8 sequences reach across tokens. A sequence that is not complete is held back.
+    UTF-8 sequences reach across tokens. A sequence that is not complete is held back, and left out
+    where the text ends within it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -250,10 +252,23 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back, as it is."""
+        """Return what was held back, without the part of a character at its end."""
+        part = self._drop_unfinished()
         text = self._new_text()
         self._context, self._held = self._held, []
-        return text
+        return text.removesuffix(_BROKEN) if part else text
+
+    def _drop_unfinished(self) -> int:
+        """Let go of the tokens of a character that is cut; return how many bytes of it are left."""
+        known = (self._tokenizer.bytes_of(token) for token in self._held)
+        spelt = [
+            b"?" if data is None else data for data in known
+        ]  # letters: no part of a character
+        unfinished = _unfinished(b"".join(spelt))
+        while unfinished and len(spelt[-1]) <= unfinished:
+            unfinished -= len(spelt.pop())
+            self._held.pop()
+        return unfinished
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._context)
@@ -261,3 +276,10 @@ class TextStream:
         if both.startswith(before):
             return both[len(before) :]
         return self._tokenizer.decode(self._held)  # broken bytes spoilt what stood before
+
+
+def _unfinished(data: bytes) -> int:
+    """Return how many bytes at the end begin a character in UTF-8 and do not complete it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])

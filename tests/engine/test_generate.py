@@ -19,7 +19,7 @@ from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import read_config
 from expertctl.routing.plan import SamplingParams
-from tests.factories import write_base
+from tests.factories import text_of_bytes, write_base
 
 PROMPT = "Sort: 41, 7, 23"
 GREEDY = SamplingParams().greedy()
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_transformers(base: Path, model: Model) -> No
 
 def test_the_pieces_are_the_text_and_the_text_is_the_tokens(model: Model) -> None:
     pieces, result = run(model)
-    assert "".join(pieces) == result.text == model.tokenizer.decode(result.tokens)
+    assert "".join(pieces) == result.text == text_of_bytes(result.tokens)
     assert all(pieces)
     assert len(pieces) > 1
 
@@ -199,3 +199,48 @@ def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: Model) -> N
     assert [cache.length for cache in caches] == [len(ids)] * 3
     found = step_each([(texts[0], 5), (texts[2], 5)])
     assert torch.equal(found[0], found[1])
+
+
+def logits_of(step: int) -> torch.Tensor:
+    """Scores close to each other, so that a penalty decides between many tokens."""
+    return torch.randn(200, generator=torch.Generator().manual_seed(step % 3)) * 0.3 + 4
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.05, 1.3, 2.0])
+def test_an_answer_of_many_tokens_is_penalised_for_its_last_64_as_transformers_would(
+    model: Model, penalty: float
+) -> None:
+    params = SamplingParams(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=penalty)
+    writer = Writer(model.tokenizer, params, seed=0, max_tokens=300)
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected: list[int] = []
+    for step in range(200):
+        writer.take(logits_of(step))
+        window = torch.tensor([expected[-64:]], dtype=torch.long)
+        scores = processor(window, logits_of(step)[None]) if expected else logits_of(step)[None]
+        expected.append(int(scores.argmax()))
+    assert writer.tokens == expected
+    if penalty == 2.0:
+        assert len(set(expected[:64])) == 64
+        assert set(expected[:100]) & set(expected[100:]), "what fell out of the window comes again"
+
+
+@pytest.mark.parametrize("end", ["length", "cancelled", "timeout", "stop"])
+def test_an_answer_that_is_cut_inside_a_character_ends_before_it(model: Model, end: str) -> None:
+    written = [*"Grüße ".encode(), *"🙂".encode()[:3]]
+    most = len(written) if end == "length" else 300
+    writer = Writer(model.tokenizer, GREEDY, seed=0, max_tokens=most)
+    for token in written:
+        scores = torch.zeros(300)
+        scores[token] = 9.0
+        writer.take(scores)
+    if end in {"cancelled", "timeout"}:
+        writer.give_up(end)  # type: ignore[arg-type]  # one of the two
+    elif end == "stop":
+        writer._end_ids = frozenset({299})
+        scores = torch.zeros(300)
+        scores[299] = 9.0
+        writer.take(scores)
+    assert writer.finish_reason == end
+    assert "".join(writer.pieces) == "Grüße "
+    assert writer.tokens == written
