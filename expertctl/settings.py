@@ -33,6 +33,7 @@ _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
     "offline": "EXPERT_OFFLINE",
+    "base": "EXPERT_BASE",
     "ca_file": "EXPERT_CA_FILE",
     "allow_http": "EXPERT_ALLOW_HTTP",
     "minimum_release_age": "EXPERT_MINIMUM_RELEASE_AGE",
@@ -287,6 +288,8 @@ class Settings:
     home: Home
     registry: str | None = None
     offline: bool = False
+    base: str | None = None
+    """The base that answers where neither an option nor an expert decides."""
     ca_file: Path | None = None
     """Certificates that are trusted beside those of the system."""
     allow_http: bool = False
@@ -328,6 +331,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         home=home,
         registry=values.get("registry"),
         offline=parse_switch("offline", values.get("offline", "no")),
+        base=values.get("base"),
         ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
         allow_http=parse_switch("allow_http", values.get("allow_http", "no")),
         minimum_release_age=parse_age(age) if age else None,

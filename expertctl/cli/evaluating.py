@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.exit_codes import FAILURE
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import (
@@ -192,7 +193,7 @@ def _evaluate_answers(
         data=samples,
         expert=experts[0],
         compose=tuple(experts[1:]),
-        base=asked.base,
+        base=known_base(asked.base, settings, as_json=as_json),
         max_tokens=asked.max_tokens,
         dtype=asked.held.dtype,
         adapter_dtype=asked.held.adapter_dtype,

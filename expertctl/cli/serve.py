@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, emit, note, table, warn
 from expertctl.cli.run_options import (
@@ -165,7 +166,7 @@ def serve(
         traces=traced_to,
         validators=read_commands(validator or ()),
         batch=BatchSettings(
-            base=base or kept.base,
+            base=known_base(base or kept.base, settings, as_json=as_json),
             budget=budget_of(memory_budget, settings),
             device=chosen_device(device, settings),
             dtype=held.dtype,

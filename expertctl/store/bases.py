@@ -71,7 +71,7 @@ class BaseStore:
         return sorted(known, key=lambda base: base.name)
 
     def find(self, wanted: str) -> StoredBase:
-        """Return a base by its name, or by the digest of its architecture or weights.
+        """Return a base by its name, its folder, or the digest of its architecture or weights.
 
         Raises:
             NotFoundError: when there is none; the hint names what is near.
@@ -81,9 +81,18 @@ class BaseStore:
             identity = base.identity
             if wanted in (base.name, str(identity.weights), str(identity.arch)):
                 return base
+        if wanted.strip() and (there := self.at(wanted)) is not None:
+            return there
         near = near_names(wanted, [base.name for base in known])
         hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl base add DIR`"
         raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=hint)
+
+    def at(self, place: str | Path) -> StoredBase | None:
+        """Return the base whose files lie in a folder; None for any other place."""
+        with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
+            folder = Path(place).expanduser().resolve(strict=True)
+            return next((b for b in self.bases() if b.path.resolve() == folder), None)
+        return None
 
     def meant_by(self, label: str) -> StoredBase | None:
         """Return the base that an adapter's label means: by its name, else by the last part.
@@ -96,10 +105,6 @@ class BaseStore:
         alike = [base for base in known if _last_part(base.name) == _last_part(label)]
         found = exact or alike
         return found[0] if len(found) == 1 else None
-
-    def default(self) -> StoredBase | None:
-        """Return the base that was added last; None when there is none."""
-        return max(self.bases(), key=lambda base: base.added_ns, default=None)
 
     def add(
         self,

@@ -177,14 +177,28 @@ def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
     assert bases.meant_by("one/tiny") == first
 
 
-def test_the_default_is_the_base_that_was_added_last(
-    bases: BaseStore, directory: Path, tmp_path: Path
+def test_a_base_is_found_by_its_folder_however_that_is_written(
+    bases: BaseStore, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bases.default() is None
-    bases.add(directory)
-    other = write_base(tmp_path / "a-other", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
-    newer = bases.add(other)
-    assert bases.default() == newer
+    base = bases.add(directory, name="mine")
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    monkeypatch.chdir(directory.parent)
+    for wanted in (str(directory), f"{directory}/.", str(link), f"./{directory.name}"):
+        assert bases.find(wanted) == base
+    for wanted in ("", " ", str(tmp_path), "nowhere", "a\0b", "x" * 5000, "~nobody-at-all/x"):
+        with pytest.raises(NotFoundError, match="no base is called"):
+            bases.find(wanted)
+
+
+def test_a_name_wins_over_a_folder_of_that_name(
+    bases: BaseStore, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases.add(directory, name="here")
+    other = write_base(tmp_path / "there", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
+    named = bases.add(other, name=directory.name)
+    monkeypatch.chdir(directory.parent)
+    assert bases.find(directory.name) == named
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
