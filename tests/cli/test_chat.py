@@ -17,11 +17,12 @@ import pytest
 
 from expertctl.routing.planner import Planned, Planner
 from expertctl.schema.validation import problems_of
+from tests.cli.piping import Stdin, stdin
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
 from tests.factories import write_base, write_lora
 from tests.foreign_bases import write_gpt2
 
-__all__ = ["expertctl", "workshop"]
+__all__ = ["expertctl", "stdin", "workshop"]
 
 OTHER = "Guten Morgen"
 
@@ -50,6 +51,29 @@ def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
     alone = expertctl("run", PROMPT, "--json", *QUIET).document
     assert documents[0]["text"] == alone["text"]
     assert "> " not in outcome.err
+
+
+def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    stdin.pipe(b"41, 17\n")
+    document = expertctl("chat", *PROMPT.split(" "), "--json", *QUIET).document
+    [turn] = document["turns"]
+    assert turn["prompt"] == PROMPT
+    stdin.pipe(b"41, 17\n")
+    assert turn["text"] == expertctl("run", PROMPT, "--json", *QUIET).document["text"]
+    stdin.pipe(f"{PROMPT}\n\n41, 17\n".encode())
+    [whole] = expertctl("chat", "-", "--json", *QUIET).document["turns"]
+    assert (whole["prompt"], whole["text"]) == (f"{PROMPT}\n\n41, 17", turn["text"])
+
+
+def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    for given in (stdin.closed, lambda: stdin.file(Path("/dev/null"))):
+        given()
+        [turn] = expertctl("chat", PROMPT, "--json", *QUIET).document["turns"]
+        assert turn["prompt"] == PROMPT
 
 
 def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
@@ -345,6 +369,8 @@ def test_with_json_a_terminal_shows_prompts_and_stdout_the_document_alone(
 
 class Typist:
     """Stands for a terminal's stdin: lines, or keys that interrupt."""
+
+    closed = False
 
     def __init__(self, *typed: str | type[BaseException]) -> None:
         self.buffer, self._typed = self, list(typed)
