@@ -4,9 +4,11 @@
 
     ExpertError                      exit 1
     ├── UsageError                   exit 2   the call itself is wrong
-    │   └── MediaTypeError                    a body is in a form that is not read
+    │   ├── MediaTypeError                    a body is in a form that is not read
+    │   └── ContextLengthError                a prompt is longer than what can be read
     ├── NotFoundError                exit 3   a package, key, base or file is missing
-    │   └── MissingDependencyError            a required expert is not there
+    │   ├── MissingDependencyError            a required expert is not there
+    │   └── UnknownAddressError               a server has nothing at this path
     ├── IncompatibleError            exit 4   two things do not fit together
     │   ├── BaseMismatchError                 an expert and a base
     │   └── ConflictError                     two experts
@@ -62,6 +64,22 @@ class UsageError(ExpertError):
         self.misnamed = misnamed
 
 
+class ContextLengthError(UsageError):
+    """A prompt or a conversation is longer than what can be read.
+
+    ``size`` and ``most`` count ``unit``: tokens, or characters where nothing was tokenised.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, size: int, most: int, unit: str = "tokens", hint: str = ""
+    ) -> None:
+        """Keep the message and both lengths: APIs have their own words for them."""
+        super().__init__(message, hint=hint)
+        self.size, self.most, self.unit = size, most, unit
+
+
 class MediaTypeError(UsageError):
     """The body of a request is in a form that is not accepted there."""
 
@@ -78,6 +96,12 @@ class MissingDependencyError(NotFoundError):
     """An expert that another one requires is not installed."""
 
     code = "missing_dependency"
+
+
+class UnknownAddressError(NotFoundError):
+    """A server has nothing at the path of a request."""
+
+    code = "unknown_url"
 
 
 class IncompatibleError(ExpertError):

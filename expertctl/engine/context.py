@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from expertctl.engine.chat_template import Prompt
 from expertctl.engine.message import Message
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 
 Encode = Callable[[Sequence[Message]], Prompt]
 
@@ -44,7 +44,8 @@ def fit_context(
     quarter of the context, or ``max_tokens`` if that is less, stays free.
 
     Raises:
-        UsageError: when it does not fit and may not be cut, or nothing of it would be left.
+        ContextLengthError: when it does not fit and may not be cut.
+        UsageError: when nothing of it would be left.
     """
     room = context - virtual
     free = max(1, min(max_tokens, room // 4))
@@ -57,14 +58,18 @@ def fit_context(
     return FittedPrompt(prompt.ids, min(max_tokens, left), prompt.warnings, virtual)
 
 
-def _refusal(messages: Sequence[Message], size: int, context: int, virtual: int) -> UsageError:
+def _refusal(
+    messages: Sequence[Message], size: int, context: int, virtual: int
+) -> ContextLengthError:
     soft = f" and {virtual} virtual tokens of its experts" if virtual else ""
     if len(messages) > 1:
         what, hint = "conversation", "begin anew, or let its oldest turns be left out"
     else:
         what, hint = "prompt", "shorten it, or let its end be cut off"
-    return UsageError(
+    return ContextLengthError(
         f"the {what} has {size} tokens, the base reads {context} with the answer{soft}",
+        size=size + virtual,
+        most=context,
         hint=f"{hint} with --truncate",
     )
 

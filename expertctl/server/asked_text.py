@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from expertctl.engine.message import Message
+from expertctl.errors import ContextLengthError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.field_error import FieldError
@@ -12,14 +13,16 @@ def check_length(messages: Sequence[Message]) -> None:
     """Bound a conversation.
 
     Raises:
-        FieldError: when it is too long.
+        ContextLengthError: when it is too long.
     """
     fields = sum(_characters(message.fields) for message in messages if message.fields)
     size = sum(len(message.content) for message in messages) + fields
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
+        raise ContextLengthError(
             f"messages: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            field="messages",
+            size=size,
+            most=MAX_PROMPT_CHARACTERS,
+            unit="characters",
             hint="leave out the oldest ones",
         )
 

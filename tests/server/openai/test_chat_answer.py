@@ -355,7 +355,7 @@ def test_errors_are_those_of_the_api(
 
 
 def test_a_prompt_beyond_the_context_is_refused(client: Client) -> None:
-    with pytest.raises(openai.BadRequestError, match="the base reads 16384"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens"):
         ask(client, "a" * 20_000)
 
 

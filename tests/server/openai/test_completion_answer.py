@@ -90,6 +90,6 @@ def test_what_is_not_done_is_refused_by_its_name(client: Client, fields: Any, pa
 
 
 def test_one_prompt_that_is_refused_gives_up_the_others(client: Client, scripted: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="the base reads 16384"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens"):
         go_on(client, ["[hello]", "a" * 20_000], max_tokens=100)
     assert go_on(client).choices[0].finish_reason == "stop"
