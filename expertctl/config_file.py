@@ -29,7 +29,7 @@ from expertctl.settings import (
     read_config,
 )
 
-_SWITCHES = {"offline", "allow_http", "deterministic", "moe_learn"}
+_SWITCHES = {"offline", "allow_http", "deterministic", "moe_learn", "serve_strict_fields"}
 _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,

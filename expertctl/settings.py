@@ -54,6 +54,10 @@ CONFIG_KEYS = {
     "serve_queue": "EXPERT_SERVE_QUEUE",
     "serve_timeout": "EXPERT_SERVE_TIMEOUT",
     "serve_behind": "EXPERT_SERVE_BEHIND",
+    "serve_aliases": "EXPERT_SERVE_ALIASES",
+    "serve_allowed_hosts": "EXPERT_SERVE_ALLOWED_HOSTS",
+    "serve_allowed_origins": "EXPERT_SERVE_ALLOWED_ORIGINS",
+    "serve_strict_fields": "EXPERT_SERVE_STRICT_FIELDS",
     "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
     "serve_tls_key": "EXPERT_SERVE_TLS_KEY",
 }
@@ -172,6 +176,11 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Read texts with commas between them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def parse_encoder(text: str) -> str:
     """Read the name of an encoder, or a directory, which then counts in any folder.
 
@@ -276,6 +285,11 @@ class ServeChoices:
     queue: int | None = None
     timeout: float | None = None
     behind: float | None = None
+    aliases: tuple[str, ...] = ()
+    """``ALIAS=MODEL`` each."""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -364,6 +378,10 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
         queue=count("serve_queue"),
         timeout=seconds("serve_timeout"),
         behind=seconds("serve_behind"),
+        aliases=parse_list(values.get("serve_aliases", "")),
+        allowed_hosts=parse_list(values.get("serve_allowed_hosts", "")),
+        allowed_origins=parse_list(values.get("serve_allowed_origins", "")),
+        strict_fields=parse_switch("serve_strict_fields", values.get("serve_strict_fields", "no")),
         tls_cert=path("serve_tls_cert"),
         tls_key=path("serve_tls_key"),
     )

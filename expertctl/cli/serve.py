@@ -6,7 +6,7 @@ The server is an extra, imported only by the commands that need it.
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -70,7 +70,29 @@ def serve(
     url: Annotated[
         str | None, typer.Option(help="The address that users see, where it is another.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Accept this name in Host: host.docker.internal; repeatable."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Answer web pages of this origin; repeatable."),
+    ] = None,
     base: Base = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ALIAS=MODEL", help="A further name of a model: gpt-4o-mini=auto; repeatable."
+        ),
+    ] = None,
+    strict_fields: Annotated[
+        bool | None,
+        typer.Option(
+            "--strict-fields", help="Refuse fields that are not implemented, not ignore them."
+        ),
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="How many texts are written at a time.", show_default="16")
     ] = None,
@@ -141,6 +163,7 @@ def serve(
     with _server_extra():
         from expertctl.engine.serving.batch_settings import BatchSettings
         from expertctl.http.listening import Listening
+        from expertctl.server.aliases import parse_aliases
         from expertctl.server.post_processing.command import read_commands
         from expertctl.server.serve import serve as serve_generation
         from expertctl.server.settings import ServeSettings
@@ -157,6 +180,10 @@ def serve(
         host=_first(host, kept.host, usual.host),
         port=_first(port, kept.port, usual.port),
         url=url or kept.url,
+        allowed_hosts=_lower(allow_host or kept.allowed_hosts),
+        allowed_origins=_lower(allow_origin or kept.allowed_origins),
+        aliases=parse_aliases(alias or kept.aliases),
+        strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
         certificate=tls_cert or kept.tls_cert,
         private_key=tls_key or kept.tls_key,
         timeout=_first(timeout, kept.timeout, usual.timeout),
@@ -303,6 +330,10 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
+
+
+def _lower(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.lower().rstrip("/") for name in names)
 
 
 def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:

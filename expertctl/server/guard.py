@@ -32,14 +32,14 @@ LOG = logging.getLogger("expertctl.server")
 
 LARGE_BODIES = 256 << 20
 """Most bytes of large bodies that are held at once."""
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/version", "/openapi.json"})
 """Paths that need neither a key nor an engine; they show nothing secret."""
 
 
 def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
     """Guard the application: of web pages only its own may send requests, and only JSON is read."""
     bounds = Bounds(
-        names=names_of(settings.host, settings.public_url),
+        names=names_of(settings.host, settings.public_url) | set(settings.allowed_hosts),
         addresses=not is_loopback(settings.host),
         origins=_origins(settings),
         open_methods=frozenset(),
@@ -48,8 +48,8 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
         media_type=JSON,
         refuse=_refused,
         whose="this server",
-        host_hint="give --url the address that users see",
-        origin_hint="ask from a server of that site, or give --url the address of the page",
+        host_hint="give --url the address that users see, or --allow-host NAME",
+        origin_hint="ask from a server of that site, or start with --allow-origin ORIGIN",
         named_below=b"/v1/models/",
     )
     return RequestLimits(app, bounds)
@@ -126,7 +126,7 @@ def _origins(settings: ServeSettings) -> frozenset[str]:
     secure = settings.certificate is not None
     names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
     own = {url_of(name, settings.port, secure=secure) for name in names}
-    return frozenset({settings.public_url, *own})
+    return frozenset({settings.public_url, *own, *settings.allowed_origins})
 
 
 def _refused(refusal: Refusal, scope: Scope) -> Response:

@@ -31,8 +31,10 @@ from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
 from expertctl.server.sampling_fields import as_published, top_p_of
+from expertctl.server.settings import ServeSettings
 from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
+from expertctl.server.unknown_fields import ignored_warning
 
 NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
 
@@ -57,6 +59,8 @@ class MessageCall:
     shows_thinking: bool
     stop_sequences: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     async def thought_tokens(self, results: Sequence[RunResult]) -> int:
         """Return how many tokens of the answer are thought."""
@@ -95,9 +99,10 @@ def message_call(
     caller: Caller,
     base_name: str,
     text: BaseText,
-    usual: float | None,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> MessageCall:
-    """Read a request to a server of one base; ``usual``: its time in seconds if it names none.
+    """Read a request to a server of one base; ``ignored`` fields were left out of it.
 
     Raises:
         FieldError: when a field asks for what is not done here.
@@ -105,7 +110,7 @@ def message_call(
         ModelNotFoundError: when there is no such model.
     """
     check_thinking(request)
-    choice = chosen(request.model, base_name=base_name)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     asked = asked_of(request, text)
     reading = _reading(request, asked, text)
     job = Job(
@@ -113,7 +118,7 @@ def message_call(
         request=_run_request(request, asked, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-        deadline=deadline_of(request.timeout_ms, usual=usual),
+        deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
         check=answer_check(
             reading,
             form=_form(request),
@@ -127,8 +132,13 @@ def message_call(
         model=request.model,
         shows_thinking=request.shows_thinking,
         stop_sequences=tuple(request.stop_sequences or ()),
-        warnings=(NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else (),
+        warnings=(*ignored_warning(ignored), *_not_enforced(request)),
+        ignored=tuple(ignored),
     )
+
+
+def _not_enforced(request: MessageRequest) -> tuple[str, ...]:
+    return (NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else ()
 
 
 def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:

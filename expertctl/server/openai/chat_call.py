@@ -53,6 +53,8 @@ class ChatCall:
     model: str
     created: int
     with_usage: bool
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token; None if they cannot be known."""
@@ -76,16 +78,17 @@ def chat_call(
     base_name: str,
     text: BaseText,
     settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> ChatCall:
-    """Read a chat request to a server of one base.
+    """Read a chat request to a server of one base; ``ignored`` fields were left out of it.
 
     Raises:
         FieldError: when a field asks for what is not done here.
         UsageError: when fields do not fit together.
         ModelNotFoundError: when there is no such model.
     """
-    check_neutral(request)
-    choice = chosen(request.model, base_name=base_name)
+    not_done = check_neutral(request, strict=settings.strict_fields)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     tools = _tools(request, text)
     variables = _variables(request, tools)
     reading = Reading(
@@ -112,6 +115,7 @@ def chat_call(
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
+        ignored=(*ignored, *not_done),
     )
 
 

@@ -126,7 +126,7 @@ class ChatStream:
         *others, last = ends
         yield from others
         answered = [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
-        yield replace(last, expertctl=extension_of(answered))
+        yield replace(last, expertctl=extension_of(answered, ignored=self._call.ignored))
 
     def _end(self, index: int, result: RunResult) -> ChatChunk:
         calls = self._readers[index].calls

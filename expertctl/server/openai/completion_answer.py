@@ -40,7 +40,9 @@ def told(
 ) -> Extension | PromptExtensions:
     """Return the ``expertctl`` object, prompt by prompt if there are several."""
     each = [
-        extension_of([Answered(call.index(number, i), r) for i, r in enumerate(one)])
+        extension_of(
+            [Answered(call.index(number, i), r) for i, r in enumerate(one)], ignored=call.ignored
+        )
         for number, one in enumerate(results)
     ]
     return each[0] if len(each) == 1 else PromptExtensions(prompts=each)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertctl.engine.message import UserMessage
@@ -29,6 +30,8 @@ class CompletionCall:
     created: int
     with_usage: bool
     echo: bool
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     @property
     def id(self) -> str:
@@ -45,18 +48,23 @@ class CompletionCall:
 
 
 def completion_call(
-    request: CompletionRequest, *, caller: Caller, base_name: str, settings: ServeSettings
+    request: CompletionRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> CompletionCall:
-    """Read a completion request to a server of one base.
+    """Read a completion request to a server of one base; ``ignored`` fields were left out of it.
 
     Raises:
         FieldError: when a field asks for what is not done here.
         UsageError: when fields do not fit together.
         ModelNotFoundError: when there is no such model.
     """
-    check_neutral(request)
+    not_done = check_neutral(request, strict=settings.strict_fields)
     _check_echo(request)
-    choice = chosen(request.model, base_name=base_name)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     deadline = deadline_of(request.timeout_ms, usual=settings.timeout)
     asked = [_run_request(request, one, choice, caller=caller) for one in _prompts(request)]
     return CompletionCall(
@@ -65,6 +73,7 @@ def completion_call(
         created=int(time.time()),
         with_usage=request.with_usage,
         echo=bool(request.echo),
+        ignored=(*ignored, *not_done),
     )
 
 

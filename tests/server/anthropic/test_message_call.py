@@ -15,6 +15,7 @@ from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import ModelNotFoundError
+from expertctl.server.settings import ServeSettings
 from tests.factories import write_base
 from tests.server.anthropic.bodies import WEATHER, body_of
 from tests.server.served import BASE, Served
@@ -28,7 +29,8 @@ def text(scripted: Served) -> BaseText:
 def called(text: BaseText, *, usual: float | None = None, **fields: Any) -> MessageCall:
     request = parse_body(body_of(**{"max_tokens": 16, **fields}), MessageRequest)
     caller = Caller(id="key-1")
-    return message_call(request, caller=caller, base_name=BASE, text=text, usual=usual)
+    settings = ServeSettings(timeout=usual)
+    return message_call(request, caller=caller, base_name=BASE, text=text, settings=settings)
 
 
 def test_where_the_client_is_silent_tokens_are_drawn_as_published(text: BaseText) -> None:

@@ -51,7 +51,7 @@ def test_every_published_reasoning_effort_is_known(effort: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"colour": "red"}, None),
+        ({"colour": "red"}, None),  # read strictly; see test_unknown_fields for the usual reading
         ({"model": 5}, "model"),
         ({"model": ""}, "model"),
         ({"messages": None}, "messages"),
