@@ -199,6 +199,11 @@ def is_of_anthropic(scope: Scope) -> bool:
     return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
 
 
+def answers_anthropic(scope: Scope) -> bool:
+    """Whether a request is answered as the Anthropic API does."""
+    return _shape_of(scope) is anthropic_body
+
+
 def _shape_of(scope: Scope) -> Shape:
     path = str(scope.get("path", ""))
     if _is_below(path, MESSAGES):

@@ -88,7 +88,7 @@ def test_a_model_that_is_no_alias_is_still_not_found() -> None:
 def test_a_client_that_knows_one_name_lists_it_and_is_answered(make_served: MakeServed) -> None:
     settings = ServeSettings(aliases=ALIASES, batch=BatchSettings(budget=64 << 20))
     served = make_served(settings)
-    with a_client(served) as official:
+    with a_client(served) as client:
         names = [model.id for model in client.models.list()]
         assert set(ALIASES) < set(names)
         assert client.models.retrieve("gpt-4o-mini").id == "gpt-4o-mini"
