@@ -1,9 +1,9 @@
 """One token drawn from scores, in a fixed order.
 
 Constraint mask, repetition, presence and frequency penalty, temperature, top-k, softmax, top-p,
-min-p, draw. Penalties count generated tokens only; greedy ignores them. Each step is a function of
-its own on float32 arrays. The draw inverts the cumulative distribution in order of token ids with
-numbers from Philox, whose bits are the same on every platform.
+min-p, draw. Penalties count generated tokens only; greedy takes the best score after them. Each
+step is a function of its own on float32 arrays. The draw inverts the cumulative distribution in
+order of token ids with numbers from Philox, whose bits are the same on every platform.
 """
 
 from collections.abc import Mapping
@@ -60,9 +60,9 @@ def sample(
         IncompatibleError: when the scores are not numbers or no token is allowed.
     """
     scores = constrained(_checked(logits), allowed)
+    scores = penalised(scores, counts, params)
     if params.is_greedy:
         return int(scores.argmax())  # of equal scores the lowest id
-    scores = penalised(scores, counts, params)
     return draw(probabilities(scores, params), draws.next())
 
 

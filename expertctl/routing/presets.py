@@ -39,7 +39,7 @@ PRESETS: Mapping[str, SamplingParams] = {
     "code_generation": SamplingParams(temperature=0.4, max_tokens=8192, repetition_penalty=1.05),
     "default": SamplingParams(temperature=0.6, max_tokens=2048, repetition_penalty=1.1),
 }
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def check_limit(name: str, value: float | None) -> None:
 
 
 def check_wishes(wishes: SamplingWishes) -> None:
-    """Refuse settings outside the limits, and penalties beside greedy decoding.
+    """Refuse settings outside the limits, and a temperature beside greedy decoding.
 
     Raises:
         UsageError: naming the setting.
@@ -115,14 +115,15 @@ def check_wishes(wishes: SamplingWishes) -> None:
             f"temperature {wishes.temperature:g} has no effect when decoding is greedy",
             hint="leave out the one or the other",
         )
-    if wishes.greedy or wishes.temperature == 0.0:
-        _refuse_penalties(given)
 
 
 def resolve(
     wishes: SamplingWishes, experts: Sequence[Manifest], *, prompt_task: str
 ) -> SamplingParams:
     """Return the complete settings of a plan; see the module for who wins.
+
+    Greedy decoding keeps the penalties that the user gave; those of experts and presets are meant
+    for sampling.
 
     Raises:
         UsageError: for a wish outside the limits.
@@ -135,8 +136,8 @@ def resolve(
     params = replace(params, **given)
     if not (wishes.greedy or params.is_greedy):
         return params
-    _refuse_penalties(given)
-    return params.greedy()
+    penalties = {name: given[name] for name in _PENALTIES if name in given}
+    return replace(params.greedy(), **penalties)
 
 
 def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
@@ -149,16 +150,6 @@ def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
 def unapplied(decoding: Decoding) -> list[str]:
     """Name the recommended settings that no run applies."""
     return [] if decoding.grammar is None else ["grammar"]
-
-
-def _refuse_penalties(given: Mapping[str, Any]) -> None:
-    """Refuse what greedy decoding would drop, rather than dropping it."""
-    for name, neutral in _NEUTRAL.items():
-        if given.get(name, neutral) != neutral:
-            raise UsageError(
-                f"{name} has no effect when decoding is greedy",
-                hint="leave it out, or give a temperature above 0",
-            )
 
 
 def _preset_name(experts: Iterable[Manifest], prompt_task: str) -> str:

@@ -180,11 +180,28 @@ def test_the_steps_have_the_published_order() -> None:
     assert tokens == {2}
 
 
-def test_greedy_takes_the_likeliest_and_ignores_every_penalty() -> None:
+def test_greedy_takes_the_likeliest() -> None:
     scores = np.array([1, 5, 4], dtype=np.float32)
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=9.0)
+    greedy = NEUTRAL.greedy()
     assert sample(scores, {1: 100}, greedy, Draws(0)) == 1
     assert sample(scores, {1: 100}, greedy, Draws(0), allowed=np.array([True, False, True])) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_with_penalties_takes_the_best_of_openais_formula(seed: int) -> None:
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence."""
+    random = np.random.default_rng(seed)
+    mu = random.normal(size=50).astype(np.float32)
+    counts = {
+        int(j): int(n) for j, n in zip(mu.argsort()[-9:], random.integers(1, 9, 9), strict=True)
+    }
+    presence, frequency = random.uniform(-2, 2, 2).astype(np.float32)
+    params = replace(
+        NEUTRAL.greedy(), presence_penalty=float(presence), frequency_penalty=float(frequency)
+    )
+    c = np.array([counts.get(j, 0) for j in range(50)], dtype=np.float32)
+    best = (mu - c * frequency - (c > 0).astype(np.float32) * presence).argmax()
+    assert sample(mu, counts, params, Draws(0)) == best
 
 
 def test_of_equal_scores_greedy_takes_the_lowest_id() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from expertctl.engine.answer_form import Checked
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
+from expertctl.engine.stop import USUAL_RULES, StopRules
 from expertctl.errors import ExpertError
 from expertctl.routing.plan import Plan
 
@@ -35,6 +36,7 @@ class Job:
     """How many answers, each drawn with a seed of its own."""
     logprobs: int | None = None
     """How many of the likeliest tokens are told beside each drawn one; None: no scores at all."""
+    stop_rules: StopRules = USUAL_RULES
     remember: bool = True
     """Whether it counts as a use of its experts."""
     check: Check | None = None
@@ -78,6 +80,8 @@ class Piece:
     number: int
     text: str
     drawn: tuple[Drawn, ...] = ()
+    written: int = 0
+    """How many tokens of this answer there are by now."""
 
 
 @dataclass(frozen=True, slots=True)

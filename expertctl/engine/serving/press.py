@@ -193,7 +193,11 @@ class Press:
                 number,
                 ready.model.reading(ready.kv.cache, ready.plan),
                 Writer(
-                    tokenizer, plan.params, seed=plan.seed + number, max_tokens=prompt.max_tokens
+                    tokenizer,
+                    plan.params,
+                    seed=plan.seed + number,
+                    max_tokens=prompt.max_tokens,
+                    rules=ticket.job.stop_rules,
                 ),
                 room=ready.kv.cache,
                 unread=prompt.ids[ready.reused :],

@@ -141,7 +141,7 @@ class Text:
 
     def _tell(self, text: str, drawn: tuple[Drawn, ...]) -> None:
         if text or drawn:
-            self.ticket.tell(Piece(self.number, text, drawn))
+            self.ticket.tell(Piece(self.number, text, drawn, len(self.writer.tokens)))
 
 
 def _drawn(token: int, logits: Tensor, most: int, tokenizer: Tokenizer) -> Drawn:

@@ -30,7 +30,7 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
-from expertctl.server.sampling_fields import as_published, top_p_of
+from expertctl.server.sampling_fields import as_published, top_k_of, top_p_of
 from expertctl.server.settings import ServeSettings
 from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
@@ -181,7 +181,7 @@ def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
     given = SamplingWishes(
         temperature=request.temperature,
         top_p=top_p_of(request.top_p),
-        top_k=request.top_k,
+        top_k=top_k_of(request.top_k),
         max_tokens=request.max_tokens,
         stop=None if stop is None else tuple(stop),
     )

@@ -24,7 +24,7 @@ from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import route_of
+from expertctl.server.openai.shared_fields import route_of, stop_rules
 from expertctl.server.openai.tool import Tool, offered, strict_tools
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
@@ -134,6 +134,7 @@ def _job(
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
         texts=request.texts,
+        stop_rules=stop_rules(request, max_tokens=_max_tokens(request)),
         logprobs=_logprobs(request),
         check=answer_check(
             reading,

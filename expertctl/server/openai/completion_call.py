@@ -14,7 +14,7 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.openai.completion_request import MAX_PROMPTS, CompletionRequest
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import route_of
+from expertctl.server.openai.shared_fields import route_of, stop_rules
 from expertctl.server.settings import ServeSettings
 
 MAX_TOKENS = 16
@@ -87,6 +87,7 @@ def _job(
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline,
         texts=request.texts,
+        stop_rules=stop_rules(request, max_tokens=request.max_tokens or MAX_TOKENS),
         logprobs=request.logprobs,
     )
 

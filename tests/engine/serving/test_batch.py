@@ -24,7 +24,7 @@ from expertctl.routing.request import RouteRequest
 from tests.factories import write_tokenizer
 
 A = ord("a")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+GREEDY = SamplingParams(max_tokens=100).greedy()
 
 
 @dataclass(eq=False)
