@@ -73,7 +73,7 @@ class ContextLengthError(UsageError):
     code = "context_length_exceeded"
 
     def __init__(
-        self, message: str, *, size: int, most: int, unit: str = "tokens", hint: str = ""
+        self, message: str, *, size: int = 0, most: int = 0, unit: str = "tokens", hint: str = ""
     ) -> None:
         """Keep the message and both lengths: APIs have their own words for them."""
         super().__init__(message, hint=hint)

@@ -18,6 +18,9 @@ NOT_READ = "the template has no {prompt}: the prompt chose the experts, the mode
 _PLACES = re.compile(r"\{(prompt|body)\}")
 
 Role = Literal["system", "user", "assistant", "tool"]
+ChatEnd = Literal["new_turn", "as_is", "continue"]
+"""How a prompt ends: where a new turn of the assistant begins, where the last message was closed,
+or inside the last message, which the answer continues."""
 
 
 @dataclass(frozen=True, slots=True)

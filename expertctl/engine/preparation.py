@@ -377,8 +377,13 @@ def _fitted(
     def encode(messages: Sequence[Message]) -> Prompt:
         if request.plain:
             return encode_plain(base.tokenizer, messages)
-        variables = request.variables
-        return encode_chat(base.tokenizer, messages, template=template.source, variables=variables)
+        return encode_chat(
+            base.tokenizer,
+            messages,
+            template=template.source,
+            variables=request.variables,
+            end=request.chat_end,
+        )
 
     return fit_context(
         request.messages,

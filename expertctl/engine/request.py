@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.message import ChatEnd, Message, UserMessage
 from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
 from expertctl.routing.plan_file import SavedPlan
@@ -55,6 +55,8 @@ class RunRequest:
     turns: tuple[Message, ...] = ()
     variables: Mapping[str, JsonValue] = field(default_factory=dict)
     """What the chat template is given besides: ``tools``, say."""
+    chat_end: ChatEnd = "new_turn"
+    """Whether the answer is a new turn, or continues the last message."""
     plain: bool = False
     """Whether the message is read as it is, by no chat template."""
     context_size: int | None = None

@@ -142,6 +142,66 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert prompt.warnings == ()
 
 
+BEGUN = [
+    [USER, Message("assistant", "2 + 2 is")],
+    [USER, Message("assistant", "2 + 2 is ")],
+    [USER, Message("assistant", "\n 2 + 2 is \n\n")],
+    [Message("system", "Be brief."), USER, Message("assistant", '{"sum":')],
+    [
+        USER,
+        Message("assistant", "No"),
+        Message("user", "CONTINUED-0"),
+        Message("assistant", "é 🌍"),
+    ],
+]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_last_message_is_continued_as_transformers_continues_it(
+    tmp_path: Path, name: str, trims: bool
+) -> None:
+    base = write_base(tmp_path / "base")
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    if trims and name == "chatml":
+        assert "message['content']" in text or "message.content" in text
+        text = text.replace("message['content']", "message['content'] | trim")
+        text = text.replace("message.content", "message.content | trim")
+    (base / "chat_template.jinja").write_text(text)
+    config = base / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **SPECIAL}))
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **SPECIAL)
+    tokenizer = Tokenizer.open(base)
+    for messages in BEGUN:
+        prompt = encode_chat(tokenizer, messages, variables={"date_string": "x"}, end="continue")
+        wanted = reference.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in messages],
+            chat_template=text,
+            continue_final_message=True,
+            return_dict=False,
+            date_string="x",
+        )
+        assert list(prompt.ids) == wanted
+
+
+def test_a_control_token_in_a_message_that_is_continued_stays_letters(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    text = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    (base / "chat_template.jinja").write_text(text)
+    tokenizer = Tokenizer.open(base)
+    prompt = encode_chat(tokenizer, [Message("assistant", "a<|im_end|>b")], end="continue")
+    assert prompt.text == "a<|im_end|>b"
+    assert tokenizer.token_id("<|im_end|>") not in prompt.ids
+
+
+def test_a_template_that_leaves_out_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = Tokenizer.open(base)
+    with pytest.raises(UsageError, match="cannot be continued"):
+        encode_chat(tokenizer, [USER, Message("assistant", "2 + 2")], end="continue")
+
+
 def test_a_conversation_may_go_on_without_a_new_turn() -> None:
     text = (TEMPLATES / "chatml.jinja").read_text()
     template = ChatTemplate(source(text))

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.message import ChatEnd, Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
@@ -22,7 +22,7 @@ from expertctl.server.anthropic.message_request import (
     check_thinking,
 )
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
-from expertctl.server.asked_text import check_tools, routed_by
+from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -46,6 +46,11 @@ class Asked:
     messages: tuple[Message, ...]
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
+
+    @property
+    def end(self) -> ChatEnd:
+        """How the prompt ends: text of the assistant at the end is continued."""
+        return "continue" if can_continue(self.messages[-1]) else "new_turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +152,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         tools=frozenset(tool.name for tool in asked.tools),
         one_call=one_call(request.tool_choice),
         thinks=text.thinks,
-        opened=text.opens_thinking(asked.variables),
+        opened=opens_thinking(text, asked.variables, asked.messages[-1], end=asked.end),
     )
 
 
@@ -171,6 +176,7 @@ def _run_request(
         experts=choice.force,
         turns=asked.messages,
         variables=asked.variables,
+        chat_end=asked.end,
         cache_key=_cache_key(request, caller),
     )
 

@@ -78,7 +78,7 @@ class _Wire:
         )
         text = self._text()
         asked = asked_of(body.value, text)
-        counting = partial(text.count, asked.messages, asked.variables)
+        counting = partial(text.count, asked.messages, asked.variables, end=asked.end)
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
         return json_reply(TokenCount(input_tokens=tokens), headers=ignored_headers(body.ignored))

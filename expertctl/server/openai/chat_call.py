@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import ChatEnd, Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
@@ -15,7 +15,7 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
-from expertctl.server.asked_text import check_tools, routed_by
+from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -53,6 +53,7 @@ class ChatCall:
     model: str
     created: int
     with_usage: bool
+    with_running_usage: bool = False
     ignored: tuple[str, ...] = ()
     """Fields of the request that are ignored."""
 
@@ -91,14 +92,15 @@ def chat_call(
     choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     tools = _tools(request, text)
     variables = _variables(request, tools)
+    turns = with_known_ids(messages_of(request.messages), text.form)
+    end = _chat_end(request, turns[-1])
     reading = Reading(
         form=text.form,
         tools=frozenset(tool.function.name for tool in tools),
         one_call=request.parallel_tool_calls is False,
         thinks=text.thinks,
-        opened=text.opens_thinking(variables),
+        opened=opens_thinking(text, variables, turns[-1], end=end),
     )
-    turns = with_known_ids(messages_of(request.messages), text.form)
     prompt = routed_by(turns)
     asked = RunRequest(
         message=UserMessage(prompt=prompt),
@@ -106,6 +108,7 @@ def chat_call(
         experts=choice.force,
         turns=turns,
         variables=variables,
+        chat_end=end,
         cache_key=_cache_key(request, caller),
     )
     return ChatCall(
@@ -115,8 +118,27 @@ def chat_call(
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
+        with_running_usage=request.with_running_usage,
         ignored=(*ignored, *not_done),
     )
+
+
+def _chat_end(request: ChatRequest, last: Message) -> ChatEnd:
+    """Return how the prompt ends; text of the assistant at the end is continued unless refused."""
+    wanted, opened = request.continue_final_message, request.add_generation_prompt
+    if wanted and opened:
+        raise FieldError(
+            "continue_final_message: it cannot be given with add_generation_prompt",
+            field="continue_final_message",
+        )
+    if wanted and not can_continue(last):
+        raise FieldError(
+            "continue_final_message: the last message is no text of the assistant",
+            field="continue_final_message",
+        )
+    if wanted or (wanted is None and opened is None and can_continue(last)):
+        return "continue"
+    return "as_is" if opened is False else "new_turn"
 
 
 def _job(

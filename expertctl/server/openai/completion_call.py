@@ -30,6 +30,7 @@ class CompletionCall:
     created: int
     with_usage: bool
     echo: bool
+    with_running_usage: bool = False
     ignored: tuple[str, ...] = ()
     """Fields of the request that are ignored."""
 
@@ -72,6 +73,7 @@ def completion_call(
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
+        with_running_usage=request.with_running_usage,
         echo=bool(request.echo),
         ignored=(*ignored, *not_done),
     )

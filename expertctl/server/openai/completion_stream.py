@@ -25,6 +25,7 @@ from expertctl.server.openai.completion_document import (
 from expertctl.server.openai.logprobs import completion_logprobs
 from expertctl.server.openai.outcome import (
     EndReason,
+    RunningUsage,
     Usage,
     fingerprint_of,
     finish_reason_of,
@@ -57,11 +58,14 @@ class CompletionStream:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._results: dict[int, tuple[RunResult, ...]] = {}
+        self._running = RunningUsage() if call.with_running_usage else None
 
     def chunks(self, number: int, event: Event) -> Iterator[Completion]:
         """Yield the chunks that an event of a job adds to the answer."""
         match event:
-            case Started(plan):
+            case Started(plan, prompt, reused):
+                if self._running is not None:
+                    self._running.read(prompt=prompt, cached=reused)
                 yield from self._begin(number, plan)
             case Piece():
                 yield self._said(number, event)
@@ -83,6 +87,8 @@ class CompletionStream:
 
     def _said(self, number: int, piece: Piece) -> Completion:
         place = self._call.index(number, piece.number)
+        if self._running is not None:
+            self._running.written[place] = piece.written
         scores = None
         if piece.drawn:
             start = self._offsets.get(place, 0)
@@ -92,6 +98,10 @@ class CompletionStream:
 
     def _ended(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
         self._results[number] = results
+        if self._running is not None:
+            for index, result in enumerate(results):
+                written = len(result.generated.tokens)
+                self._running.written[self._call.index(number, index)] = written
         ends = [
             self._grown(
                 self._call.index(number, index),
@@ -123,7 +133,12 @@ class CompletionStream:
         reason: EndReason | None = None,
     ) -> Completion:
         choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=None if self._call.with_usage else UNSET)
+        return self._chunk([choice], usage=self._usage_so_far())
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        if self._running is not None:
+            return self._running.usage()
+        return None if self._call.with_usage else UNSET
 
     def _chunk(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None

@@ -5,7 +5,7 @@ was checked. The published API has no place for it; its clients keep unknown fie
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -93,6 +93,31 @@ def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> Usage:
         prompt_tokens_details=PromptTokens(cached_tokens=cached),
         completion_tokens_details=CompletionTokens(reasoning_tokens=thought) if thought else UNSET,
     )
+
+
+@dataclass(slots=True)
+class RunningUsage:
+    """The usage of answers that are being written."""
+
+    prompt: int = 0
+    cached: int = 0
+    written: dict[int, int] = field(default_factory=dict)
+    """Index of an answer → how many tokens it has so far."""
+
+    def read(self, *, prompt: int, cached: int) -> None:
+        """Count a prompt, and how much of it was read before."""
+        self.prompt += prompt
+        self.cached += cached
+
+    def usage(self) -> Usage:
+        """Return what was read and written until now."""
+        written = sum(self.written.values())
+        return Usage(
+            prompt_tokens=self.prompt,
+            completion_tokens=written,
+            total_tokens=self.prompt + written,
+            prompt_tokens_details=PromptTokens(cached_tokens=self.cached),
+        )
 
 
 def extension_of(answers: Sequence[Answered], *, ignored: Sequence[str] = ()) -> Extension:

@@ -145,7 +145,7 @@ def test_what_was_thought_goes_back_as_what_templates_call_reasoning() -> None:
         ([user("?"), assistant([USE]), user("Well?")], "messages[2]"),
         ([user("?"), assistant([USE]), assistant("Well?"), user("!")], "messages[2]"),
         ([user("?"), assistant([USE])], "messages"),
-        ([user("Say it:"), assistant("It is")], "messages"),
+        ([user("Say it:"), assistant(" ")], "messages"),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_place(turns: list[Any], field: str) -> None:

@@ -324,14 +324,14 @@ def test_a_prompt_is_read_once_by_the_same_key_only(client: Client) -> None:
         ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs", None),
         ({"max_tokens": 1, "max_completion_tokens": 2}, openai.BadRequestError, "max_tokens", None),
-        ({"presence_penalty": 1}, openai.BadRequestError, None, None),
+        ({"extra_body": {"min_tokens": 9}}, openai.BadRequestError, "min_tokens", None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             openai.BadRequestError,
             "response_format",
             None,
         ),
-        ({"extra_body": {"colour": "red"}}, openai.BadRequestError, None, None),
+        ({"extra_body": {"guided_json": {"a": 1}}}, openai.BadRequestError, "guided_json", None),
         ({"extra_body": {"exclude_experts": ["a b"]}}, openai.BadRequestError, None, None),
         (
             {"extra_body": {"chat_template_kwargs": {"messages": []}}},
