@@ -128,6 +128,7 @@ def message_call(
             reading,
             form=_form(request),
             tools=strict_tools(request.tools or ()) if reading.tools else (),
+            before=asked.messages[-1].content if asked.end == "continue" else "",
         ),
     )
     return MessageCall(
@@ -153,6 +154,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         one_call=one_call(request.tool_choice),
         thinks=text.thinks,
         opened=opens_thinking(text, asked.variables, asked.messages[-1], end=asked.end),
+        json_asked=bool(request.output_config and request.output_config.format),
     )
 
 

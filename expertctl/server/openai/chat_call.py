@@ -100,6 +100,7 @@ def chat_call(
         one_call=request.parallel_tool_calls is False,
         thinks=text.thinks,
         opened=opens_thinking(text, variables, turns[-1], end=end),
+        json_asked=request.response_format is not None and request.response_format.is_json,
     )
     prompt = routed_by(turns)
     asked = RunRequest(
@@ -162,6 +163,7 @@ def _job(
             reading,
             form=_form(request, settings),
             tools=strict_tools(request.tools or ()) if reading.tools else (),
+            before=asked.turns[-1].content if asked.chat_end == "continue" else "",
         ),
     )
 

@@ -1,6 +1,7 @@
 """Answers that must be JSON and nothing else, so that a program can read them as they are.
 
-A code block around the JSON is a fault: a client that asks for a form parses the whole answer.
+Anything around the JSON is a fault: a client that asks for a form parses the whole answer. One
+Markdown fence is removed before, where answers are put together for clients (`json_fence`).
 """
 
 import json
