@@ -15,7 +15,7 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_reader import Reading
 from expertctl.server.field_error import FieldError
-from expertctl.server.json_fence import without_fence
+from expertctl.server.json_filter import json_of
 from expertctl.server.post_processing.json_schema import AnswerSchema, check_bounds, read_schema
 from expertctl.server.tool_calls.call import Call
 
@@ -52,7 +52,7 @@ class AnswerCheck:
         if self.form is None:
             return answer.said
         said = self.before + answer.said
-        return self.form(without_fence(said) if self.reading.json_asked else said)
+        return self.form(json_of(said) if self.reading.json_asked else said)
 
     def _fits(self, call: Call) -> Checked:
         what = f"what {call.name} is called with"

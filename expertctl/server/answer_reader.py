@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from expertctl.server.json_fence import FenceFilter
+from expertctl.server.json_filter import JsonFilter
 from expertctl.server.thinking import Part as Thinking
 from expertctl.server.thinking import ThinkingFilter, Thought
 from expertctl.server.tool_calls.call import Call
@@ -49,7 +49,7 @@ class Reading:
     opened: bool = False
     """Whether the prompt ends inside a thought."""
     json_asked: bool = False
-    """Whether the request asked for JSON, so that a fence around it is removed."""
+    """Whether the request asked for JSON, so that what stands around it is removed."""
 
     def whole(self, text: str) -> WholeAnswer:
         """Split a whole answer."""
@@ -66,7 +66,7 @@ class AnswerReader:
         self.calls = self.calls_left_out = 0
         self._one_call = reading.one_call
         self._thinking = ThinkingFilter(opened=reading.opened)
-        self._fence = FenceFilter() if reading.json_asked else None
+        self._json = JsonFilter(ends=not reading.tools) if reading.json_asked else None
         self._scanner = ToolCallScanner(reading.form, reading.tools)
 
     def push(self, text: str) -> list[Read]:
@@ -76,18 +76,20 @@ class AnswerReader:
     def finish(self) -> list[Read]:
         """Return what was held back."""
         parts = list(self._read(self._thinking.finish()))
-        if self._fence is not None:
-            parts += self._counted(self._scanner.push(self._fence.finish()))
+        if self._json is not None:
+            parts += self._counted(self._scanner.push(self._json.finish()))
         return [*parts, *self._counted(self._scanner.finish())]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say how many calls are left out, if any, and whether a fence was removed."""
+        """Say what of the answer was left out: calls, a fence, text after JSON."""
         told = list[str]()
         if self.calls_left_out:
             told.append(f"calls of tools left out, since one was asked for: {self.calls_left_out}")
-        if self._fence is not None and self._fence.removed:
+        if self._json is not None and self._json.removed_fence:
             told.append("a Markdown fence around the JSON was removed")
+        if self._json is not None and self._json.left_out:
+            told.append("text after the JSON was left out")
         return tuple(told)
 
     def _read(self, parts: Iterable[Thinking]) -> Iterator[Read]:
@@ -95,7 +97,7 @@ class AnswerReader:
             if isinstance(part, Thought):
                 yield part
             else:
-                text = part.text if self._fence is None else self._fence.push(part.text)
+                text = part.text if self._json is None else self._json.push(part.text)
                 yield from self._counted(self._scanner.push(text))
 
     def _counted(self, parts: Iterable[Part]) -> Iterator[Read]:

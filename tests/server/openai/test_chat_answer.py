@@ -324,7 +324,12 @@ def test_a_prompt_is_read_once_by_the_same_key_only(client: Client) -> None:
         ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs", None),
         ({"max_tokens": 1, "max_completion_tokens": 2}, openai.BadRequestError, "max_tokens", None),
-        ({"extra_body": {"min_tokens": 9}}, openai.BadRequestError, "min_tokens", None),
+        (
+            {"max_tokens": 3, "extra_body": {"min_tokens": 9}},
+            openai.BadRequestError,
+            "min_tokens",
+            None,
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             openai.BadRequestError,

@@ -1,4 +1,4 @@
-"""One fence around JSON that was asked for goes; everything else stays."""
+"""Of an answer that was to be JSON the JSON stays: without one fence, and without what follows."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import AnswerReader, Reading
-from expertctl.server.json_fence import MAX_SPACE, FenceFilter, without_fence
+from expertctl.server.json_filter import MAX_SPACE, JsonFilter, json_of
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
 from expertctl.server.tool_calls.call import Call
@@ -19,7 +19,7 @@ INNER = '{"a": [1, 2], "b": "```not a fence```"}'
 
 
 def in_pieces(text: str, size: int) -> str:
-    fence = FenceFilter()
+    fence = JsonFilter()
     pieces = [fence.push(text[i : i + size]) for i in range(0, len(text), size)]
     return "".join([*pieces, fence.finish()])
 
@@ -38,8 +38,8 @@ def in_pieces(text: str, size: int) -> str:
     ],
 )
 def test_json_is_left_without_its_fence(text: str, size: int) -> None:
-    assert json.loads(in_pieces(text, size).rstrip("`")) == json.loads(INNER)
-    assert in_pieces(text, size) == without_fence(text)
+    assert json.loads(in_pieces(text, size)) == json.loads(INNER)
+    assert in_pieces(text, size) == json_of(text)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -48,7 +48,7 @@ def test_json_is_left_without_its_fence(text: str, size: int) -> None:
     [
         "",
         INNER,
-        f"  {INNER}\n",
+        f"  {INNER}",
         f"Here it is:\n```json\n{INNER}\n```",
         "```python\nprint(1)\n```",
         "```json and more",
@@ -57,26 +57,52 @@ def test_json_is_left_without_its_fence(text: str, size: int) -> None:
         "```",
         "```json\n",
         " " * (MAX_SPACE + 5) + "```json\n{}\n```",
-        "[1, 2]\n```",
     ],
 )
 def test_what_is_no_fence_around_json_stays_as_it_is(text: str, size: int) -> None:
     assert in_pieces(text, size) == text
 
 
-def test_what_stands_behind_the_fence_is_kept_and_seen_to_be_no_json() -> None:
-    text = "```json\n{}\n```\nThis is an empty object."
-    assert without_fence(text) == "{}\n```\nThis is an empty object."
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"```json\n{INNER}\n```\n\nThis is an object.", INNER),
+        (f"{INNER}\n\nThis is an object, ```really```.", INNER),
+        (f" \n{INNER} {INNER}", f" \n{INNER}"),
+        ('["a", "]"], and so on', '["a", "]"]'),
+        ('"a text" and so on', '"a text" and so on'),  # only an object and a list have an end
+        ('{"a": oops} and so on', '{"a": oops} and so on'),
+        ('```\n{"a": oops}\n```', '{"a": oops}'),
+    ],
+)
+def test_what_follows_whole_json_is_left_out(text: str, left: str, size: int) -> None:
+    assert in_pieces(text, size) == left
+
+
+def test_what_follows_json_stays_where_it_may_be_a_call() -> None:
+    text = f'{INNER}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
+    whole = Reading(form=HERMES, tools={"now"}, json_asked=True).whole(text)
+    assert (whole.said, whole.calls) == (INNER, (Call("now", {}),))
+
+
+def test_whoever_reads_the_answer_is_told_what_was_left_out() -> None:
+    reading = Reading(form=HERMES, json_asked=True)
+    told = ("a Markdown fence around the JSON was removed", "text after the JSON was left out")
+    assert reading.whole(f"```json\n{INNER}\n```\nDone.").warnings == told
+    assert reading.whole(f"```json\n{INNER}\n```\n").warnings == told[:1]
+    assert reading.whole(f"{INNER}\n").warnings == ()
 
 
 def test_json_is_given_out_while_it_is_written() -> None:
-    fence = FenceFilter()
+    fence = JsonFilter()
     assert fence.push("```js") == ""
     assert fence.push('on\n{"a"') == '{"a"'
-    assert fence.push(": 1}\n") == ": 1}"
+    assert fence.push(": [") == ": ["
+    assert fence.push("1]}\n") == "1]}"
     assert fence.push("```") == ""
     assert fence.finish() == ""
-    assert fence.removed
+    assert fence.removed_fence
 
 
 @given(
@@ -86,12 +112,12 @@ def test_json_is_given_out_while_it_is_written() -> None:
 def test_how_a_text_is_cut_does_not_matter(parts: list[str], size: int) -> None:
     text = "".join(parts)
     found = in_pieces(text, size)
-    assert found == without_fence(text)
+    assert found == json_of(text)
     assert found in text
 
 
 def test_space_without_end_is_not_held_back() -> None:
-    fence = FenceFilter()
+    fence = JsonFilter()
     given_out = fence.push("```\n{") + "".join(fence.push(" " * 100) for _ in range(100))
     assert len(given_out) > 10_000 - MAX_SPACE - 100
 
