@@ -144,6 +144,17 @@ def test_how_a_server_answers_is_read(home: Path) -> None:
     assert (serve.base, serve.queue, serve.tls_cert) == (None, None, None)
 
 
+def test_lists_of_a_server_have_commas(home: Path) -> None:
+    home.mkdir()
+    kept = "serve_aliases = 'gpt=auto, haiku=tiny'\nserve_strict_fields = 'yes'\n"
+    (home / "config.toml").write_text(kept)
+    environment = {"EXPERT_HOME": str(home), "EXPERT_SERVE_ALLOWED_HOSTS": "host.docker.internal"}
+    serve = load_settings(environment).serve
+    assert serve.aliases == ("gpt=auto", "haiku=tiny")
+    assert serve.allowed_hosts == ("host.docker.internal",)
+    assert (serve.allowed_origins, serve.strict_fields) == ((), True)
+
+
 @pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "100001", "9" * 30, "\u0661"])
 def test_what_is_no_count_is_refused(key: str, text: str, home: Path) -> None:

@@ -19,7 +19,7 @@ from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
 from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.server.field_error import FieldError
-from expertctl.server.unknown_fields import without_unknown_fields
+from expertctl.server.unknown_fields import remove_unknown_fields
 
 JSON = "application/json"
 LARGE = 64 << 10
@@ -88,8 +88,9 @@ def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
 
 def parse_lenient_body(data: bytes, kind: type[_Kind]) -> Body[_Kind]:
     """Read a JSON object without its unknown fields; raises as `read_lenient_body` does."""
-    known, ignored = without_unknown_fields(_object(data), kind)
-    return Body(_shaped(known, kind), ignored)
+    fields = _object(data)
+    ignored = remove_unknown_fields(fields, kind)
+    return Body(_shaped(fields, kind), ignored)
 
 
 def _object(data: bytes) -> JsonObject:

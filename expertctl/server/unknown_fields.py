@@ -10,6 +10,7 @@ at, to any depth; what a type leaves open (schemas of tools, metadata) is not.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -65,12 +66,34 @@ _NEVER_IGNORED: Mapping[str, str] = {
 """Field → why it cannot be ignored: without it the answer would be another one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Struct:
+    """The fields of one type of objects."""
+
+    names: frozenset[str]
+    nested: Mapping[str, "_Place"]
+    """The fields in which there are objects or lists of known types."""
+    is_closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What can stand at one place of a body: an object of one of some types, or a list."""
+
+    path: str
+    """Such as ``messages[].content``; numbers of items are left out."""
+    tag_field: str
+    structs: Mapping[str, _Struct]
+    """Tag → type; the tag of a type without one is empty."""
+    items: "_Place | None"
+    max_items: int
+
+
 @dataclass(slots=True)
 class _Found:
-    """The paths of unknown fields, each once; places in lists are left out."""
+    """The paths of unknown fields, each once and in order, one more than are told."""
 
     paths: dict[str, None] = field(default_factory=dict)
-    """As an ordered set, with one more than are told."""
 
     def add(self, path: str, name: str, value: JsonValue) -> None:
         reason = _NEVER_IGNORED.get(name)
@@ -81,16 +104,17 @@ class _Found:
             self.paths[whole] = None
 
 
-def without_unknown_fields(body: JsonObject, kind: type) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return a body without the fields that a type does not know, and the names of these fields.
+def remove_unknown_fields(body: JsonObject, kind: type) -> tuple[str, ...]:
+    """Remove from a body the fields that a type does not know; return their names.
 
     Raises:
         FieldError: for an unknown field that would change what the answer is.
     """
     found = _Found()
-    known = _without(body, _type_of(kind), "", found)
-    assert isinstance(known, dict)
-    return known, tuple(found.paths)
+    place = _place_of(kind)
+    assert place is not None
+    _remove(body, place, found)
+    return tuple(found.paths)
 
 
 def ignored_warning(ignored: Sequence[str]) -> tuple[str, ...]:
@@ -110,57 +134,58 @@ def _told(ignored: Sequence[str]) -> str:
     return ", ".join([*names, *(["and more"] if len(ignored) > MAX_TOLD else [])])
 
 
-@lru_cache
-def _type_of(kind: type) -> types.Type:
-    return types.type_info(kind)
-
-
-@lru_cache
-def _fields_of(kind: type) -> Mapping[str, types.Type]:
-    struct = _type_of(kind)
-    assert isinstance(struct, types.StructType)
-    return {one.encode_name: one.type for one in struct.fields}
-
-
-def _without(value: JsonValue, kind: types.Type, path: str, found: _Found) -> JsonValue:
+def _remove(value: JsonValue, place: _Place, found: _Found) -> None:
     if isinstance(value, dict):
-        return _object_without(value, kind, path, found)
-    if isinstance(value, list):
-        items = next((one.item_type for one in _options(kind) if _is_list(one)), None)
-        if items is not None and not isinstance(items, types.AnyType):
-            return [_without(item, items, f"{path}[]", found) for item in value]
-    return value
+        tag = value.get(place.tag_field, "")
+        struct = place.structs.get(tag) if isinstance(tag, str) else None
+        if struct is not None:
+            _remove_of(value, struct, place, found)
+    elif isinstance(value, list) and place.items is not None and len(value) <= place.max_items:
+        for item in value:  # a longer list is refused as a whole
+            _remove(item, place.items, found)
 
 
-def _object_without(value: JsonObject, kind: types.Type, path: str, found: _Found) -> JsonObject:
-    chosen = _object_type(value, kind)
-    if isinstance(chosen, types.DictType):
-        place = f"{path}[]"
-        return {k: _without(v, chosen.value_type, place, found) for k, v in value.items()}
-    if not isinstance(chosen, types.StructType):
-        return value
-    fields = _fields_of(chosen.cls)
-    kept: JsonObject = {}
-    for name, item in value.items():
-        if name in fields:
-            kept[name] = _without(item, fields[name], f"{path}.{name}" if path else name, found)
-        elif name == chosen.tag_field or not chosen.forbid_unknown_fields:
-            kept[name] = item
-        else:
-            found.add(path, name, item)
-    return kept
+def _remove_of(value: JsonObject, struct: _Struct, place: _Place, found: _Found) -> None:
+    if struct.is_closed and not struct.names.issuperset(value):
+        for name in [name for name in value if name not in struct.names]:
+            found.add(place.path, name, value.pop(name))
+    for name, nested in struct.nested.items():
+        if name in value:
+            _remove(value[name], nested, found)
 
 
-def _object_type(value: JsonObject, kind: types.Type) -> types.Type | None:
-    """Return the type that an object has among those that are possible; None if no type fits."""
-    for one in _options(kind):
-        if isinstance(one, types.DictType):
-            return one
-        if isinstance(one, types.StructType) and (
-            one.tag_field is None or value.get(one.tag_field) == one.tag
-        ):
-            return one
-    return None
+@lru_cache
+def _place_of(kind: type) -> _Place | None:
+    return _place(types.type_info(kind), "")
+
+
+def _place(kind: types.Type, path: str) -> _Place | None:
+    """Return what can stand at a place; None if nothing there has fields that are known."""
+    options = list(_options(kind))
+    structs = [one for one in options if isinstance(one, types.StructType)]
+    lists = [one for one in options if isinstance(one, types.ListType)]
+    items = _place(lists[0].item_type, f"{path}[]") if lists else None
+    most = lists[0].max_length if lists else None
+    if not structs and items is None:
+        return None
+    return _Place(
+        path=path,
+        tag_field=next((one.tag_field for one in structs if one.tag_field), ""),
+        structs={str(one.tag or ""): _struct(one, path) for one in structs},
+        items=items,
+        max_items=sys.maxsize if most is None else most,
+    )
+
+
+def _struct(kind: types.StructType, path: str) -> _Struct:
+    names = {one.encode_name for one in kind.fields}
+    below = f"{path}." if path else ""
+    places = {f.encode_name: _place(f.type, f"{below}{f.encode_name}") for f in kind.fields}
+    return _Struct(
+        names=frozenset(names | ({kind.tag_field} if kind.tag_field else set())),
+        nested={name: place for name, place in places.items() if place is not None},
+        is_closed=kind.forbid_unknown_fields,
+    )
 
 
 def _options(kind: types.Type) -> Iterator[types.Type]:
@@ -171,7 +196,3 @@ def _options(kind: types.Type) -> Iterator[types.Type]:
             yield from _options(one)
     else:
         yield kind
-
-
-def _is_list(kind: types.Type) -> bool:
-    return isinstance(kind, types.ListType)

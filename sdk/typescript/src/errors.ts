@@ -47,6 +47,11 @@ export class UsageError extends ExpertError {
   static override readonly code: string = "usage";
 }
 
+/** A prompt or a conversation is longer than what the base reads. */
+export class ContextLengthError extends UsageError {
+  static override readonly code: string = "context_length_exceeded";
+}
+
 /** The body of a request is in a form that is not read there. */
 export class MediaTypeError extends UsageError {
   static override readonly code: string = "media_type";
@@ -55,6 +60,11 @@ export class MediaTypeError extends UsageError {
 /** An expert, a base or a job does not exist. */
 export class NotFoundError extends ExpertError {
   static override readonly code: string = "not_found";
+}
+
+/** The server has nothing at the path of a request. */
+export class UnknownAddressError extends NotFoundError {
+  static override readonly code: string = "unknown_url";
 }
 
 /** An expert that another one requires is not installed. */
@@ -190,8 +200,10 @@ export class CancelledError extends NoAnswerError {
 const CLASSES = [
   ExpertError,
   UsageError,
+  ContextLengthError,
   MediaTypeError,
   NotFoundError,
+  UnknownAddressError,
   MissingDependencyError,
   IncompatibleError,
   BaseMismatchError,
