@@ -124,12 +124,7 @@ def message_call(
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
-        check=answer_check(
-            reading,
-            form=_form(request),
-            tools=strict_tools(request.tools or ()) if reading.tools else (),
-            before=asked.messages[-1].content if asked.end == "continue" else "",
-        ),
+        check=_check(request, asked, reading),
     )
     return MessageCall(
         job=job,
@@ -140,6 +135,15 @@ def message_call(
         stop_sequences=tuple(request.stop_sequences or ()),
         warnings=(*ignored_warning(ignored), *_not_enforced(request)),
         ignored=tuple(ignored),
+    )
+
+
+def _check(request: MessageRequest, asked: Asked, reading: Reading) -> Check | None:
+    return answer_check(
+        reading,
+        form=_form(request),
+        tools=strict_tools(request.tools or ()) if reading.tools else (),
+        before=asked.messages[-1].content if asked.end == "continue" else "",
     )
 
 

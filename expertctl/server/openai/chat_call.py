@@ -94,13 +94,8 @@ def chat_call(
     variables = _variables(request, tools)
     turns = with_known_ids(messages_of(request.messages), text.form)
     end = _chat_end(request, turns[-1])
-    reading = Reading(
-        form=text.form,
-        tools=frozenset(tool.function.name for tool in tools),
-        one_call=request.parallel_tool_calls is False,
-        thinks=text.thinks,
-        opened=opens_thinking(text, variables, turns[-1], end=end),
-        json_asked=request.response_format is not None and request.response_format.is_json,
+    reading = _reading(
+        request, text, tools, opened=opens_thinking(text, variables, turns[-1], end=end)
     )
     prompt = routed_by(turns)
     asked = RunRequest(
@@ -121,6 +116,20 @@ def chat_call(
         with_usage=request.with_usage,
         with_running_usage=request.with_running_usage,
         ignored=(*ignored, *not_done),
+    )
+
+
+def _reading(
+    request: ChatRequest, text: BaseText, tools: Sequence[Tool], *, opened: bool
+) -> Reading:
+    form = request.response_format
+    return Reading(
+        form=text.form,
+        tools=frozenset(tool.function.name for tool in tools),
+        one_call=request.parallel_tool_calls is False,
+        thinks=text.thinks,
+        opened=opened,
+        json_asked=form is not None and form.is_json,
     )
 
 
