@@ -15,6 +15,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 if TYPE_CHECKING:
+    from expertctl.package.base_model import BaseIdentity
     from expertctl.package.experts_config import ExpertsConfig
 
 app = typer.Typer(
@@ -47,7 +48,7 @@ def add(
         base = add_base(directory, name=name, revision=revision, progress=report)
     identity = base.identity
     text = f"{base.name}  {human_size(base.size)}  {base.path}\n"
-    text += f"arch {identity.arch}\nweights {identity.weights}\ntokenizer {identity.tokenizer}"
+    text += f"arch {identity.arch}\nweights {identity.weights}\n{_tokenizer(identity)}"
     routed = _routed(base)
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
@@ -136,6 +137,7 @@ def _routed(base: StoredBase) -> "ExpertsConfig | None":
 
 def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:
     identity = base.identity
+    canonical = identity.canonical_tokenizer
     return {
         "name": base.name,
         "revision": identity.revision,
@@ -149,4 +151,11 @@ def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, obj
         "arch": str(identity.arch),
         "weights": str(identity.weights) if identity.weights else None,
         "tokenizer": str(identity.tokenizer),
+        "canonical_tokenizer": str(canonical) if canonical else None,
     }
+
+
+def _tokenizer(identity: "BaseIdentity") -> str:
+    canonical = identity.canonical_tokenizer
+    text = f"tokenizer {identity.tokenizer}"
+    return f"{text}\ncanonical tokenizer {canonical}" if canonical else text

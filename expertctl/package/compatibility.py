@@ -76,8 +76,7 @@ def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     problems = []
     if required.arch != str(identity.arch):
         problems.append("the architecture differs")
-    if required.tokenizer != str(identity.tokenizer):
-        problems.append("the tokenizer differs")
+    problems += _tokenizer_problems(required, identity)
     if required.weights is not None:
         accepted = {required.weights, *required.accepts}
         if str(identity.weights) not in accepted:
@@ -87,6 +86,20 @@ def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     elif required.revision != identity.revision:
         problems.append("the revision differs, and the package states no digest of the weights")
     return problems
+
+
+def _tokenizer_problems(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
+    found = identity.tokenizer_of(required.tokenizer_version)
+    if found is None:
+        return ["the tokenizer.json of the base is not what was added, so it was not compared"]
+    if str(found) == required.tokenizer:
+        return []
+    if required.tokenizer_version > 1:
+        return ["the tokenizer differs"]
+    return [
+        "the tokenizer differs, or was saved again: the package states a digest of the file "
+        "(version 1), which cannot tell"
+    ]
 
 
 def _unchecked(manifest: Manifest) -> list[str]:

@@ -16,9 +16,10 @@ from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, parse_config
 from expertctl.package.adapter_spec import adapter_spec
-from expertctl.package.base_model import BaseFacts
+from expertctl.package.base_model import BaseFacts, BaseIdentity
 from expertctl.package.layout import name_problem
 from expertctl.package.tensor_file import TensorTable, read_table
+from expertctl.package.tokenizer_form import FORM_VERSION
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
@@ -243,6 +244,7 @@ def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None
     if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
         return stated
     known: JsonObject = {}
+    version = stated.get("tokenizer_version")
     if config is not None and config.base_label:
         known = {"name": config.base_label, "revision": config.base_revision}
     if base is not None:
@@ -252,6 +254,18 @@ def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None
             "revision": identity.revision,
             "arch": str(identity.arch),
             "weights": str(identity.weights) if identity.weights else None,
-            "tokenizer": str(identity.tokenizer),
+            **_tokenizer(identity, version if isinstance(version, int) else FORM_VERSION),
         }
+    if stated.get("tokenizer"):
+        known.pop("tokenizer_version", None)
     return {**known, **stated}
+
+
+def _tokenizer(identity: BaseIdentity, version: int) -> JsonObject:
+    """Return the digest of the tokenizer; version 1 is not written, it is the default."""
+    if version == 1 or identity.canonical_tokenizer is None:
+        return {"tokenizer": str(identity.tokenizer)}
+    return {
+        "tokenizer": str(identity.canonical_tokenizer),
+        "tokenizer_version": FORM_VERSION,
+    }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -181,13 +181,14 @@ class _StoredForm(msgspec.Struct):
     size: int
 
 
-class _StoredBase(msgspec.Struct):
+class _StoredBase(msgspec.Struct, omit_defaults=True):
     name: str
     revision: str | None
     arch: str
     weights: str | None
     tokenizer: str
     accepts: tuple[str, ...]
+    tokenizer_version: Literal[1, 2] = 1
 
 
 class _StoredRelease(msgspec.Struct):
@@ -248,6 +249,7 @@ def _release(stored: _StoredRelease) -> Release:
             revision=base.revision,
             weights=base.weights,
             accepts=base.accepts,
+            tokenizer_version=base.tokenizer_version,
         ),
         requires=stored.requires,
         conflicts=stored.conflicts,
@@ -267,12 +269,22 @@ def _stored_release(release: Release) -> _StoredRelease:
         published=release.published,
         yanked=release.yanked,
         kinds=release.kinds,
-        base=_StoredBase(
-            base.name, base.revision, base.arch, base.weights, base.tokenizer, base.accepts
-        ),
+        base=_stored_base(base),
         requires=release.requires,
         conflicts=release.conflicts,
         description=release.description,
+    )
+
+
+def _stored_base(base: BaseRequirement) -> _StoredBase:
+    return _StoredBase(
+        name=base.name,
+        revision=base.revision,
+        arch=base.arch,
+        weights=base.weights,
+        tokenizer=base.tokenizer,
+        accepts=base.accepts,
+        tokenizer_version=base.tokenizer_version,
     )
 
 

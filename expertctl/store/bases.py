@@ -20,7 +20,7 @@ from expertctl.errors import (
     ConflictError,
     NotFoundError,
 )
-from expertctl.package.base_model import read_base, read_headers
+from expertctl.package.base_model import is_saved_again, read_base, read_headers
 from expertctl.store.base_files import (
     BaseFile,
     copy_files,
@@ -32,6 +32,7 @@ from expertctl.store.base_files import (
 )
 from expertctl.store.base_place import check_directory, named
 from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
+from expertctl.store.base_tokenizer import keep_canonical_tokenizer, with_canonical_tokenizer
 from expertctl.store.copies_folder import (
     HABITS,
     QUANTISED,
@@ -67,7 +68,7 @@ class BaseStore:
         known = []
         for path in self.folder.glob(f"[!.]*/{_RECORD}"):
             with suppress(FileNotFoundError):  # removed meanwhile
-                known.append(read_base_record(path))
+                known.append(_read_record(path))
         return sorted(known, key=lambda base: base.name)
 
     def find(self, wanted: str) -> StoredBase:
@@ -110,6 +111,9 @@ class BaseStore:
         progress: Progress = no_progress,
     ) -> StoredBase:
         """Read a base whole and remember it where it is; repeating this is harmless.
+
+        A base whose tokenizer was saved again in another form takes the place of the one known
+        under its name, and keeps the digest by which packages and plans name its tokenizer.
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
@@ -269,7 +273,7 @@ class BaseStore:
 
     def _record(self, base: StoredBase) -> StoredBase:
         """Remember a base where it is, then remove a copy of it."""
-        self._refuse_another(base)
+        base = self._as_recorded(base)
         home = self._home(base.name)
         copy = home / COPY
         if copy.is_dir() and copy.samefile(base.path):
@@ -289,7 +293,7 @@ class BaseStore:
 
     def _place(self, files: Path, base: StoredBase) -> StoredBase:
         """Move a copy to its place; the record, written last, is the commit."""
-        self._refuse_another(base)
+        base = self._as_recorded(base)
         home = self._home(base.name)
         placed = replace(base, path=home / COPY, copied=True)
         sound = self._sound_copy(home)
@@ -305,6 +309,7 @@ class BaseStore:
 
     def _write(self, base: StoredBase) -> None:
         self._say_so()
+        keep_canonical_tokenizer(base, self._home(base.name))
         write_atomic(self._home(base.name) / _RECORD, encode_base(base))
         self._say_so()
 
@@ -316,18 +321,27 @@ class BaseStore:
     def _sound_copy(self, home: Path) -> StoredBase | None:
         """Return the existing copy if it is sound; another process may be reading it."""
         path = home / _RECORD
-        base = read_base_record(path) if path.exists() else None
+        base = _read_record(path) if path.exists() else None
         if base is None or not base.copied:
             return None
         return None if current_files(base.path, base.files)[1] else base
 
-    def _refuse_another(self, base: StoredBase) -> None:
+    def _as_recorded(self, base: StoredBase) -> StoredBase:
+        """Return a base under the identity that is recorded for it, if there is a record.
+
+        Raises:
+            ConflictError: when the record is that of another base.
+        """
         path = self._home(base.name) / _RECORD
-        if path.exists() and read_base_record(path).identity != base.identity:
+        if not path.exists():
+            return base
+        known, found = _read_record(path).identity, base.identity
+        if not is_saved_again(known, found):
             raise ConflictError(
                 f"another base is called {base.name}",
                 hint=f"give this one a `--name`, or first `expertctl base remove {base.name}`",
             )
+        return replace(base, identity=replace(found, tokenizer=known.tokenizer))
 
     @contextmanager
     def _changing(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
@@ -347,6 +361,10 @@ class BaseStore:
 
     def _home(self, name: str) -> Path:
         return self.folder / quote(name, safe="")
+
+
+def _read_record(path: Path) -> StoredBase:
+    return with_canonical_tokenizer(read_base_record(path), path.parent)
 
 
 def _check_base(directory: Path) -> None:

@@ -299,4 +299,5 @@ def required_base(base: BaseRequirement) -> RequiredBase:
         weights=Digest.parse(base.weights) if base.weights else None,
         tokenizer=Digest.parse(base.tokenizer),
         accepts=tuple(Digest.parse(text) for text in base.accepts),
+        tokenizer_version=base.tokenizer_version,
     )

@@ -31,6 +31,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         f"arch {identity.arch}",
         f"weights {identity.weights}",
         f"tokenizer {identity.tokenizer}",
+        f"canonical tokenizer {identity.canonical_tokenizer}",
     ]
     (shown,) = expertctl("base", "list", "--json").document["bases"]
     assert shown == {
@@ -44,6 +45,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         "arch": str(identity.arch),
         "weights": str(identity.weights),
         "tokenizer": str(identity.tokenizer),
+        "canonical_tokenizer": str(identity.canonical_tokenizer),
         "state": "ok",
     }
 
@@ -65,7 +67,7 @@ def test_routed_experts_are_shown_where_a_base_has_some(
     )
     expertctl("base", "add", shop.base_dir)
     said = expertctl("base", "add", moe).out.splitlines()
-    assert said[4] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
+    assert said[5] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
     listed = expertctl("base", "list", "--json").document["bases"]
     assert [base["routed_experts"] for base in listed] == [
         {"count": 8, "used": 2, "layers": 2},

@@ -57,7 +57,8 @@ def test_a_bare_peft_directory_becomes_a_package(lora: Path, facts: BaseFacts) -
     assert manifest.base.name == "tiny"
     assert manifest.base.arch == str(facts.identity.arch)
     assert manifest.base.weights == str(facts.identity.weights)
-    assert manifest.base.tokenizer == str(facts.identity.tokenizer)
+    assert manifest.base.tokenizer == str(facts.identity.canonical_tokenizer)
+    assert manifest.base.tokenizer_version == 2
     (entry,) = manifest.adapters
     assert (entry.kind, entry.rank, entry.dtype, entry.tensors) == ("lora", 4, "float32", 28)
     assert result.signer is None

@@ -36,7 +36,7 @@ def test_the_same_base_fits_without_a_word(manifest: Manifest, facts: BaseFacts)
 
 @pytest.mark.parametrize(
     ("field", "word"),
-    [("arch", "architecture"), ("tokenizer", "tokenizer"), ("weights", "weights")],
+    [("arch", "architecture"), ("canonical_tokenizer", "tokenizer"), ("weights", "weights")],
 )
 def test_another_digest_is_refused_and_named(
     field: str, word: str, manifest: Manifest, facts: BaseFacts
@@ -47,6 +47,37 @@ def test_another_digest_is_refused_and_named(
     assert "--allow-base-mismatch" in caught.value.hint
     (warning,) = check_base(manifest, other, allow_mismatch=True)
     assert word in warning
+
+
+def of_version_1(manifest: Manifest, facts: BaseFacts) -> Manifest:
+    """The manifest as releases before version 2 built it."""
+    return requiring(manifest, tokenizer=str(facts.identity.tokenizer), tokenizer_version=1)
+
+
+def test_a_package_of_version_1_fits_the_file_that_it_was_made_for(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    old = of_version_1(manifest, facts)
+    assert check_base(old, facts.identity) == []
+    assert check_base(old, replace(facts.identity, canonical_tokenizer=None)) == []
+
+
+def test_a_package_of_version_1_cannot_tell_a_file_that_was_saved_again(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    old, saved_again = of_version_1(manifest, facts), replace(facts.identity, tokenizer=OTHER)
+    with pytest.raises(BaseMismatchError, match=r"or was saved again.*\(version 1\)"):
+        check_base(old, saved_again)
+    assert check_base(manifest, saved_again) == []
+    (warning,) = check_base(old, saved_again, allow_mismatch=True)
+    assert "base mismatch allowed" in warning
+
+
+def test_a_base_whose_tokenizer_changed_since_it_was_added_fits_no_package_of_version_2(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    with pytest.raises(BaseMismatchError, match="not what was added"):
+        check_base(manifest, replace(facts.identity, canonical_tokenizer=None))
 
 
 def test_a_base_whose_weights_nobody_read_does_not_fit(

@@ -91,6 +91,26 @@ def test_what_is_missing_of_the_base_is_filled_in(lora: Path, facts: BaseFacts) 
     assert base["arch"] == str(facts.identity.arch)
 
 
+def test_the_tokenizer_is_stated_by_its_canonical_form(lora: Path, facts: BaseFacts) -> None:
+    base = completed(lora, {}, facts)["base"]
+    assert base["tokenizer"] == str(facts.identity.canonical_tokenizer)
+    assert base["tokenizer_version"] == 2
+
+
+def test_a_publisher_may_ask_for_the_digest_of_the_file(lora: Path, facts: BaseFacts) -> None:
+    base = completed(lora, {"base": {"tokenizer_version": 1}}, facts)["base"]
+    assert base["tokenizer"] == str(facts.identity.tokenizer)
+    assert base["tokenizer_version"] == 1
+
+
+def test_the_version_of_a_tokenizer_that_the_publisher_states_is_not_touched(
+    lora: Path, facts: BaseFacts
+) -> None:
+    base = completed(lora, {"base": {"name": "acme/base", "tokenizer": DIGEST}}, facts)["base"]
+    assert base["tokenizer"] == DIGEST
+    assert "tokenizer_version" not in base
+
+
 @pytest.mark.parametrize("entries", [[None], [5], [{}], ["x"], [{"path": 1, "config": 2}]])
 def test_entries_that_are_none_stay_for_the_schema_to_refuse(
     lora: Path, facts: BaseFacts, entries: Any

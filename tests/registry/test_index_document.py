@@ -50,6 +50,7 @@ bases = st.builds(
     revision=st.none() | lines.filter(bool),
     weights=st.none() | digests.map(str),
     accepts=st.lists(digests.map(str), max_size=2).map(tuple),
+    tokenizer_version=st.sampled_from([1, 2]),
 )
 references = st.lists(st.sampled_from(["acme/x", "acme/y@^1.2", "r.example.com/a/b@*"]), max_size=2)
 
