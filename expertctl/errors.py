@@ -4,7 +4,9 @@
 
     ExpertError                      exit 1
     ├── UsageError                   exit 2   the call itself is wrong
-    │   └── MediaTypeError                    a body is in a form that is not read
+    │   ├── MediaTypeError                    a body is in a form that is not read
+    │   ├── MisdirectedError                  a request for another server
+    │   └── SlowBodyError                     a body that does not come in time
     ├── NotFoundError                exit 3   a package, key, base or file is missing
     │   └── MissingDependencyError            a required expert is not there
     ├── IncompatibleError            exit 4   two things do not fit together
@@ -66,6 +68,18 @@ class MediaTypeError(UsageError):
     """The body of a request is in a form that is not accepted there."""
 
     code = "media_type"
+
+
+class MisdirectedError(UsageError):
+    """The request names a server that this one is not."""
+
+    code = "misdirected"
+
+
+class SlowBodyError(UsageError):
+    """The body of a request did not come in the time that it may take."""
+
+    code = "timeout"
 
 
 class NotFoundError(ExpertError):

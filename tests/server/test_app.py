@@ -33,6 +33,8 @@ def test_attack_101_a_name_that_was_rebound_is_refused(
     answer = served.client().post(path, json=ASKED, headers={"Host": host})
     assert answer.status_code == 421
     assert "evil" not in answer.text
+    if path == "/v1/infer":
+        assert answer.json()["error"]["code"] == "misdirected"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/experts", "/metrics", "/status/data", "/"])
