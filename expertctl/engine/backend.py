@@ -23,6 +23,7 @@ from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.habit_keeper import Watchable
 from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.tiers import Tiers
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -66,9 +67,17 @@ class Model(Protocol):
         """Make beforehand what reading so many tokens of a prompt, and ``rows`` answers, needs."""
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
-        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise."""
+        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise.
+
+        ``scores`` gets the logits of every position of the prompt that is read.
+        """
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts; return scores, float32 [texts, vocab].

@@ -33,6 +33,7 @@ from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
 from expertctl.engine.moe.stacked_room import received_bytes
 from expertctl.engine.moe.start import Start, StartOf, begin
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.static_decoder import StaticDecoder, buffer_bytes, step_buffer_bytes
 from expertctl.engine.static_kv import ArenaRow, KVArena, arena_bytes
 from expertctl.engine.static_stages import ROWS, staying_bytes, staying_graphs_bytes
@@ -315,11 +316,16 @@ class CudaModel:
         self.decoder.prepare(cache, plan.deltas)
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, ArenaRow)
-        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""

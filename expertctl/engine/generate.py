@@ -16,6 +16,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.kv_room import KVRoom, all_or_none
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.sampling import Draws, sample
 from expertctl.engine.stop import StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
@@ -60,6 +61,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         *,
         soft_prompt: Tensor | None = None,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> PrefillResult:
         """Read a prompt behind what is in the cache."""
 
@@ -76,12 +78,19 @@ class NativeReading(Generic[Cache, PlanDeltas]):
     deltas: PlanDeltas
     soft_prompt: Tensor | None = None
     progress: Progress = no_progress
+    scores: ScoreRows | None = None
+    """Gets the logits of every position of the prompt that is read."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
         """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
         first = self.soft_prompt if self.cache.length == 0 else None
         return self.decoder.prefill(
-            ids, self.cache, self.deltas, soft_prompt=first, progress=self.progress
+            ids,
+            self.cache,
+            self.deltas,
+            soft_prompt=first,
+            progress=self.progress,
+            scores=self.scores,
         )
 
     def decode(self, token: int) -> DecodeResult:

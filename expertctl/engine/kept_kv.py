@@ -35,7 +35,7 @@ class KeptText:
 
     def agrees(self, wanted: KVWanted) -> int:
         """Return how many tokens of a text need not be read."""
-        if self.origin != wanted.origin:
+        if self.origin != wanted.origin or not wanted.reuse:
             return 0
         most = min(len(wanted.ids) - 1, wanted.capacity - wanted.virtual)
         return min(common(self.ids, wanted.ids), most)

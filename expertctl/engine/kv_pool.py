@@ -150,7 +150,7 @@ class KVPool:
 
     def _found(self, wanted: KVWanted, rent: _Rent) -> Found:
         """Find how the text begins, and share that."""
-        if rent.origin is None:
+        if rent.origin is None or not wanted.reuse:
             return Found()
         most = min(wanted.virtual + len(wanted.ids) - 1, wanted.capacity)
         with self._tiers.lock:

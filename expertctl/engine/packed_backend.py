@@ -46,6 +46,7 @@ from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes,
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import keeps_copy, load_packed_base, packing_scratch
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.package.base_tensors import base_tensors
@@ -338,11 +339,16 @@ class PackedModel:
         return self.decoder.step([_row(reading, token) for reading, token in texts])
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, KVPages)
-        return NativeReading(self.decoder, cache, plan.packed, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.packed, plan.soft_prompt, progress, scores)
 
     @property
     def read_bytes(self) -> int:

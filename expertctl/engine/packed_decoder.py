@@ -34,6 +34,7 @@ from expertctl.engine.moe.whole_experts import whole_experts
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_delta import PackedDeltas
+from expertctl.engine.prompt_scores import ScoreRows
 
 Numbers = np.ndarray[Any, Any]
 
@@ -81,11 +82,13 @@ class PackedDecoder:
         *,
         soft_prompt: Tensor | None = None,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> PrefillResult:
         """Read a prompt; ``progress`` counts its tokens and may raise.
 
         The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
-        of a cache and count like tokens. Other texts may be read between two stretches.
+        of a cache and count like tokens. Other texts may be read between two stretches. ``scores``
+        gets the logits of every position, as many rows at a time as a step scores at most.
 
         Raises:
             UsageError: for a prompt without tokens.
@@ -102,7 +105,7 @@ class PackedDecoder:
                 end = min(start + self._chunk, read)
                 with self._lock:
                     part = _Part(before, tokens, start, end)
-                    self._read(part, cache, deltas, logits if end == read else None)
+                    self._read(part, cache, deltas, logits if end == read else None, scores)
                 progress(end - start)
         except BaseException:
             cache.rewind(begin)
@@ -221,13 +224,14 @@ class PackedDecoder:
         cache: KVPages,
         deltas: PackedDeltas | None,
         logits: Tensor | None,
+        scores: ScoreRows | None,
     ) -> None:
         """Read one stretch of a prompt; score its last token where that is wanted.
 
-        The last layer writes the keys and values of all tokens; the rest of it is for the last one
-        alone, since what it would make of the others is never read.
+        The last layer writes the keys and values of all tokens. Without ``scores`` the rest of it
+        is for the last one alone, since what it would make of the others is never read.
         """
-        count = part.end - part.start
+        count, first = part.end - part.start, cache.length
         room = self._programs.room(tokens=count, rows=1)
         program = self._program(room, [cache], [deltas], together=True)
         room.begin_pass()
@@ -239,14 +243,44 @@ class PackedDecoder:
             self._run(program.embed, workers)
             room.hidden[: len(virtual), : virtual.shape[1]] = virtual
             self._run_stages(program.layers, room, count, workers)
-            room.keep_row(count - 1, of=count)
-            program.set(1, stretches_of([deltas]))
-            self._run_stages(program.last, room, 1, workers)
+            left = count
+            if scores is None:
+                room.keep_row(count - 1, of=count)
+                left = 1
+                program.set(left, stretches_of([deltas]))
+            self._run_stages(program.last, room, left, workers)
             self._passed(room, count, phase=Phase.PROMPT)
         cache.advance(count)
-        if logits is not None:
+        last = 0
+        if scores is not None:
+            last = self._score_all(program, room, deltas, first, count, scores, workers)
+        elif logits is not None:
             self._run(program.score, workers)
-            logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
+        if logits is not None:
+            logits.numpy()[...] = room.logits[last, : self.config.vocab_size]
+
+    def _score_all(
+        self,
+        program: DecoderProgram,
+        room: DecoderRoom,
+        deltas: PackedDeltas | None,
+        first: int,
+        count: int,
+        scores: ScoreRows,
+        workers: int | None,
+    ) -> int:
+        """Give the logits of ``count`` rows, as many at a time as the room scores.
+
+        Returns the row of the room that has the logits of the last.
+        """
+        rows = 0
+        for begin in range(0, count, room.size[1]):
+            rows = min(room.size[1], count - begin)
+            room.hidden[:rows] = room.hidden[begin : begin + rows]
+            program.set(rows, stretches_of([deltas] * rows))
+            self._run(program.score, workers)
+            scores(first + begin, room.logits[:rows, : self.config.vocab_size])
+        return rows - 1
 
     def _step(self, rows: Sequence[StepRow], tokens: Numbers, logits: Numbers) -> None:
         """Read a token of each row; rows of one plan are adjacent."""

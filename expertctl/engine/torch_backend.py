@@ -18,6 +18,7 @@ from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import UsageError
@@ -154,11 +155,16 @@ class TorchModel:
         """Do nothing: torch makes nothing beforehand."""
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, KVCache)
-        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""
