@@ -29,7 +29,13 @@ from expertctl.settings import (
     read_config,
 )
 
-_SWITCHES = {"offline", "allow_http", "deterministic", "moe_learn"}
+_SWITCHES = {
+    "offline",
+    "allow_http",
+    "deterministic",
+    "moe_learn",
+    "serve_completions_special_tokens",
+}
 _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,

@@ -54,6 +54,7 @@ CONFIG_KEYS = {
     "serve_queue": "EXPERT_SERVE_QUEUE",
     "serve_timeout": "EXPERT_SERVE_TIMEOUT",
     "serve_behind": "EXPERT_SERVE_BEHIND",
+    "serve_completions_special_tokens": "EXPERT_SERVE_COMPLETIONS_SPECIAL_TOKENS",
     "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
     "serve_tls_key": "EXPERT_SERVE_TLS_KEY",
 }
@@ -276,6 +277,7 @@ class ServeChoices:
     queue: int | None = None
     timeout: float | None = None
     behind: float | None = None
+    completions_special_tokens: bool | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -352,6 +354,9 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
     def seconds(key: str) -> float | None:
         return parse_seconds(key, values[key]) if key in values else None
 
+    def switch(key: str) -> bool | None:
+        return parse_switch(key, values[key]) if key in values else None
+
     def path(key: str) -> Path | None:
         return Path(values[key]).expanduser() if key in values else None
 
@@ -364,6 +369,7 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
         queue=count("serve_queue"),
         timeout=seconds("serve_timeout"),
         behind=seconds("serve_behind"),
+        completions_special_tokens=switch("serve_completions_special_tokens"),
         tls_cert=path("serve_tls_cert"),
         tls_key=path("serve_tls_key"),
     )

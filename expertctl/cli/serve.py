@@ -114,6 +114,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=COMMAND", help="A program that answers are checked by."),
     ] = None,
+    completions_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--completions-special-tokens/--no-completions-special-tokens",
+            help="Read control tokens in prompts of /v1/completions as control tokens, or as text.",
+            show_default="--completions-special-tokens",
+        ),
+    ] = None,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
@@ -161,6 +169,11 @@ def serve(
         private_key=tls_key or kept.tls_key,
         timeout=_first(timeout, kept.timeout, usual.timeout),
         behind_seconds=_first(behind, kept.behind, usual.behind_seconds),
+        completions_special_tokens=_first(
+            completions_special_tokens,
+            kept.completions_special_tokens,
+            usual.completions_special_tokens,
+        ),
         log_prompts=log_prompts,
         traces=traced_to,
         validators=read_commands(validator or ()),

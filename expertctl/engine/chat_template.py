@@ -8,7 +8,7 @@ as it is, and that is said in the warnings.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 
 from jinja2.exceptions import (
@@ -43,6 +43,8 @@ class Prompt:
     text: str
     ids: tuple[int, ...]
     warnings: tuple[str, ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside those that end every text of the base."""
 
 
 class _RefusalError(TemplateError):
@@ -174,15 +176,6 @@ def encode_chat(
     if marks is not None:
         text = text.replace(marks.begin, "").replace(marks.end, "")
     return Prompt(text, tuple(ids), tuple(clock_uses[:1]))
-
-
-def encode_plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prompt:
-    """Return what the decoder reads for one text that is no message of a chat.
-
-    Raises:
-        UsageError: for several messages.
-    """
-    return replace(_without_template(tokenizer, messages), warnings=())
 
 
 def _texts(messages: Sequence[Message], variables: Mapping[str, JsonValue] | None) -> list[str]:

@@ -22,6 +22,8 @@ class FittedPrompt:
     warnings: tuple[str, ...] = ()
     virtual: int = 0
     """Tokens of soft prompts that stand before the first."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside those that end every text of the base."""
 
     @property
     def capacity(self) -> int:
@@ -38,7 +40,7 @@ def fit_context(
     truncate: bool,
     virtual: int = 0,
 ) -> FittedPrompt:
-    """Tokenise a conversation so that at least one token can follow its last message.
+    """Tokenise a conversation so that at least one token can follow, if ``max_tokens`` is not 0.
 
     With ``truncate`` the oldest turns are left out, then the end of the last message, so that a
     quarter of the context, or ``max_tokens`` if that is less, stays free.
@@ -47,14 +49,16 @@ def fit_context(
         UsageError: when it does not fit and may not be cut, or nothing of it would be left.
     """
     room = context - virtual
-    free = max(1, min(max_tokens, room // 4))
+    least = min(1, max_tokens)
+    free = max(least, min(max_tokens, room // 4))
     prompt = encode(messages)
-    if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else 1):
+    if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else least):
         if not truncate:
             raise _refusal(messages, len(prompt.ids), context, virtual)
         prompt = _cut(messages, encode, room, room - free)
     left = room - len(prompt.ids)
-    return FittedPrompt(prompt.ids, min(max_tokens, left), prompt.warnings, virtual)
+    most = min(max_tokens, left)
+    return FittedPrompt(prompt.ids, most, prompt.warnings, virtual, prompt.end_ids)
 
 
 def _refusal(messages: Sequence[Message], size: int, context: int, virtual: int) -> UsageError:

@@ -202,13 +202,20 @@ class Writer:
     """Turns scores into tokens and text, and knows when the text is at its end."""
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, *, seed: int, max_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        end_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin a text."""
+        """Begin a text; ``end_ids`` end it beside those of the base."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
-        self._end_ids, self._params, self._max_tokens = tokenizer.end_ids, params, max_tokens
+        self._end_ids, self._params = tokenizer.end_ids | end_ids, params
+        self.max_tokens = max_tokens
         self._counts: Counter[int] = Counter()
         self._draws = Draws(seed)
         self._text = TextStream(tokenizer)
@@ -225,10 +232,14 @@ class Writer:
         text = self._stops.push(self._text.push(token))
         if self._stops.found is not None:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self._max_tokens:
+        elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
             text += self._rest()
         return self._kept(text)
+
+    def end_unwritten(self) -> None:
+        """End a text that may have no token."""
+        self.finish_reason = "length"
 
     @property
     def stopped_by(self) -> str | None:

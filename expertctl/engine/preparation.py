@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from expertctl.engine.budget import Budget, Purpose
-from expertctl.engine.chat_template import Prompt, encode_chat, encode_plain
+from expertctl.engine.chat_template import Prompt, encode_chat
 from expertctl.engine.compat import plan_one
 from expertctl.engine.compat_base import CompatBase, open_compat
 from expertctl.engine.compose import Form
@@ -24,6 +24,7 @@ from expertctl.engine.message import Message
 from expertctl.engine.moe.habit_keeper import HabitKeeper
 from expertctl.engine.moe.start import without_effect
 from expertctl.engine.outline import Foretold, foretell, stored_outline
+from expertctl.engine.raw_prompt import encode_raw
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import Numerics
 from expertctl.errors import BudgetError, InvalidPackageError, UsageError
@@ -374,9 +375,11 @@ def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]
 def _fitted(
     request: RunRequest, base: OpenBase | CompatBase, planned: Planned, template: TemplateChoice
 ) -> FittedPrompt:
+    raw, params = request.raw, planned.result.plan.params
+
     def encode(messages: Sequence[Message]) -> Prompt:
-        if request.plain:
-            return encode_plain(base.tokenizer, messages)
+        if raw is not None:
+            return encode_raw(base.tokenizer, raw)
         variables = request.variables
         return encode_chat(base.tokenizer, messages, template=template.source, variables=variables)
 
@@ -384,8 +387,8 @@ def _fitted(
         request.messages,
         encode,
         context=min(base.context, request.context_size or base.context),
-        max_tokens=planned.result.plan.params.max_tokens,
-        truncate=request.truncate,
+        max_tokens=params.max_tokens if raw is None or raw.is_continued else 0,
+        truncate=request.truncate and raw is None,
         virtual=_virtual_tokens(planned),
     )
 

@@ -75,7 +75,9 @@ class Ready:
         reading = self.model.reading(self.kv.cache, self.plan, progress=stopping(cancelled))
         if trace is not None:
             reading = TracedReading(reading, self.model.timed, trace)
-        writer = Writer(tokenizer, plan.params, seed=plan.seed, max_tokens=most)
+        writer = Writer(
+            tokenizer, plan.params, seed=plan.seed, max_tokens=most, end_ids=prompt.end_ids
+        )
         generated = yield from generate(reading, prompt.ids[self.reused :], writer, cancelled)
         if generated.finish_reason != "cancelled":
             self.kv.complete((*prompt.ids, *generated.tokens))

@@ -34,6 +34,11 @@ class ServeSettings:
     behind_seconds: float = BEHIND_SECONDS
     """How long the reader of a stream may leave an event unread."""
     log_prompts: bool = False
+    completions_special_tokens: bool = True
+    """Whether control tokens in prompts of completions are control tokens; in chats they never are.
+
+    A request decides for itself with ``parse_special``.
+    """
     traces: str | None = None
     """Address that spans are sent to, from `trace_address`; None: no spans are made."""
     validators: Mapping[str, Command] = field(default_factory=dict)

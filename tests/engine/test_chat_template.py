@@ -17,7 +17,6 @@ from expertctl.engine.chat_template import (
     ChatTemplate,
     Message,
     encode_chat,
-    encode_plain,
 )
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
@@ -202,13 +201,6 @@ def test_what_the_caller_gives_a_template_reaches_it_and_other_fields_are_not_th
     template = ChatTemplate(source("{{ messages[0].a }}{{ messages[0].b is defined }}{{ think }}"))
     message = Message("user", "x", {"a": "yes"})
     assert template.render([message], special_tokens={}, variables={"think": 1}) == "yesFalse1"
-
-
-def test_a_text_that_is_no_message_is_read_as_it_is(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(write_base(tmp_path / "base"))
-    prompt = encode_plain(tokenizer, [Message("user", "ab <|im_end|>")])
-    assert prompt.ids == tuple(b"ab <|im_end|>")
-    assert prompt.warnings == ()
 
 
 def test_without_a_template_the_prompt_is_used_as_it_is_and_that_is_said(tmp_path: Path) -> None:

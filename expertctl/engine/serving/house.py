@@ -6,7 +6,7 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +32,7 @@ from expertctl.engine.preparation import (
     prepare_on,
 )
 from expertctl.engine.presence import Presence
+from expertctl.engine.prompt_scores import PromptScores, score_bytes
 from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Ready, Residents, kv_wanted
 from expertctl.engine.run_result import MemoryUse
@@ -64,6 +65,7 @@ from expertctl.telling import WARNING, Tell
 _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""
 _WHAT = "the buffers of the batch"
+_SCORES = "the log-probabilities of a prompt"
 AT_ONCE = 64
 """How many tokens of an answer have memory when it begins; it gets more as it grows."""
 
@@ -218,10 +220,12 @@ class House:
         *,
         cache_key: str | None,
         written: Sequence[int] = (),
+        scores: PromptScores | None = None,
     ) -> Iterator[Ready]:
         """Lend keys and values to one text, and prepare the base to read it; for the writer.
 
-        ``written`` are tokens of its answer that exist already and are read again.
+        ``written`` are tokens of its answer that exist already and are read again. With ``scores``
+        the whole prompt is read, even where an earlier text began in the same way.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -229,8 +233,8 @@ class House:
         wanted = kv_wanted(self.base, prepared, cache_key)
         ids = (*wanted.ids, *written)
         at_once = min(wanted.capacity, wanted.virtual + len(ids) + AT_ONCE)
-        wanted = replace(wanted, ids=ids, at_once=at_once)
-        with self._widened_for(wanted, width=memory.plan.width) as kv:
+        wanted = replace(wanted, ids=ids, at_once=at_once, reuse=scores is None)
+        with self._scoring(scores), self._widened_for(wanted, width=memory.plan.width) as kv:
             tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
@@ -324,6 +328,13 @@ class House:
             memory_budget=self.budget.limit,
         )
         return replace(request, route=route)
+
+    def _scoring(self, scores: PromptScores | None) -> AbstractContextManager[None]:
+        """Hold the memory that scoring a prompt takes, for as long as its text is written."""
+        if scores is None:
+            return nullcontext()
+        size = score_bytes(len(scores.ids), top=scores.top, vocabulary=self.base.config.vocab_size)
+        return self.residents.tiers.holding(Tier.DEVICE, "buffers", size, what=_SCORES)
 
     @contextmanager
     def _widened_for(self, wanted: KVWanted, *, width: int) -> Iterator[KVLoan[KVRoom]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expertctl.engine.answer_form import Checked
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.errors import ExpertError
@@ -35,6 +36,8 @@ class Job:
     """How many answers, each drawn with a seed of its own."""
     logprobs: int | None = None
     """How many of the likeliest tokens are told beside each drawn one; None: no scores at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt; None: they are not scored."""
     remember: bool = True
     """Whether it counts as a use of its experts."""
     check: Check | None = None
@@ -72,12 +75,14 @@ class Started:
 class Piece:
     """Text that has become certain, the number of its answer, and its tokens if asked for.
 
-    The text may be empty where there are tokens: theirs is not certain yet.
+    The text may be empty where there are tokens: theirs is not certain yet. The log-probabilities
+    of the prompt come once, with the first piece of the first answer, however empty that is.
     """
 
     number: int
     text: str
     drawn: tuple[Drawn, ...] = ()
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

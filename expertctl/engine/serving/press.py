@@ -15,6 +15,7 @@ from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.generate import Writer
 from expertctl.engine.lent import Lent
 from expertctl.engine.moe.habit_keeper import SECONDS as IDLE_SECONDS
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.residents import Ready
 from expertctl.engine.serving.batch import Batch
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
@@ -182,7 +183,8 @@ class Press:
         plan, prompt = prepared.planned.result.plan, prepared.prompt
         ticket.clock.lap("queue")
         with ExitStack() as stack:
-            lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key)
+            scores = _scores_of(ticket) if number == 0 else None
+            lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key, scores=scores)
             ready = stack.enter_context(lending)
             ticket.clock.lap("load")
             if number == 0:
@@ -191,13 +193,20 @@ class Press:
             text = Text(
                 ticket,
                 number,
-                ready.model.reading(ready.kv.cache, ready.plan),
+                ready.model.reading(
+                    ready.kv.cache, ready.plan, scores=None if scores is None else scores.take
+                ),
                 Writer(
-                    tokenizer, plan.params, seed=plan.seed + number, max_tokens=prompt.max_tokens
+                    tokenizer,
+                    plan.params,
+                    seed=plan.seed + number,
+                    max_tokens=prompt.max_tokens,
+                    end_ids=prompt.end_ids,
                 ),
                 room=ready.kv.cache,
                 unread=prompt.ids[ready.reused :],
                 tokenizer=tokenizer,
+                scores=scores,
             )
             made_with = memory.loads, memory.moved, self._house.threads
             # the job's other texts may still wait for rows
@@ -264,8 +273,9 @@ class Press:
         assert prepared is not None
         assert memory is not None
         with ExitStack() as stack:
+            scores = None if text.scores is None or text.scores.is_complete else text.scores
             lending = self._house.lent(
-                prepared, memory, cache_key=ticket.cache_key, written=written
+                prepared, memory, cache_key=ticket.cache_key, written=written, scores=scores
             )
             try:
                 ready = stack.enter_context(lending)
@@ -274,7 +284,9 @@ class Press:
                     self._put_out(ticket, error)
                 return False
             ids = (*prepared.prompt.ids, *written)
-            reading = ready.model.reading(ready.kv.cache, ready.plan)
+            reading = ready.model.reading(
+                ready.kv.cache, ready.plan, scores=None if scores is None else scores.take
+            )
             text.go_on(reading, ready.kv.cache, ids[ready.reused :])
             self._lent[text] = _Loan(ready, stack.pop_all())
         return True
@@ -366,3 +378,12 @@ def _ended(lent: Lent) -> Lent:
 
 def _failure() -> ExpertError:
     return ExpertError("the server failed to answer this", hint="its log says why")
+
+
+def _scores_of(ticket: Ticket) -> PromptScores | None:
+    """Return what the log-probabilities of a prompt are recorded in, if they are wanted."""
+    top, prepared = ticket.job.prompt_logprobs, ticket.prepared
+    assert prepared is not None
+    if top is None:
+        return None
+    return PromptScores(prepared.prompt.ids, top=top, virtual=prepared.prompt.virtual)

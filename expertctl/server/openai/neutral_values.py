@@ -16,7 +16,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
-    "suffix": (None, ""),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }

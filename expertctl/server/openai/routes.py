@@ -1,12 +1,14 @@
 """The addresses of the OpenAI API: chat completions, completions, models."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.server import model_routes
 from expertctl.server.base_text import BaseText
-from expertctl.server.body import read_body
+from expertctl.server.body import in_turn, read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.openai.chat_answer import chat_completion
 from expertctl.server.openai.chat_call import chat_call
@@ -62,13 +64,17 @@ class _Wire:
         """Answer with the continuation of one or several prompts."""
         body = await read_body(request, CompletionRequest)
         engine = self._service.engine
-        call = completion_call(
+        read = partial(
+            completion_call,
             body,
             caller=caller_of(request),
             base_name=engine.base_name,
+            tokenizer=engine.tokenizer,
             settings=self._service.settings,
         )
+        call = await in_turn(read) if body.scores_prompt else read()
         if body.stream:
             return event_stream(request, completion_lines(engine, call))
         came = await while_connected(request, collected(engine, call.jobs))
-        return json_reply(completion(call, came))
+        answer = partial(completion, call, came)
+        return json_reply(await in_turn(answer) if body.scores_prompt else answer())

@@ -68,7 +68,7 @@ def test_the_conversation_is_read_whole_and_routed_by_its_last_question(text: Ba
     request = job(text, messages=[*turns, {"role": "user", "content": "Sort"}]).request
     assert [turn.content for turn in request.turns] == ["system", "user", "assistant", "Sort"]
     assert request.message.prompt == request.route.prompt == "Sort"
-    assert not request.plain
+    assert request.raw is None
 
 
 def test_the_first_source_of_a_cache_key_counts_and_keys_are_the_callers_own(
