@@ -76,7 +76,7 @@ class PromptScores:
 def score_bytes(tokens: int, *, top: int, vocabulary: int) -> int:
     """Return the bytes that scoring a prompt takes: its results and the rows being reduced."""
     results = tokens * _NUMBER_BYTES * (2 + 2 * top)
-    return results + (SCORED_ROWS + 3) * vocabulary * _FLOAT_BYTES
+    return results + (2 * SCORED_ROWS + 4) * vocabulary * _FLOAT_BYTES
 
 
 def _largest(row: Numbers, count: int) -> Numbers:

@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine.base_weights import load_base
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.prompt_scores import PromptScores
+from expertctl.engine.static_decoder import StaticDecoder
+from expertctl.engine.static_kv import KVArena
 from expertctl.errors import IncompatibleError
+from expertctl.package.model_config import read_config
 from tests.engine.conftest import FITTING, MakeOracle, Oracle
 from tests.engine.plans import packed_plan, random_expert, torch_plan
 from tests.engine.test_packed_decoder import IDS, packed
@@ -62,6 +66,13 @@ def test_the_torch_decoder_scores_a_prompt_chunk_by_chunk(chunk: int, qwen3: Ora
     decoder = qwen3.decoder()
     found = read(decoder, KVCache(decoder.config, 40), IDS, chunk=chunk)
     assert_scores(found, qwen3.logits(IDS))
+
+
+def test_the_decoder_of_devices_scores_a_prompt_as_the_torch_decoder_does(qwen3: Oracle) -> None:
+    config = read_config(qwen3.directory)
+    decoder = StaticDecoder(config, load_base(qwen3.directory, config), captures=False)
+    arena = KVArena(config, rows=1, capacity=40, dtype=torch.float32, device=torch.device("cpu"))
+    assert_scores(read(decoder, arena.row(0), IDS), qwen3.logits(IDS))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
