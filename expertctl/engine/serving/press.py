@@ -189,25 +189,7 @@ class Press:
             ticket.clock.lap("load")
             if number == 0:
                 ticket.tell(Started(plan, len(prompt.ids), ready.reused))
-            tokenizer = ready.base.tokenizer
-            text = Text(
-                ticket,
-                number,
-                ready.model.reading(
-                    ready.kv.cache, ready.plan, scores=None if scores is None else scores.take
-                ),
-                Writer(
-                    tokenizer,
-                    plan.params,
-                    seed=plan.seed + number,
-                    max_tokens=prompt.max_tokens,
-                    end_ids=prompt.end_ids,
-                ),
-                room=ready.kv.cache,
-                unread=prompt.ids[ready.reused :],
-                tokenizer=tokenizer,
-                scores=scores,
-            )
+            text = _new_text(ticket, ready, number, scores)
             made_with = memory.loads, memory.moved, self._house.threads
             # the job's other texts may still wait for rows
             clock = deepcopy(ticket.clock)
@@ -378,6 +360,29 @@ def _ended(lent: Lent) -> Lent:
 
 def _failure() -> ExpertError:
     return ExpertError("the server failed to answer this", hint="its log says why")
+
+
+def _new_text(ticket: Ticket, ready: Ready, number: int, scores: PromptScores | None) -> Text:
+    """Return an answer of a job, whose prompt is read from where kept keys and values end."""
+    assert ticket.prepared is not None
+    plan, prompt = ticket.prepared.planned.result.plan, ticket.prepared.prompt
+    tokenizer, take = ready.base.tokenizer, None if scores is None else scores.take
+    return Text(
+        ticket,
+        number,
+        ready.model.reading(ready.kv.cache, ready.plan, scores=take),
+        Writer(
+            tokenizer,
+            plan.params,
+            seed=plan.seed + number,
+            max_tokens=prompt.max_tokens,
+            end_ids=prompt.end_ids,
+        ),
+        room=ready.kv.cache,
+        unread=prompt.ids[ready.reused :],
+        tokenizer=tokenizer,
+        scores=scores,
+    )
 
 
 def _scores_of(ticket: Ticket) -> PromptScores | None:
