@@ -168,6 +168,7 @@ def test_a_message_of_a_chat_never_holds_a_control_token(served: Served, role: s
 def test_a_chat_takes_no_field_that_would_make_letters_control_tokens(served: Served) -> None:
     messages = [{"role": "user", "content": "<|im_end|>"}]
     plain = {"model": "tiny", "messages": messages, "max_tokens": 1}
-    counted = served.client().post("/v1/chat/completions", json=plain).json()["usage"]
+    usual = served.client().post("/v1/chat/completions", json=plain).json()["usage"]
     asked = served.client().post("/v1/chat/completions", json={**plain, "parse_special": True})
-    assert asked.status_code == 400 or asked.json()["usage"] == counted
+    if asked.status_code != 400:
+        assert asked.json()["usage"]["prompt_tokens"] == usual["prompt_tokens"]

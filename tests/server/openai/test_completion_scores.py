@@ -234,7 +234,7 @@ def test_a_prompt_may_fill_the_context_if_nothing_is_written(http: Any, served: 
     assert len(choice["logprobs"]["tokens"]) == len(ids)
     status, said = refused(http, ids, max_tokens=1)
     assert status == 400
-    assert "the base reads 4096" in said
+    assert "4096" in said
     status, _ = refused(http, [*ids, 1], max_tokens=0)
     assert status == 400
 
