@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import Reading
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
@@ -69,6 +70,18 @@ class Model(Protocol):
         self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
     ) -> Reading:
         """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise."""
+
+    @property
+    def prefill_parts(self) -> int:
+        """Into how many parts `prefill` cuts a pass over a prompt; 1 where it cannot be cut."""
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt, and call ``between_layers`` between the parts of a pass.
+
+        That may call `step` with other texts; it changes no bit of either.
+        """
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts; return scores, float32 [texts, vocab].

@@ -5,7 +5,7 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 so tests run the same classes on a processor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +18,7 @@ from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, is_routed_expert, load_base
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import CacheKind, KVSlots
 from expertctl.engine.kv_loan import KVWanted
@@ -320,6 +321,17 @@ class CudaModel:
         """Begin or go on with a text."""
         assert isinstance(cache, ArenaRow)
         return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not cut."""
+        return 1
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""

@@ -4,7 +4,7 @@ Importing this imports numba. Compiled code is kept below the home, and `tell` g
 when some has to be made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.decoder_programs import ADAPTERS, buffer_bytes
 from expertctl.engine.generate import NativeReading, Reading
 from expertctl.engine.kernels.compiled import compiled_cache
@@ -332,6 +333,29 @@ class PackedModel:
         """Make what reads so many tokens, compiling what is not compiled yet."""
         assert isinstance(cache, KVPages)
         self.decoder.prepare(cache, plan.packed, tokens=tokens, rows=rows)
+
+    @property
+    def prefill_parts(self) -> int:
+        """The number of layers; 1 with routed experts, which are brought for one pass at a time."""
+        return 1 if self.base.config.experts is not None else self.base.config.layers
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt; ``between_layers`` may call `step` with other texts."""
+        assert isinstance(reading, NativeReading), "a text of a base that kernels hold"
+        if self.prefill_parts == 1:
+            return reading.prefill(ids)
+        assert isinstance(reading.cache, KVPages)
+        soft_prompt = reading.soft_prompt if reading.cache.length == 0 else None
+        return self.decoder.prefill(
+            ids,
+            reading.cache,
+            reading.deltas,
+            soft_prompt=soft_prompt,
+            progress=reading.progress,
+            between_layers=between_layers,
+        )
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, in one pass over the weights."""

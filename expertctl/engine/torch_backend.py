@@ -1,6 +1,6 @@
 """A base that torch holds and runs: every size, tiny ones in less time than numba's import."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, load_base
 from expertctl.engine.compose import CompiledPlan, Form
-from expertctl.engine.decoder import Decoder, pass_bytes
+from expertctl.engine.decoder import Decoder, PrefillResult, pass_bytes
 from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import KVSlots
 from expertctl.engine.kv_cache import KVCache
@@ -159,6 +159,17 @@ class TorchModel:
         """Begin or go on with a text."""
         assert isinstance(cache, KVCache)
         return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not cut."""
+        return 1
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""

@@ -18,6 +18,7 @@ from expertctl.engine.moe.habit_keeper import SECONDS as IDLE_SECONDS
 from expertctl.engine.residents import Ready
 from expertctl.engine.serving.batch import Batch
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
+from expertctl.engine.serving.chunk_size import LEAST_CHUNK, LEAST_CHUNK_FROM_DISK
 from expertctl.engine.serving.desk import Desk
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Started
@@ -49,7 +50,9 @@ class Press:
         self, house: House, board: Board, desk: Desk, *, tell: Tell, broke: Broke = lambda: None
     ) -> None:
         """Begin without a text; the base is in memory. ``broke`` is called if it cannot go on."""
-        self.batch = Batch(house.model, rows=house.settings.rows)
+        # each chunk may have experts read from the disk: few large ones read them least often
+        least = LEAST_CHUNK if house.model.experts is None else LEAST_CHUNK_FROM_DISK
+        self.batch = Batch(house.model, rows=house.settings.rows, least_chunk=least)
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
         self._lacked: tuple[Ticket | None, float] = None, 0.0

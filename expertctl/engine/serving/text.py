@@ -1,18 +1,27 @@
 """`Text`: one answer that is being written, in its row of the batch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import Generated, Reading, Writer
 from expertctl.engine.kv_room import KVRoom
+from expertctl.engine.serving.chunk_size import Chunk
 from expertctl.engine.serving.job import Drawn, Likely, Piece
 from expertctl.engine.serving.ticket import Stopped, Ticket
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import BudgetError, ExpertError
+
+Prefill = Callable[[Reading, Sequence[int]], PrefillResult]
+
+
+def prefill_at_once(reading: Reading, ids: Sequence[int]) -> PrefillResult:
+    """Read a part of a prompt in one go."""
+    return reading.prefill(ids)
 
 
 class Text:
@@ -34,6 +43,8 @@ class Text:
         self.go_on(reading, room, unread)
         self.served = 0
         """In which pass it was served last."""
+        self.last_chunk: Chunk | None = None
+        """What of its prompt was read last."""
         self.error: ExpertError | None = None
         """Why it cannot go on."""
         self._tokenizer, self._is_again = tokenizer, False
@@ -80,14 +91,14 @@ class Text:
         """The token that is read next, while the text is written."""
         return self.writer.tokens[-1]
 
-    def read(self, most: int) -> None:
+    def read(self, most: int, *, prefill: Prefill = prefill_at_once) -> None:
         """Read so many tokens of the prompt at most; after its last, draw the first of the answer.
 
         Raises:
             ExpertError: when its scores are not numbers.
         """
-        now, self._unread = self._unread[:most], self._unread[most:]
-        result = self.reading.prefill(now)
+        result = prefill(self.reading, self._unread[:most])  # it is being read meanwhile
+        self._unread = self._unread[most:]
         if self._is_again:
             self._decode_ms += result.ms
         else:
