@@ -40,6 +40,7 @@ _CHOICES = {
 _MAX_VALUE = 1000
 _READERS: dict[str, Callable[[str], object]] = {
     "memory_budget": parse_size,
+    "serve_prefix_cache_memory": parse_size,
     "minimum_release_age": parse_age,
     "minimum_release_age_exclude": parse_names,
     **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},

@@ -52,6 +52,7 @@ CONFIG_KEYS = {
     "serve_url": "EXPERT_SERVE_URL",
     "serve_rows": "EXPERT_SERVE_ROWS",
     "serve_queue": "EXPERT_SERVE_QUEUE",
+    "serve_prefix_cache_memory": "EXPERT_SERVE_PREFIX_CACHE_MEMORY",
     "serve_timeout": "EXPERT_SERVE_TIMEOUT",
     "serve_behind": "EXPERT_SERVE_BEHIND",
     "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
@@ -274,6 +275,7 @@ class ServeChoices:
     url: str | None = None
     rows: int | None = None
     queue: int | None = None
+    prefix_cache_memory: int | None = None
     timeout: float | None = None
     behind: float | None = None
     tls_cert: Path | None = None
@@ -349,6 +351,9 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
     def count(key: str) -> int | None:
         return parse_count(key, values[key]) if key in values else None
 
+    def size(key: str) -> int | None:
+        return parse_size(values[key]) if key in values else None
+
     def seconds(key: str) -> float | None:
         return parse_seconds(key, values[key]) if key in values else None
 
@@ -362,6 +367,7 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
         url=values.get("serve_url"),
         rows=count("serve_rows"),
         queue=count("serve_queue"),
+        prefix_cache_memory=size("serve_prefix_cache_memory"),
         timeout=seconds("serve_timeout"),
         behind=seconds("serve_behind"),
         tls_cert=path("serve_tls_cert"),

@@ -142,6 +142,14 @@ def test_how_a_server_answers_is_read(home: Path) -> None:
     assert (serve.port, serve.rows, serve.timeout) == (8080, 8, 1.5)
     assert serve.tls_key == Path("~/k.pem").expanduser()
     assert (serve.base, serve.queue, serve.tls_cert) == (None, None, None)
+    assert serve.prefix_cache_memory is None
+
+
+def test_the_memory_for_keys_and_values_of_earlier_requests_is_a_size(home: Path) -> None:
+    environment = {"EXPERT_HOME": str(home), "EXPERT_SERVE_PREFIX_CACHE_MEMORY": "300MB"}
+    assert load_settings(environment).serve.prefix_cache_memory == 300_000_000
+    with pytest.raises(UsageError, match="is not a size"):
+        load_settings({**environment, "EXPERT_SERVE_PREFIX_CACHE_MEMORY": "a third"})
 
 
 @pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])

@@ -38,7 +38,7 @@ from expertctl.cli.run_options import (
     start_of,
 )
 from expertctl.errors import UsageError
-from expertctl.settings import load_settings, parse_age
+from expertctl.settings import load_settings, parse_age, parse_size
 
 if TYPE_CHECKING:
     from expertctl.server.api_keys import ApiKey
@@ -78,6 +78,14 @@ def serve(
         int | None, typer.Option(help="How many jobs may wait.", show_default="128")
     ] = None,
     memory_budget: MemoryBudget = None,
+    prefix_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most memory for keys and values that are kept for later requests.",
+            show_default="a quarter of the budget",
+        ),
+    ] = None,
     on_budget: Annotated[
         Literal["queue", "fewer"],
         typer.Option("--on-budget", help="When experts do not fit: wait, or leave some out."),
@@ -167,6 +175,7 @@ def serve(
         batch=BatchSettings(
             base=base or kept.base,
             budget=budget_of(memory_budget, settings),
+            kept_kv=_first(_size(prefix_cache_memory), kept.prefix_cache_memory, None),
             device=chosen_device(device, settings),
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
@@ -303,6 +312,10 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_size(text)
 
 
 def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:

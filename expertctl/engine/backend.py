@@ -208,8 +208,11 @@ class Backend(Protocol):
     def kv_kind(self) -> str:
         """Equal for backends that can share one keeper of keys and values."""
 
-    def new_keeper(self, tiers: Tiers) -> KVKeeper:
-        """Return an owner of keys and values of the kind that its models read."""
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVKeeper:
+        """Return an owner of keys and values of the kind that its models read.
+
+        ``kept_limit``: the most bytes that it keeps when no text has them; None: what is free.
+        """
 
     def load(self, around: Surroundings, *, progress: Progress) -> Model:
         """Read the weights.

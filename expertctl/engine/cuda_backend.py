@@ -190,10 +190,10 @@ class CudaBackend:
         """Equal where one keeper serves."""
         return f"cuda, {self.dtype}"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlots:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVSlots:
         """Return an owner of arenas of one row."""
         kind = CacheKind(self._row, lambda wanted: self.kv_bytes(wanted.capacity))
-        return KVSlots(tiers, kind)
+        return KVSlots(tiers, kind, kept_limit=kept_limit)
 
     @told_when_full()
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "CudaModel":

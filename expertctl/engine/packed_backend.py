@@ -204,9 +204,9 @@ class PackedBackend:
         """Equal where one keeper serves: pages of the same numbers."""
         return f"pages of {self.kv_numbers.value}"
 
-    def new_keeper(self, tiers: Tiers) -> KVPool:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVPool:
         """Return an owner of pages."""
-        return KVPool(tiers, numbers=self.kv_numbers)
+        return KVPool(tiers, numbers=self.kv_numbers, kept_limit=kept_limit)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "PackedModel":
         """Read and pack the weights, or read them as they were packed before.

@@ -92,9 +92,9 @@ class TorchBackend:
         """Equal where one keeper serves."""
         return "torch"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlots:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVSlots:
         """Return an owner of caches."""
-        return KVSlots(tiers)
+        return KVSlots(tiers, kept_limit=kept_limit)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "TorchModel":
         """Read the weights.

@@ -176,6 +176,7 @@ class BatchEngine:
                 peak=memory.peak,
                 kv_limit=memory.budget - beside,
                 kv_in_use=house.kv_in_use,
+                kv_kept_limit=house.kept_kv_limit,
                 kv_block=house.base.kv_bytes(BLOCK),
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),

@@ -24,6 +24,8 @@ class BatchSettings:
     """Its name; None: the only one there is, or the one that `expertctl base` prefers."""
     budget: int | None = None
     """Bytes of the device's memory; None: as much as `run` would take."""
+    kept_kv: int | None = None
+    """Bytes of keys and values that are kept for later requests; None: a part of the budget."""
     device: DeviceName = "cpu"
     dtype: Dtype | None = None
     adapter_dtype: AdapterDtype = "published"

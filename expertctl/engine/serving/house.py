@@ -14,12 +14,12 @@ from expertctl.digest import no_progress
 from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
-from expertctl.engine.budget import PURPOSES, Budget
+from expertctl.engine.budget import PURPOSES, Budget, kept_kv_limit
 from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import OpenBase
-from expertctl.engine.memory import budget_limit, usual_budget
+from expertctl.engine.memory import budget_limit, resident, usual_budget
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.habit_keeper import learnt_guide
@@ -39,6 +39,7 @@ from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.room_for_experts import RoomForExperts
 from expertctl.engine.serving.room_for_texts import told_of_room
+from expertctl.engine.serving.stated_memory import describe_memory
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -77,9 +78,17 @@ class House:
         """Hold nothing yet."""
         self.settings = settings
         self.budget = Budget(budget_limit(settings.budget, settings.device))
+        self.kept_kv_limit = kept_kv_limit(settings.kept_kv, self.budget.limit)
+        """The most bytes of keys and values that are kept for later requests."""
         ram = None if settings.device == "cpu" else Budget(usual_budget())
         self.residents = Residents(
-            planner, self.budget, ram=ram, progress=no_progress, tell=tell, moe=settings.moe
+            planner,
+            self.budget,
+            ram=ram,
+            progress=no_progress,
+            tell=tell,
+            moe=settings.moe,
+            kept_kv=self.kept_kv_limit,
         )
         self._planner, self._torch_below, self._tell = planner, torch_below, tell
         self._presence = Presence(planner.home.engines, self.budget)
@@ -125,6 +134,16 @@ class House:
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()
+        self._tell(self._described_memory())
+
+    def _described_memory(self) -> str:
+        return describe_memory(
+            budget=self.budget.limit,
+            kept_kv=self.kept_kv_limit,
+            weights=self.base.weight_bytes,
+            resident=resident() if self.settings.device == "cpu" else None,
+            entered=self.budget.used,
+        )
 
     def _opened(self, request: RunRequest, planned: Planned, beside: int) -> OpenBase:
         base = opened(
