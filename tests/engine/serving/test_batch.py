@@ -284,7 +284,7 @@ def test_a_stream_beside_a_prompt_of_6900_tokens_never_waits_three_steps(bench: 
     gaps = gaps_beside(bench, 6900, parts=30)
     assert max(gaps) <= 3 * STEP
     whole = 6900 * TOKEN * (1 + 6900 / 2000)
-    assert sum(gaps) <= 2.5 * whole  # and the prompt is read at 40 % of its speed at least
+    assert sum(gaps) <= 3 * whole  # and the prompt is read at a third of its speed at least
 
 
 def test_a_stream_beside_three_long_prompts_never_waits_three_steps(bench: Bench) -> None:
