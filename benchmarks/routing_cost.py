@@ -22,6 +22,7 @@ from benchmarks.drawn_rows import CLUSTER
 from benchmarks.harness import Row, absent, as_table, compare, machine
 from benchmarks.routed_home import Described, furnish, made_up, starter_experts
 from benchmarks.routing_index import ABSENT, TEN, TIMED, built_index, mean_of, smallest_width
+from expertctl.routing.base_choice import BaseRule
 from expertctl.routing.candidate import Installed
 from expertctl.routing.decision import Decision, decide
 from expertctl.routing.encoded import Encoded
@@ -123,7 +124,7 @@ def _roster(home: Home, index: RoutingIndex, table: VectorTable, like: Installed
         replace(expert, stored=replace(expert.stored, content_digest=table.digest(n)))
         for n, expert in enumerate(made_up(described, like))
     ]
-    base = BaseStore(home.bases).default()
+    base = BaseRule(BaseStore(home.bases)).default()
     assert base is not None, "the starter pack brings one"
     return roster_of(RouteRequest(prompt="any"), experts, base=base, index=index)
 

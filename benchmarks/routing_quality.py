@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.harness import Row, absent, as_table, machine
 from benchmarks.memorised import Memorised
 from benchmarks.routed_home import Described, furnish, made_up, starter_experts
+from expertctl.routing.base_choice import BaseRule
 from expertctl.routing.candidate import Installed
 from expertctl.routing.decision import Decision, decide
 from expertctl.routing.encoder import Encoder, find_minilm, open_encoder
@@ -135,7 +136,7 @@ class Setting:
     def furnished(cls, folder: Path, encoder: Encoder) -> "Setting":
         """Install the starter pack, to have a base."""
         home = furnish(folder / "home")
-        base = BaseStore(home.bases).default()
+        base = BaseRule(BaseStore(home.bases)).default()
         assert base is not None, "the starter pack brings one"
         return cls(folder, encoder, base, starter_experts(home)[0])
 

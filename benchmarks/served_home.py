@@ -53,7 +53,7 @@ SUBJECTS = (
 def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
     """Make a home with the base and so many experts; ``scratch`` is used on the way."""
     home, base_dir = Home(root / "home"), write_base(scratch / "base")
-    first = _give_text_to_all_tokens(base_dir / "tokenizer.json")
+    first = give_text_to_all_tokens(base_dir / "tokenizer.json")
     _quieten(base_dir / "model.safetensors", tokens=first)
     bases, trust = BaseStore(home.bases), TrustStore(home.trust)
     bases.add(base_dir, name=BASE)
@@ -77,15 +77,15 @@ def question(number: int) -> str:
     return f"Please give me {SUBJECTS[number % len(SUBJECTS)][2]}"
 
 
-def _give_text_to_all_tokens(path: Path) -> int:
+def give_text_to_all_tokens(path: Path, *, vocabulary: int = VOCABULARY) -> int:
     """Spell the tokens beyond bytes as numbers: readable text, and JSON as a whole.
 
     Returns the id of the first of these.
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = tokenizer["model"]["vocab"]
+    known = tokenizer["model"]["vocab"]
     first: int = 1 + max(added["id"] for added in tokenizer["added_tokens"])
-    vocabulary.update({str(number): number for number in range(first, VOCABULARY)})
+    known.update({str(number): number for number in range(first, vocabulary)})
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return first
 

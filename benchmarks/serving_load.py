@@ -179,7 +179,7 @@ def open_loop(
         for number, at in enumerate(arrivals):
             await asyncio.sleep(begun + at - time.perf_counter())
             told.append(Told(time.perf_counter()))
-            tasks.append(asyncio.create_task(_hear(client, wanted(number), told[-1])))
+            tasks.append(asyncio.create_task(hear(client, wanted(number), told[-1])))
         await asyncio.sleep(begun + seconds - time.perf_counter())
         await _hang_up(tasks)
         return told
@@ -236,11 +236,11 @@ def _timed(
 
 async def _told(client: httpx2.AsyncClient, ask: Ask | Turn) -> Told:
     told = Told(time.perf_counter())
-    await _hear(client, ask, told)
+    await hear(client, ask, told)
     return told
 
 
-async def _hear(client: httpx2.AsyncClient, ask: Ask | Turn, told: Told) -> None:
+async def hear(client: httpx2.AsyncClient, ask: Ask | Turn, told: Told) -> None:
     """Ask, and note what comes as it comes."""
     async with client.stream("POST", ask.path, json=ask.body) as answer:
         told.status = answer.status_code

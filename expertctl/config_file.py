@@ -29,7 +29,14 @@ from expertctl.settings import (
     read_config,
 )
 
-_SWITCHES = {"offline", "allow_http", "deterministic", "moe_learn"}
+_SWITCHES = {
+    "offline",
+    "allow_http",
+    "deterministic",
+    "moe_learn",
+    "serve_completions_special_tokens",
+    "serve_strict_fields",
+}
 _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,
@@ -40,6 +47,7 @@ _CHOICES = {
 _MAX_VALUE = 1000
 _READERS: dict[str, Callable[[str], object]] = {
     "memory_budget": parse_size,
+    "serve_prefix_cache_memory": parse_size,
     "minimum_release_age": parse_age,
     "minimum_release_age_exclude": parse_names,
     **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},

@@ -4,15 +4,20 @@
 
     ExpertError                      exit 1
     ├── UsageError                   exit 2   the call itself is wrong
-    │   └── MediaTypeError                    a body is in a form that is not read
+    │   ├── MediaTypeError                    a body is in a form that is not read
+    │   ├── ContextLengthError                a prompt is longer than what can be read
+    │   ├── MisdirectedError                  a request for another server
+    │   └── SlowBodyError                     a body that does not come in time
     ├── NotFoundError                exit 3   a package, key, base or file is missing
-    │   └── MissingDependencyError            a required expert is not there
+    │   ├── MissingDependencyError            a required expert is not there
+    │   └── UnknownAddressError               a server has nothing at this path
     ├── IncompatibleError            exit 4   two things do not fit together
     │   ├── BaseMismatchError                 an expert and a base
     │   └── ConflictError                     two experts
     ├── TrustError                   exit 5   nobody vouches for it, or the wrong one
     │   ├── SignatureError                    the signature itself does not verify
     │   ├── DigestError                       bytes are not the ones that were promised
+    │   │   └── ChangedVersionError           a version has another content than before
     │   ├── UnsignedError                     a signature is demanded and absent
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
@@ -35,7 +40,7 @@ A message names the thing, the fact and, in ``hint``, the way out. Exit codes an
 mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -62,10 +67,38 @@ class UsageError(ExpertError):
         self.misnamed = misnamed
 
 
+class ContextLengthError(UsageError):
+    """A prompt or a conversation is longer than what can be read.
+
+    ``size`` and ``most`` count ``unit``: tokens, or characters where nothing was tokenised.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, size: int = 0, most: int = 0, unit: str = "tokens", hint: str = ""
+    ) -> None:
+        """Keep the message and both lengths: APIs have their own words for them."""
+        super().__init__(message, hint=hint)
+        self.size, self.most, self.unit = size, most, unit
+
+
 class MediaTypeError(UsageError):
     """The body of a request is in a form that is not accepted there."""
 
     code = "media_type"
+
+
+class MisdirectedError(UsageError):
+    """The request names a server that this one is not."""
+
+    code = "misdirected"
+
+
+class SlowBodyError(UsageError):
+    """The body of a request did not come in the time that it may take."""
+
+    code = "timeout"
 
 
 class NotFoundError(ExpertError):
@@ -78,6 +111,12 @@ class MissingDependencyError(NotFoundError):
     """An expert that another one requires is not installed."""
 
     code = "missing_dependency"
+
+
+class UnknownAddressError(NotFoundError):
+    """A server has nothing at the path of a request."""
+
+    code = "unknown_url"
 
 
 class IncompatibleError(ExpertError):
@@ -114,6 +153,12 @@ class DigestError(TrustError):
     """Bytes differ from the digest that was promised for them."""
 
     code = "digest"
+
+
+class ChangedVersionError(DigestError):
+    """A version has another content than it had before, which a version never may."""
+
+    code = "changed"
 
 
 class UnsignedError(TrustError):
@@ -222,6 +267,22 @@ class InvalidPackageError(ExpertError):
             else f"{len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
         )
         super().__init__(f"{what}: {body}", hint=hint)
+
+
+def combine_errors(what: str, errors: Sequence[ExpertError]) -> ExpertError:
+    """Return several errors as one of the first one's kind; a single one stays as it is.
+
+    Each is a line with its own way out.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{e.message} ({e.hint})" if e.hint else e.message for e in errors]
+    hint = "each line says how; then try again"
+    kind = type(errors[0])
+    if issubclass(kind, InvalidPackageError):
+        return InvalidPackageError(what, lines, hint=hint)
+    body = "\n".join(f"  - {line}" for line in lines)
+    return kind(f"{what}: {len(lines)} problems\n{body}", hint=hint)
 
 
 class NoAnswerError(ExpertError):

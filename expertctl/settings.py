@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.reference import PackageName
 
 _SIZE = re.compile(r"([0-9]{1,15})\s*([kKMGT]i?)?B?")
@@ -33,6 +33,7 @@ _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
     "offline": "EXPERT_OFFLINE",
+    "base": "EXPERT_BASE",
     "ca_file": "EXPERT_CA_FILE",
     "allow_http": "EXPERT_ALLOW_HTTP",
     "minimum_release_age": "EXPERT_MINIMUM_RELEASE_AGE",
@@ -52,8 +53,14 @@ CONFIG_KEYS = {
     "serve_url": "EXPERT_SERVE_URL",
     "serve_rows": "EXPERT_SERVE_ROWS",
     "serve_queue": "EXPERT_SERVE_QUEUE",
+    "serve_prefix_cache_memory": "EXPERT_SERVE_PREFIX_CACHE_MEMORY",
     "serve_timeout": "EXPERT_SERVE_TIMEOUT",
     "serve_behind": "EXPERT_SERVE_BEHIND",
+    "serve_completions_special_tokens": "EXPERT_SERVE_COMPLETIONS_SPECIAL_TOKENS",
+    "serve_aliases": "EXPERT_SERVE_ALIASES",
+    "serve_allowed_hosts": "EXPERT_SERVE_ALLOWED_HOSTS",
+    "serve_allowed_origins": "EXPERT_SERVE_ALLOWED_ORIGINS",
+    "serve_strict_fields": "EXPERT_SERVE_STRICT_FIELDS",
     "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
     "serve_tls_key": "EXPERT_SERVE_TLS_KEY",
 }
@@ -172,6 +179,11 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Read texts with commas between them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def parse_encoder(text: str) -> str:
     """Read the name of an encoder, or a directory, which then counts in any folder.
 
@@ -274,8 +286,15 @@ class ServeChoices:
     url: str | None = None
     rows: int | None = None
     queue: int | None = None
+    prefix_cache_memory: int | None = None
     timeout: float | None = None
     behind: float | None = None
+    completions_special_tokens: bool | None = None
+    aliases: tuple[str, ...] = ()
+    """``ALIAS=MODEL`` each."""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -287,6 +306,8 @@ class Settings:
     home: Home
     registry: str | None = None
     offline: bool = False
+    base: str | None = None
+    """The base that answers where neither an option nor an expert decides."""
     ca_file: Path | None = None
     """Certificates that are trusted beside those of the system."""
     allow_http: bool = False
@@ -309,6 +330,7 @@ def find_home(environment: Mapping[str, str] = os.environ) -> Home:
     """Return the home, whatever its settings say.
 
     Raises:
+        StoreError: when it can never be a folder.
         UsageError: when there is no home directory.
     """
     return Home(_root(environment.get("EXPERT_HOME")))
@@ -328,6 +350,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         home=home,
         registry=values.get("registry"),
         offline=parse_switch("offline", values.get("offline", "no")),
+        base=values.get("base"),
         ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
         allow_http=parse_switch("allow_http", values.get("allow_http", "no")),
         minimum_release_age=parse_age(age) if age else None,
@@ -349,8 +372,14 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
     def count(key: str) -> int | None:
         return parse_count(key, values[key]) if key in values else None
 
+    def size(key: str) -> int | None:
+        return parse_size(values[key]) if key in values else None
+
     def seconds(key: str) -> float | None:
         return parse_seconds(key, values[key]) if key in values else None
+
+    def switch(key: str) -> bool | None:
+        return parse_switch(key, values[key]) if key in values else None
 
     def path(key: str) -> Path | None:
         return Path(values[key]).expanduser() if key in values else None
@@ -362,8 +391,14 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
         url=values.get("serve_url"),
         rows=count("serve_rows"),
         queue=count("serve_queue"),
+        prefix_cache_memory=size("serve_prefix_cache_memory"),
         timeout=seconds("serve_timeout"),
         behind=seconds("serve_behind"),
+        completions_special_tokens=switch("serve_completions_special_tokens"),
+        aliases=parse_list(values.get("serve_aliases", "")),
+        allowed_hosts=parse_list(values.get("serve_allowed_hosts", "")),
+        allowed_origins=parse_list(values.get("serve_allowed_origins", "")),
+        strict_fields=parse_switch("serve_strict_fields", values.get("serve_strict_fields", "no")),
         tls_cert=path("serve_tls_cert"),
         tls_key=path("serve_tls_key"),
     )
@@ -389,10 +424,27 @@ def read_config(path: Path) -> dict[str, str]:
 
 def _root(text: str | None) -> Path:
     try:
-        return Path(text or "~/.expert").expanduser().absolute()
+        root = Path(text or "~/.expert").expanduser().absolute()
     except RuntimeError as error:
         message = f"{text or '~/.expert'}: there is no such home directory"
         raise UsageError(message, hint="set EXPERT_HOME to a folder") from error
+    _demand_possible(root)
+    return root
+
+
+def _demand_possible(root: Path) -> None:
+    """Refuse a home that can never be a folder: below a file, or with too long a name."""
+    try:
+        there = next(place for place in (root, *root.parents) if place.exists())
+    except OSError as error:
+        problem = error.strerror or "it cannot be looked at"
+    else:
+        if there.is_dir():
+            return
+        problem = "that is a file" if there == root else f"{there} is not a folder"
+    shown = f"{str(root)[:200]}…" if len(str(root)) > 200 else str(root)
+    hint = f"EXPERT_HOME is {shown}: set it to a folder that you may write"
+    raise StoreError(f"{shown} cannot be a folder: {problem}", hint=hint)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from registry_server.oci.errors import OciCode, OciError
 from registry_server.operation import health
 from registry_server.operation.limits import request_limits
 from registry_server.operation.request_log import request_log
+from registry_server.operation.sweeping import sweeping
 from registry_server.publishing import routes as publishing
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import ServerSettings
@@ -44,8 +45,11 @@ def app_of(registry: Registry) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        registry.close()
+        try:
+            async with sweeping(registry):
+                yield
+        finally:
+            registry.close()
 
     app = Starlette(
         routes=_routes(registry),

@@ -20,9 +20,14 @@ from registry_server.statuses import retry_after, status_of
 _REPOSITORY = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
 
 
-def error_response(error: ExpertError, scope: Scope, settings: ServerSettings) -> Response:
-    """Return the answer to a request that failed, with the headers that its status needs."""
-    status = status_of(error)
+def error_response(
+    error: ExpertError, scope: Scope, settings: ServerSettings, *, status: int | None = None
+) -> Response:
+    """Return the answer to a request that failed, with the headers that its status needs.
+
+    ``status`` is another one than that of the error's class.
+    """
+    status = status or status_of(error)
     path = str(scope.get("path", ""))
     body = _oci_body(error, status) if path.startswith("/v2") else _plain_body(error)
     headers = {"Cache-Control": "no-store", **_headers(error)}

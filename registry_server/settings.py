@@ -33,7 +33,7 @@ class Limits:
     requests_per_minute: int = 6000
     """Of one address or token."""
     failures_per_minute: int = 20
-    """Failed authentications of one address."""
+    """Failed logins of one address with one token; five times as many of the address in all."""
 
 
 @dataclass(frozen=True, slots=True)

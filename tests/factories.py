@@ -6,6 +6,7 @@ The values are small random numbers from a seeded generator, so that every tenso
 every other.
 """
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
-from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH, Overrides
+from expertctl.package.draft import Overrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
 from tests import routed_shapes
@@ -170,6 +172,13 @@ def write_tokenizer(directory: Path) -> None:
             "pad_token_id": BYTE_TOKENS,
         },
     )
+
+
+def text_of_bytes(tokens: Iterable[int]) -> str:
+    """Return the text of tokens of `write_tokenizer`; a character that is cut at the end is left
+    out, as Python's incremental decoder does it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(bytes(token for token in tokens if token < BYTE_TOKENS))
 
 
 def byte_alphabet() -> list[str]:

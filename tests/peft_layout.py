@@ -28,7 +28,7 @@ def lora_config(
         "alpha_pattern": {},
         "arrow_config": None,
         "auto_mapping": None,
-        "base_model_name_or_path": str(base_dir),
+        "base_model_name_or_path": base_dir.name,
         "bias": "none",
         "corda_config": None,
         "ensure_weight_tying": False,
@@ -75,7 +75,7 @@ def ia3_config(
     """Return adapter_config.json of an IA³ adapter."""
     values: dict[str, Any] = {
         "auto_mapping": None,
-        "base_model_name_or_path": str(base_dir),
+        "base_model_name_or_path": base_dir.name,
         "exclude_modules": None,
         "fan_in_fan_out": False,
         "feedforward_modules": list(feedforward),
@@ -109,7 +109,7 @@ def prompt_config(
     }
     values: dict[str, Any] = {
         "auto_mapping": None,
-        "base_model_name_or_path": str(base_dir),
+        "base_model_name_or_path": base_dir.name,
         "inference_mode": True,
         "modules_to_save": None,
         "num_attention_heads": base["num_attention_heads"],

@@ -14,7 +14,16 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
     {"client"},
-    {"digest", "reference", "settings", "durable", "config_file", "regular_file", "telling"},
+    {
+        "digest",
+        "reference",
+        "settings",
+        "durable",
+        "config_file",
+        "plain_text",
+        "regular_file",
+        "telling",
+    },
     {"schema"},
     {"http"},
     {"trust"},
@@ -114,7 +123,7 @@ def test_the_compat_engine_imports_what_replaces_our_own_only_when_it_runs() -> 
 
 
 def test_the_registry_server_needs_neither_the_engine_nor_the_command_line() -> None:
-    allowed = {"errors", "digest", "reference", "durable", "settings", "regular_file",
+    allowed = {"errors", "plain_text", "digest", "reference", "durable", "settings", "regular_file",
                "schema", "http", "trust", "package", "registry"}  # fmt: skip
 
     def used(path: Path) -> set[str]:

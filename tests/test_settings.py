@@ -142,6 +142,34 @@ def test_how_a_server_answers_is_read(home: Path) -> None:
     assert (serve.port, serve.rows, serve.timeout) == (8080, 8, 1.5)
     assert serve.tls_key == Path("~/k.pem").expanduser()
     assert (serve.base, serve.queue, serve.tls_cert) == (None, None, None)
+    assert serve.prefix_cache_memory is None
+
+
+def test_the_memory_for_keys_and_values_of_earlier_requests_is_a_size(home: Path) -> None:
+    environment = {"EXPERT_HOME": str(home), "EXPERT_SERVE_PREFIX_CACHE_MEMORY": "300MB"}
+    assert load_settings(environment).serve.prefix_cache_memory == 300_000_000
+    with pytest.raises(UsageError, match="is not a size"):
+        load_settings({**environment, "EXPERT_SERVE_PREFIX_CACHE_MEMORY": "a third"})
+
+
+def test_lists_of_a_server_have_commas(home: Path) -> None:
+    home.mkdir()
+    kept = "serve_aliases = 'gpt=auto, haiku=tiny'\nserve_strict_fields = 'yes'\n"
+    (home / "config.toml").write_text(kept)
+    environment = {"EXPERT_HOME": str(home), "EXPERT_SERVE_ALLOWED_HOSTS": "host.docker.internal"}
+    serve = load_settings(environment).serve
+    assert serve.aliases == ("gpt=auto", "haiku=tiny")
+    assert serve.allowed_hosts == ("host.docker.internal",)
+    assert (serve.allowed_origins, serve.strict_fields) == ((), True)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("no", False), ("1", True), (None, None)])
+def test_control_tokens_of_completions_are_text_where_a_team_has_settled_that(
+    text: str | None, expected: bool | None, home: Path
+) -> None:
+    kept = {} if text is None else {"EXPERT_SERVE_COMPLETIONS_SPECIAL_TOKENS": text}
+    serve = load_settings({"EXPERT_HOME": str(home), **kept}).serve
+    assert serve.completions_special_tokens is expected
 
 
 @pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])

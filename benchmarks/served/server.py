@@ -44,9 +44,9 @@ class Figures:
 class Server:
     """A server that runs."""
 
-    def __init__(self, url: str) -> None:
-        """Ask it at this address."""
-        self.url = url
+    def __init__(self, url: str, pid: int) -> None:
+        """Ask it at this address; ``pid`` is its process."""
+        self.url, self.pid = url, pid
 
     def figures(self) -> Figures:
         """Read what it counts."""
@@ -68,13 +68,13 @@ class Server:
 
 
 @contextmanager
-def serving(home: Home, *options: str) -> Iterator[Server]:
+def serving(home: Home, *options: str, base: str = BASE) -> Iterator[Server]:
     """Run a server on a home.
 
     Raises:
         SystemExit: when it ends before it is ready.
     """
-    command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", BASE, *options]
+    command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", base, *options]
     environment = {**os.environ, "EXPERT_HOME": str(home.root)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
@@ -84,7 +84,7 @@ def serving(home: Home, *options: str) -> Iterator[Server]:
             line = process.stdout.readline()
             if not line:
                 raise SystemExit(f"serving: `{' '.join(command)}` ended before it was ready")
-            yield Server(json.loads(line)["url"])
+            yield Server(json.loads(line)["url"], process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(END_SECONDS)

@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from expertctl.install.install import install_files
 from expertctl.install.starter import STARTER, install_starter, read_pins
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
-from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH, Overrides
+from expertctl.package.draft import Overrides
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store

@@ -153,7 +153,7 @@ def run(words: list[str]) -> int:
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
     except TyperException as error:
-        return _refuse_usage(error, as_json=as_json)
+        return _refuse_usage(error, words, as_json=as_json)
     except OSError as error:
         return _refuse_disk(error, as_json=as_json)
     except MemoryError:
@@ -165,6 +165,8 @@ def run(words: list[str]) -> int:
 
 def _explained(error: ExpertError) -> ExpertError:
     """Say which expert may be meant if a name is wrong; only then the store is read."""
+    if isinstance(error, StoreError) and not error.hint:
+        return StoreError(error.message, hint=_home_hint(error.message.partition(": ")[0]))
     if not isinstance(error, UsageError) or not error.misnamed:
         return error
     from expertctl.cli.misnamed import explained
@@ -189,14 +191,13 @@ def _let_go_of_stdout() -> None:
         os.close(nowhere)
 
 
-def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
+def _refuse_usage(error: TyperException, words: list[str], *, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
         note(error.format_message())
         return USAGE
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "expertctl"
-    message = error.format_message().replace(": Value error, ", ": ")  # pydantic's, says nothing
-    usage = UsageError(message, hint=f"see `{path} --help`")
+    from expertctl.cli.call_error import explain_call
+
+    usage = explain_call(error, words, list(COMMANDS))
     fail(usage, as_json=as_json)
     return exit_code(usage)
 

@@ -15,6 +15,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 if TYPE_CHECKING:
+    from expertctl.package.base_model import BaseIdentity
     from expertctl.package.experts_config import ExpertsConfig
 
 app = typer.Typer(
@@ -35,6 +36,10 @@ def add(
     copy: Annotated[
         bool, typer.Option("--copy", help="Keep a copy; else the directory must stay.")
     ] = False,
+    compile_kernels: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile its kernels now, so that no answer waits for it."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Read a base model whole and remember it where it is.
@@ -47,7 +52,7 @@ def add(
         base = add_base(directory, name=name, revision=revision, progress=report)
     identity = base.identity
     text = f"{base.name}  {human_size(base.size)}  {base.path}\n"
-    text += f"arch {identity.arch}\nweights {identity.weights}\ntokenizer {identity.tokenizer}"
+    text += f"arch {identity.arch}\nweights {identity.weights}\n{_tokenizer(identity)}"
     routed = _routed(base)
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
@@ -57,7 +62,36 @@ def add(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             "it needs pip install 'expertctl[compat]'"
         )
-    emit(_document(base, routed), text, as_json=as_json)
+    document = _document(base, routed)
+    if compile_kernels:
+        document["compiled"] = _compiled(base, as_json=as_json)
+    emit(document, text, as_json=as_json)
+
+
+def _compiled(base: StoredBase, *, as_json: bool) -> bool:
+    """Compile the kernels of a base; return whether kernels run it."""
+    from expertctl.cli.opening import importing_engine
+    from expertctl.cli.run_options import numerics_of
+    from expertctl.routing.planner import Planner
+    from expertctl.routing.request import RouteRequest
+
+    settings = load_settings()
+    held = numerics_of(settings, dtype=None, adapter_dtype=None, deterministic=None)
+    like = RouteRequest(
+        prompt="?",
+        dtype=held.dtype,
+        adapter_dtype=held.adapter_dtype,
+        deterministic=held.deterministic,
+    )
+    if base.foreign:
+        return False
+    with importing_engine(as_json=as_json):
+        from expertctl.engine.compile_ahead import compile_ahead
+    with progress("compiling", None, as_json=as_json):
+        planner = Planner.open(settings, tell=note)
+        found = compile_ahead(planner, base, like, budget=settings.memory_budget, tell=note)
+    note("its kernels are compiled" if found else f"{base.name} is run without kernels of its own")
+    return found
 
 
 @app.command("list")
@@ -136,6 +170,7 @@ def _routed(base: StoredBase) -> "ExpertsConfig | None":
 
 def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:
     identity = base.identity
+    canonical = identity.canonical_tokenizer
     return {
         "name": base.name,
         "revision": identity.revision,
@@ -149,4 +184,11 @@ def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, obj
         "arch": str(identity.arch),
         "weights": str(identity.weights) if identity.weights else None,
         "tokenizer": str(identity.tokenizer),
+        "canonical_tokenizer": str(canonical) if canonical else None,
     }
+
+
+def _tokenizer(identity: "BaseIdentity") -> str:
+    canonical = identity.canonical_tokenizer
+    text = f"tokenizer {identity.tokenizer}"
+    return f"{text}\ncanonical tokenizer {canonical}" if canonical else text

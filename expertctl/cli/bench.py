@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.bench_moe import bench_moe
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
 from expertctl.cli.run_options import (
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from expertctl.engine.bench import Subject, Wanted
     from expertctl.engine.bench_result import Measured
 
-STARTER = "starter/base"
-"""Too small to say anything about a machine, so it is measured only if named."""
 USUAL_DTYPE: Literal["bf16"] = "bf16"
 """The dtype of random weights; those of a base are held as they are stored."""
 
@@ -39,8 +38,9 @@ BenchBase = Annotated[
     str | None,
     typer.Option(
         "--base",
-        metavar="REF",
-        help="The base; else that of the experts, else the newest but the starter's.",
+        metavar="NAME|DIR",
+        help="The base, or its folder; else that of the experts, the setting `base`, the newest; "
+        "the starter's only if named.",
     ),
 ]
 Shape = Annotated[
@@ -114,6 +114,7 @@ def bench(
     check_processor(settings, "bench")
     held = numerics_of(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
     budget = budget_of(memory_budget, settings)
+    base = known_base(base, settings, as_json=as_json)
     asked = _Asked(base, shape, tuple(expert or ()), held, budget)
     asked.check()
     _check_plot(plot)
@@ -195,7 +196,7 @@ def _subject(
     """Load what was asked for, else the newest base of this home, else a usual shape."""
     from expertctl.engine.bench_subject import USUAL_SHAPE, drawn_bytes, random_subject
 
-    own = asked.base or _newest_base(settings)
+    own = asked.base or _usual_base(settings)
     if asked.shape is None and (own or asked.experts):
         with _installed(asked, own, wanted, settings, as_json=as_json) as subject:
             yield subject
@@ -242,10 +243,14 @@ def _installed(
         yield subject
 
 
-def _newest_base(settings: Settings) -> str | None:
-    """Return the base that was added last, except the starter, which is too small."""
+def _usual_base(settings: Settings) -> str | None:
+    """Return the base that answers by default; None for the demo, unless it is set.
+
+    The demo is too small to say anything about a machine.
+    """
+    from expertctl.routing.base_choice import DEMO, BaseRule
     from expertctl.store.bases import BaseStore
 
-    bases = [base for base in BaseStore(settings.home.bases).bases() if base.name != STARTER]
-    newest = max(bases, key=lambda base: base.added_ns, default=None)
-    return None if newest is None else newest.name
+    base = BaseRule(BaseStore(settings.home.bases), settings.base).default()
+    is_measured = base is not None and (base.name != DEMO or settings.base is not None)
+    return base.name if base is not None and is_measured else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, warn
 from expertctl.cli.run_options import (
@@ -43,7 +44,11 @@ MOST_SHARES = 16
 
 BenchBase = Annotated[
     str | None,
-    typer.Option("--base", metavar="REF", help="The base; else the newest with routed experts."),
+    typer.Option(
+        "--base",
+        metavar="NAME|DIR",
+        help="The base, or its folder; else the newest with routed experts.",
+    ),
 ]
 Resident = Annotated[
     str,
@@ -228,20 +233,20 @@ def _measured(
     from expertctl.engine.routed_bench import measure_routed
 
     planner = open_planner(settings, as_json=as_json)
-    name = base or _newest_routed(planner.bases.bases())
+    name = known_base(base, settings, as_json=as_json) or _first_routed(planner.rule.ordered())
     with counting("measuring", wanted.runs, as_json=as_json) as report:
         return measure_routed(planner, wanted, base=name, budget=budget, progress=report, tell=note)
 
 
-def _newest_routed(bases: "Sequence[StoredBase]") -> str:
-    """Return the last added base that has routed experts."""
+def _first_routed(bases: "Sequence[StoredBase]") -> str:
+    """Return the first base that has routed experts."""
     routed = [base for base in bases if _is_routed(base)]
     if not routed:
         raise NotFoundError(
             "no base of this home has routed experts",
             hint="expertctl base add DIR adds one: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE or Dots1",
         )
-    return max(routed, key=lambda base: base.added_ns).name
+    return routed[0].name
 
 
 def _is_routed(base: "StoredBase") -> bool:

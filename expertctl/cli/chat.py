@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.answer_stream import closing_stream
 from expertctl.cli.chat_error import refused
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
 from expertctl.cli.chat_loading import Loading, StoppedError, save_plan
 from expertctl.cli.exit_codes import OK, exit_code
 from expertctl.cli.interruption import Ending, TerminatedError
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
@@ -27,8 +29,9 @@ from expertctl.cli.output import (
     progress,
     terminal_width,
     warn,
-    write_piece,
 )
+from expertctl.cli.piped import is_terminal
+from expertctl.cli.prompt_input import PromptInput, read_body, read_input
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
@@ -62,7 +65,6 @@ from expertctl.cli.run_options import (
     TopK,
     TopP,
     VerifyBase,
-    body_of,
     budget_of,
     cap_of,
     chosen_device,
@@ -84,6 +86,14 @@ LEAVE_HINT = "press Ctrl-C again to leave, or /help"
 
 
 def chat(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="The first message; piped text follows it. Without it, each line of stdin is one.",
+            show_default=False,
+        ),
+    ] = None,
     expert: Expert = None,
     exclude: Exclude = None,
     max_experts: MaxExperts = 10,
@@ -138,12 +148,8 @@ def chat(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
     chosen = chosen_device(device, settings)
-    if body == "-":
-        raise UsageError(
-            "a body cannot come from stdin: that is where the messages come from",
-            hint="write it to a file: --body FILE",
-        )
-    message = UserMessage(prompt="?", body=body_of(body, "?"), template=template)
+    first = _first_input(prompt, body)
+    message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
     pattern = RunRequest(
         message=message,
@@ -173,7 +179,7 @@ def chat(
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
-        base=base,
+        base=known_base(base, settings, as_json=as_json),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
@@ -195,7 +201,19 @@ def chat(
     session = _open(pattern, settings, moe, as_json=as_json, stats=stats)
     if named:
         session.conversation.use(named)
-    raise typer.Exit(session.run(line_reader(as_json=as_json)))
+    raise typer.Exit(session.run(line_reader(as_json=as_json), first=first.prompt))
+
+
+def _first_input(words: list[str] | None, body: str | None) -> PromptInput:
+    """Return the first message, empty where it comes as the others do, and what follows it."""
+    if words:
+        return read_input(words, body)
+    if body == "-":
+        raise UsageError(
+            "a body cannot come from stdin: that is where the messages come from",
+            hint="write it to a file: --body FILE",
+        )
+    return PromptInput("", read_body(body))
 
 
 def _open(
@@ -228,21 +246,25 @@ class _Session:
     ) -> None:
         self.conversation, self._planner, self._loading = conversation, planner, loading
         self._as_json, self._stats = as_json, stats
-        self._interactive = sys.stdin.isatty()
+        self._interactive = is_terminal()
         self._code = OK
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
         self.end: Callable[[], None] = lambda: None
         """Called when the chat is over, to save what was learnt."""
 
-    def run(self, read_line: ReadLine) -> int:
-        """Answer until the end of the input; return the exit code."""
+    def run(self, read_line: ReadLine, *, first: str = "") -> int:
+        """Answer until the end of the input; return the exit code.
+
+        A script that gives the ``first`` message as an argument has no other.
+        """
         if self._interactive:
             note("/help shows what else can be said, /exit leaves")
         try:
-            while (said := self._next(read_line)) is not None and not _leaves(said):
-                if said.text.strip():
-                    self._handle(said)
+            if first:
+                self._handle(Said(first))
+            if self._interactive or not first:
+                self._answer_lines(read_line)
         except KeyboardInterrupt:  # other errors print a document of their own
             self._print_turns()
             raise
@@ -250,6 +272,11 @@ class _Session:
         with suppress(UsageError):  # an interrupted answer may still be held
             self.end()
         return OK if self._interactive else self._code
+
+    def _answer_lines(self, read_line: ReadLine) -> None:
+        while (said := self._next(read_line)) is not None and not _leaves(said):
+            if said.text.strip():
+                self._handle(said)
 
     def _print_turns(self) -> None:
         if self._as_json:
@@ -303,10 +330,11 @@ class _Session:
         try:
             with progress("reading", None, as_json=self._as_json) as self._loading.report:
                 piece = next(pieces)
-            while True:
-                if not self._as_json:
-                    write_piece(piece)
-                piece = next(pieces)
+            with closing_stream() as shown:
+                while True:
+                    if not self._as_json:
+                        shown.write(piece)
+                    piece = next(pieces)
         except StopIteration as end:
             turn: Turn = end.value
             return turn
@@ -317,10 +345,8 @@ class _Session:
         from expertctl.cli.chat_view import turn_line
         from expertctl.cli.run_view import statistics
 
-        text = turn.result.generated.text
-        if text and not text.endswith("\n") and not self._as_json:
-            write_piece("\n")
-        new = [w for w in dict.fromkeys(turn.result.warnings) if w not in self._warned]
+        known = {*self._warned, *turn.result.planned.result.notes}  # /plan shows the notes
+        new = [w for w in dict.fromkeys(turn.result.warnings) if w not in known]
         self._warned.update(new)
         warn(new)
         note(turn_line(turn))
@@ -357,6 +383,9 @@ class _Session:
         if rest == ["auto"]:
             self.conversation.route_freely()
             note("each message chooses its experts from now on")
+        elif rest == ["none"]:
+            self.conversation.use_base_alone()
+            note("from now on: the base alone; `/experts auto` chooses experts again")
         elif rest:
             plan = self.conversation.use([parse_expert(text) for text in rest])
             note(f"from now on: {who(plan)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from expertctl.cli.piped import is_terminal
 from expertctl.errors import InvalidPackageError, UsageError
 
 PROMPT = "> "
@@ -72,7 +73,7 @@ def _block(line: str, read_line: ReadLine) -> str:
 
 def line_reader(*, as_json: bool = False) -> ReadLine:
     """Return a reader of stdin; it edits lines if stdin and stdout are terminals, without JSON."""
-    if not sys.stdin.isatty():
+    if not is_terminal():
         return _piped_line
     if as_json or not sys.stdout.isatty():
         return _plain_line
@@ -102,6 +103,8 @@ def _plain_line(prompt: str) -> str | None:
 
 
 def _piped_line(_: str) -> str | None:
+    if sys.stdin is None:  # closed by the shell: <&-
+        return None
     line = sys.stdin.buffer.readline(_MAX_LINE_BYTES)
     if len(line) == _MAX_LINE_BYTES:
         raise UsageError(

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
     from expertctl.routing.plan import Plan
     from expertctl.routing.planner import Planner
-    from expertctl.store.base_record import StoredBase
 
 HELP = '''\
 /experts              the installed experts that fit the base; * marks those that answer
 /experts REF[:W] ...  let these answer from now on
+/experts none         let the base answer alone from now on
 /experts auto         choose them by each message again
 /plan                 which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
@@ -31,7 +31,7 @@ def turn_line(turn: "Turn") -> str:
     parts = [
         who(turn.plan) + (", kept from the turn before" if turn.kept_experts else ""),
         f"{counted(result.prompt_tokens, 'token')} of prompt{_reused(turn)}",
-        f"{len(generated.tokens)} written{ends[generated.finish_reason]}",
+        f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
     ]
     if generated.decode_steps:
         parts.append(f"{generated.tokens_per_s:.0f} tokens/s")
@@ -40,9 +40,10 @@ def turn_line(turn: "Turn") -> str:
 
 
 def who(plan: "Plan") -> str:
-    """Return the experts of a plan, with weights that are not 1."""
+    """Return the experts of a plan, with weights that are not 1, and its base."""
     named = (e.ref if e.weight == 1.0 else f"{e.ref} x {e.weight:g}" for e in plan.experts)
-    return " + ".join(named) or f"{plan.base} alone"
+    experts = " + ".join(named)
+    return f"{experts} on {plan.base}" if experts else f"{plan.base} alone"
 
 
 def experts_text(conversation: "Conversation", planner: "Planner") -> str:
@@ -50,7 +51,7 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
     from expertctl.routing.candidate import misfit
 
     name = conversation.base
-    base = planner.bases.find(name) if name else _default_base(planner)
+    base = planner.bases.find(name) if name else planner.rule.default()
     if base is None:
         return "no base model is known that a chat can use"
     installed = planner.inventory().experts
@@ -68,12 +69,6 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
     lines = [table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"]
     lines += [f"{others} more, made for other bases than {base.name}"] if others else []
     return "\n".join(lines)
-
-
-def _default_base(planner: "Planner") -> "StoredBase | None":
-    """Return the last added base that a chat can use."""
-    known = [base for base in planner.bases.bases() if not base.foreign]
-    return max(known, key=lambda base: base.added_ns, default=None)
 
 
 def _reused(turn: "Turn") -> str:

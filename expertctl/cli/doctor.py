@@ -4,9 +4,10 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.exit_codes import FAILURE
-from expertctl.cli.output import JsonFlag, counted, emit, human_size, progress
-from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
+from expertctl.cli.exit_codes import FAILURE, UNTRUSTED
+from expertctl.cli.output import JsonFlag, counted, emit, human_size, note_once, progress
+from expertctl.install.doctor import Diagnosis, Finding, ask_registries, blob_bytes, examine
+from expertctl.install.sources import open_sources
 from expertctl.registry.index_store import IndexStore
 from expertctl.settings import Settings, load_settings
 from expertctl.store.bases import BaseStore
@@ -20,17 +21,22 @@ def doctor(
     memory: Annotated[
         bool, typer.Option("--memory", help="Say what holds which memory, and check nothing.")
     ] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="Also ask registries what was revoked or yanked.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check everything that is installed, byte by byte. Exit 1 when something is broken.
+    """Check everything that is installed, byte by byte.
 
-    Example: expertctl doctor --json
+    Exit 1 when something is broken, 5 when a key was revoked or a version changed.
+
+    Example: expertctl doctor --online --json
     """
     settings = load_settings()
     if memory:
         _memory(settings, as_json=as_json)
     else:
-        _health(settings, as_json=as_json)
+        _health(settings, online=online, as_json=as_json)
 
 
 def _memory(settings: Settings, *, as_json: bool) -> None:
@@ -41,9 +47,10 @@ def _memory(settings: Settings, *, as_json: bool) -> None:
     emit(memory_document(report), memory_text(report), as_json=as_json)
 
 
-def _health(settings: Settings, *, as_json: bool) -> None:
+def _health(settings: Settings, *, online: bool, as_json: bool) -> None:
     home = settings.home
     store = Store(home.store)
+    said = _asked(settings, store) if online else ()
     with progress("hashing", blob_bytes(store), as_json=as_json) as report:
         diagnosis = examine(
             store,
@@ -52,11 +59,19 @@ def _health(settings: Settings, *, as_json: bool) -> None:
             indexes=IndexStore(home.registries),
             catalogue=Catalogue(home.index),
             suspicions=Suspicions(home.suspicions),
+            online=said,
             progress=report,
         )
     emit(_document(diagnosis), _text(diagnosis), as_json=as_json)
+    if diagnosis.untrusted:
+        raise typer.Exit(UNTRUSTED)
     if not diagnosis.healthy:
         raise typer.Exit(FAILURE)
+
+
+def _asked(settings: Settings, store: Store) -> tuple[Finding, ...]:
+    with open_sources(settings, TrustStore(settings.home.trust), tell=note_once()) as sources:
+        return ask_registries(store, sources)
 
 
 def _document(diagnosis: Diagnosis) -> dict[str, object]:
@@ -66,7 +81,13 @@ def _document(diagnosis: Diagnosis) -> dict[str, object]:
         "blobs": diagnosis.blobs,
         "size": diagnosis.size,
         "findings": [
-            {"subject": f.subject, "problem": f.problem, "hint": f.hint, "broken": f.broken}
+            {
+                "subject": f.subject,
+                "problem": f.problem,
+                "hint": f.hint,
+                "broken": f.broken,
+                "untrusted": f.untrusted,
+            }
             for f in diagnosis.findings
         ],
     }

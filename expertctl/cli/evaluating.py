@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.exit_codes import FAILURE
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import (
@@ -192,7 +193,7 @@ def _evaluate_answers(
         data=samples,
         expert=experts[0],
         compose=tuple(experts[1:]),
-        base=asked.base,
+        base=known_base(asked.base, settings, as_json=as_json),
         max_tokens=asked.max_tokens,
         dtype=asked.held.dtype,
         adapter_dtype=asked.held.adapter_dtype,
@@ -227,6 +228,7 @@ def measured(
     """Return a planned build with the scores of its expert and of its base alone."""
     from expertctl.cli.evaluation_view import oddities
     from expertctl.package.evaluation_entry import build_date, with_evaluation
+    from expertctl.package.evaluation_summary import evaluation_text
 
     with importing_engine(as_json=as_json):
         from expertctl.engine.evaluation import evaluate_build
@@ -247,7 +249,7 @@ def measured(
         )
     warn((*data.warnings, *oddities(found)))
     entry = _entry(named, data, base=found.base.share, expert=found.expert.share, date=date)
-    note(f"measured {named}: {entry.expert:g} right, base alone {entry.base:g}, n = {entry.n}")
+    note(f"measured {named}: {evaluation_text(entry)}")
     return with_evaluation(plan, entry)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import open_planner
 from expertctl.cli.output import counting, emit, warn
 from expertctl.settings import load_settings
@@ -30,9 +31,11 @@ def evaluate_routing(asked: RoutingAsked, *, as_json: bool) -> str:
 
         check_picture(asked.plot)
     data = read_labelled(asked.data)
-    planner = open_planner(load_settings(), as_json=as_json)
+    settings = load_settings()
+    base = known_base(asked.base, settings, as_json=as_json)
+    planner = open_planner(settings, as_json=as_json)
     with counting("routing", len(data.prompts), as_json=as_json) as report:
-        found = measure(planner, data, base=asked.base, progress=report)
+        found = measure(planner, data, base=base, progress=report)
     warn(found.warnings)
     if asked.plot is not None:
         from expertctl.cli.plot import write_figure

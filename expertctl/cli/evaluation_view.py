@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from expertctl.cli.output import table
 from expertctl.cli.routed_view import routed_text
+from expertctl.package.evaluation_summary import count_text, interval_text
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import Answer, Evaluated, Gain, Score
@@ -45,12 +46,12 @@ def text(found: "Evaluated", *, show: int) -> str:
         f"{data.path}: n = {n}, {data.metric}, base {found.base_name} in {found.dtype}, "
         f"at most {found.max_tokens} tokens"
     )
-    rows = [[s.name, str(s.right), f"{s.share:.3f}", _span(s.interval)] for s in found.scores]
+    rows = [[s.name, count_text(s.right, n), interval_text(s.interval, n)] for s in found.scores]
     lines = [
         head,
         *routed_text(found.moe),
         "",
-        table(["", "right", "share", "95 % interval"], rows),
+        table(["", "right", "95 % interval"], rows),
         "",
     ]
     lines += map(_gain_text, found.gains)
@@ -128,10 +129,6 @@ def _gain_text(gain: "Gain") -> str:
         f"{gain.score.name} over {gain.over.name}: gain {gain.value:+.3f}, "
         f"95 % interval {low:+.3f} to {high:+.3f}, p = {gain.p:.2g}"
     )
-
-
-def _span(interval: "Interval") -> str:
-    return f"{interval.low:.3f} to {interval.high:.3f}"
 
 
 def _wrong_texts(score: "Score", show: int) -> list[str]:

@@ -14,13 +14,14 @@ from expertctl.errors import (
 OK = 0
 FAILURE = 1
 USAGE = 2
+UNTRUSTED = 5
 INTERRUPTED = 130
 
 _BY_CLASS: dict[type[ExpertError], int] = {
     UsageError: USAGE,
     NotFoundError: 3,
     IncompatibleError: 4,
-    TrustError: 5,
+    TrustError: UNTRUSTED,
     RegistryError: 6,
     BudgetError: 7,
     InvalidPackageError: 8,

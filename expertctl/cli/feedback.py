@@ -1,34 +1,74 @@
 """``expertctl feedback``: a person says whether an answer was good."""
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from expertctl.cli.output import JsonFlag, emit, warn
+from expertctl.cli.piped import is_piped, read_text
+from expertctl.cli.prompt_input import STDIN
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.job import Job, UsedExpert, Verdict
 from expertctl.store.success import SuccessRates
 
+_HINT = "`expertctl feedback last good`; `expertctl stats` shows the runs"
+
 
 def feedback(
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="The id of a run, its beginning, or last.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[JOB] good|bad",
+            help="The id of a run, its beginning, or last; - or none: it is piped, as an id or as "
+            "what `run --json` prints. Then what the answer was.",
+            show_default=False,
+        ),
     ],
-    verdict: Annotated[Verdict, typer.Argument(help="What the answer was.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Say that an answer was good or bad. The router learns from it; nothing leaves this machine.
 
     Example: expertctl feedback last good
     """
+    job, verdict = _job_and_verdict(words)
     catalogue = Catalogue(load_settings().home.index)
     said = _judge(catalogue, job, verdict)
     warn(catalogue.notes)
     emit(_document(said), _text(said), as_json=as_json)
+
+
+def _job_and_verdict(words: Sequence[str]) -> tuple[str, Verdict]:
+    *jobs, verdict = words
+    if len(jobs) > 1:
+        message = f"{len(words)} words are given; feedback takes a run and good or bad"
+        raise UsageError(message, hint=_HINT)
+    if verdict not in ("good", "bad"):
+        raise UsageError(f"{verdict[:40]!r} is neither good nor bad", hint=_HINT)
+    job = jobs[0] if jobs and jobs[0] != STDIN else _piped_job()
+    return job, cast(Verdict, verdict)
+
+
+def _piped_job() -> str:
+    """Return the id of a run that was piped: alone, or in what ``run --json`` prints.
+
+    Raises:
+        UsageError: when nothing was piped.
+    """
+    text = read_text("the run").strip() if is_piped() else ""
+    with suppress(ValueError):
+        document = json.loads(text)
+        text = (
+            str(document["job_id"]) if isinstance(document, dict) and "job_id" in document else text
+        )
+    if not text:
+        raise UsageError("it is not said which run is meant", hint=_HINT)
+    return text
 
 
 def parse_verdict(words: Sequence[str]) -> Verdict:

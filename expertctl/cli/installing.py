@@ -1,6 +1,7 @@
 """``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -8,12 +9,14 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.local import expert_document
+from expertctl.cli.near_packages import suggest_names
 from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, progress, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
 from expertctl.install.install import Installed, install_set
 from expertctl.install.locked import install_locked
+from expertctl.install.notices import Notice
 from expertctl.install.order import Done, Order, Target, install_order
 from expertctl.install.reindex import reindex as make_again
 from expertctl.install.release_age import ReleaseAge
@@ -45,8 +48,14 @@ AllowUnsigned = Annotated[
 AllowBaseMismatch = Annotated[
     bool, typer.Option("--allow-base-mismatch", help="Accept another base of the same name.")
 ]
-
-
+AcceptChanged = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-changed",
+        metavar="NAME@VERSION",
+        help="Take another content for this version than it had before.",
+    ),
+]
 Locked = Annotated[
     bool, typer.Option("--locked", help="Install exactly what expert.lock says, or fail.")
 ]
@@ -67,6 +76,7 @@ def install(
     ] = False,
     allow_unsigned: AllowUnsigned = False,
     allow_base_mismatch: AllowBaseMismatch = False,
+    accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Install experts and what they require. All that are given count together, all or none.
@@ -76,7 +86,12 @@ def install(
     Example: expertctl install acme/sql@^1.2 english.expert
     """
     settings = opened_settings(offline=offline)
-    target = target_of(settings, unsigned=allow_unsigned, mismatch=allow_base_mismatch)
+    target = target_of(
+        settings,
+        unsigned=allow_unsigned,
+        mismatch=allow_base_mismatch,
+        accept_changed=accept_changed or (),
+    )
     worklist = find_worklist(settings.home, Path.cwd())
     references, files = sort_targets(targets or [])
     _check_call(worklist, references, files, locked=locked, save=save)
@@ -89,13 +104,20 @@ def install(
             lock = worklist.lock()
             pins = lock.pins() if lock else {}
             order = Order(needs, tuple(files), pins, age_of(settings))
-            done = install_order(order, target, sources, lend)
+            try:
+                done = install_order(order, target, sources, lend)
+            except NotFoundError as error:
+                raise suggest_names(error, references, sources, target.store) from error
             done = _recorded(worklist, references, done, target, sources, settings, save=save)
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))
+        learnt = documents_of_learnt(done, sources)
     if worklist.is_project and references and not (save or locked):
         note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
-    _tell_installed(done.installed, done.notes, target.catalogue, settings.home, as_json=as_json)
+    say_notices(done)
+    say_notes(done, target)
+    document = {"installed": documents_of(done.installed, settings.home), **learnt}
+    emit(document, "\n".join(_line(item) for item in done.installed), as_json=as_json)
 
 
 def _check_call(
@@ -171,7 +193,10 @@ def import_(
             allow_base_mismatch=allow_base_mismatch,
             progress=report,
         )
-    _tell_installed(installed, (), catalogue, home, as_json=as_json)
+    warn(warning for item in installed for warning in item.warnings)
+    _say(catalogue)
+    document = {"installed": documents_of(installed, home), "notes": []}
+    emit(document, "\n".join(_line(item) for item in installed), as_json=as_json)
 
 
 def remove(
@@ -230,8 +255,14 @@ def opened_settings(*, offline: bool) -> Settings:
     return replace(settings, offline=settings.offline or offline)
 
 
-def target_of(settings: Settings, *, unsigned: bool = False, mismatch: bool = False) -> Target:
-    """Return where experts are installed to."""
+def target_of(
+    settings: Settings,
+    *,
+    unsigned: bool = False,
+    mismatch: bool = False,
+    accept_changed: Iterable[str] = (),
+) -> Target:
+    """Return where experts are installed to, and what the user tolerates."""
     home = settings.home
     return Target(
         Store(home.store),
@@ -242,7 +273,17 @@ def target_of(settings: Settings, *, unsigned: bool = False, mismatch: bool = Fa
         index=_index(settings),
         allow_unsigned=unsigned,
         allow_base_mismatch=mismatch,
+        accept_changed=frozenset(map(_exact_version, accept_changed)),
     )
+
+
+def _exact_version(text: str) -> str:
+    """Return ``namespace/name@version`` of a reference that names one version."""
+    reference = Reference.parse(text)
+    if reference.constraint.pinned is None:
+        hint = "for example --accept-changed acme/sql@1.2.0"
+        raise UsageError(f"{text}: --accept-changed takes one exact version", hint=hint)
+    return f"{reference.package}@{reference.constraint.pinned}"
 
 
 def age_of(settings: Settings) -> ReleaseAge:
@@ -268,27 +309,59 @@ def sort_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
         except UsageError as error:
             if "@" in text or "/" in text.strip("/"):
                 raise
-            raise NotFoundError(f"{text}: there is no such file", hint=error.hint) from error
+            raise _neither(text) from error
     return references, files
+
+
+def _neither(text: str) -> NotFoundError:
+    """Return the error for a word that is neither a reference nor a file."""
+    shown = text if text.isprintable() and len(text) <= 80 else f"{text[:80]!r}"
+    hint = "references look like acme/sql, files like sql.expert"
+    if text.isprintable() and len(text) <= 80:
+        hint = f"`expertctl search {shlex.quote(text)}` finds experts; {hint}"
+    return NotFoundError(f"{shown} is not namespace/name, and there is no such file", hint=hint)
 
 
 def _index(settings: Settings) -> RoutingIndex:
     return RoutingIndex(settings.home.root, open_encoder(settings.encoder, home=settings.home))
 
 
-def _tell_installed(
-    installed: Sequence[Installed],
-    notes: Sequence[str],
-    catalogue: Catalogue | None,
-    home: Home,
-    *,
-    as_json: bool,
-) -> None:
-    warn(warning for item in installed for warning in item.warnings)
-    for text in (*notes, *(catalogue.notes if catalogue else ())):
-        note(text)
-    document = {"installed": documents_of(installed, home), "notes": list(notes)}
-    emit(document, "\n".join(_line(item) for item in installed), as_json=as_json)
+def say_notices(done: Done) -> None:
+    """Warn of what was installed, and of what registries say against anything chosen."""
+    warnings = [warning for item in done.installed for warning in item.warnings]
+    warn(dict.fromkeys([*warnings, *(notice.text for notice in done.notices)]))
+
+
+def documents_of_learnt(done: Done, sources: Sources) -> dict[str, object]:
+    """Return what an install learnt, as ``--json`` shows it; the pinned keys were told before."""
+    return {
+        "notes": [*sources.told, *done.notes],
+        "notices": [document_of_notice(notice) for notice in done.notices],
+        "pinned": [
+            {
+                "registry": key.registry,
+                "namespace": key.namespace,
+                "key_id": key.key_id,
+                "vouched": key.vouched,
+            }
+            for key in sources.pinned
+        ],
+    }
+
+
+def document_of_notice(notice: Notice) -> dict[str, object]:
+    """Return a notice as ``--json`` shows it."""
+    return {
+        "kind": notice.kind,
+        "ref": notice.ref,
+        "registry": notice.registry,
+        "message": notice.message,
+        "hint": notice.hint,
+        "contents": [
+            {"source": c.source, "content_digest": str(c.digest), "signers": list(c.signers)}
+            for c in notice.contents
+        ],
+    }
 
 
 def say_notes(done: Done, target: Target) -> None:

@@ -62,6 +62,23 @@ def import_(
     _report(publisher, trusted, as_json=as_json)
 
 
+@app.command()
+def grant(
+    name: Name,
+    namespace: Annotated[
+        list[str],
+        typer.Option("--namespace", metavar="NAMESPACE", help="Also for this one; repeatable."),
+    ],
+    as_json: JsonFlag = False,
+) -> None:
+    """Trust one of your keys for more namespaces. A registry's owner grants them there.
+
+    Example: expertctl keys grant me --namespace acme
+    """
+    publisher = _publisher()
+    _report(publisher, publisher.grant(name, namespace), as_json=as_json)
+
+
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
     """List your keys, what each is trusted for, and which are revoked.

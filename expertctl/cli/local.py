@@ -4,7 +4,7 @@ from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.settings import load_settings
 from expertctl.store.flags import Flagged, flag_documents, read_flagged
 from expertctl.store.paths import Scan
-from expertctl.store.ref import StoredExpert
+from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.signers import Signers, read_signers
 from expertctl.store.store import Store
 
@@ -59,11 +59,16 @@ def flags_of(expert: StoredExpert, signers: Signers, flagged: Flagged) -> list[s
     return [name for name, holds in flags.items() if holds]
 
 
+def _shown_registry(expert: StoredExpert) -> str:
+    return "(file)" if expert.registry == LOCAL else expert.registry
+
+
 def _text(now: Scan, signers: Signers, flagged: Flagged) -> str:
     rows = [
         [
             str(expert.package),
             str(expert.version),
+            _shown_registry(expert),
             expert.base.name,
             human_size(expert.size),
             signers.shown(expert.signer),
@@ -71,4 +76,8 @@ def _text(now: Scan, signers: Signers, flagged: Flagged) -> str:
         ]
         for expert in now.experts
     ]
-    return table(["NAME", "VERSION", "BASE", "SIZE", "SIGNER", "FLAGS"], rows) if rows else ""
+    return (
+        table(["NAME", "VERSION", "REGISTRY", "BASE", "SIZE", "SIGNER", "FLAGS"], rows)
+        if rows
+        else ""
+    )

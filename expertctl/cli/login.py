@@ -16,7 +16,7 @@ from expertctl.registry.credentials import (
     CredentialStore,
     from_environment,
 )
-from expertctl.registry.login import Login, try_login
+from expertctl.registry.login import Login, reach, try_login
 from expertctl.settings import Settings, load_settings
 from expertctl.trust.policy import TrustStore
 
@@ -47,6 +47,8 @@ def login(
     settings = load_settings()
     address = _address(settings, registry)
     found = None if token_stdin else from_environment(address, os.environ)
+    if found is None and not token_stdin and sys.stdin.isatty():
+        reach(settings, address, os.environ, tell=note_once())  # before a person is asked
     secret = found.secret if found else _secret(address, from_stdin=token_stdin)
     name = user or (found.user if found else DEFAULT_USER)
     other = RegistryAddress.parse(realm, allow_http=settings.allow_http).url if realm else None

@@ -9,24 +9,32 @@ import os
 import re
 import sys
 import textwrap
-import unicodedata
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import Annotated, TextIO
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import ExpertError
+from expertctl.plain_text import replace_unsafe
 from expertctl.settings import human_limit as human_limit
 from expertctl.settings import human_size as human_size
 
+if TYPE_CHECKING:
+    from rich.progress import FileSizeColumn
+
 _NARROWEST = 20
 """Fewest columns of folded text."""
+LINE_SECONDS = 10.0
+"""How often a line tells the progress where there is no terminal."""
 _GAP, _BELOW = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
+_ONE_LINE_AT_A_TIME = Lock()
 _JOINT = "\0"
 """Stands for a space at which no line is broken; `printable` replaces it in any text."""
 
@@ -92,17 +100,14 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters (ANSI escapes, bidi overrides) except line ends and tabs."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    harmless = character in "\n\t" or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}
-    return character if harmless else "\N{REPLACEMENT CHARACTER}"
+    """Replace what could control a terminal or reorder text; line ends and tabs stay."""
+    return replace_unsafe(text)
 
 
 def _say(text: str, stream: TextIO) -> None:
-    print(_encodable(text, stream), file=stream)
+    """Print a line at once: those of several threads, and of progress bars, must not mix."""
+    with _ONE_LINE_AT_A_TIME:
+        stream.write(f"{_encodable(text, stream)}\n")
 
 
 def _shown_on(text: str, stream: TextIO) -> str:
@@ -193,9 +198,36 @@ def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterato
 
 @contextmanager
 def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar while things are handled one by one."""
+    """Show a progress bar while things are handled one by one; without a terminal, some lines."""
+    if not sys.stderr.isatty():
+        yield report_lines(label, total)
+        return
     with _bar(label, total, in_bytes=False, as_json=as_json) as report:
         yield report
+
+
+def report_lines(
+    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most."""
+    start = told = clock()
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal told, done
+        done += count
+        now = clock()
+        if now - told < LINE_SECONDS or done >= total:
+            return
+        told = now
+        left = (now - start) / done * (total - done)
+        note(f"{label}: {done} of {total}, about {_minutes(left)} left")
+
+    return report
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager
@@ -207,7 +239,6 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import (
         BarColumn,
         DownloadColumn,
-        FileSizeColumn,
         MofNCompleteColumn,
         TextColumn,
         TimeElapsedColumn,
@@ -216,8 +247,20 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import Progress as Bars
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    told = (amount, TimeRemainingColumn()) if total else (FileSizeColumn(), TimeElapsedColumn())
+    told = (amount, TimeRemainingColumn()) if total else (_read_size_column(), TimeElapsedColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), *told)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)
+
+
+def _read_size_column() -> "FileSizeColumn":
+    """Return a column with what was read; it is empty before the first byte."""
+    from rich.progress import FileSizeColumn, Task
+    from rich.text import Text
+
+    class ReadSizeColumn(FileSizeColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.completed else Text("")
+
+    return ReadSizeColumn()

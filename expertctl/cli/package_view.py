@@ -8,6 +8,7 @@ from expertctl.cli.output import human_size, table
 from expertctl.digest import FileDigest
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
 from expertctl.package.build import Built
+from expertctl.package.evaluation_summary import evaluation_text
 from expertctl.package.read import PackageContents
 from expertctl.schema.manifest import Manifest
 from expertctl.trust.bundle import read_bundle
@@ -35,6 +36,7 @@ def built_document(built: Built) -> dict[str, object]:
         "signer": built.signer,
         "left_out": list(built.left_out),
         "warnings": list(built.warnings),
+        "notes": list(built.notes),
     }
 
 
@@ -108,13 +110,9 @@ def manifest_rows(manifest: Manifest) -> list[list[str]]:
         ["requires", ", ".join(manifest.composition.requires)],
         ["conflicts", ", ".join(manifest.composition.conflicts)],
     ]
-    rows += [["evaluation", _score(e.task, e.base, e.expert)] for e in manifest.evaluation]
+    rows += [["evaluation", f"{e.task}: {evaluation_text(e)}"] for e in manifest.evaluation]
     rows += [["limitation", f"{item.pattern}: {item.description}"] for item in manifest.limitations]
     return [row for row in rows if row[1]]
-
-
-def _score(task: str, base: float, expert: float) -> str:
-    return f"{task}: {expert:g} (base alone {base:g})"
 
 
 def _adapter_document(spec: AdapterSpec) -> dict[str, object]:

@@ -19,7 +19,15 @@ from expertctl.durable import write_atomic
 from expertctl.errors import UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
+from expertctl.package.config_cleaning import is_hub_name
+from expertctl.package.draft import (
+    Overrides,
+    base_label,
+    base_problems,
+    describe_lost_letters,
+    encode,
+    read_draft,
+)
 from expertctl.package.evaluation_data import read_data
 from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.numbers import doubts
@@ -85,6 +93,7 @@ def init(
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     facts = _base_facts(directory, base, as_json=as_json)
     draft = building.draft(directory, overrides, base=facts)
+    _note_name(directory, overrides)
     write_atomic(path, encode(draft))
     missing = base_problems(draft)
     warn(missing)
@@ -139,6 +148,7 @@ def build(
     facts = _base_facts(directory, base, as_json=as_json)
     with progress("checking", _size_of(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
+    _note_name(directory, overrides)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
     if samples is not None:
         check_place(target)  # refuse a bad place before measuring
@@ -146,6 +156,8 @@ def build(
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
         built = building.build(plan, target, key=key, level=level, progress=report)
     _say_built(built)
+    if sign:
+        _warn_of_grant(settings, sign, built.manifest.package)
     emit(built_document(built), built_text(built), as_json=as_json)
 
 
@@ -158,9 +170,11 @@ def sign(
 
     Example: expertctl sign my.expert --key me
     """
-    private = _private_key(load_settings(), key)
+    settings = load_settings()
+    private = _private_key(settings, key)
     with reading("signing", file, as_json=as_json) as report:
         contents = sign_package(file, private, progress=report)
+    _warn_of_grant(settings, key, contents.manifest.package)
     document = {**contents_document(contents, file), "signer": private.public.key_id}
     emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
 
@@ -247,7 +261,7 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
 
 
 def _facts_of(base: StoredBase) -> BaseFacts:
-    return BaseFacts(base.identity, base.shapes)
+    return BaseFacts(base.identity, base.shapes, base.foreign, base.path)
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
@@ -261,10 +275,27 @@ def _private_key(settings: Settings, name: str) -> PrivateKey:
     return Publisher(KeyRing(home.keys), TrustStore(home.trust)).signing_key(name)
 
 
+def _note_name(directory: Path, overrides: Overrides) -> None:
+    shortened = describe_lost_letters(directory, read_draft(directory), overrides)
+    if shortened is not None:
+        note(shortened)
+
+
+def _warn_of_grant(settings: Settings, name: str, package: PackageName) -> None:
+    """Warn that a key signs for a namespace that it is not trusted for on this machine."""
+    home, namespace = settings.home, package.namespace
+    keys = Publisher(KeyRing(home.keys), TrustStore(home.trust)).keys()
+    if any(key.name == name and namespace not in key.namespaces for key in keys):
+        grant = f"`expertctl keys grant {name} --namespace {namespace}`"
+        warn([f"your key {name} is not trusted for {namespace}/* here; {grant} changes that"])
+
+
 def _say_built(built: building.Built) -> None:
     warn(built.warnings)
+    for line in built.notes:
+        note(line)
     if built.left_out:
-        note(f"left out, because nothing names them: {', '.join(built.left_out)}")
+        note(f"left out, because nothing in the package needs them: {', '.join(built.left_out)}")
     if built.signer is None:
         note("not signed; sign it with `expertctl sign FILE --key NAME`")
 

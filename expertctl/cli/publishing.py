@@ -9,7 +9,7 @@ import typer
 from expertctl.cli.connection import RegistryOption, connected, connected_for
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table
 from expertctl.cli.target import reading
-from expertctl.errors import UsageError
+from expertctl.errors import ExpertError, UsageError, combine_errors
 from expertctl.reference import Reference, Version
 from expertctl.registry import package_pages
 from expertctl.registry.answers import is_ours
@@ -17,13 +17,14 @@ from expertctl.registry.publish import (
     Destination,
     Parcel,
     Shipment,
+    check_shipment,
+    examine,
     in_order,
     plan_shipment,
-    read_parcel,
     send,
 )
 from expertctl.registry.tokens import whoami
-from expertctl.settings import load_settings
+from expertctl.settings import Settings, load_settings
 from expertctl.trust.policy import TrustStore
 
 _NOW = {"new": "published", "signed anew": "signed anew", "published": "already published"}
@@ -48,8 +49,16 @@ def publish(
     """
     settings = load_settings()
     trust = TrustStore(settings.home.trust)
-    parcels = in_order([_read(path, trust, as_json=as_json) for path in files])
+    read = [_read(path, trust, as_json=as_json) for path in files]
+    problems = [problem for _, found in read for problem in found]
+    if problems and not dry_run:
+        raise combine_errors("nothing was published", problems)
+    parcels = in_order([parcel for parcel, _ in read])
     namespaces = {parcel.package.namespace for parcel in parcels}
+    if dry_run:
+        problems += _problems_there(settings, parcels, registry)
+        if problems:
+            raise combine_errors("this would not be published", problems)
     with connected_for(settings, namespaces, registry) as connection:
         api = connection.api if is_ours(connection.api) else None
         to = Destination(connection.oci, api, settings.home.registries)
@@ -111,9 +120,25 @@ def exact(wanted: Reference) -> Version:
     return version
 
 
-def _read(path: Path, trust: TrustStore, *, as_json: bool) -> Parcel:
+def _read(path: Path, trust: TrustStore, *, as_json: bool) -> tuple[Parcel, list[ExpertError]]:
     with reading("checking", path, as_json=as_json) as report:
-        return read_parcel(path, trust, progress=report)
+        return examine(path, trust, progress=report)
+
+
+def _problems_there(
+    settings: Settings, parcels: Sequence[Parcel], registry: str | None
+) -> list[ExpertError]:
+    """Return all that a registry has against these packages, or why it cannot be asked."""
+    found = dict[str, ExpertError]()
+    try:
+        with connected_for(settings, {p.package.namespace for p in parcels}, registry) as there:
+            api = there.api if is_ours(there.api) else None
+            to = Destination(there.oci, api, settings.home.registries)
+            for parcel in parcels:
+                found |= {each.message: each for each in check_shipment(parcel, to)[1]}
+    except ExpertError as error:
+        found[error.message] = error
+    return list(found.values())
 
 
 def _shipped(parcel: Parcel, to: Destination, *, dry_run: bool, as_json: bool) -> Shipment:

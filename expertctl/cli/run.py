@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.answer_stream import closing_stream
 from expertctl.cli.exit_codes import INTERRUPTED
 from expertctl.cli.interruption import Ending
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
@@ -22,8 +24,8 @@ from expertctl.cli.output import (
     progress,
     terminal_width,
     warn,
-    write_piece,
 )
+from expertctl.cli.prompt_input import read_input, read_prompt, saved_plan
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
@@ -62,15 +64,12 @@ from expertctl.cli.run_options import (
     Trace,
     Truncate,
     VerifyBase,
-    body_of,
     budget_of,
     cap_of,
     chosen_device,
     cold_of,
     numerics_of,
-    saved_plan,
     start_of,
-    text_of,
 )
 from expertctl.settings import Settings, load_settings
 
@@ -81,7 +80,7 @@ if TYPE_CHECKING:
 
 
 def route(
-    prompt: Prompt,
+    prompt: Prompt = None,
     expert: Expert = None,
     exclude: Exclude = None,
     max_experts: MaxExperts = 10,
@@ -120,7 +119,7 @@ def route(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
     request = RouteRequest(
-        prompt=text_of(prompt, "the prompt"),
+        prompt=read_prompt(prompt),
         force=tuple(parse_forced(text) for text in expert or ()),
         exclude=tuple(parse_target(text) for text in exclude or ()),
         max_experts=max_experts,
@@ -147,14 +146,16 @@ def route(
         allow_base_mismatch=allow_base_mismatch,
     )
     check_request(request)
-    planned = open_planner(settings, as_json=as_json).plan(request, base=base)
+    planned = open_planner(settings, as_json=as_json).plan(
+        request, base=known_base(base, settings, as_json=as_json)
+    )
     warn(planned.warnings)
     shown = routing_text(planned.result, width=terminal_width(sys.stdout))
     emit(planned.result.to_json(), shown, as_json=as_json)
 
 
 def run(
-    prompt: Prompt,
+    prompt: Prompt = None,
     expert: Expert = None,
     exclude: Exclude = None,
     max_experts: MaxExperts = 10,
@@ -214,9 +215,8 @@ def run(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
     chosen = chosen_device(device, settings)
-    message = UserMessage(
-        prompt=text_of(prompt, "the prompt"), body=body_of(body, prompt), template=template
-    )
+    texts = read_input(prompt, body, plan=plan)
+    message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
     request = RunRequest(
         message=message,
@@ -248,8 +248,8 @@ def run(
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
-        base=base,
-        saved=saved_plan(plan, prompt, body),
+        base=known_base(base, settings, as_json=as_json),
+        saved=saved_plan(plan),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
@@ -293,10 +293,10 @@ def _run(
         )
         answer = _Answer(engine.run(request, cancelled=ending))
         answer.advance()
-    with ending.heeding(signal.SIGINT, signal.SIGTERM):
+    with ending.heeding(signal.SIGINT, signal.SIGTERM), closing_stream() as shown:
         while answer.result is None:
             if stream:
-                write_piece(answer.piece)
+                shown.write(answer.piece)
             answer.advance()
     return answer.result
 
@@ -320,15 +320,13 @@ class _Answer:
 def _show(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> None:
     from expertctl.cli.run_view import footer, statistics
 
-    text = result.generated.text
     if as_json:
         warn(result.warnings)
         print_json(result.to_json())
         return
     if not stream:
-        write_piece(text)
-    if text and not text.endswith("\n"):
-        write_piece("\n")
+        with closing_stream() as shown:
+            shown.write(result.generated.text)
     shown_below = set(result.planned.result.notes)
     warn(warning for warning in result.warnings if warning not in shown_below)
     note(statistics(result) if stats else footer(result))

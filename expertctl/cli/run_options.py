@@ -1,6 +1,5 @@
 """The options that ``route``, ``run`` and ``chat`` share, and how their values are read."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
+from expertctl.errors import UsageError
 from expertctl.settings import (
     ADAPTER_DTYPES,
     CONFIG_KEYS,
@@ -22,13 +21,16 @@ from expertctl.settings import (
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.start import StartWishes
-    from expertctl.routing.plan_file import SavedPlan
     from expertctl.routing.request import DeviceName
 
-_MAX_TEXT_BYTES = 4 * 500_001
-"""More bytes than the longest prompt can have in UTF-8."""
-
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads stdin.")]
+Prompt = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PROMPT]...",
+        help="The prompt; several words are joined. Piped text follows it, or is it; - is stdin.",
+        show_default=False,
+    ),
+]
 Expert = Annotated[
     list[str] | None,
     typer.Option(metavar="REF[:WEIGHT]", help="Use this expert, in this order; repeatable."),
@@ -39,7 +41,12 @@ Exclude = Annotated[
 MaxExperts = Annotated[int, typer.Option(help="How many experts a plan may have, 1 to 10.")]
 NoExperts = Annotated[bool, typer.Option("--no-experts", help="Let the base answer alone.")]
 Base = Annotated[
-    str | None, typer.Option(metavar="REF", help="The base; else the one that suits the experts.")
+    str | None,
+    typer.Option(
+        metavar="NAME|DIR",
+        help="The base that answers, or its folder; else that of the experts, the setting `base`, "
+        "the newest.",
+    ),
 ]
 Temperature = Annotated[float | None, typer.Option(help="0 to 2; 0 is greedy.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Above 0, up to 1.")]
@@ -183,57 +190,6 @@ Trace = Annotated[bool, typer.Option("--trace", help="Time each layer, count all
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
 
 _SETTING = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
-_BODY_HINT = "name a text file, or - for stdin"
-
-
-def body_of(source: str | None, prompt: str) -> str | None:
-    """Return the text of ``--body``: of a file, or for ``-`` of stdin."""
-    if source == prompt == "-":
-        raise UsageError(
-            "prompt and body cannot both come from stdin", hint="write one to a file: --body FILE"
-        )
-    if source is None or source == "-":
-        return None if source is None else text_of("-", "the body")
-    path = Path(source)
-    try:
-        with path.open("rb") as stream:
-            return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no such file", hint=_BODY_HINT) from error
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror or error}"
-        raise NotFoundError(message, hint=_BODY_HINT) from error
-
-
-def saved_plan(source: Path | None, prompt: str, body: str | None) -> "SavedPlan | None":
-    """Return the plan of ``--plan``: of a file, or for ``-`` of stdin."""
-    from expertctl.routing.plan_file import MAX_PLAN_BYTES, parse_plan, read_plan
-
-    if source is None or str(source) != "-":
-        return None if source is None else read_plan(source)
-    if "-" in {prompt, body}:
-        raise UsageError(
-            "the plan and another text cannot both come from stdin",
-            hint="write the plan to a file: --plan FILE",
-        )
-    return parse_plan(sys.stdin.buffer.read(MAX_PLAN_BYTES + 1), what="the plan on stdin")
-
-
-def text_of(argument: str, what: str) -> str:
-    """Return the argument, or for ``-`` what stdin holds, without its last line end."""
-    if argument != "-":
-        return argument
-    text = _decoded(sys.stdin.buffer.read(_MAX_TEXT_BYTES), f"{what} on stdin")
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def _decoded(data: bytes, what: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidPackageError(
-            what, [f"not UTF-8 at byte {error.start}"], hint="convert it, e.g. with iconv"
-        ) from error
 
 
 def budget_of(text: str | None, settings: Settings) -> int | None:

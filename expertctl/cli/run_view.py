@@ -71,7 +71,7 @@ def _why(candidate: "Candidate", room: int) -> str:
 
 
 def footer(result: "RunResult") -> str:
-    """Return a run in a few lines: which experts answered and why, how much, how fast."""
+    """Return a run in a few lines: experts and why, base, how much, how fast."""
     lost = _indented("\n".join(loss_text(result.moe)))
     return "\n".join(["", *_plan_lines(result.planned.result), _figures(result), *lost])
 
@@ -156,12 +156,18 @@ def _expert(expert: "PlannedExpert") -> str:
 
 def _figures(result: "RunResult") -> str:
     generated, timings = result.generated, result.timings_ms
-    speed = f"{generated.tokens_per_s:.0f} tokens/s" if generated.decode_steps else "one token"
-    return (
-        f"{_INDENT}{counted(result.prompt_tokens, 'token')} read, {len(generated.tokens)} written "
-        f"({generated.finish_reason}), {speed}, first after {timings['ttft']:.0f} ms, "
-        f"{timings['total']:.0f} ms in all"
-    )
+    written = len(generated.tokens) or "nothing"
+    speed = [f"{generated.tokens_per_s:.0f} tokens/s"] if generated.decode_steps else []
+    first = [f"first after {timings['ttft']:.0f} ms"] if generated.tokens else []
+    parts = [
+        f"{counted(result.prompt_tokens, 'token')} read",
+        f"{written} written ({generated.finish_reason})",
+        f"on {result.planned.result.plan.base}",
+        *speed,
+        *first,
+        f"{timings['total']:.0f} ms in all",
+    ]
+    return f"{_INDENT}{', '.join(parts)}"
 
 
 def _pairs(values: object) -> str:

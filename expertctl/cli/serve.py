@@ -6,13 +6,14 @@ The server is an extra, imported only by the commands that need it.
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, emit, note, table, warn
 from expertctl.cli.run_options import (
@@ -38,7 +39,7 @@ from expertctl.cli.run_options import (
     start_of,
 )
 from expertctl.errors import UsageError
-from expertctl.settings import load_settings, parse_age
+from expertctl.settings import load_settings, parse_age, parse_size
 
 if TYPE_CHECKING:
     from expertctl.server.api_keys import ApiKey
@@ -70,7 +71,29 @@ def serve(
     url: Annotated[
         str | None, typer.Option(help="The address that users see, where it is another.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Accept this name in Host: host.docker.internal; repeatable."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Answer web pages of this origin; repeatable."),
+    ] = None,
     base: Base = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ALIAS=MODEL", help="A further name of a model: gpt-4o-mini=auto; repeatable."
+        ),
+    ] = None,
+    strict_fields: Annotated[
+        bool | None,
+        typer.Option(
+            "--strict-fields", help="Refuse fields that are not implemented, not ignore them."
+        ),
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="How many texts are written at a time.", show_default="16")
     ] = None,
@@ -78,6 +101,14 @@ def serve(
         int | None, typer.Option(help="How many jobs may wait.", show_default="128")
     ] = None,
     memory_budget: MemoryBudget = None,
+    prefix_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most memory for keys and values that are kept for later requests.",
+            show_default="a quarter of the budget",
+        ),
+    ] = None,
     on_budget: Annotated[
         Literal["queue", "fewer"],
         typer.Option("--on-budget", help="When experts do not fit: wait, or leave some out."),
@@ -114,6 +145,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=COMMAND", help="A program that answers are checked by."),
     ] = None,
+    completions_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--completions-special-tokens/--no-completions-special-tokens",
+            help="Read control tokens in prompts of /v1/completions as control tokens, or as text.",
+            show_default="--completions-special-tokens",
+        ),
+    ] = None,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
@@ -141,6 +180,7 @@ def serve(
     with _server_extra():
         from expertctl.engine.serving.batch_settings import BatchSettings
         from expertctl.http.listening import Listening
+        from expertctl.server.aliases import parse_aliases
         from expertctl.server.post_processing.command import read_commands
         from expertctl.server.serve import serve as serve_generation
         from expertctl.server.settings import ServeSettings
@@ -157,16 +197,26 @@ def serve(
         host=_first(host, kept.host, usual.host),
         port=_first(port, kept.port, usual.port),
         url=url or kept.url,
+        allowed_hosts=_lower(allow_host or kept.allowed_hosts),
+        allowed_origins=_lower(allow_origin or kept.allowed_origins),
+        aliases=parse_aliases(alias or kept.aliases),
+        strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
         certificate=tls_cert or kept.tls_cert,
         private_key=tls_key or kept.tls_key,
         timeout=_first(timeout, kept.timeout, usual.timeout),
         behind_seconds=_first(behind, kept.behind, usual.behind_seconds),
+        completions_special_tokens=_first(
+            completions_special_tokens,
+            kept.completions_special_tokens,
+            usual.completions_special_tokens,
+        ),
         log_prompts=log_prompts,
         traces=traced_to,
         validators=read_commands(validator or ()),
         batch=BatchSettings(
-            base=base or kept.base,
+            base=known_base(base or kept.base, settings, as_json=as_json),
             budget=budget_of(memory_budget, settings),
+            kept_kv=_first(_size(prefix_cache_memory), kept.prefix_cache_memory, None),
             device=chosen_device(device, settings),
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
@@ -303,6 +353,14 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
+
+
+def _lower(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.lower().rstrip("/") for name in names)
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_size(text)
 
 
 def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:

@@ -6,19 +6,25 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.exit_codes import UNTRUSTED
 from expertctl.cli.installing import (
+    AcceptChanged,
     AllowBaseMismatch,
     Offline,
     age_of,
+    document_of_notice,
     documents_of,
+    documents_of_learnt,
     lender,
     opened_settings,
     say_notes,
+    say_notices,
     target_of,
 )
 from expertctl.cli.output import JsonFlag, counted, emit, note, note_once, table, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.lock import Lock, demand_lock
+from expertctl.install.notices import Notice
 from expertctl.install.outdated import Standing
 from expertctl.install.outdated import outdated as compare
 from expertctl.install.project import PROJECT
@@ -26,6 +32,7 @@ from expertctl.install.release_age import shown
 from expertctl.install.sources import open_sources
 from expertctl.install.worklist import (
     Worklist,
+    check_list,
     demand_project,
     find_worklist,
     install_list,
@@ -40,6 +47,7 @@ def lock(
         bool, typer.Option("--check", help="Only tell whether expert.lock fits; no network.")
     ] = False,
     offline: Offline = False,
+    accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write expert.lock for the experts.toml in this folder. Nothing is installed.
@@ -54,19 +62,24 @@ def lock(
     if check:
         current = demand_lock(path)
         current.demand_current(worklist.file.read(), what=str(path))
-        _tell_lock(path, current, [], written=False, as_json=as_json)
+        _tell_lock(path, current, [], (), written=False, as_json=as_json)
         return
-    target = target_of(settings)
+    target = target_of(settings, accept_changed=accept_changed or ())
     with open_sources(settings, target.trust, tell=note_once()) as sources:
         resolved = resolve_list(worklist, target, sources, age_of(settings))
-    changes, written = lock_list(worklist, resolved)
+        notices = check_list(resolved, target, sources)
+        changes, written = lock_list(worklist, resolved)
+        sources.accept_contents(resolved.chosen, target.accept_changed)
+    warn(notice.text for notice in notices)
     for text in resolved.notes:
         note(text)
-    _tell_lock(path, demand_lock(path), changes, written=written, as_json=as_json)
+    _tell_lock(path, demand_lock(path), changes, notices, written=written, as_json=as_json)
 
 
 def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
-    """Show which experts have newer versions. Changes nothing.
+    """Show which experts are behind, yanked or revoked.
+
+    Changes nothing that is installed. Exit 5 when a key was revoked or a version changed.
 
     Example: expertctl outdated
     """
@@ -78,10 +91,12 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
     behind = [standing for standing in standings if standing.is_behind]
     if not behind:
         note(_all_current(len(standings)))
-    warn(f"{s.package}@{s.current} was yanked: {s.yanked}" for s in behind if s.yanked is not None)
+    warn(n.message if n.kind == "yanked" else n.text for s in behind for n in s.notices)
     rows = [_row(standing) for standing in behind]
     text = table(["NAME", "CURRENT", "WANTED", "NEWEST", "NOTES"], rows) if rows else ""
     emit({"experts": [_document(standing) for standing in standings]}, text, as_json=as_json)
+    if any(standing.is_refused for standing in standings):
+        raise typer.Exit(UNTRUSTED)
 
 
 def update(
@@ -91,6 +106,7 @@ def update(
     ] = None,
     offline: Offline = False,
     allow_base_mismatch: AllowBaseMismatch = False,
+    accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Install the newest versions that the list allows. Older ones stay installed.
@@ -98,20 +114,21 @@ def update(
     Example: expertctl update acme/sql
     """
     settings = opened_settings(offline=offline)
-    target = target_of(settings, mismatch=allow_base_mismatch)
+    target = target_of(settings, mismatch=allow_base_mismatch, accept_changed=accept_changed or ())
     worklist = find_worklist(settings.home, Path.cwd())
     fresh = _fresh(worklist, refs or [])
     with open_sources(settings, target.trust, tell=note_once()) as sources:
         lend = lender("updating", as_json=as_json)
         done, changes = install_list(worklist, target, sources, lend, age_of(settings), fresh=fresh)
-    warn(warning for item in done.installed for warning in item.warnings)
+        learnt = documents_of_learnt(done, sources)
+    say_notices(done)
     say_notes(done, target)
-    if not changes:
+    if not changes and not done.notices:
         note("all is current")
     document = {
         "changes": changes,
         "installed": documents_of(done.installed, settings.home),
-        "notes": list(done.notes),
+        **learnt,
     }
     emit(document, "\n".join(changes), as_json=as_json)
 
@@ -139,7 +156,13 @@ _NOT_LISTED = "`expertctl install` adds to the list, in a project with --save"
 
 
 def _tell_lock(
-    path: Path, lock: Lock, changes: Sequence[str], *, written: bool, as_json: bool
+    path: Path,
+    lock: Lock,
+    changes: Sequence[str],
+    notices: Sequence[Notice],
+    *,
+    written: bool,
+    as_json: bool,
 ) -> None:
     state = "written" if written else f"up to date with {PROJECT}"
     experts = [
@@ -158,6 +181,7 @@ def _tell_lock(
         "written": written,
         "changes": list(changes),
         "experts": experts,
+        "notices": [document_of_notice(notice) for notice in notices],
     }
     lines = [*changes, f"{path.name} is {state}: {counted(len(lock.experts), 'expert')}"]
     emit(document, "\n".join(lines), as_json=as_json)
@@ -174,9 +198,7 @@ def _all_current(count: int) -> str:
 
 
 def _row(standing: Standing) -> list[str]:
-    notes = []
-    if standing.yanked is not None:
-        notes.append("yanked")
+    notes: list[str] = [notice.kind for notice in standing.notices]
     if standing.waiting is not None:
         version, until = standing.waiting
         notes.append(f"{version} waits until {shown(until)}")
@@ -201,4 +223,7 @@ def _document(standing: Standing) -> dict[str, object]:
         "newest": str(standing.newest),
         "waiting": waiting,
         "yanked": standing.yanked,
+        "revoked": any(notice.kind == "revoked" for notice in standing.notices),
+        "changed": any(notice.kind == "changed" for notice in standing.notices),
+        "notices": [document_of_notice(notice) for notice in standing.notices],
     }

@@ -1,6 +1,7 @@
 """What a refusal of the server means: its code, else its status, becomes an error of ours."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -22,6 +23,8 @@ from expertctl.errors import (
     UsageError,
 )
 
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""As in `expertctl.plain_text`, which the client does not import."""
 MAX_TEXT = 1000
 _BY_STATUS: Mapping[int, type[ExpertError]] = {
     400: UsageError,
@@ -82,7 +85,7 @@ def failure_of(event: bytes) -> ExpertError:
 
 def shown(text: str) -> str:
     """Return a text of a server as it may be printed: bounded, one line, nothing to obey."""
-    clean = " ".join("".join(c if c.isprintable() else " " for c in text[:MAX_TEXT]).split())
+    clean = " ".join(_UNSAFE.sub(" ", text[:MAX_TEXT]).split())
     return clean if len(text) <= MAX_TEXT else f"{clean}…"
 
 

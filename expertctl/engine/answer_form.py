@@ -1,7 +1,8 @@
-"""The form that an answer must have, where an expert or the prompt calls for one, and the check.
+"""The form that an answer must have, where an expert or the prompt asks for one, and the check.
 
-Only what can be checked without doubt is: JSON is read, Python is parsed and never run. In doubt,
-no form is called for. The answer itself is never changed.
+Only JSON is asked for that way: that a prompt wants code is a guess, so the answer is not checked.
+A request may ask for Python explicitly; Python is parsed and never run. The code blocks of an
+answer are checked, and prose around them is no fault. The answer itself is never changed.
 """
 
 import ast
@@ -9,10 +10,18 @@ import json
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NoReturn
 
+from expertctl.engine.embedded_code import (
+    json_in_prose,
+    named_blocks,
+    python_in_prose,
+    session_input,
+    unnamed_blocks,
+)
 from expertctl.schema.manifest import Manifest
 
 Form = Literal["json", "jsonl", "python"]
@@ -29,18 +38,24 @@ _JSON = re.compile(
     r"\b(json|jsonl)\b(?!\sschema)",
     re.I,
 )
-_PYTHON = re.compile(
-    r"\b(?:write|implement|create|fix|refactor|debug|code)\b[^.?!\n]{0,60}\bpython\b"
-    r"|\bpython\s(?:function|class|script|program|code|method)\b",
+_LANGUAGE = (
+    r"python|javascript|typescript|java|rust|golang|kotlin|swift|ruby|php|bash|powershell|perl"
+    r"|haskell|scala|c\+\+|c#|sql"
+)
+_PIECE = r"function|class|script|program|code|method|snippet|module|query|endpoint|unit\stests?"
+_CODE = re.compile(
+    r"\b(?:write|implement|create|build|develop|code|fix|refactor|debug|complete|generate|make)\b"
+    rf"[^.?!\n]{{0,60}}\b(?:{_PIECE}|{_LANGUAGE})(?!\w)"
+    rf"|\b(?:{_LANGUAGE})\s(?:{_PIECE})\b",
     re.I,
 )
+"""Code may read or write JSON, so a prompt that asks for code asks for no JSON in its answer."""
 _PARSING = threading.Lock()
 """Warning filters belong to the whole process, so one thread at a time changes them."""
-_FENCE = "```"
 _TAGS: Mapping[Form, frozenset[str]] = {
-    "json": frozenset({"", "json"}),
-    "jsonl": frozenset({"", "json", "jsonl"}),
-    "python": frozenset({"", "python", "py", "python3"}),
+    "json": frozenset({"json", "json5", "jsonc"}),
+    "jsonl": frozenset({"json", "jsonl", "ndjson"}),
+    "python": frozenset({"python", "py", "python3", "pycon"}),
 }
 _SHOWN = {"json": "JSON", "jsonl": "JSON Lines", "python": "Python"}
 
@@ -76,14 +91,20 @@ def wanted_form(prompt: str, experts: Sequence[Manifest]) -> Form | None:
 
 
 def checked(text: str, form: Form | None) -> Checked:
-    """Check an answer: it is not empty, and of the form that is called for, if any."""
+    """Check an answer: it is not empty, and of the form that is asked for, if any."""
     if not text.strip():
         return Checked(False, "the answer is empty")
     if form is None or len(text) > MAX_CHARACTERS:
         return UNCHECKED
-    faults = [_fault(part, form) for part in _parts(text, form)]
-    fault = next(filter(None, faults), "")
+    fault = _first_fault(text, form)
     return Checked(False, f"the answer is not {_SHOWN[form]}: {fault}") if fault else Checked(True)
+
+
+def excuse_cut_answer(found: Checked, *, finish_reason: str) -> Checked:
+    """Return a check; an answer that was cut at the limit of tokens is not blamed for its end."""
+    if found.passed is not False or finish_reason != "length":
+        return found
+    return Checked(None, "the answer was cut at the limit of tokens, so its form is not checked")
 
 
 def _declared(manifest: Manifest) -> Form | None:
@@ -93,35 +114,28 @@ def _declared(manifest: Manifest) -> Form | None:
 
 
 def _asked(prompt: str) -> Form | None:
-    """Return the form that a prompt asks for; a question about JSON or Python asks for none."""
+    """Return the form that a prompt asks for; a question, or one about code, asks for none."""
     text = prompt if len(prompt) <= _HEAD + _TAIL else f"{prompt[:_HEAD]}\n{prompt[-_TAIL:]}"
     if _QUESTION.match(text):
         return None
-    if _PYTHON.search(text):
-        return "python"
     found = _JSON.search(text)
-    if found is None:
+    if found is None or _CODE.search(text):
         return None
     return "jsonl" if (found[1] or found[2]).lower() == "jsonl" else "json"
 
 
-def _parts(text: str, form: Form) -> Iterable[str]:
-    """Return what must be of the form: the code blocks of that language, else the whole answer."""
-    blocks = [code for tag, code in code_blocks(text) if tag in _TAGS[form]]
-    return blocks or [text]
+def _first_fault(text: str, form: Form) -> str:
+    """Return what is wrong with an answer: every code block that names the language counts.
 
-
-def code_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the code blocks that are closed, each with its language."""
-    tag, lines = None, list[str]()
-    for line in text.split("\n"):
-        if not line.startswith(_FENCE):
-            lines.append(line)
-        elif tag is None:
-            tag, lines = line.removeprefix(_FENCE).strip().split(" ")[0].lower(), []
-        elif line.strip() == _FENCE:
-            yield tag, "\n".join(lines)
-            tag = None
+    Without such a block it is enough if another block, the answer, or a part of it is right.
+    """
+    named = named_blocks(text, _TAGS[form])
+    if named:
+        return next(filter(None, (_fault(block, form) for block in named)), "")
+    within = _IN_PROSE[form](text)
+    places = [text, *unnamed_blocks(text), *([within] if within else [])]
+    faults = list(takewhile(bool, (_fault(place, form) for place in places)))
+    return faults[0] if len(faults) == len(places) else ""
 
 
 def _fault(text: str, form: Form) -> str:
@@ -151,7 +165,13 @@ def _read_lines(text: str) -> None:
 def _read_python(text: str) -> None:
     with _PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in its strings
-        ast.parse(text)
+        ast.parse(session_input(text))
+
+
+def _lines_in_prose(text: str) -> str | None:
+    """Return the lines that look like JSON objects or arrays; None if there is none."""
+    lines = [line for line in text.splitlines() if line.lstrip().startswith(("{", "["))]
+    return "\n".join(lines) or None
 
 
 _READERS: Mapping[Form, Callable[[str], None]] = {
@@ -159,3 +179,9 @@ _READERS: Mapping[Form, Callable[[str], None]] = {
     "jsonl": _read_lines,
     "python": _read_python,
 }
+_IN_PROSE: Mapping[Form, Callable[[str], str | None]] = {
+    "json": json_in_prose,
+    "jsonl": _lines_in_prose,
+    "python": python_in_prose,
+}
+"""Form → what finds code of it between prose."""

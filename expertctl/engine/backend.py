@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import Reading
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
@@ -23,6 +24,7 @@ from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.habit_keeper import Watchable
 from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.tiers import Tiers
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -66,9 +68,29 @@ class Model(Protocol):
         """Make beforehand what reading so many tokens of a prompt, and ``rows`` answers, needs."""
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
-        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise."""
+        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise.
+
+        ``scores`` gets the logits of every position of the prompt that is read.
+        """
+
+    @property
+    def prefill_parts(self) -> int:
+        """Into how many parts `prefill` cuts a pass over a prompt; 1 where it cannot be cut."""
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt, and call ``between_layers`` between the parts of a pass.
+
+        That may call `step` with other texts; it changes no bit of either.
+        """
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts; return scores, float32 [texts, vocab].
@@ -195,8 +217,11 @@ class Backend(Protocol):
     def kv_kind(self) -> str:
         """Equal for backends that can share one keeper of keys and values."""
 
-    def new_keeper(self, tiers: Tiers) -> KVKeeper:
-        """Return an owner of keys and values of the kind that its models read."""
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVKeeper:
+        """Return an owner of keys and values of the kind that its models read.
+
+        ``kept_limit``: the most bytes that it keeps when no text has them; None: what is free.
+        """
 
     def load(self, around: Surroundings, *, progress: Progress) -> Model:
         """Read the weights.

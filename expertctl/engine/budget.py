@@ -20,6 +20,14 @@ WAYS_OUT: dict[Purpose, str] = {
     "buffers": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
 }
 
+KEPT_KV_SHARE = 4
+"""Keys and values that are kept for later requests may take this part of a server's budget."""
+
+
+def kept_kv_limit(wanted: int | None, budget: int) -> int:
+    """Return how many bytes of a budget keys and values may take between requests."""
+    return budget // KEPT_KV_SHARE if wanted is None else min(wanted, budget)
+
 
 class Budget:
     """How many bytes of one memory are held, by purpose; between threads, `Tiers` guards it."""

@@ -18,7 +18,7 @@ from jinja2.exceptions import (
     TemplateSyntaxError,
 )
 
-from expertctl.engine.message import Message
+from expertctl.engine.message import ChatEnd, Message
 from expertctl.engine.template_budget import Budget, paying_from
 from expertctl.engine.template_sandbox import ChatSandbox
 from expertctl.engine.tokenizer import Marks, Tokenizer
@@ -43,6 +43,8 @@ class Prompt:
     text: str
     ids: tuple[int, ...]
     warnings: tuple[str, ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside those that end every text of the base."""
 
 
 class _RefusalError(TemplateError):
@@ -107,7 +109,7 @@ class ChatTemplate:
         """Say what is wrong with a conversation, in the words of the template."""
         cause = error.__cause__
         is_said = isinstance(cause, _RefusalError)
-        said = str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
+        said = _one_line(str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}")
         return UsageError(
             f"the chat template takes no such conversation: {said[:_MAX_SAID]}",
             hint="change roles, order or contents of the messages, or of the tools, as it says",
@@ -132,7 +134,7 @@ class ChatTemplate:
     def _refused(self, problem: str) -> InvalidPackageError:
         return InvalidPackageError(
             f"{self.source.file}: chat template",
-            [problem[:1000]],
+            [_one_line(problem)],
             hint="use a base and experts whose chat template can be rendered",
         )
 
@@ -143,14 +145,15 @@ def encode_chat(
     *,
     template: TemplateSource | None = None,
     variables: Mapping[str, JsonValue] | None = None,
-    add_generation_prompt: bool = True,
+    end: ChatEnd = "new_turn",
     clock: Clock = datetime.now,
 ) -> Prompt:
     """Return what the decoder reads for a conversation; ``template`` is used for the base's own.
 
     Raises:
         UsageError: for several messages where the base has no chat template, for control tokens
-            that cannot be read as letters, and for what the template refuses or fails on.
+            that cannot be read as letters, for what the template refuses or fails on, and for a
+            last message that it does not write as it is, where that is to be continued.
         InvalidPackageError: when the template is malformed, fails, or does too much.
         IncompatibleError: when the template refuses every conversation.
     """
@@ -162,27 +165,50 @@ def encode_chat(
     if marks is not None:
         messages = [_marked_message(message, tokenizer, marks) for message in messages]
         variables = _marked_object(variables or {}, tokenizer, marks)
+    tag = _unused_tag(messages) if end == "continue" else ""
     clock_uses: list[str] = []
     text = ChatTemplate(template, clock=clock).render(
-        messages,
+        _with_tag(messages, tag),
         special_tokens=config.special_tokens,
         variables=variables,
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=end == "new_turn",
         used_clock=lambda: clock_uses.append(USES_CLOCK),
     )
+    text = _until_tag(text, tag)
     ids = tokenizer.encode_rendered(text, marks)
     if marks is not None:
         text = text.replace(marks.begin, "").replace(marks.end, "")
     return Prompt(text, tuple(ids), tuple(clock_uses[:1]))
 
 
-def encode_plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prompt:
-    """Return what the decoder reads for one text that is no message of a chat.
+def _unused_tag(messages: Sequence[Message]) -> str:
+    """Return a word that marks the end of the last message; it occurs in no message."""
+    said = [message.content for message in messages]
+    tags = (f"CONTINUED-{number} " for number in range(len(said) + 1))
+    return next(tag for tag in tags if not any(tag.strip() in text for text in said))
 
-    Raises:
-        UsageError: for several messages.
+
+def _with_tag(messages: Sequence[Message], tag: str) -> Sequence[Message]:
+    if not tag:
+        return messages
+    *before, last = messages
+    return [*before, replace(last, content=last.content + tag)]
+
+
+def _until_tag(text: str, tag: str) -> str:
+    """Cut a rendered conversation behind its last message, as transformers does.
+
+    Where the template removes white space at the end of messages, it is removed here.
     """
-    return replace(_without_template(tokenizer, messages), warnings=())
+    if not tag:
+        return text
+    at = text.rfind(tag.strip())
+    if at < 0:
+        raise UsageError(
+            "the last message cannot be continued: the chat template of the base does not write it",
+            hint="end the conversation with a message of the user",
+        )
+    return text[:at] if text.startswith(tag, at) else text[:at].rstrip()
 
 
 def _texts(messages: Sequence[Message], variables: Mapping[str, JsonValue] | None) -> list[str]:
@@ -246,7 +272,13 @@ def _fields_of(messages: Sequence[Message]) -> list[dict[str, JsonValue]]:
 
 def _raise_exception(message: object) -> None:
     """Let a template refuse a conversation, as transformers does."""
-    raise _RefusalError(str(message)[:1000])
+    raise _RefusalError(_one_line(str(message)))
+
+
+def _one_line(text: str) -> str:
+    """Return a text of a template as it may stand in a message: one line, printable, bounded."""
+    plain = "".join(c if c.isprintable() else " " for c in text[:1000])
+    return " ".join(plain.split())
 
 
 def _formatted(moment: datetime, form: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from expertctl.engine.chat_template import Prompt
 from expertctl.engine.message import Message
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 
 Encode = Callable[[Sequence[Message]], Prompt]
 
@@ -22,6 +22,8 @@ class FittedPrompt:
     warnings: tuple[str, ...] = ()
     virtual: int = 0
     """Tokens of soft prompts that stand before the first."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside those that end every text of the base."""
 
     @property
     def capacity(self) -> int:
@@ -38,33 +40,40 @@ def fit_context(
     truncate: bool,
     virtual: int = 0,
 ) -> FittedPrompt:
-    """Tokenise a conversation so that at least one token can follow its last message.
+    """Tokenise a conversation so that at least one token can follow, if ``max_tokens`` is not 0.
 
     With ``truncate`` the oldest turns are left out, then the end of the last message, so that a
     quarter of the context, or ``max_tokens`` if that is less, stays free.
 
     Raises:
-        UsageError: when it does not fit and may not be cut, or nothing of it would be left.
+        ContextLengthError: when it does not fit and may not be cut.
+        UsageError: when nothing of it would be left.
     """
     room = context - virtual
-    free = max(1, min(max_tokens, room // 4))
+    least = min(1, max_tokens)
+    free = max(least, min(max_tokens, room // 4))
     prompt = encode(messages)
-    if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else 1):
+    if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else least):
         if not truncate:
             raise _refusal(messages, len(prompt.ids), context, virtual)
         prompt = _cut(messages, encode, room, room - free)
     left = room - len(prompt.ids)
-    return FittedPrompt(prompt.ids, min(max_tokens, left), prompt.warnings, virtual)
+    most = min(max_tokens, left)
+    return FittedPrompt(prompt.ids, most, prompt.warnings, virtual, prompt.end_ids)
 
 
-def _refusal(messages: Sequence[Message], size: int, context: int, virtual: int) -> UsageError:
+def _refusal(
+    messages: Sequence[Message], size: int, context: int, virtual: int
+) -> ContextLengthError:
     soft = f" and {virtual} virtual tokens of its experts" if virtual else ""
     if len(messages) > 1:
         what, hint = "conversation", "begin anew, or let its oldest turns be left out"
     else:
         what, hint = "prompt", "shorten it, or let its end be cut off"
-    return UsageError(
+    return ContextLengthError(
         f"the {what} has {size} tokens, the base reads {context} with the answer{soft}",
+        size=size + virtual,
+        most=context,
         hint=f"{hint} with --truncate",
     )
 
@@ -107,8 +116,16 @@ def _fewest(turns: Sequence[Sequence[Message]], encode: Encode, most: int) -> in
 def _left_out(gone: int, turns: int) -> tuple[str, ...]:
     if gone == 0:
         return ()
-    which = "the oldest turn" if gone == 1 else f"the {gone} oldest turns"
-    return (f"{which} of {turns} did not fit into the context and were left out",)
+    if turns == 1:
+        which = "the turn before"
+    elif gone == 1:
+        which = f"the oldest of {turns} turns"
+    else:
+        which = (
+            f"all {turns} turns before" if gone == turns else f"the {gone} oldest of {turns} turns"
+        )
+    verb = "was" if gone == 1 else "were"
+    return (f"{which} did not fit into the context and {verb} left out",)
 
 
 def _cut_message(messages: Sequence[Message], encode: Encode, most: int) -> Prompt:

@@ -1,9 +1,9 @@
 """`Conversation`: the turns with one engine, and which experts answer the next one.
 
-Each message is routed anew unless experts are named; where routing finds none for it, the experts
-of the turn before stay. What was computed for the turns so far is kept by the engine, as far as
-there is room, and serves turns with the same plan. An answer that was stopped is part of the
-conversation as far as it went.
+Each message is routed again unless experts are named. Where routing finds none, the base answers;
+the experts of the turn before stay only for a short or referring message. What was computed for the
+turns so far is kept by the engine, as far as there is room, and serves turns with the same plan. An
+answer that was stopped is part of the conversation as far as it went.
 """
 
 import uuid
@@ -117,6 +117,12 @@ class Conversation:
         self._pattern = pattern
         self._named = tuple(expert.content_digest for expert in plan.experts)
         return plan
+
+    def use_base_alone(self) -> None:
+        """Let the base answer without experts from now on."""
+        route = replace(self._pattern.route, base_alone=True)
+        self._pattern = replace(self._pattern, route=route, experts=())
+        self._named, self._before = (), None
 
     def route_freely(self) -> None:
         """Choose the experts by each message from now on; those of the last turn do not stay."""

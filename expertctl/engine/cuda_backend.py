@@ -5,7 +5,7 @@ experts are in a stack, all of them or as many as fit. Nothing else here depends
 so tests run the same classes on a processor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +18,7 @@ from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, is_routed_expert, load_base
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import CacheKind, KVSlots
 from expertctl.engine.kv_loan import KVWanted
@@ -33,6 +34,7 @@ from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
 from expertctl.engine.moe.stacked_room import received_bytes
 from expertctl.engine.moe.start import Start, StartOf, begin
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.static_decoder import StaticDecoder, buffer_bytes, step_buffer_bytes
 from expertctl.engine.static_kv import ArenaRow, KVArena, arena_bytes
 from expertctl.engine.static_stages import ROWS, staying_bytes, staying_graphs_bytes
@@ -189,10 +191,10 @@ class CudaBackend:
         """Equal where one keeper serves."""
         return f"cuda, {self.dtype}"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlots:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVSlots:
         """Return an owner of arenas of one row."""
         kind = CacheKind(self._row, lambda wanted: self.kv_bytes(wanted.capacity))
-        return KVSlots(tiers, kind)
+        return KVSlots(tiers, kind, kept_limit=kept_limit)
 
     @told_when_full()
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "CudaModel":
@@ -315,11 +317,27 @@ class CudaModel:
         self.decoder.prepare(cache, plan.deltas)
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, ArenaRow)
-        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not cut."""
+        return 1
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""

@@ -25,6 +25,7 @@ from expertctl.engine.layers import Layer, head_of, layers_of
 from expertctl.engine.linear import NO_DELTAS, Deltas
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_mlp import routed_numbers
+from expertctl.engine.prompt_scores import SCORED_ROWS, ScoreRows
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.package.model_config import EMBEDDING, ModelConfig
 
@@ -100,11 +101,12 @@ class Decoder:
         soft_prompt: Tensor | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> PrefillResult:
         """Read a prompt, ``chunk`` tokens at a time; ``progress`` counts them and may raise.
 
         The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
-        of a cache and count like tokens.
+        of a cache and count like tokens. ``scores`` gets the logits of every position.
 
         Raises:
             UsageError: for a prompt without tokens.
@@ -120,7 +122,10 @@ class Decoder:
         try:
             for start in range(0, read, chunk):
                 part = self._embedded(before, tokens, start, start + chunk)
-                hidden = self._forward(part, cache, deltas, Phase.PROMPT)
+                first, whole = cache.length, scores is not None
+                hidden = self._forward(part, cache, deltas, Phase.PROMPT, whole=whole)
+                if scores is not None:
+                    self._score(hidden, deltas, first, scores)
                 progress(len(part))
         except BaseException:
             cache.rewind(begin)
@@ -181,16 +186,18 @@ class Decoder:
         part = self._embedding[tokens[max(start - virtual, 0) : max(end - virtual, 0)]].float()
         return part if start >= virtual else torch.cat((before[start:end], part))
 
-    def _forward(self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase) -> Tensor:
+    def _forward(
+        self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase, *, whole: bool = False
+    ) -> Tensor:
         """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden].
 
-        Of a prompt only the last row comes out: the last layer writes the keys and values of all
-        tokens, but what it would make of the others is never read.
+        Of a prompt only the last row comes out unless the ``whole`` is wanted: the last layer
+        writes the keys and values of all tokens, but what it would make of the others is not read.
         """
         tokens = len(x)
         step = asking = self._step(cache.length, tokens)
         for number, layer in enumerate(self._layers):
-            if phase is Phase.PROMPT and number == len(self._layers) - 1:
+            if phase is Phase.PROMPT and number == len(self._layers) - 1 and not whole:
                 asking = self._step(cache.length + tokens - 1, 1)
             with self._spent(f"layers.{number}.attention"):
                 made = self._attention(x, layer, number, step, asking, cache, deltas)
@@ -235,6 +242,12 @@ class Decoder:
         """Score the token that follows the last one: [tokens, hidden] -> [vocab]."""
         with self._spent("head"):
             return self._head(self._normed(hidden[-1:], self._norm), deltas)[0]
+
+    def _score(self, hidden: Tensor, deltas: Deltas, first: int, scores: ScoreRows) -> None:
+        """Give the logits of all rows [tokens, hidden], a few at a time, ``first`` the position."""
+        for begin in range(0, len(hidden), SCORED_ROWS):
+            rows = self._normed(hidden[begin : begin + SCORED_ROWS], self._norm)
+            scores(first + begin, self._head(rows, deltas).float().cpu().numpy())
 
     def _spent(self, place: str) -> AbstractContextManager[None]:
         return nullcontext() if self._times is None else self._measured(self._times, place)

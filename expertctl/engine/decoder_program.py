@@ -134,6 +134,18 @@ class DecoderProgram:
             table.set([(s.plan.routed_address, s.first, s.rows) for s in mine], width=0)
 
 
+def split_by_layer(program: Program) -> list[Program]:
+    """Return the parts of a program that belong to one layer each, in order.
+
+    What stands before the first layer is part of it.
+    """
+    names = [place.split(".") for place in program.places]
+    layers = [name[1] if name[0] == "layers" else "0" for name in names]
+    begins = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1]]
+    ends = [*begins[1:], len(layers)]
+    return [program.part(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+
 def decoder_program(
     base: PackedBase,
     room: DecoderRoom,

@@ -114,15 +114,35 @@ def buffer_bytes(
     """Return the bytes that a decoder holds beside its weights at most, known before they are read.
 
     Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
-    are read in one step. Plans are up to ``width`` wide, those of one batch in the schemes
+    are read in one step; several rows also between two layers of a prompt, in a room of their own.
+    Plans are up to ``width`` wide, those of one batch in the schemes
     ``adapters``; None: all in any one scheme. Plans of factors alone have no width.
     """
-    room = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
-    own = room_bytes(config, scheme, tokens=room[0], rows=room[1])
-    each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in ADAPTERS}
+    size = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
+    sizes = [size]
+    if rows > 1 and config.experts is None:
+        sizes.append(_room_size(tokens=rows, rows=rows, chunk=chunk))
+    return sum(
+        _bytes_of_room(config, scheme, size, width=width, rows=rows, adapters=adapters)
+        for size in sizes
+    )
+
+
+def _bytes_of_room(
+    config: ModelConfig,
+    scheme: Scheme,
+    size: tuple[int, int],
+    *,
+    width: int,
+    rows: int,
+    adapters: Collection[Scheme] | None,
+) -> int:
+    """Return the bytes of a room with its programs and what plans add to it."""
+    own = room_bytes(config, scheme, tokens=size[0], rows=size[1])
+    each = {s: plan_bytes(config, scheme, s, tokens=size[0], width=width) for s in ADAPTERS}
     if adapters is None:
         adapters = [max(each, key=lambda s: each[s])] if width else []
-    factors = factor_bytes(config, tokens=room[0], schemes=len(ADAPTERS))
+    factors = factor_bytes(config, tokens=size[0], schemes=len(ADAPTERS))
     plans = factors + sum(each[s] for s in set(adapters))
     routed = len(ADAPTERS) if rows > 1 else 1
     program = program_bytes(

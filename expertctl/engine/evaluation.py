@@ -1,18 +1,27 @@
 """Evaluation: the same prompts answered by the base alone, by an expert, and by a chain with it.
 
-Every answer, with the expert or without, is greedy and comes from `Engine.run` of one engine, with
-the length and the stops that the expert recommends. Being evaluated does not count as being used.
+Every answer, with the expert or without, is greedy and comes from one engine, with the length and
+the stops that the expert recommends; several prompts are answered at once where that gives the same
+(`expertctl.engine.evaluation_answers`). Being evaluated does not count as being used.
 """
 
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
 from expertctl.digest import Digest, Progress, no_progress
+from expertctl.engine.evaluation_answers import (
+    AT_ONCE,
+    Answering,
+    FailedAnswer,
+    can_batch,
+    in_batch,
+    one_by_one,
+)
 from expertctl.engine.evaluation_result import Answer, Evaluated, Score
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.report import RoutedReport
@@ -21,7 +30,7 @@ from expertctl.engine.recording import check_answer
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
-from expertctl.errors import DigestError, DiskFullError, StoreError, UsageError
+from expertctl.errors import BudgetError, DigestError, DiskFullError, StoreError, UsageError
 from expertctl.package.build import Plan as BuildPlan
 from expertctl.package.build import build
 from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
@@ -31,6 +40,7 @@ from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import SKIP_CAP, AdapterDtype, Dtype, MoeMiss, RouteRequest
+from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.pair_gain import PairGain
 from expertctl.telling import Tell, tell_nobody
@@ -55,6 +65,8 @@ class EvaluationRequest:
     moe_miss: MoeMiss = "exact"
     """What happens where a routed expert is not in memory."""
     moe_skip_cap: float = SKIP_CAP
+    at_once: int = AT_ONCE
+    """How many prompts are answered at a time, where the base can do that."""
 
     @property
     def answers(self) -> int:
@@ -86,14 +98,40 @@ def evaluate(
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
     with _uncounted(planner) as unseen:
-        asker = _asker(Engine(unseen, budget=budget, tell=tell, moe=UNKNOWN), request, progress)
-        chain = asker.score([request.expert, *request.compose]) if request.compose else None
-        expert = asker.score([request.expert])
-        base = asker.score([])
-        others = tuple(asker.score([replace(e, weight=1.0)]) for e in request.compose)
-    found = Evaluated(
+        engine = Engine(unseen, budget=budget, tell=tell, moe=UNKNOWN)
+        asker = _asker(engine, request, progress)
+        found = _evaluated_at_once(asker, unseen, request, budget=budget, tell=tell)
+        if found is None:
+            found = _evaluated(asker, request)
+    return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
+
+
+def _evaluated_at_once(
+    asker: "_Asker", planner: Planner, request: EvaluationRequest, *, budget: int | None, tell: Tell
+) -> Evaluated | None:
+    """Evaluate with several prompts at a time; None where that is not possible or does not fit."""
+    experts = (request.expert, *request.compose)
+    like = replace(asker.pattern, experts=experts)
+    if request.at_once < 2 or not can_batch(asker.stored, like, prompts=len(request.data.samples)):
+        return None
+    route, at_once = asker.pattern.route, request.at_once
+    try:
+        with in_batch(
+            planner, asker.stored, route, budget=budget, at_once=at_once, tell=tell
+        ) as answering:
+            return _evaluated(replace(asker, answering=answering), request)
+    except BudgetError:
+        return None  # one at a time takes less
+
+
+def _evaluated(asker: "_Asker", request: EvaluationRequest) -> Evaluated:
+    chain = asker.score([request.expert, *request.compose]) if request.compose else None
+    expert = asker.score([request.expert])
+    base = asker.score([])
+    others = tuple(asker.score([replace(e, weight=1.0)]) for e in request.compose)
+    return Evaluated(
         data=request.data,
-        base_name=asker.base,
+        base_name=asker.stored.name,
         dtype=asker.dtype,
         max_tokens=asker.max_tokens,
         base=base,
@@ -103,7 +141,6 @@ def evaluate(
         warnings=(*request.data.warnings, *asker.warnings),
         moe=asker.moe,
     )
-    return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
 
 def _remember_gain(catalogue: Catalogue, found: Evaluated) -> tuple[str, ...]:
@@ -155,10 +192,10 @@ def evaluate_build(
 class _Asker:
     """Asks one engine everything, on one base, with the settings of the expert."""
 
-    engine: Engine
+    answering: Answering
     data: EvaluationData
     longest_first: Sequence[Sample]
-    base: str
+    stored: StoredBase
     dtype: str
     """What its weights are held in."""
     pattern: RunRequest
@@ -178,26 +215,25 @@ class _Asker:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
         answers: dict[int, Answer] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
-        for sample in self.longest_first:
-            result = self._ask(sample, experts)
-            plan = result.planned.result.plan
-            plans[plan.identity] = plan.experts
-            answers[sample.line] = self._judged(sample, result)
+        samples = self.longest_first
+        requests = [_run_request(sample, experts, self.pattern) for sample in samples]
+        with _naming_failed(self.data, samples):
+            for number, result in self.answering(requests):
+                self._take(samples[number], result)
+                plan = result.planned.result.plan
+                plans[plan.identity] = plan.experts
+                answers[samples[number].line] = self._judged(samples[number], result)
         if len(plans) > 1:
             raise DigestError("an expert changed while it was evaluated", hint="evaluate it again")
         [planned] = plans.values()
         return Score(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
-    def _ask(self, sample: Sample, experts: Sequence[NamedExpert]) -> RunResult:
-        with _naming(self.data, sample):
-            request = _run_request(sample, experts, self.pattern)
-            result = _result(self.engine.run(request))
+    def _take(self, sample: Sample, result: RunResult) -> None:
         judged = check_answer(result.generated, result.planned, sample.prompt).warnings
         told = (warning for warning in result.warnings if warning not in judged)  # see `_judged`
         self.warnings.update(dict.fromkeys(told))
         self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
-        return result
 
     def _judged(self, sample: Sample, result: RunResult) -> Answer:
         text = result.generated.text
@@ -217,10 +253,10 @@ def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _A
     decoding = planned.experts[-1].manifest.decoding  # after those that it requires
     limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
     return _Asker(
-        engine=engine,
+        answering=one_by_one(engine),
         data=request.data,
         longest_first=longest_first,
-        base=planned.base.name,
+        stored=planned.base,
         dtype=dtype_of(planned.base, request.dtype),
         pattern=replace(
             pattern,
@@ -250,6 +286,16 @@ def _naming(data: EvaluationData, sample: Sample) -> Iterator[None]:
     except UsageError as error:
         where = f"{data.path}, line {sample.line}"
         raise UsageError(f"{where}: {error.message}") from error
+
+
+@contextmanager
+def _naming_failed(data: EvaluationData, samples: Sequence[Sample]) -> Iterator[None]:
+    """Raise the error of the prompt that could not be answered, with its line."""
+    try:
+        yield
+    except FailedAnswer as failed:
+        with _naming(data, samples[failed.number]):
+            raise failed.error from failed
 
 
 def _longest_first(data: EvaluationData) -> list[Sample]:
@@ -282,13 +328,3 @@ def _run_request(sample: Sample, experts: Sequence[NamedExpert], pattern: RunReq
 
 def _message(sample: Sample) -> UserMessage:
     return UserMessage(prompt=sample.prompt, body=sample.body)
-
-
-def _result(pieces: Generator[str, None, RunResult]) -> RunResult:
-    """Let a run come to its end."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            result: RunResult = end.value
-            return result

@@ -10,14 +10,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.kv_room import KVRoom, all_or_none
-from expertctl.engine.sampling import Draws, sample
-from expertctl.engine.stop import StopScanner
+from expertctl.engine.prompt_scores import ScoreRows
+from expertctl.engine.sampling import REPETITION_WINDOW, Draws, Mask, sample
+from expertctl.engine.stop import USUAL_RULES, StopRules, StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
 from expertctl.routing.plan import SamplingParams
 
@@ -60,6 +62,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         *,
         soft_prompt: Tensor | None = None,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> PrefillResult:
         """Read a prompt behind what is in the cache."""
 
@@ -76,12 +79,19 @@ class NativeReading(Generic[Cache, PlanDeltas]):
     deltas: PlanDeltas
     soft_prompt: Tensor | None = None
     progress: Progress = no_progress
+    scores: ScoreRows | None = None
+    """Gets the logits of every position of the prompt that is read."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
         """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
         first = self.soft_prompt if self.cache.length == 0 else None
         return self.decoder.prefill(
-            ids, self.cache, self.deltas, soft_prompt=first, progress=self.progress
+            ids,
+            self.cache,
+            self.deltas,
+            soft_prompt=first,
+            progress=self.progress,
+            scores=self.scores,
         )
 
     def decode(self, token: int) -> DecodeResult:
@@ -193,13 +203,22 @@ class Writer:
     """Turns scores into tokens and text, and knows when the text is at its end."""
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, *, seed: int, max_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        rules: StopRules = USUAL_RULES,
+        end_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin a text."""
+        """Begin a text; ``end_ids`` end it beside those of the base."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
-        self._end_ids, self._params, self._max_tokens = tokenizer.end_ids, params, max_tokens
+        self._end_ids = rules.end_ids(tokenizer.end_ids | end_ids)
+        self._min_tokens, self._params = rules.min_tokens, params
+        self.max_tokens = max_tokens
         self._counts: Counter[int] = Counter()
         self._draws = Draws(seed)
         self._text = TextStream(tokenizer)
@@ -207,19 +226,39 @@ class Writer:
 
     def take(self, logits: Tensor) -> str:
         """Draw the next token; return the text that is certain now."""
-        token = sample(logits, self._counts, self._params, self._draws)
+        allowed = self._without_ends(logits) if self._is_too_short else None
+        recent = self.tokens[-REPETITION_WINDOW:]
+        token = sample(
+            logits, self._counts, self._params, self._draws, recent=recent, allowed=allowed
+        )
         if token in self._end_ids:
             self.finish_reason = "stop"
             return self._kept(self._rest())
         self.tokens.append(token)
         self._counts[token] += 1
-        text = self._stops.push(self._text.push(token))
+        text = self._text.push(token)
+        if len(self.tokens) > self._min_tokens:
+            text = self._stops.push(text)
         if self._stops.found is not None:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self._max_tokens:
+        elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
             text += self._rest()
         return self._kept(text)
+
+    def end_unwritten(self) -> None:
+        """End a text that may have no token."""
+        self.finish_reason = "length"
+
+    @property
+    def _is_too_short(self) -> bool:
+        return len(self.tokens) < self._min_tokens and bool(self._end_ids)
+
+    def _without_ends(self, logits: Tensor) -> Mask:
+        """Return which tokens may come where none may end the text."""
+        allowed = np.ones(logits.shape[-1], dtype=np.bool_)
+        allowed[[token for token in self._end_ids if token < len(allowed)]] = False
+        return allowed
 
     @property
     def stopped_by(self) -> str | None:

@@ -9,8 +9,9 @@ copied. Texts without a key neither find nor leave anything.
 
 A cache is lent with exactly the room that is asked for. Bytes count as ``kv``, and are entered
 before there is memory. Kept caches are given up when `Tiers` asks for their bytes, in any thread,
-the longest unused first; so the lock is that of `Tiers`. Texts come from one thread. Soft prompts
-stand before the first token; they are the same under one identity, so they are reused, too.
+the longest unused first; so the lock is that of `Tiers`. They are also given up as far as they take
+more than ``kept_limit``. Texts come from one thread. Soft prompts stand before the first token;
+they are the same under one identity, so they are reused, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ class KeptText:
 
     def agrees(self, wanted: KVWanted) -> int:
         """Return how many tokens of a text need not be read."""
-        if self.origin != wanted.origin:
+        if self.origin != wanted.origin or not wanted.reuse:
             return 0
         most = min(len(wanted.ids) - 1, wanted.capacity - wanted.virtual)
         return min(common(self.ids, wanted.ids), most)
@@ -79,9 +80,20 @@ PLAIN = CacheKind(
 class KVSlots:
     """The owner of the caches of a kind, of those that are kept and of those that are lent."""
 
-    def __init__(self, tiers: Tiers, kind: CacheKind = PLAIN, *, most: int = SLOTS) -> None:
-        """Begin with none; their memory is that of the device tier."""
+    def __init__(
+        self,
+        tiers: Tiers,
+        kind: CacheKind = PLAIN,
+        *,
+        most: int = SLOTS,
+        kept_limit: int | None = None,
+    ) -> None:
+        """Begin with none; their memory is that of the device tier.
+
+        At most ``most`` texts are kept, in ``kept_limit`` bytes; None: no limit.
+        """
         self._tiers, self._kind, self._most = tiers, kind, most
+        self._kept_limit = kept_limit
         self._kept: list[KeptText] = []
         """The longest unused first."""
         self._running: list[_Text] = []
@@ -139,6 +151,7 @@ class KVSlots:
             assert len({id(cache) for cache in caches}) == len(caches)
             assert all(text.own_bytes == cache.nbytes for text, cache in lent)
             assert len(self._kept) <= self._most
+            assert self._kept_limit is None or self.kept_bytes <= self._kept_limit
             for kept in self._kept:
                 kept.cache.check_integrity()
                 assert 0 < len(kept.ids) <= kept.cache.length
@@ -216,6 +229,8 @@ class KVSlots:
     def _keep(self, text: KeptText) -> None:
         others = [kept for kept in self._kept if not kept.begins(text)]
         self._kept = [*others, text][-self._most :]
+        while self._kept_limit is not None and self.kept_bytes > self._kept_limit:
+            del self._kept[0]
 
     def _let_go(self, size: int) -> None:
         """Free so many bytes of what is kept, the longest unused first, as far as there are."""

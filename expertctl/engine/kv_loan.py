@@ -30,6 +30,8 @@ class KVWanted:
     ids: Sequence[int]
     virtual: int
     capacity: int
+    reuse: bool = True
+    """Whether rows of earlier texts may begin it; not where the logits of all rows are wanted."""
     at_once: int | None = None
     """For how many tokens memory is taken at the start; None: for all.
 

@@ -11,8 +11,9 @@ its answer, which is no text before its end, and no page that is still written. 
 are kept like all others, even if it fails: their rows are valid.
 
 Bytes of pages count as ``kv`` and are entered before there is memory. Pages that no text rents
-are given up when `Tiers` asks for their bytes, in any thread; so the lock is that of `Tiers`. Texts
-come from one thread, and none begins while a stretch of another is read.
+are given up when `Tiers` asks for their bytes, in any thread; so the lock is that of `Tiers`. They
+are also given up at the end of a text, as far as they take more than ``kept_limit``. Texts come
+from one thread, and none begins while a stretch of another is read.
 """
 
 from collections import Counter
@@ -46,9 +47,14 @@ class _Rent:
 class KVPool:
     """The owner of all pages."""
 
-    def __init__(self, tiers: Tiers, *, numbers: Scheme = Scheme.FLOAT32) -> None:
-        """Begin with none; its memory is that of the device tier, ``numbers`` what pages hold."""
-        self._tiers, self._numbers = tiers, numbers
+    def __init__(
+        self, tiers: Tiers, *, numbers: Scheme = Scheme.FLOAT32, kept_limit: int | None = None
+    ) -> None:
+        """Begin with none; its memory is that of the device tier, ``numbers`` what pages hold.
+
+        ``kept_limit``: the most bytes of pages that no running text has; None: no limit.
+        """
+        self._tiers, self._numbers, self._kept_limit = tiers, numbers, kept_limit
         self._tree = PrefixTree()
         self._rents: list[_Rent] = []
         tiers.spare_from(Tier.DEVICE, nbytes=lambda: self._tree.idle_bytes, give_up=self._let_go)
@@ -102,6 +108,7 @@ class KVPool:
         """Assert what always holds: each block is rented by the texts that share it, no other."""
         with self._tiers.lock:
             self._tree.check_integrity()
+            assert self._kept_limit is None or self._rents or self.kept_bytes <= self._kept_limit
             shared = Counter(block for rent in self._rents for block in rent.blocks)
             assert all(block.rents == count for block, count in shared.items())
             lost = sum(block.page.nbytes for block in shared if block.is_lost)
@@ -150,7 +157,7 @@ class KVPool:
 
     def _found(self, wanted: KVWanted, rent: _Rent) -> Found:
         """Find how the text begins, and share that."""
-        if rent.origin is None:
+        if rent.origin is None or not wanted.reuse:
             return Found()
         most = min(wanted.virtual + len(wanted.ids) - 1, wanted.capacity)
         with self._tiers.lock:
@@ -209,6 +216,8 @@ class KVPool:
                 self._tree.insert(rent.origin, tokens, pages)
             self._exchange(rent, ())
             self._rents.remove(rent)
+            if self._kept_limit is not None:
+                self._tree.evict(self._tree.idle_bytes - self._kept_limit)
             freed = before - self.nbytes
             pages.clear()
         self._release(freed)

@@ -116,7 +116,8 @@ def _threads_differ(request: RunRequest, lent: Lent) -> tuple[str, ...]:
 def _of_the_context(prepared: Prepared, generated: Generated) -> tuple[str, ...]:
     """What of the prompt was not read, and whether the answer ended for want of room."""
     prompt, wanted = prepared.prompt, prepared.planned.result.plan.params.max_tokens
-    if generated.finish_reason != "length" or prompt.max_tokens == wanted:
+    is_full = 0 < prompt.max_tokens < wanted
+    if generated.finish_reason != "length" or not is_full:
         return prompt.warnings
     full = f"the answer ended where the context of {prompt.capacity} tokens is full"
     return (*prompt.warnings, full)

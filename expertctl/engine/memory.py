@@ -18,6 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OLD_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 _NO_LIMIT = 1 << 60
 """From here on a number of version 1 of control groups means that there is no limit."""
 
@@ -66,6 +67,12 @@ def container() -> int | None:
     files = (*(group / "memory.max" for group in _own_groups()), _OLD_LIMIT)
     limits = [_limit(path) for path in files]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def resident() -> int | None:
+    """Return how many bytes of memory this process has now; None where the system does not tell."""
+    pages = _read(_STATM).split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else None
 
 
 def unused() -> int | None:

@@ -2,7 +2,7 @@
 
 A message is put together, never rewritten. Without a template it is the prompt, a blank line, the
 body. A template holds ``{prompt}`` and ``{body}`` at most once each; what is put in is not looked
-at again. Routing sees the prompt only.
+at again. Routing sees the prompt only. A raw prompt is no message: it is continued as it stands.
 """
 
 import re
@@ -18,6 +18,9 @@ NOT_READ = "the template has no {prompt}: the prompt chose the experts, the mode
 _PLACES = re.compile(r"\{(prompt|body)\}")
 
 Role = Literal["system", "user", "assistant", "tool"]
+ChatEnd = Literal["new_turn", "as_is", "continue"]
+"""How a prompt ends: where a new turn of the assistant begins, where the last message was closed,
+or inside the last message, which the answer continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,22 @@ class UserMessage:
             )
         values = {"prompt": self.prompt, "body": self.body or ""}
         return _PLACES.sub(lambda match: values[match[1]], template)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPrompt:
+    """What is continued as it stands, by no chat template: a text or, with ``ids``, tokens."""
+
+    text: str = ""
+    ids: tuple[int, ...] | None = None
+    suffix: str | None = None
+    """What stands behind the continuation, which is the middle then; only of a text."""
+    parse_special: bool = True
+    """Whether control tokens that a text spells are control tokens; else they are letters."""
+    add_special_tokens: bool = True
+    """Whether the token that the tokenizer puts before a text is added."""
+    is_continued: bool = True
+    """Whether anything is written; else the prompt is only read."""
 
 
 def _check(text: str) -> None:

@@ -4,7 +4,7 @@ Importing this imports numba. Compiled code is kept below the home, and `tell` g
 when some has to be made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.decoder_programs import ADAPTERS, buffer_bytes
 from expertctl.engine.generate import NativeReading, Reading
 from expertctl.engine.kernels.compiled import compiled_cache
@@ -46,6 +47,7 @@ from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes,
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import keeps_copy, load_packed_base, packing_scratch
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.package.base_tensors import base_tensors
@@ -203,9 +205,9 @@ class PackedBackend:
         """Equal where one keeper serves: pages of the same numbers."""
         return f"pages of {self.kv_numbers.value}"
 
-    def new_keeper(self, tiers: Tiers) -> KVPool:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVPool:
         """Return an owner of pages."""
-        return KVPool(tiers, numbers=self.kv_numbers)
+        return KVPool(tiers, numbers=self.kv_numbers, kept_limit=kept_limit)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "PackedModel":
         """Read and pack the weights, or read them as they were packed before.
@@ -333,16 +335,45 @@ class PackedModel:
         assert isinstance(cache, KVPages)
         self.decoder.prepare(cache, plan.packed, tokens=tokens, rows=rows)
 
+    @property
+    def prefill_parts(self) -> int:
+        """The number of layers; 1 with routed experts, which are brought for one pass at a time."""
+        return 1 if self.base.config.experts is not None else self.base.config.layers
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt; ``between_layers`` may call `step` with other texts."""
+        assert isinstance(reading, NativeReading), "a text of a base that kernels hold"
+        if self.prefill_parts == 1:
+            return reading.prefill(ids)
+        assert isinstance(reading.cache, KVPages)
+        soft_prompt = reading.soft_prompt if reading.cache.length == 0 else None
+        return self.decoder.prefill(
+            ids,
+            reading.cache,
+            reading.deltas,
+            soft_prompt=soft_prompt,
+            progress=reading.progress,
+            scores=reading.scores,
+            between_layers=between_layers,
+        )
+
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, in one pass over the weights."""
         return self.decoder.step([_row(reading, token) for reading, token in texts])
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, KVPages)
-        return NativeReading(self.decoder, cache, plan.packed, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.packed, plan.soft_prompt, progress, scores)
 
     @property
     def read_bytes(self) -> int:

@@ -3,12 +3,13 @@
 Programs and the room they compute in are made when they are first needed; plans are no part of
 them, so several may take turns or meet in one batch, and nothing is made anew for it. Any number of
 threads may call it: one call, or one stretch of a prompt, runs at a time, and scores are copied out
-before the next begins.
+before the next begins. Only the thread that reads a prompt may step other texts in the middle of
+it, between two layers; such steps have a room and programs of their own.
 """
 
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.batch_counts import stretches_of
 from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
-from expertctl.engine.decoder_program import DecoderProgram, Lanes, Stage
+from expertctl.engine.decoder_program import DecoderProgram, Lanes, Stage, split_by_layer
 from expertctl.engine.decoder_programs import DecoderPrograms
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
@@ -34,6 +35,7 @@ from expertctl.engine.moe.whole_experts import whole_experts
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_delta import PackedDeltas
+from expertctl.engine.prompt_scores import ScoreRows
 
 Numbers = np.ndarray[Any, Any]
 
@@ -69,8 +71,11 @@ class PackedDecoder:
         self.modules = frozenset(base.config.linear_shapes())
         self._base, self._crew, self._chunk, self._pace = base, crew, chunk, pace
         self._experts = experts or whole_experts(base)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._programs = DecoderPrograms(base, self._experts, chunk=chunk)
+        self._interleaved = DecoderPrograms(base, self._experts, chunk=chunk)
+        """What steps between two layers of a prompt are computed with."""
+        self._is_inside_prefill = False
         self._times: LayerTimes | None = None
 
     def prefill(
@@ -81,11 +86,16 @@ class PackedDecoder:
         *,
         soft_prompt: Tensor | None = None,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
+        between_layers: Callable[[], None] | None = None,
     ) -> PrefillResult:
         """Read a prompt; ``progress`` counts its tokens and may raise.
 
         The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
         of a cache and count like tokens. Other texts may be read between two stretches.
+        ``between_layers`` may call `step` with other caches; a base of routed experts has none.
+        ``scores`` gets the logits of every position, as many rows at a time as a step scores at
+        most.
 
         Raises:
             UsageError: for a prompt without tokens.
@@ -102,7 +112,8 @@ class PackedDecoder:
                 end = min(start + self._chunk, read)
                 with self._lock:
                     part = _Part(before, tokens, start, end)
-                    self._read(part, cache, deltas, logits if end == read else None)
+                    wanted = logits if end == read else None
+                    self._read(part, cache, deltas, wanted, scores, between_layers)
                 progress(end - start)
         except BaseException:
             cache.rewind(begin)
@@ -180,21 +191,27 @@ class PackedDecoder:
             room = self._programs.room(tokens=min(tokens, self._chunk), rows=rows)
             for together in (True, False):
                 self._program(room, [cache], [deltas], together=together)
+            if rows > 1 and self._experts is None:
+                room = self._interleaved.room(tokens=rows, rows=rows)
+                self._interleaved.program(
+                    room, [cache], [deltas], together=False, fused=self._times is None
+                )
 
     def rest(self) -> None:
         """Let go of all but the weights."""
         with self._lock:
             self._programs.let_go()
+            self._interleaved.let_go()
 
     @property
     def is_at_rest(self) -> bool:
         """Whether it holds nothing but its weights."""
-        return self._programs.is_empty
+        return self._programs.is_empty and self._interleaved.is_empty
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds beside its weights."""
-        return self._programs.nbytes
+        return self._programs.nbytes + self._interleaved.nbytes
 
     def _checked(
         self,
@@ -221,13 +238,15 @@ class PackedDecoder:
         cache: KVPages,
         deltas: PackedDeltas | None,
         logits: Tensor | None,
+        scores: ScoreRows | None,
+        between_layers: Callable[[], None] | None,
     ) -> None:
         """Read one stretch of a prompt; score its last token where that is wanted.
 
-        The last layer writes the keys and values of all tokens; the rest of it is for the last one
-        alone, since what it would make of the others is never read.
+        The last layer writes the keys and values of all tokens. Without ``scores`` the rest of it
+        is for the last one alone, since what it would make of the others is never read.
         """
-        count = part.end - part.start
+        count, first = part.end - part.start, cache.length
         room = self._programs.room(tokens=count, rows=1)
         program = self._program(room, [cache], [deltas], together=True)
         room.begin_pass()
@@ -235,26 +254,62 @@ class PackedDecoder:
         room.positions[:count] = np.arange(cache.length, cache.length + count)
         room.tables[:count] = cache.table
         program.set(count, stretches_of([deltas] * count))
-        with self._workers(("prompt", count)) as workers:
+        whole = nullcontext() if between_layers else self._workers(("prompt", count))
+        with whole as workers:
             self._run(program.embed, workers)
             room.hidden[: len(virtual), : virtual.shape[1]] = virtual
-            self._run_stages(program.layers, room, count, workers)
-            room.keep_row(count - 1, of=count)
-            program.set(1, stretches_of([deltas]))
-            self._run_stages(program.last, room, 1, workers)
+            if between_layers is None:
+                self._run_stages(program.layers, room, count, workers)
+            else:
+                self._run_interleaved(program.layers, count, between_layers)
+            left = count
+            if scores is None:
+                room.keep_row(count - 1, of=count)
+                left = 1
+                program.set(left, stretches_of([deltas]))
+            self._run_stages(program.last, room, left, workers)
             self._passed(room, count, phase=Phase.PROMPT)
         cache.advance(count)
-        if logits is not None:
+        last = 0
+        if scores is not None:
+            last = self._score_all(program, room, deltas, first, count, scores, workers)
+        elif logits is not None:
             self._run(program.score, workers)
-            logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
+        if logits is not None:
+            logits.numpy()[...] = room.logits[last, : self.config.vocab_size]
+
+    def _score_all(
+        self,
+        program: DecoderProgram,
+        room: DecoderRoom,
+        deltas: PackedDeltas | None,
+        first: int,
+        count: int,
+        scores: ScoreRows,
+        workers: int | None,
+    ) -> int:
+        """Give the logits of ``count`` rows, as many at a time as the room scores.
+
+        Returns the row of the room that has the logits of the last.
+        """
+        rows = 0
+        for begin in range(0, count, room.size[1]):
+            rows = min(room.size[1], count - begin)
+            room.hidden[:rows] = room.hidden[begin : begin + rows]
+            program.set(rows, stretches_of([deltas] * rows))
+            self._run(program.score, workers)
+            scores(first + begin, room.logits[:rows, : self.config.vocab_size])
+        return rows - 1
 
     def _step(self, rows: Sequence[StepRow], tokens: Numbers, logits: Numbers) -> None:
         """Read a token of each row; rows of one plan are adjacent."""
-        room = self._programs.room(tokens=len(rows), rows=len(rows))
+        programs = self._interleaved if self._is_inside_prefill else self._programs
+        room = programs.room(tokens=len(rows), rows=len(rows))
         order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
         mine = [rows[number] for number in order]
         plans = [row.deltas for row in mine]
-        program = self._program(room, [row.cache for row in mine], plans, together=False)
+        caches, fused = [row.cache for row in mine], self._times is None
+        program = programs.program(room, caches, plans, together=False, fused=fused)
         room.begin_pass()
         for place, (number, row) in enumerate(zip(order, mine, strict=True)):
             room.tokens[place], room.positions[place] = tokens[number], row.cache.length
@@ -269,6 +324,22 @@ class PackedDecoder:
             logits[number] = room.logits[place, : self.config.vocab_size]
         for row in mine:
             row.cache.advance(1)
+
+    def _run_interleaved(
+        self, stages: Sequence[Stage], count: int, between_layers: Callable[[], None]
+    ) -> None:
+        """Run stages layer by layer, and let others step in between."""
+        assert self._experts is None, "routed experts are brought for one pass at a time"
+        parts = [part for stage in stages for part in split_by_layer(stage.program)]
+        self._is_inside_prefill = True
+        try:
+            for number, part in enumerate(parts):
+                if number:
+                    between_layers()
+                with self._workers(("layer", count)) as workers:
+                    self._run(part, workers)
+        finally:
+            self._is_inside_prefill = False
 
     def _run_stages(
         self, stages: Sequence[Stage], room: DecoderRoom, tokens: int, workers: int | None

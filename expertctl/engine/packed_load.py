@@ -14,7 +14,7 @@ import numpy as np
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.base_weights import other_head, rounding_warnings
 from expertctl.engine.kernels.packed import widened
-from expertctl.engine.kernels.scheme import GROUP, Scheme
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import allocate
 from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape
 from expertctl.engine.packed_base import PackedBase, empty_base, packed_bytes
@@ -100,8 +100,9 @@ class _Told:
 
 
 def _warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
+    """Warn of rounding that nobody asked for by name; of int8 and int4 the numerics tell."""
     if scheme.layout.is_grouped:
-        return (f"base weights are held as {scheme.value}, in groups of {GROUP}",)
+        return ()
     return rounding_warnings(stored, scheme.value)
 
 

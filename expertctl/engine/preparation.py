@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 
 from expertctl.engine.budget import Budget, Purpose
-from expertctl.engine.chat_template import Prompt, encode_chat, encode_plain
+from expertctl.engine.chat_template import Prompt, encode_chat
 from expertctl.engine.compat import plan_one
 from expertctl.engine.compat_base import CompatBase, open_compat
 from expertctl.engine.compose import Form
 from expertctl.engine.context import FittedPrompt, fit_context
 from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import ExpertSource, LocalExpert
-from expertctl.engine.kernels.scheme import GROUP
 from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
 from expertctl.engine.message import Message
 from expertctl.engine.moe.habit_keeper import HabitKeeper
 from expertctl.engine.moe.start import without_effect
 from expertctl.engine.outline import Foretold, foretell, stored_outline
+from expertctl.engine.raw_prompt import encode_raw
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import Numerics
 from expertctl.errors import BudgetError, InvalidPackageError, UsageError
@@ -325,17 +325,9 @@ def prepare_on(
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request, base, planned, template)
     wish = _wish(request, planned.base)
-    told = (*planned.warnings, *_of_rounding(planned, wish), *_of_misses(base, wish))
+    told = (*planned.warnings, *_of_misses(base, wish))
     planned = replace(planned, result=replace(planned.result, warnings=told))
     return Prepared(planned, base, template, prompt, wish)
-
-
-def _of_rounding(planned: Planned, wish: Wish) -> tuple[str, ...]:
-    """Say where experts are held in less than was published."""
-    if wish.adapter_dtype == "published" or not planned.experts:
-        return ()
-    groups = f", in groups of {GROUP}" if wish.adapter_dtype == "int8" else ""
-    return (f"experts are held as {wish.adapter_dtype}{groups}",)
 
 
 def _of_misses(base: OpenBase | CompatBase, wish: Wish) -> tuple[str, ...]:
@@ -374,18 +366,25 @@ def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]
 def _fitted(
     request: RunRequest, base: OpenBase | CompatBase, planned: Planned, template: TemplateChoice
 ) -> FittedPrompt:
+    raw, params = request.raw, planned.result.plan.params
+
     def encode(messages: Sequence[Message]) -> Prompt:
-        if request.plain:
-            return encode_plain(base.tokenizer, messages)
-        variables = request.variables
-        return encode_chat(base.tokenizer, messages, template=template.source, variables=variables)
+        if raw is not None:
+            return encode_raw(base.tokenizer, raw)
+        return encode_chat(
+            base.tokenizer,
+            messages,
+            template=template.source,
+            variables=request.variables,
+            end=request.chat_end,
+        )
 
     return fit_context(
         request.messages,
         encode,
         context=min(base.context, request.context_size or base.context),
-        max_tokens=planned.result.plan.params.max_tokens,
-        truncate=request.truncate,
+        max_tokens=params.max_tokens if raw is None or raw.is_continued else 0,
+        truncate=request.truncate and raw is None,
         virtual=_virtual_tokens(planned),
     )
 

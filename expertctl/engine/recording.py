@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from expertctl.engine.answer_form import Checked, checked, wanted_form
+from expertctl.engine.answer_form import Checked, checked, excuse_cut_answer, wanted_form
 from expertctl.engine.generate import Generated
 from expertctl.engine.run_result import BytesRead
 from expertctl.errors import (
@@ -43,11 +43,12 @@ def record_failure(planned: Planned, catalogue: Catalogue, error: ExpertError) -
 
 
 def check_answer(generated: Generated, planned: Planned, prompt: str) -> Checked:
-    """Check the form of an answer that was not stopped; one that was cut may lack its end."""
+    """Check the form of an answer that was not stopped; its end may be missing."""
     if generated.finish_reason in {"cancelled", "timeout"}:
         return Checked(None)
     experts = [expert.manifest for expert in planned.experts]
-    return checked(generated.text, wanted_form(prompt, experts))
+    found = checked(generated.text, wanted_form(prompt, experts))
+    return excuse_cut_answer(found, finish_reason=generated.finish_reason)
 
 
 def record(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.message import ChatEnd, Message, RawPrompt, UserMessage
 from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
 from expertctl.routing.plan_file import SavedPlan
@@ -55,8 +55,10 @@ class RunRequest:
     turns: tuple[Message, ...] = ()
     variables: Mapping[str, JsonValue] = field(default_factory=dict)
     """What the chat template is given besides: ``tools``, say."""
-    plain: bool = False
-    """Whether the message is read as it is, by no chat template."""
+    chat_end: ChatEnd = "new_turn"
+    """Whether the answer is a new turn, or continues the last message."""
+    raw: RawPrompt | None = None
+    """The prompt where no chat template reads it; the message is only what it is routed by."""
     context_size: int | None = None
     """How many tokens prompt and answer may have together; never more than the base reads."""
     before: Plan | None = None

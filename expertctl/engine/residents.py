@@ -75,7 +75,9 @@ class Ready:
         reading = self.model.reading(self.kv.cache, self.plan, progress=stopping(cancelled))
         if trace is not None:
             reading = TracedReading(reading, self.model.timed, trace)
-        writer = Writer(tokenizer, plan.params, seed=plan.seed, max_tokens=most)
+        writer = Writer(
+            tokenizer, plan.params, seed=plan.seed, max_tokens=most, end_ids=prompt.end_ids
+        )
         generated = yield from generate(reading, prompt.ids[self.reused :], writer, cancelled)
         if generated.finish_reason != "cancelled":
             self.kv.complete((*prompt.ids, *generated.tokens))
@@ -94,16 +96,19 @@ class Residents:
         progress: Progress,
         tell: Tell,
         moe: StartWishes = USUAL,
+        kept_kv: int | None = None,
     ) -> None:
         """Begin with nothing in memory; ``ram`` is the budget of experts where it is another one.
 
-        ``moe`` says how routed experts begin where not all of them fit.
+        ``moe`` says how routed experts begin where not all of them fit. ``kept_kv`` is the most
+        bytes that keys and values take between requests; None: what nothing else needs.
         """
         self.habits = HabitKeeper(planner.bases, moe)
         self.tiers = Tiers(ram=ram or budget, device=budget)
         self._budget, self._base = budget, BaseSlot(self.tiers, dropping=self.habits.forget)
         self._prefetch = Prefetch[LoadedAdapter](self.tiers)
         self._kv: dict[str, KVKeeper] = {}
+        self._kept_kv = kept_kv
         self._derived = Derived(planner.store.paths.derived)
         self._copies: QuantisedCopies | None = None
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -198,7 +203,7 @@ class Residents:
     def keeper(self, backend: Backend) -> KVKeeper:
         """Return the owner of keys and values of the kind that the models of a backend read."""
         if backend.kv_kind not in self._kv:
-            self._kv[backend.kv_kind] = backend.new_keeper(self.tiers)
+            self._kv[backend.kv_kind] = backend.new_keeper(self.tiers, kept_limit=self._kept_kv)
         return self._kv[backend.kv_kind]
 
     def _around(self, base: OpenBase, threads: int) -> Surroundings:

@@ -1,12 +1,13 @@
 """One token drawn from scores, in a fixed order.
 
 Constraint mask, repetition, presence and frequency penalty, temperature, top-k, softmax, top-p,
-min-p, draw. Penalties count generated tokens only; greedy ignores them. Each step is a function of
-its own on float32 arrays. The draw inverts the cumulative distribution in order of token ids with
+min-p, draw. Penalties count generated tokens only, the repetition penalty only the last
+`REPETITION_WINDOW` of them; greedy takes the best score after them. Each step is a function of its
+own on float32 arrays. The draw inverts the cumulative distribution in order of token ids with
 numbers from Philox, whose bits are the same on every platform.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ Mask = npt.NDArray[np.bool_]
 Counts = Mapping[int, int]
 """How often each token was generated."""
 
+REPETITION_WINDOW = 64
+"""How many of the last tokens the repetition penalty looks at: over a whole answer it forbids the
+commonest words, and lists and stories drift into symbols."""
 _ARRAYS = 12
 """How many arrays of scores are alive at once where all are alike, some of them in 64 bits."""
 _MAX_SEED = 2**64 - 1
@@ -52,17 +56,19 @@ def sample(
     params: SamplingParams,
     draws: Draws,
     *,
+    recent: Collection[int] = (),
     allowed: Mask | None = None,
 ) -> int:
-    """Return the next token.
+    """Return the next token; ``recent`` are those that the repetition penalty looks at.
 
     Raises:
         IncompatibleError: when the scores are not numbers or no token is allowed.
     """
     scores = constrained(_checked(logits), allowed)
+    scores = less_repeated(scores, recent, params.repetition_penalty)
+    scores = penalised(scores, counts, params)
     if params.is_greedy:
         return int(scores.argmax())  # of equal scores the lowest id
-    scores = penalised(scores, counts, params)
     return draw(probabilities(scores, params), draws.next())
 
 
@@ -91,19 +97,26 @@ def constrained(scores: Scores, allowed: Mask | None) -> Scores:
     return scores
 
 
+def less_repeated(scores: Scores, recent: Collection[int], penalty: float) -> Scores:
+    """Make recent tokens less likely by a factor, however often each of them came."""
+    if not recent or penalty == 1.0:
+        return scores
+    ids = np.unique(np.fromiter(recent, dtype=np.int64, count=len(recent)))
+    old, factor = scores[ids], np.float32(penalty)
+    scores = scores.copy()
+    scores[ids] = np.where(old < 0, old * factor, old / factor)
+    return scores
+
+
 def penalised(scores: Scores, counts: Counts, params: SamplingParams) -> Scores:
-    """Make generated tokens less likely: by a factor, by their presence, by their number."""
-    neutral = params.repetition_penalty == 1.0
-    if not counts or (neutral and not (params.presence_penalty or params.frequency_penalty)):
+    """Make generated tokens less likely by their presence and by their number."""
+    if not counts or not (params.presence_penalty or params.frequency_penalty):
         return scores
     ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
     numbers = np.fromiter(counts.values(), dtype=np.float32, count=len(counts))
-    old = scores[ids]
-    factor = np.float32(params.repetition_penalty)
-    new = np.where(old < 0, old * factor, old / factor)
-    new -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * numbers
+    less = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * numbers
     scores = scores.copy()
-    scores[ids] = new
+    scores[ids] -= less
     return scores
 
 
@@ -139,7 +152,9 @@ def keep_top_p(chances: Scores, top_p: float) -> Scores:
     likely = _that_may_count(chances, top_p)
     about = _steps_of(likely)
     sums = np.bincount(about, weights=likely)[::-1].cumsum()[::-1]  # of a step and those above
-    step = max(int(np.searchsorted(-sums, -top_p, side="right")) - 1, 0)
+    if sums[0] < top_p:
+        return chances  # rounded chances may sum to a little less than 1
+    step = int(np.searchsorted(-sums, -top_p, side="right")) - 1
     above = sums[step + 1] if step + 1 < len(sums) else 0.0
     near = np.sort(likely[about == step])[::-1]
     before = above + np.cumsum(near, dtype=np.float64) - near

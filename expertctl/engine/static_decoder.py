@@ -37,6 +37,7 @@ from expertctl.engine.linear import NO_DELTAS, Deltas
 from expertctl.engine.moe.expert_stack import StackShape
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.engine.moe.stacked_mlp import stacked_layers, stacked_numbers, step_bytes
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.static_graphs import Graphs
 from expertctl.engine.static_kv import ArenaRow, KVArena
 from expertctl.engine.static_plans import (
@@ -109,12 +110,19 @@ class StaticDecoder:
         soft_prompt: Tensor | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> PrefillResult:
         """Read a prompt, as `Decoder.prefill` does and with its errors."""
         before = None if soft_prompt is None else soft_prompt.to(self.device)
         with self._lock:
             return self._prompts.prefill(
-                ids, cache, deltas, soft_prompt=before, chunk=chunk, progress=progress
+                ids,
+                cache,
+                deltas,
+                soft_prompt=before,
+                chunk=chunk,
+                progress=progress,
+                scores=scores,
             )
 
     def decode(self, token: int, cache: ArenaRow, deltas: Deltas = NO_DELTAS) -> DecodeResult:

@@ -5,11 +5,33 @@ the answer does not depend on how the text was cut into pieces, and nothing is g
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from expertctl.errors import UsageError
 
 MAX_STOPS = 64
+MAX_STOP_TOKENS = 64
 MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a text may end, besides its stop strings and its length.
+
+    Before ``min_tokens`` were generated no token and no stop string ends it. With ``ignore_end``
+    the end tokens of the base do not end it at all; ``stop_tokens`` do in any case.
+    """
+
+    min_tokens: int = 0
+    ignore_end: bool = False
+    stop_tokens: frozenset[int] = frozenset()
+
+    def end_ids(self, of_base: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end a text."""
+        return self.stop_tokens if self.ignore_end else of_base | self.stop_tokens
+
+
+USUAL_RULES = StopRules()
 
 
 class StopScanner:

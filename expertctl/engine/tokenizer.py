@@ -3,9 +3,10 @@
 Control tokens are those that the file marks as special. Text of a user never becomes one: where it
 holds the letters of one, these are read as letters. What a chat template writes itself does become
 control tokens. `Marks` keep the two apart in one rendered text; all other text is tokenised exactly
-as the file says.
+as the file says. A raw prompt, which no template reads, may spell control tokens itself.
 """
 
+import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ _FIRST_MARK = 0xF0000  # private use plane
 _BROKEN = "\ufffd"
 _MAX_HELD_TOKENS = 64
 _ANCHOR = "\n"
+_ANY_LETTER = "a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class Tokenizer:
     """The tokens of one base."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-        """Keep the backend; ``control_ids`` are what users cannot write."""
+        """Keep the backend; ``control_ids`` of ``added_ids`` are what users cannot write."""
         self.config = config
         self._backend = backend
         added: dict[int, Any] = backend.get_added_tokens_decoder()
-        self._added_ids = frozenset(added)
+        self.added_ids = frozenset(added)
         control = {i: token for i, token in added.items() if token.special}
         self.control_ids = frozenset(control)
         self._suspect = _pattern_of(control.values())
@@ -94,6 +96,35 @@ class Tokenizer:
             return list(self._backend.encode(text).ids)
         self._letters(text, after="")
         return list(self._letter_backend.encode(text).ids)
+
+    def encode_raw(self, text: str, *, parse_special: bool, add_special_tokens: bool) -> list[int]:
+        """Read a text that may spell control tokens, if ``parse_special``; else as letters.
+
+        With ``add_special_tokens`` the file decides about a token at the beginning, which a text
+        that spells it already does not get twice.
+
+        Raises:
+            UsageError: as `encode` does.
+        """
+        if not parse_special and add_special_tokens:
+            return self.encode(text)
+        ids = self.encode_part(text, parse_special=parse_special, is_first=True)
+        begin = list(self.begin_ids)
+        if not add_special_tokens or (begin and ids[: len(begin)] == begin):
+            return ids
+        return list(self._backend.encode(text).ids)
+
+    def encode_part(self, text: str, *, parse_special: bool, is_first: bool) -> list[int]:
+        """Read a part of a text and add nothing; only the first may get a space before it.
+
+        Raises:
+            UsageError: as `encode` does.
+        """
+        _check_unicode(text)
+        after = "" if is_first or self._begins_as_it_goes_on else _ANCHOR
+        if parse_special or not self._controls(text):
+            return self._plain(text, after=after)
+        return self._letters(text, after=after)
 
     def encode_rendered(self, text: str, marks: Marks | None = None) -> list[int]:
         """Read what a chat template wrote; nothing is added, marked parts are letters.
@@ -135,10 +166,29 @@ class Tokenizer:
         """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, control tokens as they are spelled."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def spell(self, token: int) -> str:
+        r"""Return how a token looks alone: control tokens by name, parts of letters as bytes.
+
+        These are ``bytes:`` and escapes such as ``\xe2\x80``, as OpenAI's API has them.
+        """
+        if token in self.added_ids:
+            return str(self._backend.id_to_token(token))
+        raw = self.bytes_of(token)
+        if raw is None:
+            return self.decode([token])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes that a token adds to a text; None where they cannot be known."""
         piece: str | None = self._backend.id_to_token(token)
-        if piece is not None and token not in self._added_ids:
+        if piece is not None and token not in self.added_ids:
             spelt = spelt_bytes(piece, self._decoder)
             if spelt is not None:
                 return spelt
@@ -159,6 +209,21 @@ class Tokenizer:
         """Both places count: some chat models name the end of a turn in one of them only."""
         named = self.token_id(self.config.special_tokens.get("eos_token", ""))
         return frozenset(self.config.end_ids) | ({named} if named is not None else set())
+
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The tokens that the file puts before a text, mostly one or none."""
+        ids = list(self._backend.encode(_ANY_LETTER).ids)
+        plain = list(self._backend.encode(_ANY_LETTER, add_special_tokens=False).ids)
+        places = range(len(ids) - len(plain) + 1)
+        found = next((n for n in places if ids[n : n + len(plain)] == plain), 0)
+        return tuple(ids[:found])
+
+    @cached_property
+    def _begins_as_it_goes_on(self) -> bool:
+        """Whether a text gets no space before it, so that it may be read apart."""
+        alone = list(self._backend.encode(_ANY_LETTER, add_special_tokens=False).ids)
+        return alone == self._plain(_ANY_LETTER, after=_ANCHOR)
 
     @cached_property
     def _decoder(self) -> str | None:
@@ -228,7 +293,8 @@ class TextStream:
     """Turns tokens into text as they come; what was given out never changes.
 
     The text of a few tokens is compared with that of the same and one more, because spaces and
-    UTF-8 sequences reach across tokens. A sequence that is not complete is held back.
+    UTF-8 sequences reach across tokens. A sequence that is not complete is held back, and left out
+    where the text ends within it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -250,10 +316,23 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back, as it is."""
+        """Return what was held back, without the part of a character at its end."""
+        part = self._drop_unfinished()
         text = self._new_text()
         self._context, self._held = self._held, []
-        return text
+        return text.removesuffix(_BROKEN) if part else text
+
+    def _drop_unfinished(self) -> int:
+        """Let go of the tokens of a character that is cut; return how many bytes of it are left."""
+        known = (self._tokenizer.bytes_of(token) for token in self._held)
+        spelt = [
+            b"?" if data is None else data for data in known
+        ]  # letters: no part of a character
+        unfinished = _unfinished(b"".join(spelt))
+        while unfinished and len(spelt[-1]) <= unfinished:
+            unfinished -= len(spelt.pop())
+            self._held.pop()
+        return unfinished
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._context)
@@ -261,3 +340,10 @@ class TextStream:
         if both.startswith(before):
             return both[len(before) :]
         return self._tokenizer.decode(self._held)  # broken bytes spoilt what stood before
+
+
+def _unfinished(data: bytes) -> int:
+    """Return how many bytes at the end begin a character in UTF-8 and do not complete it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])

@@ -1,6 +1,6 @@
 """A base that torch holds and runs: every size, tiny ones in less time than numba's import."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,13 +11,14 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, load_base
 from expertctl.engine.compose import CompiledPlan, Form
-from expertctl.engine.decoder import Decoder, pass_bytes
+from expertctl.engine.decoder import Decoder, PrefillResult, pass_bytes
 from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import KVSlots
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.prompt_scores import ScoreRows
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import UsageError
@@ -92,9 +93,9 @@ class TorchBackend:
         """Equal where one keeper serves."""
         return "torch"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlots:
+    def new_keeper(self, tiers: Tiers, *, kept_limit: int | None = None) -> KVSlots:
         """Return an owner of caches."""
-        return KVSlots(tiers)
+        return KVSlots(tiers, kept_limit=kept_limit)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "TorchModel":
         """Read the weights.
@@ -154,11 +155,27 @@ class TorchModel:
         """Do nothing: torch makes nothing beforehand."""
 
     def reading(
-        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+        self,
+        cache: KVRoom,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = no_progress,
+        scores: ScoreRows | None = None,
     ) -> Reading:
         """Begin or go on with a text."""
         assert isinstance(cache, KVCache)
-        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+        return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not cut."""
+        return 1
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
         """Read one more token of each of several texts, one after the other."""

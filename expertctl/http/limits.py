@@ -28,7 +28,9 @@ from expertctl.errors import (
     ExpertError,
     ForbiddenError,
     MediaTypeError,
+    MisdirectedError,
     RateLimitError,
+    SlowBodyError,
     TooLargeError,
     UsageError,
 )
@@ -152,7 +154,7 @@ class RequestLimits:
         """Refuse a request for another server, or from a page of another site."""
         bounds = self.bounds
         if not self._is_ours(headers.getlist("host")):
-            error = UsageError(f"{bounds.whose} has another name", hint=bounds.host_hint)
+            error = MisdirectedError(f"{bounds.whose} has another name", hint=bounds.host_hint)
             return Refusal(421, error)
         origins = headers.getlist("origin")  # only browsers name the page that asks
         if scope["method"] not in bounds.open_methods and not bounds.origins.issuperset(origins):
@@ -164,7 +166,7 @@ class RequestLimits:
     def _unreadable(self, scope: Scope, headers: Headers) -> Refusal | None:
         """Refuse a body that is compressed, of another kind, or too large."""
         if headers.get("content-encoding", "identity").lower() != "identity":
-            return Refusal(415, UsageError("the body of a request must not be compressed"))
+            return Refusal(415, MediaTypeError("the body of a request must not be compressed"))
         limit = self.bounds.body_limit(scope["path"])
         length = headers.get("content-length", "0")
         if limit is not None and (not length.isdecimal() or int(length[:20]) > limit):
@@ -262,7 +264,7 @@ class _Body:
         return self._size < (self._waited - self._seconds) * LEAST_RATE
 
     def _refuse(self, status: int, fact: str) -> Message:
-        return self._give_up(Refusal(status, UsageError(fact)))
+        return self._give_up(Refusal(status, SlowBodyError(fact)))
 
     def _give_up(self, refusal: Refusal) -> Message:
         self.refused = refusal
@@ -272,14 +274,14 @@ class _Body:
 def _oversized(scope: Scope) -> Refusal | None:
     sizes = [len(name) + len(value) for name, value in scope["headers"]]
     if sum(sizes) > MAX_HEADER_BYTES or len(sizes) > MAX_HEADERS:
-        return Refusal(431, UsageError("the headers of the request are too large"))
+        return Refusal(431, TooLargeError("the headers of the request are too large"))
     return None
 
 
 def _doubtful_path(scope: Scope, named_below: bytes | None) -> Refusal | None:
     path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogateescape")
     if len(path) > MAX_PATH:
-        return Refusal(414, UsageError("the path of the request is too long"))
+        return Refusal(414, TooLargeError("the path of the request is too long"))
     if named_below is not None and path.startswith(named_below):
         path = path.replace(b"%2f", b"/").replace(b"%2F", b"/")
     if not _is_plain(path):

@@ -48,6 +48,13 @@ class Rates:
         level = self._level(key, self.clock())
         return 0 if level >= 1 else self._seconds(level)
 
+    def standing(self, key: str) -> tuple[int, float]:
+        """Return how much can be taken now, and the seconds until the bucket is full again."""
+        level = self._level(key, self.clock())
+        lacking = self.per_minute - level
+        seconds = lacking * MINUTE / self.per_minute if self.per_minute else MINUTE
+        return max(0, math.floor(level)), seconds
+
     def __len__(self) -> int:
         """Return how many buckets are remembered."""
         return len(self._buckets)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
 from expertctl.errors import ExpertError, RevokedError, TrustError
+from expertctl.install.notices import REFUSED, ask_about, held_in_store, notices_about
 from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
+from expertctl.install.sources import Sources
 from expertctl.package.layout import content_digest, layout_of
+from expertctl.package.verify import check_signed_name
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.index import DEEP_FOLDER
 from expertctl.routing.suspicion import RULES, flags
@@ -42,6 +45,8 @@ class Finding:
     hint: str
     broken: bool = True
     """False when all works, but the user should know."""
+    untrusted: bool = False
+    """True when a key was revoked, or a registry says that a version has another content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,11 @@ class Diagnosis:
     def healthy(self) -> bool:
         """Tell whether nothing is broken."""
         return not any(finding.broken for finding in self.findings)
+
+    @property
+    def untrusted(self) -> bool:
+        """Tell whether trust in something was withdrawn."""
+        return any(finding.untrusted for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +87,10 @@ def examine(
     catalogue: Catalogue,
     indexes: IndexStore | None = None,
     suspicions: Suspicions | None = None,
+    online: Iterable[Finding] = (),
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Read everything and hash every blob, in threads."""
+    """Read everything and hash every blob, in threads; ``online`` is what registries say."""
     blobs = _hash_blobs(store.paths, progress)
     now = store.scan()
     distrusted = list(_trust_findings(trust))
@@ -97,9 +108,32 @@ def examine(
         *_vector_findings(catalogue.path.parent),
         *_suspicion_findings(suspicions, store, now),
         *_base_findings(bases, now.experts),
+        *online,
     ]
     size = sum(blob.size or 0 for blob in blobs.values())
     return Diagnosis(tuple(findings), len(now.experts), len(blobs), size)
+
+
+def ask_registries(store: Store, sources: Sources) -> tuple[Finding, ...]:
+    """Return what registries say now against what is installed; new revocations are taken over.
+
+    Raises:
+        TrustError: when an index cannot be trusted.
+        StoreError: when an answer cannot be remembered.
+    """
+    experts = store.experts()
+    ask_about(((expert.registry, expert.package) for expert in experts), sources)
+    return tuple(
+        Finding(
+            notice.ref,
+            notice.message.removeprefix(f"{notice.ref}: ").replace(f"{notice.ref} ", "it ", 1),
+            notice.hint,
+            broken=notice.kind in REFUSED,
+            untrusted=notice.kind in REFUSED,
+        )
+        for notice in notices_about(map(held_in_store, experts), sources)
+        if notice.kind != "revoked"  # `examine` reports every key that was revoked
+    )
 
 
 def blob_bytes(store: Store) -> int:
@@ -197,8 +231,9 @@ def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> I
             registry=expert.registry,
         )
         verify_bundle(bundle, expert.files, key)
+        check_signed_name(bundle, expert.package, expert.version)
     except RevokedError as error:
-        yield Finding(expert.ref, error.message, error.hint)
+        yield Finding(expert.ref, error.message, error.hint, untrusted=True)
     except TrustError as error:
         yield Finding(expert.ref, error.message, error.hint, broken=False)
     except ExpertError as error:

@@ -128,7 +128,25 @@ def _layout(parcel: Parcel) -> Layout:
             f"{parcel.what}: the manifest names other content than the index",
             hint="tell whoever runs the registry; nothing was installed",
         )
+    _check_sizes(parcel, layout)
     return layout
+
+
+def _check_sizes(parcel: Parcel, layout: Layout) -> None:
+    """Demand the sizes that the index states, before anything large is fetched."""
+    if parcel.release is None:
+        return
+    form = parcel.release.form(parcel.package_digest)
+    pairs = {
+        "its files": (sum(file.size for file in layout.files), parcel.release.size),
+        "its manifest": (len(layout.manifest), form.size if form else 0),
+    }
+    for what, (real, stated) in pairs.items():
+        if real != stated:
+            raise DigestError(
+                f"{parcel.what}: {what} have {real:,} bytes, the index says {stated:,}",
+                hint="tell whoever runs the registry; nothing was installed",
+            )
 
 
 _Pairs = Sequence[tuple[Parcel, Layout]]

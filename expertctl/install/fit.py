@@ -47,7 +47,9 @@ def _refuse_tensors(contents: PackageContents, base: StoredBase) -> None:
 
 
 def _tensor_problems(contents: PackageContents, base: StoredBase) -> list[str]:
-    return [p for spec in contents.adapters for p in check_tensors(spec, base.shapes)]
+    return [
+        p for spec in contents.adapters for p in check_tensors(spec, base.shapes, base=base.name)
+    ]
 
 
 def _not_added(contents: PackageContents) -> str:

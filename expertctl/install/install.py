@@ -7,15 +7,17 @@ a killed process leaves no expert without its requirements. When one cannot be p
 before it are withdrawn.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.errors import (
     ConflictError,
     ExpertError,
+    InvalidPackageError,
     RevokedError,
     SignatureError,
     TrustError,
@@ -29,8 +31,10 @@ from expertctl.install.requirements import (
     check_requirements,
     in_order,
 )
+from expertctl.package.layout import WEIGHT_TYPE, media_type
 from expertctl.package.numbers import doubts
 from expertctl.package.read import PackageContents, read_package, read_set
+from expertctl.package.secrets_scan import document_problem
 from expertctl.package.verify import (
     VerifiedPackage,
     accept_named,
@@ -50,6 +54,16 @@ from expertctl.store.store import Store
 from expertctl.store.transaction import Outcome, Transaction
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
+
+T = TypeVar("T")
+
+
+class Pinning(Protocol):
+    """Verifies with the keys that registries name, and then pins them."""
+
+    def __call__(self, verify: Callable[[TrustRecord], T]) -> T:
+        """Return what ``verify`` returns; when it raises, nothing is pinned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,8 @@ class _Candidate:
     package: VerifiedPackage
     staging: Staging
     registry: str
+    home: str | None = None
+    """The registry that its namespace belongs to, where it comes from another one."""
     lasting: tuple[str, ...] = ()
     momentary: tuple[str, ...] = ()
 
@@ -100,6 +116,7 @@ def install_files(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> list[Installed]:
     """Install packages from files, all or none of them.
@@ -107,7 +124,8 @@ def install_files(
     Raises:
         NotFoundError: when a file, or something that a package requires, is missing.
         InvalidPackageError: when a file is malformed.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         DiskFullError: when there is no space left.
         StoreError: when the store cannot be written.
@@ -124,6 +142,7 @@ def install_files(
             index=index,
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
         )
 
 
@@ -137,6 +156,7 @@ def install_set(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> list[Installed]:
     """Install what was exported together, all or none of it; checks are those of `install_files`.
@@ -144,7 +164,8 @@ def install_set(
     Raises:
         NotFoundError: when the file, or something that a package requires, is missing.
         InvalidPackageError: when the file or a package in it is malformed.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         DiskFullError: when there is no space left.
         StoreError: when the store cannot be written.
@@ -159,6 +180,7 @@ def install_set(
             index=index,
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
         )
 
 
@@ -172,19 +194,28 @@ def install_staged(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
+    pinning: Pinning | None = None,
 ) -> list[Installed]:
     """Verify packages whose bytes are here, and install all or none of them.
 
+    All signatures are verified first, through ``pinning`` where there is one. A ref in
+    ``accept_changed`` may have another content than the one that is installed, which it replaces.
+
     Raises:
         NotFoundError: when something that a package requires is missing.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         StoreError: when the store cannot be written.
     """
-    record = trust.read()
-    candidates = [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+
+    def verify(record: TrustRecord) -> list[_Candidate]:
+        return [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+
+    candidates = pinning(verify) if pinning else verify(trust.read())
     fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
-    return _installed(fitted, store, catalogue, index)
+    return _installed(fitted, store, catalogue, index, accept_changed=accept_changed)
 
 
 def stage_files(
@@ -208,10 +239,37 @@ def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[Stag
 
 
 def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> _Candidate:
+    _demand_documents(staged)
     if staged.named is not None:
-        return _named(staged, staged.named, trust)
-    package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
-    return _Candidate(package, staged.staging, staged.registry)
+        candidate = _named(staged, staged.named, trust)
+    else:
+        package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
+        candidate = _Candidate(package, staged.staging, staged.registry)
+    home = trust.other_home(candidate.manifest.package.namespace, staged.registry)
+    return replace(candidate, home=home)
+
+
+def _demand_documents(staged: Staged) -> None:
+    """Refuse a package that gives away a secret of its publisher, or whose README is no text.
+
+    Raises:
+        InvalidPackageError: with every problem.
+    """
+    problems = [
+        problem
+        for file in staged.contents.files
+        if media_type(file.path) != WEIGHT_TYPE
+        and (problem := _document_problem(staged.staging.path(file.digest), name=file.path))
+    ]
+    if problems:
+        ref = staged.contents.manifest.ref
+        hint = "tell its publisher, who has to publish another version without it"
+        raise InvalidPackageError(ref, problems, hint=hint)
+
+
+def _document_problem(path: Path, *, name: str) -> str | None:
+    with path.open("rb") as stream:
+        return document_problem(stream, name=name)
 
 
 def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> _Candidate:
@@ -235,12 +293,16 @@ def _installed(
     store: Store,
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
+    *,
+    accept_changed: Collection[str],
 ) -> list[Installed]:
     with store.transaction() as changes:
-        ordered = _checked(candidates, changes)
-        added = _publish_all(ordered, changes)
+        before = changes.scan().experts
+        ordered = _checked(candidates, changes, accept_changed)
+        added = _publish_all(ordered, changes, accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
     told = _remember(manifests, catalogue, index)
+    _forget_replaced(before, added, index)
     return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
 
 
@@ -271,13 +333,28 @@ def _fitted(
     return fitted
 
 
-def _checked(candidates: Sequence[_Candidate], changes: Transaction) -> list[_Candidate]:
+def _forget_replaced(
+    before: Iterable[StoredExpert], added: Iterable[Installed], index: RoutingIndex | None
+) -> None:
+    """Remove the vectors of contents that others have replaced; `reindex` would do the same."""
+    now = {item.expert.ref: item.expert.content_digest for item in added}
+    gone = [
+        e.content_digest for e in before if now.get(e.ref, e.content_digest) != e.content_digest
+    ]
+    if index is not None and gone:
+        with suppress(ExpertError):
+            index.remove(gone)
+
+
+def _checked(
+    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
+) -> list[_Candidate]:
     """Check the experts against each other and the installed ones; return them in order."""
     unique: dict[str, _Candidate] = {}
     for candidate in candidates:
         ref = candidate.manifest.ref
         unique[ref] = _preferred(unique.get(ref), candidate)
-        changes.check(candidate.package, registry=candidate.registry)
+        changes.check(candidate.package, registry=candidate.registry, replace=ref in accept_changed)
     installed = [Claims.of(expert) for expert in changes.scan().experts]
     new = {ref: _claims(candidate) for ref, candidate in unique.items()}
     check_conflicts(list(new.values()), installed)
@@ -308,11 +385,18 @@ def _claims(candidate: _Candidate) -> Claims:
     )
 
 
-def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list[Installed]:
+def _publish_all(
+    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
+) -> list[Installed]:
     now = changes.scan()
-    before = {*(expert.ref for expert in now.experts), *(ref.name for ref in now.damaged)}
+    here = {expert.ref: expert for expert in now.experts}
+    before = {*here, *(ref.name for ref in now.damaged)}
     try:
-        return [_publish(candidate, changes) for candidate in candidates]
+        return [
+            _kept_from_home(candidate, here.get(candidate.manifest.ref))
+            or _publish(candidate, changes, accept_changed)
+            for candidate in candidates
+        ]
     except BaseException:
         there = {expert.ref: expert for expert in changes.scan().experts}
         for ref in reversed([candidate.manifest.ref for candidate in candidates]):
@@ -321,12 +405,31 @@ def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list
         raise
 
 
-def _publish(candidate: _Candidate, changes: Transaction) -> Installed:
+def _kept_from_home(candidate: _Candidate, there: StoredExpert | None) -> Installed | None:
+    """Return the same content from the namespace's own registry, which another does not replace.
+
+    Otherwise what that registry revokes would not count for it any more.
+    """
+    if there is None or candidate.home is None or there.registry != candidate.home:
+        return None
+    if there.content_digest != candidate.package.contents.content_digest:
+        return None
+    warning = (
+        f"{there.ref} stays that of {there.registry}, to which {there.package.namespace}/* "
+        f"belongs; {candidate.registry} has the same content"
+    )
+    return Installed(there, "already installed", (warning,))
+
+
+def _publish(
+    candidate: _Candidate, changes: Transaction, accept_changed: Collection[str]
+) -> Installed:
     added = changes.add(
         candidate.package,
         candidate.staging,
         warnings=candidate.lasting,
         registry=candidate.registry,
+        replace=candidate.manifest.ref in accept_changed,
     )
     warnings = [*candidate.lasting, *candidate.momentary]
     if added.expert.signer is None:

@@ -15,15 +15,18 @@ from expertctl.install.direct import Direct, find_direct
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
 from expertctl.install.lock import Lock, Locked, demand_lock
+from expertctl.install.notices import ask_about, held_as_chosen, held_in_lock
 from expertctl.install.order import Done, Target, given, install_chosen
 from expertctl.install.project import Project
 from expertctl.install.resolve import Chosen
 from expertctl.install.sources import Sources
 from expertctl.install.worklist import Worklist
+from expertctl.package.version_content import changed_version
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.store.ref import LOCAL
 
 LOCK = "expert.lock"
+_ACCEPT = "if the publisher confirms it, `expertctl lock --accept-changed {ref}`"
 _AGAIN = "if you trust what the registry says, `expertctl lock` writes expert.lock anew"
 
 
@@ -53,10 +56,14 @@ def install_locked(
     project, lock = worklist.file.read(), demand_lock(worklist.file.lock_path)
     lock.demand_current(project, what=str(worklist.file.lock_path))
     part = _part(lock, wanted)
-    here = given(target.store, sources)
-    found = [_find(locked, project, here, sources) for locked in part]
+    for locked in part:
+        _demand_home(locked, project, sources)
+    ask_about(((locked.registry, locked.package) for locked in part), sources)
+    here = given(target, sources)
+    found = [_find(locked, here, sources) for locked in part]
     directs = [item.direct for item in found if item.direct is not None]
-    return install_chosen([item.chosen for item in found], target, sources, lend, directs=directs)
+    chosen = [item.chosen for item in found]
+    return install_chosen(chosen, target, sources, lend, directs=directs, locked=part)
 
 
 def _part(lock: Lock, wanted: Sequence[Reference]) -> list[Locked]:
@@ -79,8 +86,7 @@ def _part(lock: Lock, wanted: Sequence[Reference]) -> list[Locked]:
     return [locked for locked in lock.experts if locked.package in packages]
 
 
-def _find(locked: Locked, project: Project, here: Sequence[Candidate], sources: Sources) -> _Found:
-    _demand_home(locked, project, sources)
+def _find(locked: Locked, here: Sequence[Candidate], sources: Sources) -> _Found:
     installed = next((c for c in here if locked.pin.is_met_by(c)), None)
     if installed is not None:
         _demand_same(locked, installed, "what is installed")
@@ -95,6 +101,10 @@ def _find(locked: Locked, project: Project, here: Sequence[Candidate], sources: 
     else:
         everything = sources.candidates(Reference(locked.package, registry=locked.registry), True)
         candidate = _version(locked, everything)
+    if candidate.content_digest != locked.content_digest:
+        before = held_in_lock(locked, sources).content
+        now = held_as_chosen(_chosen(locked, candidate), sources).content
+        raise changed_version(locked.ref, before, now, way_out=_ACCEPT.format(ref=locked.ref))
     _demand_same(locked, candidate, locked.registry)
     return _Found(_chosen(locked, candidate), direct)
 

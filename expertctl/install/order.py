@@ -4,21 +4,37 @@ What a file requires counts as installed if it is, or if another file brings it;
 looked for in registries. What is installed already and whole is left as it is, without network.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from expertctl.digest import Digest, hash_file
-from expertctl.errors import ConflictError, OfflineError, RevokedError, UsageError
+from expertctl.errors import OfflineError, UsageError
 from expertctl.install.candidate import Candidate, in_file, installed
 from expertctl.install.direct import Direct, find_direct
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend, Parcel, fetch, tidy
-from expertctl.install.install import Installed, Staged, install_staged, stage_files
+from expertctl.install.install import (
+    Installed,
+    Pinning,
+    Staged,
+    install_staged,
+    stage_files,
+)
+from expertctl.install.lock import Locked
+from expertctl.install.notices import (
+    Notice,
+    ask_about,
+    held_as_chosen,
+    held_in_store,
+    sound_notices,
+)
 from expertctl.install.release_age import ReleaseAge, shown
 from expertctl.install.resolve import Chosen, Pin, Universe, resolve
 from expertctl.install.sources import Sources
+from expertctl.package.version_content import changed_version
 from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.routing.index import RoutingIndex
 from expertctl.store.bases import BaseStore
@@ -26,6 +42,9 @@ from expertctl.store.catalogue import Catalogue
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +59,8 @@ class Target:
     index: RoutingIndex | None = None
     allow_unsigned: bool = False
     allow_base_mismatch: bool = False
+    accept_changed: frozenset[str] = frozenset()
+    """Versions, ``namespace/name@version``, that may have another content than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,8 @@ class Done:
     chosen: tuple[Chosen, ...]
     """What the references were resolved to."""
     notes: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    """What registries say against what was chosen, and is no reason to refuse it."""
 
 
 def install_order(order: Order, target: Target, sources: Sources, lend: Lend) -> Done:
@@ -74,22 +97,49 @@ def install_order(order: Order, target: Target, sources: Sources, lend: Lend) ->
     with ExitStack() as stack:
         with lend(sum(p.stat().st_size for p in order.files if p.is_file())) as progress:
             staged = list(stage_files(order.files, target.store, stack, progress))
-        here = given(target.store, sources)
+        here = given(target, sources)
         directs = _directs(order.needs, here, sources)
         files = [in_file(item.contents) for item in staged]
         needs = [*order.needs, *_needs_of_files(files, [*files, *here])]
         universe = Universe(
             sources.candidates,
-            given=[*here, *files],
+            given=files,
             files=[direct.candidate for direct in directs],
-            locked=order.pins,
+            locked=kept_pins(order.pins, target),
             age=order.age,
         )
         sources.prefetch(_surely_asked(order, here, directs))
-        chosen = resolve(needs, universe) if needs else []
+        chosen = resolve_and_ask(needs, universe, target, sources)
         sources.demand_claims(chosen)
         done = install_chosen(chosen, target, sources, lend, files=staged, directs=directs)
         return replace(done, notes=(*done.notes, *waiting(chosen, sources, order.age)))
+
+
+def resolve_and_ask(
+    needs: Sequence[Need], universe: Universe, target: Target, sources: Sources
+) -> list[Chosen]:
+    """Choose versions, installed ones among them, and ask registries about all that were chosen.
+
+    Where an answer revokes a key, what it signed counts no more, and the choice is made again.
+    """
+    if not needs:
+        return []
+    here = given(target, sources)
+    while True:
+        chosen = resolve(needs, replace(universe, given=[*here, *universe.given]))
+        ask_about(((i.candidate.registry, i.candidate.package) for i in chosen), sources)
+        before, here = here, given(target, sources)
+        if here == before:
+            return chosen
+
+
+def kept_pins(pins: Mapping[PackageName, Pin], target: Target) -> dict[PackageName, Pin]:
+    """Return the locked versions that are still preferred: not those whose change is accepted."""
+    return {
+        name: pin
+        for name, pin in pins.items()
+        if f"{name}@{pin.version}" not in target.accept_changed
+    }
 
 
 def install_chosen(
@@ -100,38 +150,66 @@ def install_chosen(
     *,
     files: Sequence[Staged] = (),
     directs: Sequence[Direct] = (),
+    locked: Sequence[Locked] = (),
 ) -> Done:
     """Install what was resolved, and files that are staged, all or none of it.
 
+    ``locked`` are entries of a lock file that what was chosen must not contradict.
+
     Raises:
+        RevokedError: when a key was revoked that signed something chosen.
+        ChangedVersionError: when a version has another content than before, and was not accepted.
         ExpertError: as `install_staged` and `fetch`; nothing is installed then.
     """
-    there = {expert.ref: expert for expert in target.store.experts()}
+    experts = target.store.experts()
+    notices = sound_notices(chosen, experts, locked, sources, accepted=target.accept_changed)
+    there = {expert.ref: expert for expert in experts}
     brought = {item.contents.content_digest for item in files}
     asked = [item for item in chosen if item.candidate.content_digest not in brought]
-    wanted = [item for item in asked if not _is_there(item, there, target.store)]
+    wanted = [item for item in asked if not _is_there(item, there, target, sources)]
     named = {direct.candidate: direct for direct in directs}
     parcels = [_parcel(item, sources, named.get(item.candidate)) for item in wanted]
     _demand_network(parcels, sources)
-    told = sources.pin(chosen)
-    _refuse_revoked([there[i.candidate.ref] for i in asked if i not in wanted], sources)
-    new = _fetch_and_install(parcels, files, target, lend)
+    pinned = [item for item in chosen if item in wanted or _is_vouched_for(item, there, sources)]
+
+    def pinning(verify: Callable[[TrustRecord], T]) -> T:
+        return sources.verify_and_pin(pinned, verify)
+
+    new = _fetch_and_install(parcels, files, target, lend, pinning)
+    sources.accept_contents(chosen, target.accept_changed)
     kept = [
-        Installed(there[item.candidate.ref], "already installed", _yanked(item, sources))
+        Installed(there[item.candidate.ref], "already installed")
         for item in asked
         if item not in wanted and any(need.from_person for need in item.needs)
     ]
-    yanked = {item.candidate.ref: _yanked(item, sources) for item in wanted}
-    done = [replace(i, warnings=(*i.warnings, *yanked.get(i.expert.ref, ()))) for i in new]
-    return Done((*done, *kept), tuple(chosen), tuple(told))
+    return Done(_warned([*new, *kept], notices), tuple(chosen), notices=notices)
 
 
-def given(store: Store, sources: Sources) -> list[Candidate]:
+def _warned(installed: Iterable[Installed], notices: Sequence[Notice]) -> tuple[Installed, ...]:
+    """Return what was installed, each with the notices about it."""
+    return tuple(
+        replace(i, warnings=(*i.warnings, *(n.text for n in notices if n.ref == i.expert.ref)))
+        for i in installed
+    )
+
+
+def _is_vouched_for(item: Chosen, there: Mapping[str, StoredExpert], sources: Sources) -> bool:
+    """Tell whether an installed expert, whose signature was verified then, shows the first keys."""
+    expert = there.get(item.candidate.ref)
+    document = sources.statement(item.candidate.registry, item.candidate.package)
+    if expert is None or document is None:
+        return False
+    keys = {entry.key.key_id for entry in document.keys}
+    return sources.is_pinned(item.candidate) or expert.signer in keys
+
+
+def given(target: Target, sources: Sources) -> list[Candidate]:
     """Return the installed experts that may be counted on."""
     return [
         installed(expert)
-        for expert in store.experts()
+        for expert in target.store.experts()
         if not sources.is_revoked(expert.signer, expert.package, expert.registry)
+        and expert.ref not in target.accept_changed
     ]
 
 
@@ -181,23 +259,25 @@ def _needs_of_files(files: Sequence[Candidate], there: Sequence[Candidate]) -> l
     ]
 
 
-def _is_there(item: Chosen, there: Mapping[str, StoredExpert], store: Store) -> bool:
+def _is_there(
+    item: Chosen, there: Mapping[str, StoredExpert], target: Target, sources: Sources
+) -> bool:
     """Tell whether exactly this is installed, every byte of it.
 
     Raises:
-        ConflictError: when the version is installed with other content.
+        ChangedVersionError: when the version is installed with other content.
     """
     candidate = item.candidate
     expert = there.get(candidate.ref)
     if expert is None:
         return False
     if expert.content_digest != candidate.content_digest:
-        raise ConflictError(
-            f"{candidate.ref} is installed with other content than {candidate.registry} has",
-            hint=f"first `expertctl remove {candidate.ref}`, if what is installed may go",
-        )
+        if candidate.ref in target.accept_changed:
+            return False
+        before, now = held_in_store(expert).content, held_as_chosen(item, sources).content
+        raise changed_version(candidate.ref, before, now)
     same = (expert.registry, expert.package_digest) == (candidate.registry, item.package_digest)
-    return same and (expert.registry == LOCAL or _is_whole(expert, store))
+    return same and (expert.registry == LOCAL or _is_whole(expert, target.store))
 
 
 def _is_whole(expert: StoredExpert, store: Store) -> bool:
@@ -240,14 +320,6 @@ def _named_again(item: Chosen, sources: Sources) -> Digest | None:
     return candidate.package_digest
 
 
-def _refuse_revoked(present: Iterable[StoredExpert], sources: Sources) -> None:
-    """Refuse installed experts whose key the registry has just reported as revoked."""
-    for expert in present:
-        if sources.is_revoked(expert.signer, expert.package, expert.registry):
-            hint = "wait for a version that is signed with another key"
-            raise RevokedError(f"{expert.ref}: the key that signed it was revoked", hint=hint)
-
-
 def _demand_network(parcels: Sequence[Parcel], sources: Sources) -> None:
     if parcels and sources.settings.offline:
         names = ", ".join(str(parcel.wanted) for parcel in parcels)
@@ -258,10 +330,14 @@ def _demand_network(parcels: Sequence[Parcel], sources: Sources) -> None:
 
 
 def _fetch_and_install(
-    parcels: Sequence[Parcel], files: Sequence[Staged], target: Target, lend: Lend
+    parcels: Sequence[Parcel],
+    files: Sequence[Staged],
+    target: Target,
+    lend: Lend,
+    pinning: Pinning,
 ) -> list[Installed]:
     if not (parcels or files):
-        return []
+        return pinning(lambda _: [])
     with ExitStack() as stack:
         fetched: list[Staged] = []
         if parcels:
@@ -282,15 +358,8 @@ def _fetch_and_install(
             index=target.index,
             allow_unsigned=target.allow_unsigned,
             allow_base_mismatch=target.allow_base_mismatch,
+            accept_changed=target.accept_changed,
+            pinning=pinning,
         )
         tidy(fetched, target.registries)
         return done
-
-
-def _yanked(item: Chosen, sources: Sources) -> tuple[str, ...]:
-    """Return a warning where the publisher has taken a version back."""
-    reason = sources.yanked(item.candidate)
-    if reason is None:
-        return ()
-    why = f": {reason}" if reason else ""
-    return (f"{item.candidate.ref} was yanked{why}; `expertctl update` finds another",)

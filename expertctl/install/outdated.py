@@ -1,19 +1,31 @@
-"""What is behind: for each expert the installed version, the one allowed, and the newest."""
+"""What is behind: for each expert the installed version, the one allowed, and the newest.
 
-from collections.abc import Sequence
+Also what its registry says against the current version: a revoked key, a yank, another content.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from expertctl.errors import NotFoundError, OfflineError
 from expertctl.install.candidate import Candidate, installed
 from expertctl.install.disagreement import Need
+from expertctl.install.lock import Lock
+from expertctl.install.notices import (
+    REFUSED,
+    Held,
+    Notice,
+    held_in_lock,
+    held_in_store,
+    notices_about,
+)
 from expertctl.install.order import Target
 from expertctl.install.release_age import ReleaseAge
 from expertctl.install.resolve import needs_of
 from expertctl.install.sources import Sources
 from expertctl.install.worklist import Worklist
 from expertctl.reference import PackageName, Reference, Version
-from expertctl.store.ref import LOCAL
+from expertctl.store.ref import LOCAL, StoredExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +41,23 @@ class Standing:
     """The newest that was not yanked, prereleases aside."""
     waiting: tuple[Version, datetime] | None = None
     """A version that is too young, and until when."""
-    yanked: str | None = None
-    """Why the current one was yanked; None when it was not."""
+    notices: tuple[Notice, ...] = ()
+    """What is known against the current version, locked or installed."""
+
+    @property
+    def yanked(self) -> str | None:
+        """Why the current one was yanked; None when it was not."""
+        return next((n.reason for n in self.notices if n.kind == "yanked"), None)
+
+    @property
+    def is_refused(self) -> bool:
+        """Tell whether its key was revoked or its content changed."""
+        return any(notice.kind in REFUSED for notice in self.notices)
 
     @property
     def is_behind(self) -> bool:
         """Tell whether the user should look at it."""
-        return self.yanked is not None or self.current != self.newest or self.waiting is not None
+        return bool(self.notices) or self.current != self.newest or self.waiting is not None
 
 
 def outdated(
@@ -47,20 +69,32 @@ def outdated(
         TrustError: when an index cannot be trusted.
         RegistryError: when a registry cannot be reached.
     """
-    current = _current(worklist, target)
+    lock, experts = worklist.lock(), target.store.experts()
+    current = _current(lock, experts)
     needs = [*worklist.needs(worklist.file.read()), *(n for c in current for n in needs_of(c))]
     found = []
     for candidate in current:
         asked = [need for need in needs if need.package == candidate.package]
         offered = _offered(candidate, sources, by_hand=not worklist.is_project)
         if offered:
-            found.append(_standing(candidate, asked, offered, age))
+            held = _held(candidate, lock, experts, sources)
+            found.append(_standing(candidate, asked, offered, age, notices_about(held, sources)))
     return found
 
 
-def _current(worklist: Worklist, target: Target) -> list[Candidate]:
+def _held(
+    candidate: Candidate, lock: Lock | None, experts: Iterable[StoredExpert], sources: Sources
+) -> list[Held]:
+    """Return the current version as the lock file and as the store have it."""
+    locked = lock.locked(candidate.package) if lock else None
+    return [
+        *(held_in_store(expert) for expert in experts if expert.ref == candidate.ref),
+        *([held_in_lock(locked, sources)] if locked else []),
+    ]
+
+
+def _current(lock: Lock | None, experts: Iterable[StoredExpert]) -> list[Candidate]:
     """Return the current version of each package; those from files, never behind, are left out."""
-    lock = worklist.lock()
     if lock is not None:
         return [
             Candidate(
@@ -74,7 +108,7 @@ def _current(worklist: Worklist, target: Target) -> list[Candidate]:
             for locked in lock.experts
             if locked.registry != LOCAL
         ]
-    newest = {expert.package: installed(expert) for expert in target.store.experts()}
+    newest = {expert.package: installed(expert) for expert in experts}
     return [candidate for candidate in newest.values() if candidate.registry != LOCAL]
 
 
@@ -90,7 +124,11 @@ def _offered(candidate: Candidate, sources: Sources, *, by_hand: bool) -> Sequen
 
 
 def _standing(
-    current: Candidate, needs: Sequence[Need], offered: Sequence[Candidate], age: ReleaseAge
+    current: Candidate,
+    needs: Sequence[Need],
+    offered: Sequence[Candidate],
+    age: ReleaseAge,
+    notices: Iterable[Notice],
 ) -> Standing:
     good = [c for c in offered if c.yanked is None and not c.revoked]
     finals = [c for c in good if not c.version.prerelease]
@@ -99,14 +137,13 @@ def _standing(
         allowed = finals
     ripe = [c.version for c in allowed if age.ripe_at(c) is None]
     young = [(c.version, moment) for c in finals if (moment := age.ripe_at(c))]
-    mine = next((c for c in offered if c.version == current.version), None)
     return Standing(
         current.package,
         current.version,
         max([current.version, *ripe]),
         max([current.version, *(c.version for c in finals)]),
         max(young, default=None),
-        mine.yanked if mine else None,
+        tuple(notices),
     )
 
 

@@ -86,7 +86,8 @@ def left_without(
 def fits(required: RequiredBase, base: StoredBase) -> bool:
     """Tell whether a base is what an installed expert was made for."""
     identity = base.identity
-    if (required.arch, required.tokenizer) != (identity.arch, identity.tokenizer):
+    tokenizer = identity.tokenizer_of(required.tokenizer_version)
+    if (required.arch, required.tokenizer) != (identity.arch, tokenizer):
         return False
     if required.weights is None:
         return (required.name, required.revision) == (identity.name, identity.revision)

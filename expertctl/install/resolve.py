@@ -249,9 +249,9 @@ class Shelves:
 
     def _preferred(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
         """Yield what may be chosen, best first, each once; the index is asked only for more."""
-        seen: set[tuple[Version, Digest]] = set()
+        seen: set[tuple[Version, Digest, str]] = set()
         for candidate in self._in_order(package, needs):
-            key = candidate.version, candidate.content_digest
+            key = candidate.version, candidate.content_digest, candidate.registry
             if key not in seen and not candidate.contradicts_itself:
                 seen.add(key)
                 yield candidate

@@ -1,13 +1,17 @@
 """What registries offer this user: versions from index documents that were believed.
 
 A reference typed by the user chooses its registry; a package or a project file cannot move a
-namespace (`expertctl.registry.known`). Each index is asked for once in a command. Only revocations
-are written to ``trust.json`` before something is going to be installed.
+namespace (`expertctl.registry.known`). Each index is asked for once in a command. What is learnt
+from it is kept in this order, so that a process may be killed anywhere: the index document itself
+(`registry.index_store`), its revocations (``trust.json``), and, once the signatures of all that is
+to be installed were verified, the publisher keys (`pinning`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TypeVar
 
 from expertctl.digest import Digest
 from expertctl.errors import (
@@ -21,7 +25,8 @@ from expertctl.errors import (
 )
 from expertctl.install.candidate import Candidate, Judge, Verdict, published
 from expertctl.install.resolve import Chosen
-from expertctl.reference import FROM_FILE, PackageName, Reference
+from expertctl.package.version_content import VersionContent
+from expertctl.reference import FROM_FILE, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
@@ -37,12 +42,14 @@ from expertctl.registry.known import (
     required_registry,
 )
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.pins import heed, pin, pinned, signer_problem
+from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
 from expertctl.settings import Settings
-from expertctl.telling import Tell
-from expertctl.trust.grant import KnownRegistry
+from expertctl.telling import WARNING, Tell, tell_nobody
+from expertctl.trust.grant import KnownRegistry, Revocation
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
+T = TypeVar("T")
 ASKED_AT_ONCE = 8
 """How many indexes are asked for at once."""
 
@@ -50,17 +57,22 @@ ASKED_AT_ONCE = 8
 class Sources:
     """Keeps the answers of registries during one command."""
 
-    def __init__(self, http: Http, trust: TrustStore, settings: Settings) -> None:
-        """Ask through ``http``; nothing is asked yet."""
+    def __init__(
+        self, http: Http, trust: TrustStore, settings: Settings, *, tell: Tell = tell_nobody
+    ) -> None:
+        """Ask through ``http``; nothing is asked yet. What changes in trust is told at once."""
         self.http = http
         self.settings = settings
+        self.told: list[str] = []
+        self.pinned: list[PinnedKey] = []
+        self._tell = tell
         self._trust = trust
         self._before = trust.read()
         self._record = self._before
         self._indexes = IndexStore(settings.home.registries)
         self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
         self._plain: set[str] = set()
-        self._heard: list[str] = []
+        self._unanswered: dict[tuple[str, PackageName], ExpertError] = {}
 
     def candidates(self, wanted: Reference, by_hand: bool = False) -> list[Candidate]:
         """Return all versions of a package; ``by_hand`` says that the user named the registry.
@@ -101,6 +113,57 @@ class Sources:
                 return
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def ask_about(self, packages: Iterable[tuple[str, PackageName]]) -> None:
+        """Ask hosts about packages of which versions are here already, each once, without patience.
+
+        Who does not answer is in `unanswered`.
+
+        Raises:
+            TrustError: when an index cannot be trusted.
+            StoreError: when an answer cannot be remembered.
+        """
+        asked = [key for key in dict.fromkeys(packages) if self._is_unasked(*key)]
+        if not asked:
+            return
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool, self.http.ended_by_ctrl_c():
+            jobs = {key: pool.submit(self._fetched_once, *key) for key in asked}
+            for key, job in jobs.items():
+                try:
+                    self._believe(self._before.registry(key[0]), key[1], job.result())
+                except (NotFoundError, RegistryError) as error:
+                    self._unanswered[key] = error
+
+    @property
+    def unanswered(self) -> Mapping[tuple[str, PackageName], ExpertError]:
+        """Why `ask_about` got no index, by host and package; offline nothing was asked."""
+        return {} if self.settings.offline else self._unanswered
+
+    def statement(self, host: str, package: PackageName) -> IndexDocument | None:
+        """Return what a registry says of a package, or said last where it does not answer now.
+
+        None when it was not asked in this command, or never answered.
+        """
+        key, known = (host, package), self._before.registry(host)
+        if key in self._documents or key not in self._unanswered or known is None:
+            return self._documents.get(key)
+        remembered = self._indexes.recall(known, package)
+        return remembered.document if remembered else None
+
+    def first_content(
+        self, host: str, package: PackageName, version: Version
+    ) -> VersionContent | None:
+        """Return what a version contained before the registry changed it; None if it never did."""
+        known = self._before.registry(host)
+        contents = self._indexes.first_contents(known, package) if known else {}
+        return contents.get(version)
+
+    def accept_contents(self, chosen: Iterable[Chosen], refs: Collection[str]) -> None:
+        """Remember that the person takes what registries say now for the content of versions."""
+        for candidate in (item.candidate for item in chosen):
+            known = self._before.registry(candidate.registry)
+            if known is not None and candidate.ref in refs:
+                self._indexes.accept_content(known, candidate.package, candidate.version)
 
     def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.
@@ -208,17 +271,6 @@ class Sources:
         judge = self._judge(candidate.package, candidate.registry)
         return published(document, candidate.registry, judge) if document else []
 
-    def yanked(self, candidate: Candidate) -> str | None:
-        """Return why a candidate was yanked, as far as is known without asking; None if not."""
-        known = self._before.registry(candidate.registry)
-        key = candidate.registry, candidate.package
-        document = self._documents.get(key)
-        if document is None and known is not None:
-            remembered = self._indexes.recall(known, candidate.package)
-            document = remembered.document if remembered else None
-        release = document.release(candidate.version) if document else None
-        return release.yanked if release else None
-
     def demand_signer(self, candidate: Candidate, digest: Digest) -> None:
         """Demand that the signer of a form may sign it.
 
@@ -235,23 +287,56 @@ class Sources:
         if problem is not None:
             raise problem
 
+    def revocation(
+        self, key_id: str | None, package: PackageName, registry: str
+    ) -> Revocation | None:
+        """Return why a key does not count for a namespace any more; None when it does."""
+        if key_id is None:
+            return None
+        return self._record.revocation(key_id, namespace=package.namespace, registry=registry)
+
     def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
         """Tell whether a key no longer counts for a namespace."""
-        namespace = package.namespace
-        if key_id is None:
-            return False
-        found = self._record.revocation(key_id, namespace=namespace, registry=registry)
-        return found is not None
+        return self.revocation(key_id, package, registry) is not None
 
-    def pin(self, chosen: Iterable[Chosen]) -> list[str]:
-        """Fix the publisher keys of what is going to be installed; return what changed."""
-        told, self._heard = self._heard, []
+    def authorities(self, package: PackageName, registry: str) -> list[str]:
+        """Return the hosts whose revocations count for what came from a registry or a file."""
+        return sorted(self._record.authorities(package.namespace, registry))
+
+    def is_pinned(self, candidate: Candidate) -> bool:
+        """Tell whether the publisher keys of a candidate's namespace were fixed before."""
+        return self._before.is_pinned(candidate.registry, candidate.package.namespace)
+
+    def verify_and_pin(
+        self,
+        chosen: Iterable[Chosen],
+        verify: Callable[[TrustRecord], T],
+    ) -> T:
+        """Verify what is to be installed, then pin the publisher keys of its namespaces; tell them.
+
+        Raises:
+            ExpertError: as ``verify``; nothing is pinned then.
+        """
+        indexes = []
         for item in chosen:
-            key = item.candidate.registry, item.candidate.package
             known = self._before.registry(item.candidate.registry)
-            if known is not None and key in self._documents:
-                told += pin(self._documents[key], known, self._trust)
-        return told
+            document = self._documents.get((item.candidate.registry, item.candidate.package))
+            if known is not None and document is not None:
+                indexes.append((document, known))
+        result, keys = pin_verified(indexes, self._trust, verify)
+        self.pinned += keys
+        self._say(key.message for key in keys)
+        return result
+
+    def _say(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.told.append(text)
+            self._tell(text)
+
+    def _is_unasked(self, host: str, package: PackageName) -> bool:
+        key = host, package
+        asked = key in self._documents or key in self._unanswered
+        return self.knows(host) and not asked
 
     def _document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
         key = known.host, package
@@ -263,11 +348,26 @@ class Sources:
         offline = self.settings.offline
         return fetch_index(self.http, known, package, self._indexes, offline=offline)
 
+    def _fetched_once(self, host: str, package: PackageName) -> IndexDocument:
+        known = self._before.registry(host)
+        assert known is not None
+        offline = self.settings.offline
+        return fetch_index(self.http, known, package, self._indexes, offline=offline, attempts=1)
+
     def _believe(
         self, known: KnownRegistry | None, package: PackageName, document: IndexDocument
     ) -> None:
         assert known is not None
-        self._heard += heed(document, known, self._trust)
+        self._say(heed(document, known, self._trust))
+        days = document.overdue_days(datetime.now(UTC))
+        if days is not None:
+            self._say(
+                [
+                    f"{WARNING}what {known.host} says of {package} is {days} days old, and it says "
+                    f"something new every {document.interval_days}: versions, yanks and "
+                    "revocations may be missing"
+                ]
+            )
         self._record = pinned(self._record, document, known)
         self._documents[known.host, package] = document
 
@@ -305,7 +405,7 @@ def open_sources(
 ) -> Iterator[Sources]:
     """Lend a `Sources` for this user's registries; nothing is sent while offline."""
     with open_http(settings, tell=tell) as http:
-        yield Sources(http, trust, settings)
+        yield Sources(http, trust, settings, tell=tell or tell_nobody)
 
 
 def _origin(item: Chosen) -> tuple[str, str]:

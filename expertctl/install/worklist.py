@@ -13,11 +13,19 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.direct import Direct, find_direct
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
-from expertctl.install.lock import Lock, added_and_gone, read_lock, write_lock
-from expertctl.install.order import Done, Target, given, install_chosen, waiting
+from expertctl.install.lock import Lock, Locked, added_and_gone, read_lock, write_lock
+from expertctl.install.notices import Notice, sound_notices
+from expertctl.install.order import (
+    Done,
+    Target,
+    install_chosen,
+    kept_pins,
+    resolve_and_ask,
+    waiting,
+)
 from expertctl.install.project import PROJECT, Project, ProjectFile
 from expertctl.install.release_age import ReleaseAge
-from expertctl.install.resolve import Chosen, Universe, resolve
+from expertctl.install.resolve import Chosen, Universe
 from expertctl.install.sources import Sources
 from expertctl.reference import PackageName
 from expertctl.settings import Home
@@ -52,6 +60,8 @@ class Resolved:
     chosen: tuple[Chosen, ...]
     directs: tuple[Direct, ...]
     notes: tuple[str, ...]
+    locked: tuple[Locked, ...]
+    """The entries of the lock file that were to be kept."""
 
 
 def find_worklist(home: Home, folder: Path) -> Worklist:
@@ -96,24 +106,41 @@ def resolve_list(
     """
     project = worklist.file.read()
     needs = worklist.needs(project)
-    pins = worklist.lock()
-    kept = pins.pins() if pins is not None and fresh is not None else {}
-    here = given(target.store, sources)
+    lock = worklist.lock()
+    kept = tuple(
+        locked
+        for locked in (lock.experts if lock is not None and fresh is not None else ())
+        if locked.package not in set(fresh or ())
+    )
     directs = [found for need in needs if (found := find_direct(need, sources))]
     universe = Universe(
         lambda wanted, by_hand: sources.candidates(
             project.located(wanted), by_hand=by_hand and wanted.registry is not None
         ),
-        given=here,
         files=[direct.candidate for direct in directs],
-        locked={name: pin for name, pin in kept.items() if name not in set(fresh or ())},
+        locked=kept_pins({locked.package: locked.pin for locked in kept}, target),
         age=age,
         prefer_given=not worklist.is_project and fresh is not None,
     )
-    chosen = resolve(needs, universe) if needs else []
+    chosen = resolve_and_ask(needs, universe, target, sources)
     sources.demand_claims(chosen)
     notes = [*_moved(project, sources), *waiting(chosen, sources, age)]
-    return Resolved(tuple(chosen), tuple(directs), tuple(notes))
+    return Resolved(tuple(chosen), tuple(directs), tuple(notes), kept)
+
+
+def check_list(resolved: Resolved, target: Target, sources: Sources) -> tuple[Notice, ...]:
+    """Return what is known against a resolution and is no reason to refuse it.
+
+    Raises:
+        TrustError: when a key was revoked, or a version has another content than before.
+    """
+    return sound_notices(
+        resolved.chosen,
+        target.store.experts(),
+        resolved.locked,
+        sources,
+        accepted=target.accept_changed,
+    )
 
 
 def lock_list(worklist: Worklist, resolved: Resolved) -> tuple[list[str], bool]:
@@ -143,7 +170,14 @@ def install_list(
         raise UsageError("nothing to install", hint="expertctl install REF… or FILE…")
     before = {expert.ref for expert in target.store.experts()}
     resolved = resolve_list(worklist, target, sources, age, fresh=fresh)
-    done = install_chosen(resolved.chosen, target, sources, lend, directs=resolved.directs)
+    done = install_chosen(
+        resolved.chosen,
+        target,
+        sources,
+        lend,
+        directs=resolved.directs,
+        locked=resolved.locked,
+    )
     if worklist.is_project:
         changes, _ = lock_list(worklist, resolved)
     else:

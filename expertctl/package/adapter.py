@@ -4,7 +4,7 @@ A closed set of kinds. Tensors are named as PEFT names them; `expertctl.package.
 them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from expertctl.schema.manifest import AdapterKind, Dtype
@@ -18,6 +18,11 @@ KIND_NAMES: Mapping[AdapterKind, str] = {
     "soft_prompt": "soft prompt",
 }
 """What people call the kinds."""
+_WRAPPERS = (
+    ("_orig_mod.", "save the model that torch.compile was given, not the one that it returned"),
+    ("_fsdp_wrapped_module.", "gather the model that FSDP wrapped, and save again"),
+    ("_checkpoint_wrapped_module.", "save the model without the wrapper of its checkpoints"),
+)
 _MAX_PROBLEMS = 20
 
 
@@ -133,7 +138,32 @@ class AdapterSpec:
     tensors: int
 
 
-def shortened(problems: list[str]) -> list[str]:
-    """Return the first problems, and how many more there are."""
-    rest = len(problems) - _MAX_PROBLEMS
-    return [*problems[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]
+def wrapped(name: str) -> str | None:
+    """Say which wrapper of a model is in a tensor's name; PEFT would not find its module."""
+    if name.startswith(f"{PREFIX}base_model."):
+        return f"the prefix {PREFIX!r} is doubled: an adapter was saved inside another one"
+    for part, why in _WRAPPERS:
+        if part in name:
+            return f"{part!r} is in the name: {why}"
+    return None
+
+
+def shortened(problems: Iterable[str]) -> list[str]:
+    """Return the first problems, and how many more there are; one cause is one line.
+
+    What stands before the first colon is the thing, what follows is what is wrong with it.
+    """
+    by_cause: dict[str, list[str]] = {}
+    for problem in problems:
+        thing, colon, cause = problem.partition(": ")
+        by_cause.setdefault(cause if colon else problem, []).append(thing)
+    merged = [
+        cause if things[0] == cause else f"{_several(things)}: {cause}"
+        for cause, things in by_cause.items()
+    ]
+    rest = len(merged) - _MAX_PROBLEMS
+    return [*merged[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]
+
+
+def _several(things: list[str]) -> str:
+    return things[0] if len(things) == 1 else f"{things[0]} and {len(things) - 1} more"

@@ -2,18 +2,19 @@
 
 A base is named by three digests: ``arch`` (the configuration that the decoder runs on, with the
 names and shapes of all tensors), ``weights`` (every tensor's bytes; a tied head counts once) and
-``tokenizer`` (the bytes of tokenizer.json). Only safetensors are read. A *foreign* base is one that
+the tokenizer: by the bytes of tokenizer.json (version 1) and by its canonical form (version 2, see
+`expertctl.package.tokenizer_form`). Only safetensors are read. A *foreign* base is one that
 our decoder does not run: its whole configuration and every tensor of its files count.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from expertctl.digest import CHUNK, Digest, Progress, hash_file, no_progress
+from expertctl.digest import CHUNK, Digest, Progress, no_progress
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import (
     StoredTensor,
@@ -24,7 +25,8 @@ from expertctl.package.base_tensors import (
 from expertctl.package.foreign_config import ForeignConfig, read_base_config
 from expertctl.package.hashing_threads import hashing_threads
 from expertctl.package.model_config import ModelConfig
-from expertctl.schema.strict_json import JsonObject, canonical
+from expertctl.package.tokenizer_form import MAX_TOKENIZER_BYTES, tokenizer_digest
+from expertctl.schema.strict_json import JsonObject, canonical, read_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -38,6 +40,21 @@ class BaseIdentity:
     arch: Digest
     weights: Digest | None
     tokenizer: Digest
+    """Version 1: of the file, or of one with the same canonical form that was added before."""
+    canonical_tokenizer: Digest | None = field(default=None, compare=False)
+    """Version 2; ``None`` where the file cannot be read any more. It follows from the file."""
+
+    def tokenizer_of(self, version: int) -> Digest | None:
+        """Return the digest of the tokenizer that a package of some version states."""
+        return self.tokenizer if version == 1 else self.canonical_tokenizer
+
+
+def is_saved_again(known: BaseIdentity, found: BaseIdentity) -> bool:
+    """Tell whether two bases differ at most in the form in which the tokenizer was saved."""
+    canonical_form = known.canonical_tokenizer
+    same_form = canonical_form is not None and canonical_form == found.canonical_tokenizer
+    same_tokenizer = known.tokenizer == found.tokenizer or same_form
+    return same_tokenizer and replace(found, tokenizer=known.tokenizer) == known
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +65,8 @@ class BaseFacts:
     shapes: Mapping[str, tuple[int, int]]
     foreign: bool = False
     """Whether only ``run --engine transformers`` runs it."""
+    directory: Path | None = field(default=None, compare=False)
+    """Where its files are, for what is compared with them; ``None``: nowhere here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +115,16 @@ def read_base(
         InvalidPackageError: when it is not a base that can be read.
     """
     headers = read_headers(directory)
-    _, tokenizer = hash_file(find_file(directory, TOKENIZER_FILE), progress=progress)
+    tokenizer = _read_tokenizer(directory, progress)
     identity = BaseIdentity(
         name=name or directory.resolve().name,
         revision=revision,
         arch=_arch(headers),
         weights=_weights(headers.tensors, progress),
-        tokenizer=tokenizer,
+        tokenizer=Digest.of(tokenizer),
+        canonical_tokenizer=tokenizer_digest(tokenizer, what=TOKENIZER_FILE),
     )
-    return BaseFacts(identity, headers.shapes, headers.foreign)
+    return BaseFacts(identity, headers.shapes, headers.foreign, directory)
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]) -> Digest:
@@ -116,6 +136,12 @@ def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, st
 def _arch(headers: BaseHeaders) -> Digest:
     shapes = [[name, list(tensor.info.shape)] for name, tensor in headers.tensors.items()]
     return Digest.of(canonical({"config": headers.config, "tensors": shapes}))
+
+
+def _read_tokenizer(directory: Path, progress: Progress) -> bytes:
+    data = read_bounded(find_file(directory, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+    progress(len(data))
+    return data
 
 
 def _weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:

@@ -4,39 +4,57 @@ Everything is checked before anything is written, and all problems are reported 
 files are packed: the manifest, what it names, the model card and licences.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
-from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
-from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
+from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.package.adapter_files import SAVED_HINT, AdapterFiles, demand_adapter, read_adapter
 from expertctl.package.base_model import BaseFacts
+from expertctl.package.companions import differences, is_empty_card
 from expertctl.package.compatibility import check_base, check_tensors
 from expertctl.package.content import entry_problems, file_set_problems, named_files
 from expertctl.package.draft import (
-    AdapterFiles,
     Overrides,
+    base_label,
     base_problems,
     complete,
     encode,
     named_adapters,
-    read_adapter,
     read_draft,
 )
+from expertctl.package.findings import Findings
 from expertctl.package.frame import FAST
 from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
-from expertctl.package.numbers import extremes, not_finite, peaks
-from expertctl.package.secrets_scan import secret_in_file
+from expertctl.package.numbers import extremes, not_finite, peaks, without_effect
+from expertctl.package.secrets_scan import document_problem
+from expertctl.package.source_files import SourceFile, source_file, source_names
 from expertctl.package.spool import signed_layout, with_document
-from expertctl.package.write import write_package
-from expertctl.schema.manifest import MANIFEST_PATH, SIGNATURE_PATH, Manifest, manifest_of
+from expertctl.package.write import demand_folder, write_package
+from expertctl.schema.manifest import (
+    MANIFEST_PATH,
+    MAX_MANIFEST_BYTES,
+    SIGNATURE_PATH,
+    Manifest,
+    manifest_of,
+)
 from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
 
-_Value = TypeVar("_Value")
+_STAND_IN: JsonObject = {
+    "kind": "lora",
+    "path": "adapter_model.safetensors",
+    "config": "adapter_config.json",
+    "rank": 1,
+    "dtype": "float32",
+    "tensors": 1,
+}
+"""An adapter where none could be read, to find what else is wrong with a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +65,27 @@ class Plan:
     manifest: Manifest
     document: bytes
     """The bytes of ``expert.json`` in the package."""
-    paths: tuple[str, ...]
-    """The other files, sorted."""
+    files: tuple[SourceFile, ...]
+    """The other files, sorted by name."""
+    adapters: tuple[AdapterFiles, ...]
+    """What is packed of those that belong to adapters, where it is not the file itself."""
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What is packed otherwise than it lies in the directory."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The names of the other files, sorted."""
+        return tuple(file.name for file in self.files)
 
     @property
     def size(self) -> int:
         """How many bytes there are beside the manifest."""
-        return sum((self.directory / path).stat().st_size for path in self.paths)
+        sizes = {file.name: file.size for file in self.files}
+        for adapter in self.adapters:
+            sizes |= adapter.packed_sizes
+        return sum(sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +100,7 @@ class Built:
     signer: str | None
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
-
-
-class _Findings:
-    """All problems so far, by what they are about."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.hints: list[str] = []
-
-    def of(self, step: Callable[[], _Value]) -> _Value | None:
-        """Run a step and keep its problems."""
-        try:
-            return step()
-        except InvalidPackageError as error:
-            self.problems += [f"{error.what}: {problem}" for problem in error.problems]
-            self.hints.append(error.hint)
-        except ExpertError as error:
-            self.problems.append(error.message)
-            self.hints.append(error.hint)
-        return None
-
-    def raise_if_any(self, what: str) -> None:
-        """Report everything at once."""
-        if self.problems:
-            hint = next((hint for hint in self.hints if hint), "")
-            raise InvalidPackageError(what, dict.fromkeys(self.problems), hint=hint)
+    notes: tuple[str, ...]
 
 
 def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> JsonObject:
@@ -107,7 +112,7 @@ def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> J
     """
     existing = read_draft(directory)
     adapters = [
-        read_adapter(directory, weights=weights, config=config)
+        read_adapter(directory, weights=weights, config=config, base=base)
         for weights, config in named_adapters(existing.get("adapters"))
     ]
     document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
@@ -136,29 +141,28 @@ def plan_build(
         InvalidPackageError: with every problem.
     """
     if not directory.is_dir():
-        raise NotFoundError(
-            f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
-        )
+        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
     existing = read_draft(directory)
-    findings = _Findings()
-    adapters = _read_adapters(directory, existing, findings)
+    if "adapters" not in existing:
+        demand_adapter(directory)
+    findings = Findings(str(directory))
+    adapters, whole = _read_adapters(directory, existing, base, findings)
     document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
-    unknown = base_problems(document)
-    findings.problems += unknown
-    manifest = None if unknown else findings.of(lambda: manifest_of(document))
+    manifest = _manifest(directory, document, base, findings, whole=whole)
     warnings = []
     for adapter in adapters:
-        warnings += _look_into(directory, adapter, base, findings, progress=progress)
+        warnings += _look_into(adapter, base, findings, progress=progress)
     if manifest is None:
-        findings.problems += _schema_problems(document) if unknown else []
-        findings.raise_if_any(str(directory))
+        findings.raise_if_any()
     assert manifest is not None, "problems were raised"
     warnings += _against(manifest, adapters, base, findings)
-    paths, left_out = _choose(directory, manifest)
-    findings.problems += _file_problems(directory, manifest, paths)
-    findings.raise_if_any(str(directory))
+    files, left_out = _choose(directory, manifest, findings)
+    findings.problems += _file_problems(directory, manifest, files)
+    findings.raise_if_any()
+    warnings += differences(directory, base, template=manifest.decoding.chat_template is not None)
     text = _text(directory, existing, document)
-    return Plan(directory, manifest, text, paths, left_out, tuple(warnings))
+    notes = tuple(note for adapter in adapters for note in adapter.notes)
+    return Plan(directory, manifest, text, files, tuple(adapters), left_out, tuple(warnings), notes)
 
 
 def build(
@@ -177,12 +181,12 @@ def build(
         DigestError: when a file changes while it is packed.
         NotFoundError: when the output's directory does not exist.
     """
-    files, sources = _hash_files(plan, progress)
-    name = plan.manifest.ref
-    signature = sign_files(files, name=name, key=key) if key is not None else None
-    layout = signed_layout(files, signature)
-    blobs = with_document(with_document(_blobs(sources), plan.document), signature)
-    write_package(output, layout, blobs, level=level, progress=progress)
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(output)) as folder:
+        files, sources = _hash_files(plan, Path(folder), progress)
+        signature = sign_files(files, name=plan.manifest.ref, key=key) if key is not None else None
+        layout = signed_layout(files, signature)
+        blobs = with_document(with_document(_blobs(sources), plan.document), signature)
+        write_package(output, layout, blobs, level=level, progress=progress)
     return _built(plan, output, layout, key)
 
 
@@ -196,37 +200,62 @@ def _built(plan: Plan, output: Path, layout: Layout, key: PrivateKey | None) -> 
         signer=key.public.key_id if key is not None else None,
         left_out=plan.left_out,
         warnings=plan.warnings,
+        notes=plan.notes,
     )
 
 
 def _read_adapters(
-    directory: Path, existing: JsonObject, findings: _Findings
-) -> list[AdapterFiles]:
-    """Read every adapter that the manifest names, or the one that PEFT saved."""
+    directory: Path, existing: JsonObject, base: BaseFacts | None, findings: Findings
+) -> tuple[list[AdapterFiles], bool]:
+    """Read every adapter that the manifest names, or the one that PEFT saved; tell if all were."""
+    names = named_adapters(existing.get("adapters"))
     read = [
-        findings.of(lambda w=weights, c=config: read_adapter(directory, weights=w, config=c))  # type: ignore[misc]  # defaults bind the loop's values
-        for weights, config in named_adapters(existing.get("adapters"))
+        findings.of(
+            lambda w=weights, c=config: read_adapter(directory, weights=w, config=c, base=base)  # type: ignore[misc]  # defaults bind the loop's values
+        )
+        for weights, config in names
     ]
-    return [adapter for adapter in read if adapter is not None]
+    adapters = [adapter for adapter in read if adapter is not None]
+    return adapters, len(adapters) == len(names)
+
+
+def _manifest(
+    directory: Path,
+    document: JsonObject,
+    base: BaseFacts | None,
+    findings: Findings,
+    *,
+    whole: bool,
+) -> Manifest | None:
+    """Read the manifest; without a whole adapter, only what its author wrote can be wrong."""
+    if not whole:
+        label = base_label(directory)
+        if label is not None and base is None:
+            findings.problems += base_problems({"base": {"name": label}})
+        if read_draft(directory):
+            findings.problems += _schema_problems({"adapters": [_STAND_IN], **document})
+        return None
+    unknown = base_problems(document)
+    findings.problems += unknown
+    if unknown:
+        findings.problems += _schema_problems(document)
+        return None
+    return findings.of(lambda: manifest_of(document))
 
 
 def _look_into(
-    directory: Path,
-    adapter: AdapterFiles,
-    base: BaseFacts | None,
-    findings: _Findings,
-    *,
-    progress: Progress,
+    adapter: AdapterFiles, base: BaseFacts | None, findings: Findings, *, progress: Progress
 ) -> list[str]:
     """Check every number of an adapter, and its shapes against the base; return warnings."""
     path = adapter.weights_path
-    with (directory / path).open("rb") as stream:
-        found = peaks(stream, adapter.table, progress=progress)
+    with adapter.weights.source.open() as stream:
+        found = peaks(stream, adapter.weights.kept, progress=progress)
     problems = not_finite(found)
     if base is not None:
-        problems += check_tensors(adapter.spec, base.shapes)
+        problems += check_tensors(adapter.spec, base.shapes, base=base.identity.name)
     findings.problems += [f"{path}: {problem}" for problem in problems]
-    return [f"{path}: {warning}" for warning in extremes(adapter.spec, found)]
+    doubts = [*extremes(adapter.spec, found), *without_effect(adapter.spec, found)]
+    return [f"{path}: {doubt}" for doubt in doubts]
 
 
 def _schema_problems(document: JsonObject) -> list[str]:
@@ -246,7 +275,7 @@ def _against(
     manifest: Manifest,
     adapters: list[AdapterFiles],
     base: BaseFacts | None,
-    findings: _Findings,
+    findings: Findings,
 ) -> list[str]:
     """Check the manifest against the files and against the given base."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
@@ -259,50 +288,81 @@ def _against(
     return findings.of(lambda: check_base(manifest, base.identity)) or []
 
 
-def _choose(directory: Path, manifest: Manifest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which files are packed beside the manifest, and which are left out."""
-    there = sorted(path.name for path in directory.iterdir())
+def _choose(
+    directory: Path, manifest: Manifest, findings: Findings
+) -> tuple[tuple[SourceFile, ...], tuple[str, ...]]:
+    """Return which files are packed beside the manifest, and the names that are left out."""
     wanted = named_files(manifest) - {MANIFEST_PATH}
-    packed = {n for n in there if n in wanted or (is_document(n) and (directory / n).is_file())}
-    silent = {MANIFEST_PATH, SIGNATURE_PATH}
-    left_out = [name for name in there if name not in packed | silent]
-    return tuple(sorted(packed)), tuple(left_out)
+    packed: list[SourceFile] = []
+    left_out = []
+    for name in source_names(directory):
+        if name in (MANIFEST_PATH, SIGNATURE_PATH):
+            continue
+        found = None
+        if name in wanted or (is_document(name) and not (directory / name).is_dir()):
+            found = findings.of(lambda n=name: source_file(directory, n))  # type: ignore[misc]  # the default binds the loop's value
+        if found is not None and (name in wanted or not is_empty_card(found)):
+            packed.append(found)
+        else:
+            left_out.append(name)
+    return tuple(packed), tuple(left_out)
 
 
-def _file_problems(directory: Path, manifest: Manifest, paths: tuple[str, ...]) -> list[str]:
-    problems = file_set_problems(manifest, dict.fromkeys((*paths, MANIFEST_PATH)))
-    problems += [problem for path in paths if (problem := name_problem(path))]
-    for name in (*paths, *([MANIFEST_PATH] if (directory / MANIFEST_PATH).exists() else [])):
-        path = directory / name
-        if path.is_symlink() or not path.is_file():
-            problems.append(f"{name}: not a regular file; links are not packed")
-        elif not name.endswith(".safetensors") and (secret := secret_in_file(path)):
-            problems.append(f"{name}: holds {secret}, which must never be published")
+def _file_problems(directory: Path, manifest: Manifest, files: Sequence[SourceFile]) -> list[str]:
+    names = [file.name for file in files]
+    problems = file_set_problems(manifest, dict.fromkeys((*names, MANIFEST_PATH)))
+    problems += [problem for name in names if (problem := name_problem(name))]
+    manifest_file = source_file(directory, MANIFEST_PATH)
+    for file in (*files, *([manifest_file] if manifest_file is not None else [])):
+        if not file.name.endswith(".safetensors") and (found := _document_problem(file)):
+            problems.append(found)
     return problems
+
+
+def _document_problem(file: SourceFile) -> str | None:
+    with file.open() as stream:
+        return document_problem(stream, name=file.name)
 
 
 def _text(directory: Path, existing: JsonObject, document: JsonObject) -> bytes:
     """Keep the publisher's own bytes when nothing had to be added to them."""
-    unchanged = existing and document == existing
-    return (directory / MANIFEST_PATH).read_bytes() if unchanged else encode(document)
+    found = source_file(directory, MANIFEST_PATH) if existing and document == existing else None
+    return encode(document) if found is None else found.read(max_bytes=MAX_MANIFEST_BYTES)
 
 
 def _hash_files(
-    plan: Plan, progress: Progress
-) -> tuple[tuple[FileDigest, ...], dict[Digest, Path]]:
+    plan: Plan, folder: Path, progress: Progress
+) -> tuple[tuple[FileDigest, ...], dict[Digest, SourceFile]]:
+    """Hash what is packed; files that are not packed as they are are written to ``folder``."""
     files = [FileDigest(MANIFEST_PATH, len(plan.document), Digest.of(plan.document))]
-    sources: dict[Digest, Path] = {}
-    for path in plan.paths:
-        size, digest = hash_file(plan.directory / path, progress=progress)
-        files.append(FileDigest(path, size, digest))
-        sources[digest] = plan.directory / path
+    sources: dict[Digest, SourceFile] = {}
+    made = _rewritten(plan, folder)
+    for file in plan.files:
+        source = made.get(file.name, file)
+        size, digest = source.hash(progress=progress)
+        files.append(FileDigest(file.name, size, digest))
+        sources[digest] = source
     return tuple(sorted(files)), sources
 
 
-def _blobs(sources: Mapping[Digest, Path]) -> Blobs:
+def _rewritten(plan: Plan, folder: Path) -> dict[str, SourceFile]:
+    """Write the files of adapters that are not packed as they are."""
+    made: set[str] = set()
+    for adapter in plan.adapters:
+        if adapter.packed_config is not None:
+            (folder / adapter.config_path).write_bytes(adapter.packed_config)
+            made.add(adapter.config_path)
+        if adapter.weights.is_rewritten:
+            with (folder / adapter.weights_path).open("xb") as output:
+                adapter.weights.write(output)
+            made.add(adapter.weights_path)
+    return {name: file for name in made if (file := source_file(folder, name)) is not None}
+
+
+def _blobs(sources: Mapping[Digest, SourceFile]) -> Blobs:
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:
-        with sources[digest].open("rb") as stream:
+        with sources[digest].open() as stream:
             yield stream
 
     return blob

@@ -17,6 +17,9 @@ from expertctl.package.foreign_config import HEADS
 from expertctl.package.module_names import name_among, why_absent
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
+_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj"})
+_WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
+
 
 def check_base(
     manifest: Manifest, identity: BaseIdentity, *, allow_mismatch: bool = False
@@ -40,10 +43,35 @@ def check_base(
     return _unchecked(manifest)
 
 
-def check_tensors(spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+def check_tensors(
+    spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], *, base: str = "the base"
+) -> list[str]:
     """Return every way in which an adapter does not fit a base, by its (out, in) linear layers."""
+    made, found = _made_for_width(spec), _width(shapes)
+    if made is not None and found is not None and made != found:
+        return [f"made for hidden size {made}; {base} has {found}"]
     misfits = (_misfit(part, shapes) for part in spec.parts)
     return shortened([misfit for misfit in misfits if misfit is not None])
+
+
+def _made_for_width(spec: AdapterSpec) -> int | None:
+    """Return the hidden size that all parts of an adapter agree on; ``None`` without such parts."""
+    pairs = {
+        part.module: (part.outputs, part.inputs)
+        for part in spec.parts
+        if isinstance(part, Lora | Dora) and not (isinstance(part, Lora) and part.stacked)
+    }
+    return _width(pairs)
+
+
+def _width(shapes: Mapping[str, tuple[int, int]]) -> int | None:
+    """Return the hidden size that (out, in) of layers show; ``None`` where they do not agree."""
+    widths = set()
+    for module, (outputs, inputs) in shapes.items():
+        name = module.rpartition(".")[2]
+        widths |= {inputs} if name in _READ_HIDDEN else set()
+        widths |= {outputs} if name in _WRITE_HIDDEN else set()
+    return widths.pop() if len(widths) == 1 else None
 
 
 def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
@@ -76,8 +104,7 @@ def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     problems = []
     if required.arch != str(identity.arch):
         problems.append("the architecture differs")
-    if required.tokenizer != str(identity.tokenizer):
-        problems.append("the tokenizer differs")
+    problems += _tokenizer_problems(required, identity)
     if required.weights is not None:
         accepted = {required.weights, *required.accepts}
         if str(identity.weights) not in accepted:
@@ -87,6 +114,20 @@ def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     elif required.revision != identity.revision:
         problems.append("the revision differs, and the package states no digest of the weights")
     return problems
+
+
+def _tokenizer_problems(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
+    found = identity.tokenizer_of(required.tokenizer_version)
+    if found is None:
+        return ["the tokenizer.json of the base is not what was added, so it was not compared"]
+    if str(found) == required.tokenizer:
+        return []
+    if required.tokenizer_version > 1:
+        return ["the tokenizer differs"]
+    return [
+        "the tokenizer differs, or was saved again: the package states a digest of the file "
+        "(version 1), which cannot tell"
+    ]
 
 
 def _unchecked(manifest: Manifest) -> list[str]:

@@ -8,29 +8,42 @@ Order of authority: flags, then an existing ``expert.json``, then the files. Wha
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter import KIND_NAMES, AdapterSpec
-from expertctl.package.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, parse_config
-from expertctl.package.adapter_spec import adapter_spec
-from expertctl.package.base_model import BaseFacts
+from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter import KIND_NAMES
+from expertctl.package.adapter_config import AdapterConfig
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_label
+from expertctl.package.base_model import BaseFacts, BaseIdentity
+from expertctl.package.config_cleaning import full_precision_label
 from expertctl.package.layout import name_problem
-from expertctl.package.tensor_file import TensorTable, read_table
+from expertctl.package.source_files import cached_name, source_file
+from expertctl.package.tokenizer_form import FORM_VERSION
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
-from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
-WEIGHTS_PATH = "adapter_model.safetensors"
-CONFIG_PATH = "adapter_config.json"
 DEFAULT_NAMESPACE = "local"
 DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_LETTERS = str.maketrans(
+    {
+        "ß": "ss",
+        "æ": "ae",
+        "œ": "oe",
+        "ø": "o",
+        "ł": "l",
+        "đ": "d",
+        "ð": "d",
+        "þ": "th",
+        "\u0131": "i",
+    }
+)
+"""Latin letters that Unicode does not decompose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +56,6 @@ class Overrides:
     license: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """One adapter's two files, read."""
-
-    config_path: str
-    weights_path: str
-    config: AdapterConfig
-    table: TensorTable
-    spec: AdapterSpec
-
-
-def read_adapter(directory: Path, *, weights: str, config: str) -> AdapterFiles:
-    """Read an adapter's configuration and table of tensors.
-
-    Raises:
-        NotFoundError: when the directory or a file is missing.
-        InvalidPackageError: with every problem.
-    """
-    for name in (config, weights):
-        _demand(directory, name)
-    data = read_bounded(directory / config, max_bytes=MAX_CONFIG_BYTES)
-    parsed = parse_config(data, what=config)
-    table = read_table(directory / weights)
-    spec = adapter_spec(parsed, table, what=weights)
-    return AdapterFiles(config, weights, parsed, table, spec)
-
-
 def base_label(directory: Path) -> str | None:
     """Return what the directory calls its base: a label to look up, never a path to open.
 
@@ -80,10 +66,7 @@ def base_label(directory: Path) -> str | None:
     base = draft.get("base")
     name = base.get("name") if isinstance(base, dict) else None
     for _, config_path in named_adapters(draft.get("adapters"))[:1] if name is None else ():
-        if (directory / config_path).is_file():
-            data = read_bounded(directory / config_path, max_bytes=MAX_CONFIG_BYTES)
-            config = load_object(data, what=config_path, max_bytes=MAX_CONFIG_BYTES)
-            name = config.get("base_model_name_or_path")
+        name = read_label(directory, config_path)
     return name if isinstance(name, str) else None
 
 
@@ -103,21 +86,16 @@ def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
     return names
 
 
-def is_hub_name(label: str) -> bool:
-    """Tell whether a label names a model rather than a path on a disk."""
-    return _HUB_NAME.fullmatch(label) is not None
-
-
 def read_draft(directory: Path) -> JsonObject:
     """Return ``expert.json`` as it is, or an empty one.
 
     Raises:
         InvalidPackageError: when it is not a JSON object.
     """
-    path = directory / MANIFEST_PATH
-    if not path.is_file():
+    found = source_file(directory, MANIFEST_PATH) if directory.is_dir() else None
+    if found is None:
         return {}
-    data = read_bounded(path, max_bytes=MAX_MANIFEST_BYTES)
+    data = found.read(max_bytes=MAX_MANIFEST_BYTES)
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
 
@@ -167,9 +145,38 @@ def encode(document: JsonObject) -> bytes:
 
 
 def default_name(directory: Path) -> str:
-    """Return ``local/`` and the directory's name, made into a package name."""
-    slug = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:64].strip("-")
+    """Return ``local/`` and a package name made of the directory's, or of its repository's.
+
+    Letters are written in ASCII where they have a counterpart there.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", _in_ascii(_title(directory).lower()))
+    slug = slug.strip("-")[:64].strip("-")
     return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
+
+
+def describe_lost_letters(
+    directory: Path, existing: JsonObject, overrides: Overrides
+) -> str | None:
+    """Return a note where a default name leaves out letters that have no counterpart in ASCII."""
+    name = _title(directory)
+    lost = [letter for letter in _in_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]
+    if overrides.name or existing.get("name") or not lost:
+        return None
+    return f"{default_name(directory)} is what is left of {name!r} in ASCII; `--name` gives another"
+
+
+def _title(directory: Path) -> str:
+    """Return the name of a directory; in the hub's cache, that of its repository."""
+    return cached_name(directory) or directory.resolve().name
+
+
+def _in_ascii(text: str) -> str:
+    """Write letters of the Latin script without marks: ``ünï`` is ``uni``, ``straße`` ``strasse``.
+
+    Letters of other scripts stay as they are.
+    """
+    decomposed = unicodedata.normalize("NFKD", text.translate(_LETTERS))
+    return "".join(letter for letter in decomposed if not unicodedata.combining(letter))
 
 
 def base_problems(document: JsonObject) -> list[str]:
@@ -179,29 +186,14 @@ def base_problems(document: JsonObject) -> list[str]:
     if not absent:
         return []
     name = base.get("name") if isinstance(base, Mapping) else None
+    full = full_precision_label(name) if isinstance(name, str) else None
+    if full is not None:
+        return [
+            f"base {name} is a quantised copy of {full}, which is not known here, so its digests "
+            f"cannot be stated: {BASE_HINT}"
+        ]
     label = f"base {name}" if name else "the base"
     return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
-
-
-def _demand(directory: Path, name: str) -> None:
-    path = directory / name
-    if path.is_file() and not path.is_symlink():
-        return
-    if not directory.is_dir():
-        raise NotFoundError(
-            f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
-        )
-    if path.is_symlink():
-        raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
-    pickles = [p for p in _PICKLES if (directory / p).exists()]
-    if pickles:
-        raise InvalidPackageError(
-            pickles[0],
-            ["pickles are never opened; save the adapter with safe_serialization=True"],
-        )
-    raise NotFoundError(
-        f"{directory}: {name} is missing", hint="name the directory that PEFT saved the adapter to"
-    )
 
 
 def _description(adapters: Sequence[AdapterFiles]) -> str:
@@ -243,6 +235,7 @@ def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None
     if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
         return stated
     known: JsonObject = {}
+    version = stated.get("tokenizer_version")
     if config is not None and config.base_label:
         known = {"name": config.base_label, "revision": config.base_revision}
     if base is not None:
@@ -252,6 +245,18 @@ def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None
             "revision": identity.revision,
             "arch": str(identity.arch),
             "weights": str(identity.weights) if identity.weights else None,
-            "tokenizer": str(identity.tokenizer),
+            **_tokenizer(identity, version if isinstance(version, int) else FORM_VERSION),
         }
+    if stated.get("tokenizer"):
+        known.pop("tokenizer_version", None)
     return {**known, **stated}
+
+
+def _tokenizer(identity: BaseIdentity, version: int) -> JsonObject:
+    """Return the digest of the tokenizer; version 1 is not written, it is the default."""
+    if version == 1 or identity.canonical_tokenizer is None:
+        return {"tokenizer": str(identity.tokenizer)}
+    return {
+        "tokenizer": str(identity.canonical_tokenizer),
+        "tokenizer_version": FORM_VERSION,
+    }

@@ -5,7 +5,7 @@ PEFT writes factors for outputs as [size, 1], for the inputs of feed-forward mod
 
 import re
 
-from expertctl.package.adapter import PREFIX, Ia3
+from expertctl.package.adapter import PREFIX, Ia3, wrapped
 from expertctl.package.ia3_config import Ia3Config
 from expertctl.package.tensor_file import TensorTable
 
@@ -16,7 +16,7 @@ def ia3_parts(config: Ia3Config, table: TensorTable, problems: list[str]) -> lis
     """Give each tensor its module; what is wrong goes to ``problems``."""
     modules: dict[str, str] = {}
     for name in table.tensors:
-        match = _VECTOR.fullmatch(name)
+        match = None if wrapped(name) else _VECTOR.fullmatch(name)
         if match is None:
             problems.append(f"{name}: {_why_not(name)}")
         else:
@@ -26,6 +26,9 @@ def ia3_parts(config: Ia3Config, table: TensorTable, problems: list[str]) -> lis
 
 
 def _why_not(name: str) -> str:
+    found = wrapped(name)
+    if found is not None:
+        return found
     if ".modules_to_save." in name:
         return "whole modules in an adapter are not supported"
     if not name.startswith(PREFIX):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import PREFIX, Dora, Lora
+from expertctl.package.adapter import PREFIX, Dora, Lora, wrapped
 from expertctl.package.lora_config import LoraConfig
 from expertctl.package.stacked_parts import is_stack, stacked_parts
 from expertctl.package.tensor_file import TensorInfo, TensorTable
@@ -23,6 +23,7 @@ _OTHERS = (
     (".ia3_l", "it belongs to IA³"),
     ("prompt_embeddings", "it belongs to a soft prompt"),
 )
+_NAMED_ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")
 _MAX_EFFORT = 100_000_000
 
 
@@ -70,7 +71,7 @@ def _halves(table: TensorTable, others: list[str]) -> dict[str, dict[str, str]]:
     """Return the halves of each module; the names of all other tensors go to ``others``."""
     halves: dict[str, dict[str, str]] = {}
     for name in table.tensors:
-        match = _HALF.fullmatch(name)
+        match = None if wrapped(name) else _HALF.fullmatch(name)
         if match is None:
             others.append(name)
         else:
@@ -97,11 +98,19 @@ def _check_effort(modules: int, pattern_size: int, what: str) -> None:
 
 
 def _why_not(name: str) -> str:
+    found = wrapped(name)
+    if found is not None:
+        return found
     for part, why in _OTHERS:
         if part in name:
             return why
     if not name.startswith(PREFIX):
         return f"a LoRA tensor of PEFT begins with {PREFIX!r}"
+    if _NAMED_ADAPTER.search(name):
+        return (
+            "not the name of a LoRA tensor: the adapter's own name is part of it, so it was not "
+            "saved with save_pretrained"
+        )
     return "not the name of a LoRA tensor, …lora_A.weight or …lora_B.weight"
 
 

@@ -19,6 +19,8 @@ from expertctl.package.rope_config import RopeConfig, parse_rope
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""What PEFT calls the configuration of an adapter."""
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
@@ -181,6 +183,11 @@ def read_document(directory: Path) -> JsonObject:
     try:
         data = path.read_bytes()
     except OSError as error:
+        if (directory / ADAPTER_CONFIG_FILE).is_file():
+            raise NotFoundError(
+                f"{directory} is an adapter, not a base model",
+                hint=f"`expertctl build {directory}` packs it; a base has a {CONFIG_FILE}",
+            ) from error
         raise NotFoundError(
             f"{directory}: {CONFIG_FILE} is missing or cannot be read",
             hint="a base is a Hugging Face directory with config.json and safetensors",

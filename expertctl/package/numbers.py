@@ -56,6 +56,14 @@ def extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
     )
 
 
+def without_effect(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
+    """Say it where every ``lora_B`` of an adapter is zero, as before its first training step."""
+    halves = {part.b for part in spec.parts if isinstance(part, Lora)}
+    if not halves or any(found[name] for name in halves):
+        return []
+    return ["every lora_B is zero, so this adapter changes nothing: it was saved untrained"]
+
+
 def doubts(contents: PackageContents, blobs: Blobs) -> list[str]:
     """Return what is odd about the numbers in a package, whoever built it.
 

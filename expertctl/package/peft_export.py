@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 
 from expertctl.digest import FileDigest, Progress, no_progress
-from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.layout import Blobs, Layout, is_document
 from expertctl.package.write import Output, copy_verified, filling
 from expertctl.schema.manifest import MANIFEST_PATH, Manifest, parse_manifest

@@ -139,10 +139,13 @@ def read_table(path: Path, *, limits: Limits = ADAPTER_LIMITS) -> TensorTable:
 
 def _table_of(document: JsonObject, *, data_offset: int, file_size: int, what: str) -> TensorTable:
     problems = _metadata_problems(document.pop(_METADATA, None))
+    problems += _empty_tensors(document)
     tensors: dict[str, TensorInfo] = {}
     for name, entry in document.items():
         try:
             tensors[_checked_name(name)] = _tensor_of(name, entry)
+        except _EmptyError:
+            continue
         except _RefusedError as error:
             problems.append(str(error))
     if not document:
@@ -161,6 +164,27 @@ def _begin(item: tuple[str, TensorInfo]) -> int:
 
 class _RefusedError(ValueError):
     """What is wrong with one tensor."""
+
+
+class _EmptyError(_RefusedError):
+    """A tensor has no number; all such tensors are named in one line."""
+
+
+def _empty_tensors(document: JsonObject) -> list[str]:
+    """Name the tensors without numbers, which DeepSpeed ZeRO-3 leaves where it holds the rest."""
+    empty = [name for name, entry in document.items() if _is_empty(entry)]
+    if not empty:
+        return []
+    more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+    return [
+        f"{empty[0][:_MAX_NAME]!r}{more}: empty tensors, as DeepSpeed ZeRO-3 leaves them: gather "
+        "the parameters and save again"
+    ]
+
+
+def _is_empty(entry: JsonValue) -> bool:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return isinstance(shape, list) and any(type(size) is int and size == 0 for size in shape)
 
 
 def _metadata_problems(metadata: JsonValue) -> list[str]:
@@ -185,6 +209,8 @@ def _tensor_of(name: str, entry: JsonValue) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _RefusedError(f"{name}: dtype {dtype!r:.80} is not supported")
+    if _is_empty(entry):
+        raise _EmptyError(name)
     sizes, span = _integers(shape, minimum=1), _integers(offsets, minimum=0)
     if sizes is None or len(sizes) > _MAX_DIMENSIONS:
         raise _RefusedError(f"{name}: {shape!r:.80} is not a shape")

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.digest import Digest, Progress, no_progress
-from expertctl.errors import DigestError, SignatureError, TrustError, UnsignedError
+from expertctl.errors import (
+    DigestError,
+    SignatureError,
+    TrustError,
+    UnsignedError,
+    UsageError,
+)
 from expertctl.package.archive_reader import DISCARD, BlobSink
 from expertctl.package.read import PackageContents, read_package
-from expertctl.reference import FROM_FILE, Reference
-from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.reference import FROM_FILE, PackageName, Reference, Version
+from expertctl.trust.bundle import Bundle, read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -84,7 +90,27 @@ def _verify_signature(
     package, digest = contents.manifest.package, contents.content_digest
     key = trust.authorise(bundle.key_id, package=package, content_digest=digest, registry=registry)
     verify_bundle(bundle, contents.files, key)
+    check_signed_name(bundle, contents.manifest.package, contents.manifest.semver)
     return key
+
+
+def check_signed_name(bundle: Bundle, package: PackageName, version: Version) -> None:
+    """Demand that a signature that names a package or a version names this one.
+
+    The public tool signs the name of a folder, which names no package.
+
+    Raises:
+        SignatureError: when it names another one.
+    """
+    try:
+        named = Reference.parse(bundle.name)
+    except UsageError:
+        return
+    pinned = named.constraint.pinned
+    if named.package != package or (pinned is not None and pinned != version):
+        raise SignatureError(
+            f"model.sig was made for {bundle.name}, and this is {package}@{version}", hint=ANOTHER
+        )
 
 
 def accept_unsigned(contents: PackageContents) -> VerifiedPackage:

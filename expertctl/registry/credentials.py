@@ -62,10 +62,10 @@ class Credentials(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneCredential:
-    """A credential that is not kept yet, for its registry alone."""
+    """A credential that is not kept yet, for its registry alone; None: no login at all."""
 
     address: RegistryAddress
-    credential: Credential
+    credential: Credential | None
 
     def for_address(
         self, address: RegistryAddress, environment: Mapping[str, str]

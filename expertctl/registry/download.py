@@ -5,6 +5,7 @@ disk, gets to its target by one rename. For partial blobs see `expertctl.registr
 """
 
 import re
+import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -36,6 +37,8 @@ from expertctl.registry.refusal import shown
 
 WORKERS = 4
 KEPT_BYTES = 1 << 20
+PROGRESS = 64 << 10
+"""What a connection must bring for the failures before it to be forgotten."""
 MAX_ETAG = 1024
 ALTERED = "the registry, or a proxy between, does not send what was published"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
@@ -199,11 +202,15 @@ def _complete(job: _Job, partial: Partial, progress: Progress) -> None:
 
 
 def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
-    retries = job.client.http.retries
+    http = job.client.http
+    retries, timeouts = http.retries, http.timeouts
+    deadline = time.monotonic() + timeouts.answer + timeouts.allowed(job.file.size - partial.size)
     failures, restarts = 0, 0
     while partial.size < job.file.size:
         if job.stop.is_set():
             raise _StoppedError
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"{job.what}: it comes too slowly; what is here is kept")
         before = partial.size
         try:
             _append(job, partial, progress)
@@ -216,7 +223,7 @@ def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
             if restarts > retries.attempts:
                 raise RegistryError(f"{job.what}: it changes while it is fetched") from None
         except (UnreachableError, RateLimitError) as error:
-            failures = 1 if partial.size > before else failures + 1
+            failures = 1 if partial.size - before >= PROGRESS else failures + 1
             retries.pause(failures, error, stop=job.stop)
 
 

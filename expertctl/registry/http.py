@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,9 +19,10 @@ import httpx2
 
 from expertctl import __version__
 from expertctl.errors import OfflineError, RegistryError, UnreachableError
-from expertctl.registry.address import RegistryAddress, is_loopback, looks_numeric
+from expertctl.registry.address import RegistryAddress
 from expertctl.registry.challenge import MAX_ANSWER, Logins
 from expertctl.registry.credentials import Credential, Credentials, CredentialStore
+from expertctl.registry.network_scope import Scope, scope_of_host
 from expertctl.registry.refusal import MAX_ERROR_BYTES, refusal, shown
 from expertctl.registry.retry import Retries
 from expertctl.registry.wire import Timeouts, Wire, translated
@@ -125,6 +126,11 @@ class Http:
         """When something is tried again."""
         return self._retries
 
+    @property
+    def timeouts(self) -> Timeouts:
+        """How long is waited."""
+        return self._timeouts
+
     def interrupt(self) -> None:
         """End at once what other threads wait for; they get an `UnreachableError`."""
         if isinstance(self._transport, Wire):
@@ -154,10 +160,12 @@ class Http:
         max_bytes: int,
         accept: Collection[int] = frozenset({200}),
         repeatable: bool | None = None,
+        attempts: int | None = None,
     ) -> Answer:
         """Send a request and read its answer; what may be repeated is tried again.
 
-        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived.
+        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived; and as
+        often as `Retries` says.
 
         Raises:
             UnreachableError: when the registry cannot be reached, or not for long enough.
@@ -165,7 +173,8 @@ class Http:
             RegistryError: when the answer is too large or not understood.
         """
         again = call.method in _REPEATABLE if repeatable is None else repeatable
-        return self._retries.run(
+        retries = replace(self._retries, attempts=attempts) if attempts else self._retries
+        return retries.run(
             lambda: self._once(call, max_bytes, accept), repeatable=again, stop=self._stopped
         )
 
@@ -182,7 +191,7 @@ class Http:
         response = self._opened(call, accept)
         try:
             yield OpenAnswer(
-                response.status_code, _headers(response), str(response.url), _chunks(response)
+                response.status_code, _headers(response), str(response.url), self._chunks(response)
             )
         finally:
             response.close()
@@ -213,13 +222,19 @@ class Http:
         url = _url(f"{call.address.url}/", call.target, call.address)
         home, seen = call.address.url, {str(url)}
         at_home = _origin(url) == home
+        allowed: frozenset[Scope] | None = None
         for _ in range(MAX_REDIRECTS + 1):
-            response = self._authenticated(call, url) if at_home else self._send(call, url, None)
+            if at_home:
+                response = self._authenticated(call, url)
+            else:
+                response = self._send(call, url, None, allowed=allowed)
             if response.status_code not in _REDIRECTS:
                 return response
             location = response.headers.get("location", "")
             self._dismiss(response)
-            url = _next(call, url, location)
+            if allowed is None:
+                allowed = frozenset({"global", _scope_of(call.address, response)})
+            url = _next(call, url, location, allowed)
             if str(url) in seen:
                 raise RegistryError(f"{call.address.host}: {call.what}: redirects in a loop")
             seen.add(str(url))
@@ -239,7 +254,15 @@ class Http:
         self._dismiss(response)
         return self._send(call, url, wanted)
 
-    def _send(self, call: Call, url: httpx2.URL, authorization: str | None) -> httpx2.Response:
+    def _send(
+        self,
+        call: Call,
+        url: httpx2.URL,
+        authorization: str | None,
+        *,
+        allowed: frozenset[Scope] | None = None,
+    ) -> httpx2.Response:
+        """Send one request; to addresses of ``allowed`` scopes only, where they are given."""
         if self._stopped.is_set():
             raise RegistryError(f"{call.address.host}: {call.what}: stopped")
         if self._offline:
@@ -255,7 +278,11 @@ class Http:
         if authorization:
             headers["Authorization"] = authorization
         body = call.body() if callable(call.body) else call.body
-        request = httpx2.Request(call.method, url, headers=headers, content=body)
+        elsewhere = allowed is not None and _origin(url) != call.address.url
+        extensions = {"allowed_scopes": allowed} if elsewhere else {}
+        request = httpx2.Request(
+            call.method, url, headers=headers, content=body, extensions=extensions
+        )
         with translated(url.netloc.decode("ascii", "replace")):
             response = self._transport.handle_request(request)
         response.request = request
@@ -270,7 +297,7 @@ class Http:
             raise too_long
         parts, size = [], 0
         deadline = time.monotonic() + self._timeouts.answer
-        for chunk in _chunks(response):
+        for chunk in self._chunks(response):
             parts.append(chunk)
             size += len(chunk)
             if size > max_bytes:
@@ -278,6 +305,24 @@ class Http:
             if time.monotonic() > deadline:
                 raise UnreachableError(f"{name}: the answer takes too long")
         return b"".join(parts)
+
+    def _chunks(self, response: httpx2.Response) -> Iterator[bytes]:
+        """Yield a body as it comes, as long as it comes fast enough."""
+        name = response.url.netloc.decode("ascii", "replace")
+        encoding = response.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in {"identity", ""}:
+            raise RegistryError(
+                f"{name}: its answer is compressed ({shown(encoding, 40)}), which was not asked "
+                "for",
+                hint="a proxy between may do that; the registry must send packages as they are",
+            )
+        started, size = time.monotonic(), 0
+        with translated(name):
+            for chunk in response.iter_raw():
+                size += len(chunk)
+                if time.monotonic() - started > self._timeouts.allowed(size):
+                    raise UnreachableError(f"{name}: the answer comes too slowly")
+                yield chunk
 
     def _read_error(self, response: httpx2.Response) -> bytes:
         """Return the body of a refusal, or nothing: the status alone is clear enough."""
@@ -344,8 +389,14 @@ def open_http(
         yield http
 
 
-def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
-    """Return where a redirect leads, if one may go there."""
+def _scope_of(address: RegistryAddress, response: httpx2.Response) -> Scope:
+    """Return where a registry is: by its name, else by the address that answered."""
+    scope: Scope = response.extensions.get("scope", "global")
+    return scope_of_host(address.hostname) or scope
+
+
+def _next(call: Call, url: httpx2.URL, location: str, allowed: frozenset[Scope]) -> httpx2.URL:
+    """Return where a redirect leads, if one may go there; names are checked once resolved."""
     host = call.address.host
     if call.method not in _READING:
         raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
@@ -355,9 +406,11 @@ def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
     named = shown(f"{target.scheme}://{target.host}", 200)
     if target.scheme == "http" and url.scheme == "https":
         raise RegistryError(f"{host}: {call.what}: redirected to {named}, which is not encrypted")
-    if _origin(target) == call.address.url or call.address.is_loopback:
+    if _origin(target) == call.address.url:
         return target
-    if is_loopback(target.host) or (looks_numeric(target.host) and target.scheme == "http"):
+    scope = scope_of_host(target.host)
+    bare = target.scheme == "http" and scope == "global"  # no name, no certificate: no storage
+    if scope is not None and (scope not in allowed or bare):
         raise RegistryError(f"{host}: {call.what}: redirected to {named}, within a network")
     return target
 
@@ -384,15 +437,3 @@ def _origin(url: httpx2.URL) -> str:
 
 def _headers(response: httpx2.Response) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
-
-
-def _chunks(response: httpx2.Response) -> Iterator[bytes]:
-    name = response.url.netloc.decode("ascii", "replace")
-    encoding = response.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in {"identity", ""}:
-        raise RegistryError(
-            f"{name}: its answer is compressed ({shown(encoding, 40)}), which was not asked for",
-            hint="a proxy between may do that; the registry must send packages as they are",
-        )
-    with translated(name):
-        yield from response.iter_raw()

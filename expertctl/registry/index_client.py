@@ -21,8 +21,11 @@ def fetch_index(
     store: IndexStore,
     *,
     offline: bool = False,
+    attempts: int | None = None,
 ) -> IndexDocument:
     """Return what a registry says of a package now; offline, what it said last.
+
+    ``attempts`` is how often it is tried, where not as often as usual.
 
     Raises:
         NotFoundError: when it has no such package, or we are offline and never asked it.
@@ -33,7 +36,7 @@ def fetch_index(
     floor = store.recall(known, package)
     if offline:
         return _recalled(floor, known, package)
-    envelope = _asked(client, known, package, floor)
+    envelope = _asked(client, known, package, floor, attempts)
     return store.believe(known, package, envelope, floor=floor)
 
 
@@ -54,7 +57,11 @@ def _recalled(
 
 
 def _asked(
-    client: Http, known: KnownRegistry, package: PackageName, floor: Remembered | None
+    client: Http,
+    known: KnownRegistry,
+    package: PackageName,
+    floor: Remembered | None,
+    attempts: int | None,
 ) -> bytes:
     """Return the envelope; a registry that has nothing newer sends nothing."""
     headers = {"Accept": "application/json"}
@@ -62,10 +69,16 @@ def _asked(
         headers["If-None-Match"] = _etag(floor.envelope)
     call = Call("GET", address_of(known), index_target(package), headers=headers)
     try:
-        answer = client.request(call, max_bytes=MAX_ENVELOPE, accept={200, _SAME})
+        answer = client.request(
+            call, max_bytes=MAX_ENVELOPE, accept={200, _SAME}, attempts=attempts
+        )
     except NotFoundError as error:
-        hint = f"`expertctl search {package.name}` shows what there is; it may need a login"
-        raise NotFoundError(f"{known.host} has no package {package}", hint=hint) from error
+        hint = (
+            f"`expertctl search {package.name}` shows what you may see; "
+            f"if {package.namespace}/* is private, `expertctl login {known.host}` first"
+        )
+        message = f"{known.host} has no package {package} that you may read"
+        raise NotFoundError(message, hint=hint) from error
     if answer.status != _SAME:
         return answer.body
     if floor is None:

@@ -37,7 +37,7 @@ def open_index(envelope: bytes, *, key: PublicKey, package: PackageName) -> Inde
             "see `expertctl trust registry --help`",
         )
     opened.verify(key, what=what)
-    document = IndexDocument.parse(opened.payload, what=what)
+    document = IndexDocument.parse_canonical(opened.payload, what=what)
     if document.package != package:
         raise TrustError(f"asked for {what}, but got that of {document.package}")
     return document

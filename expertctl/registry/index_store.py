@@ -3,13 +3,16 @@
 ::
 
     <folder>/<registry>/index/<index key>/<namespace>/<name>.json   the newest signed envelope
+    <folder>/<registry>/index/<index key>/<namespace>/<name>.first  `registry.first_contents`
     <folder>/<registry>/index/lock                                  held while one is written
 
 A new index key, which only the person can accept, begins anew; nothing else ever lowers the floor.
 A file that cannot be read stops everything about its package: it is not taken for an unknown one.
+``.first`` is written before the envelope that makes it necessary, so a killed process forgets no
+content; only `accept_content` removes an entry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,15 @@ from filelock import FileLock, Timeout
 
 from expertctl.durable import make_folders, write_atomic
 from expertctl.errors import ExpertError, StoreError, TrustError
-from expertctl.reference import PackageName
+from expertctl.reference import PackageName, Version
+from expertctl.registry.first_contents import (
+    MAX_BYTES,
+    NONE,
+    FirstContents,
+    encode_contents,
+    extended,
+    parse_contents,
+)
 from expertctl.registry.index_document import IndexDocument
 from expertctl.registry.index_envelope import MAX_ENVELOPE, open_index
 from expertctl.registry.known import address_of
@@ -98,10 +109,59 @@ class IndexStore:
             if now is not None and now.document.revision >= document.revision:
                 self._demand_not_older(known, new, now)
                 return now.document
+            if now is not None:
+                before = now.document
+                self._change_first(
+                    known, package, lambda first: extended(first, before, document, host=known.host)
+                )
             path = self.path(known, package)
             make_folders(path.parent, mode=0o700)
             write_atomic(path, envelope, mode=0o600)
         return document
+
+    def first_contents(self, known: KnownRegistry, package: PackageName) -> FirstContents:
+        """Return what versions contained at first that the registry changed or took away later.
+
+        Raises:
+            StoreError: when the file is damaged or cannot be read.
+        """
+        path = self.path(known, package).with_suffix(".first")
+        try:
+            data = read_bounded(path, max_bytes=MAX_BYTES)
+            return parse_contents(data, host=known.host, what=str(path))
+        except FileNotFoundError:
+            return NONE
+        except (OSError, ExpertError) as error:
+            raise StoreError(
+                f"what versions of {package} from {known.host} contained cannot be read: {error}",
+                hint=f"restore {path} from a backup; or move it away, which allows {known.host} "
+                "to change them",
+            ) from error
+
+    def accept_content(self, known: KnownRegistry, package: PackageName, version: Version) -> None:
+        """Take what a registry says now for the content of a version, as the person demanded.
+
+        Raises:
+            StoreError: when that cannot be remembered.
+        """
+        if version in self.first_contents(known, package):
+            with self._locked(known):
+                self._change_first(
+                    known, package, lambda first: {v: c for v, c in first.items() if v != version}
+                )
+
+    def _change_first(
+        self,
+        known: KnownRegistry,
+        package: PackageName,
+        change: Callable[[FirstContents], FirstContents],
+    ) -> None:
+        """Change the file of first contents; the lock is held."""
+        before = self.first_contents(known, package)
+        after = change(before)
+        if after != before:
+            path = self.path(known, package).with_suffix(".first")
+            write_atomic(path, encode_contents(after), mode=0o600)
 
     def problems(self, known: KnownRegistry) -> list[StoreError]:
         """Return what cannot be read of what a registry said last."""
@@ -109,6 +169,7 @@ class IndexStore:
         for package in self._packages(known):
             try:
                 self.recall(known, package)
+                self.first_contents(known, package)
             except StoreError as error:
                 found.append(error)
         return found

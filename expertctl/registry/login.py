@@ -1,9 +1,10 @@
 """Trying a login before it is kept: what the registry says about its user."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from expertctl.errors import UnauthenticatedError
+from expertctl.errors import ForbiddenError, UnauthenticatedError
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
@@ -47,6 +48,27 @@ def try_login(
             return _our_login(ApiClient(http, address), credential)
         OciClient(http, address).ping()
         return Login(address, credential, checked=_was_asked(http, address))
+
+
+def reach(
+    settings: Settings,
+    address: RegistryAddress,
+    environment: Mapping[str, str],
+    *,
+    tell: Tell | None = None,
+) -> None:
+    """Ask a registry for a sign of life, before a person is asked for a token.
+
+    Raises:
+        OfflineError: when the network is switched off.
+        UnreachableError: when it cannot be asked.
+    """
+    with (
+        http_for(settings, OneCredential(address, None), environment, tell=tell) as http,
+        suppress(UnauthenticatedError, ForbiddenError),
+    ):
+        if not is_ours(ApiClient(http, address)):
+            OciClient(http, address).ping()
 
 
 def _our_login(api: ApiClient, credential: Credential) -> Login:

@@ -1,14 +1,18 @@
 """Publisher keys from an index: pinned at first, later only with a pinned key's word.
 
-At the first install of a namespace from a registry its word is taken for the keys of the namespace.
+At the first install of a namespace from a registry its word is taken for the keys of the namespace,
+once the signatures of all that is to be installed were verified with them (`pin_verified`).
 From then on a new key counts when a key that counts already vouches for it (`key_statement`), or
 when the person adds it. Revocations are taken over at once. All of it holds for that namespace of
 that registry and for nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from expertctl.errors import RevokedError, TrustError
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, KeyEntry, Release, SignedForm
 from expertctl.registry.key_statement import claimed_signer, statement_signer
@@ -17,20 +21,79 @@ from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
+T = TypeVar("T")
 
-def pin(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> list[str]:
-    """Take over what an index says of the keys of its namespace; return what a person should know.
+
+@dataclass(frozen=True, slots=True)
+class PinnedKey:
+    """A publisher key that counts from now on for a namespace of a registry."""
+
+    key_id: str
+    namespace: str
+    registry: str
+    vouched: bool
+    """Whether a key that counted already vouches for it; else the registry's word was taken."""
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        if self.vouched:
+            reason = "a key that you trust already vouches for it"
+        else:
+            reason = "first install of the namespace; compare it with what the publisher says"
+        return f"pinned for {self.namespace}/* of {self.registry}: key {self.key_id} ({reason})"
+
+
+def pin_verified(
+    indexes: Sequence[tuple[IndexDocument, KnownRegistry]],
+    trust: TrustStore,
+    verify: Callable[[TrustRecord], T],
+) -> tuple[T, list[PinnedKey]]:
+    """Verify with the keys that indexes name, then pin these keys; nothing is pinned if it raises.
+
+    Both happen while no other process changes ``trust.json``, so what is written is what was
+    verified against. Returns the result of ``verify`` and the keys that count from now on.
 
     Raises:
         TrustError: when ``trust.json`` may not be believed or would grow too large.
         StoreError: when it cannot be written.
+        ExpertError: as ``verify``.
     """
-    before = trust.read()
-    after = pinned(before, document, known)
-    if after == before:
-        return []
-    after = trust.change(lambda record: pinned(record, document, known))
-    return _told(before, after, document, known)
+    record = trust.read()
+    if _all_pinned(record, indexes) == record:
+        return verify(record), []
+    results: list[tuple[TrustRecord, T]] = []
+
+    def change(before: TrustRecord) -> TrustRecord:
+        after = _all_pinned(before, indexes)
+        results.append((before, verify(after)))
+        return after
+
+    after = trust.change(change)
+    [(before, result)] = results
+    return result, _new_pins(before, after, indexes)
+
+
+def _all_pinned(
+    record: TrustRecord, indexes: Iterable[tuple[IndexDocument, KnownRegistry]]
+) -> TrustRecord:
+    for document, known in indexes:
+        record = pinned(record, document, known)
+    return record
+
+
+def _new_pins(
+    before: TrustRecord,
+    after: TrustRecord,
+    indexes: Iterable[tuple[IndexDocument, KnownRegistry]],
+) -> list[PinnedKey]:
+    places = dict.fromkeys((known.host, document.package.namespace) for document, known in indexes)
+    return [
+        PinnedKey(key.key_id, namespace, host, vouched=before.is_pinned(host, namespace))
+        for host, namespace in places
+        for key in after.pinned_keys(host, namespace)
+        if key not in before.pinned_keys(host, namespace)
+    ]
 
 
 def pinned(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -> TrustRecord:
@@ -48,7 +111,8 @@ def pinned(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -
 def heed(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> list[str]:
     """Take over what an index revokes, and nothing else, where keys are pinned already.
 
-    For callers that only ask: what is installed from there must be refused from now on.
+    Returns a sentence for each new revocation. Done as soon as an index is believed: a revocation
+    can only deny, and what is installed from there must be refused from now on.
 
     Raises:
         TrustError: when ``trust.json`` may not be believed or would grow too large.
@@ -61,7 +125,7 @@ def heed(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> li
     if after == before:
         return []
     after = trust.change(lambda record: _revoking(record, document, known))
-    return _told(before, after, document, known)
+    return _new_revocations(before, after)
 
 
 def trusted_form(
@@ -143,22 +207,14 @@ def _is_revoked(record: TrustRecord, key: PublicKey, namespace: str, host: str) 
 
 def _line(reason: str) -> str:
     """Return a reason as one line that can be printed."""
-    return "".join(c if c.isprintable() else " " for c in reason)
+    return one_line(reason)
 
 
-def _told(
-    before: TrustRecord, after: TrustRecord, document: IndexDocument, known: KnownRegistry
-) -> list[str]:
-    namespace, host = document.package.namespace, known.host
-    old = {key.key_id for key in before.pinned_keys(host, namespace)}
-    new = [k.key_id for k in after.pinned_keys(host, namespace) if k.key_id not in old]
-    first = not before.is_pinned(host, namespace)
-    why = "at its first install" if first else "a trusted key vouches for it"
-    told = [f"{key_id} may sign {namespace}/* of {host} from now on: {why}" for key_id in new]
+def _new_revocations(before: TrustRecord, after: TrustRecord) -> list[str]:
     known_before = set(before.revoked)
-    told += [
-        f"{r.key_id} was revoked for {namespace}/* of {host}" + (f": {r.reason}" * bool(r.reason))
+    return [
+        f"{r.key_id} was revoked for {r.namespace}/* of {r.registry}"
+        + f": {r.reason}" * bool(r.reason)
         for r in after.revoked
         if r not in known_before
     ]
-    return told

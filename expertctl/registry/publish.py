@@ -7,7 +7,7 @@ and partial ones go on where they ended (`expertctl.registry.upload`).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -20,10 +20,12 @@ from expertctl.digest import Digest, Progress, no_progress
 from expertctl.errors import (
     ConflictError,
     DigestError,
+    ExpertError,
     InvalidPackageError,
     NotFoundError,
     RegistryError,
     RevokedError,
+    SignatureError,
     TrustError,
     UsageError,
 )
@@ -38,6 +40,7 @@ from expertctl.registry.api_client import ApiClient
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.package_pages import version_page
 from expertctl.registry.people import Namespace, namespace
+from expertctl.trust.bundle import read_bundle
 from expertctl.trust.policy import TrustStore
 
 WORKERS = 4
@@ -120,14 +123,40 @@ def read_parcel(path: Path, trust: TrustStore, *, progress: Progress = no_progre
         InvalidPackageError: when it is malformed, or holds what must never be published.
         TrustError: when it is not signed, or not by a key that is trusted here.
     """
+    parcel, problems = examine(path, trust, progress=progress)
+    for problem in problems:
+        raise problem
+    return parcel
+
+
+def examine(
+    path: Path, trust: TrustStore, *, progress: Progress = no_progress
+) -> tuple[Parcel, list[ExpertError]]:
+    """Read a package file and return it with all that forbids to publish it.
+
+    Raises:
+        InvalidPackageError: when it is malformed.
+    """
     contents = read_package(path, progress=progress)
-    verified = verify_contents(contents, trust)
-    assert verified.signer is not None
+    problems = list[ExpertError]()
+    try:
+        signer = verify_contents(contents, trust).signer or ""
+    except TrustError as error:
+        problems.append(error)
+        signer = _claimed_signer(contents)
     found = [f"{name}: holds {what}" for name, what in _secrets(contents)]
     if found:
-        hint = "take it out, consider it lost, and build the package anew"
-        raise InvalidPackageError(f"{path.name}: must not be published", found, hint=hint)
-    return Parcel(path, contents, verified.signer)
+        hint = "take it out, consider it lost, and build the package again"
+        what = f"{path.name}: must not be published"
+        problems.append(InvalidPackageError(what, found, hint=hint))
+    return Parcel(path, contents, signer), problems
+
+
+def _claimed_signer(contents: PackageContents) -> str:
+    """Return the key that a signature names, not verified; empty where that cannot be read."""
+    with suppress(SignatureError):
+        return read_bundle(contents.signature or b"").key_id
+    return ""
 
 
 def _secrets(contents: PackageContents) -> Iterator[tuple[str, str]]:
@@ -171,10 +200,30 @@ def plan_shipment(parcel: Parcel, to: Destination) -> Shipment:
         TrustError: when the signer's key may not sign there.
         ConflictError: when the version is there with other content.
     """
-    room = _room(parcel, to.api) if to.api is not None else None
-    state = _state(parcel, to.api) if to.api is not None else _plain_state(parcel, to.oci)
+    shipment, problems = check_shipment(parcel, to)
+    for problem in problems:
+        raise problem
+    assert shipment is not None, "there are problems without it"
+    return shipment
+
+
+def check_shipment(
+    parcel: Parcel, to: Destination
+) -> tuple[Shipment | None, list[NotFoundError | TrustError | ConflictError]]:
+    """Ask a registry what it has, and return all that is in the way; nothing is sent.
+
+    Raises:
+        RegistryError: when it cannot be asked.
+    """
+    room, problems = _room(parcel, to.api) if to.api is not None else (None, [])
+    try:
+        state = _state(parcel, to.api) if to.api is not None else _plain_state(parcel, to.oci)
+    except ConflictError as error:
+        return None, [*problems, error]
+    if problems:
+        return None, problems
     missing = () if state == "published" else _missing(parcel, to.oci)
-    return Shipment(parcel, state, missing, room)
+    return Shipment(parcel, state, missing, room), []
 
 
 def send(shipment: Shipment, to: Destination, *, progress: Progress = no_progress) -> None:
@@ -195,24 +244,32 @@ def send(shipment: Shipment, to: Destination, *, progress: Progress = no_progres
     to.oci.put_manifest(str(parcel.package), version, parcel.contents.layout.manifest)
 
 
-def _room(parcel: Parcel, api: ApiClient) -> Namespace:
-    """Return the namespace, when the signer's key may sign there."""
+def _room(
+    parcel: Parcel, api: ApiClient
+) -> tuple[Namespace | None, list[NotFoundError | TrustError | ConflictError]]:
+    """Return the namespace, and why the signer's key may not sign there."""
     name, host = parcel.package.namespace, api.address.host
+    unknown = TrustError(
+        f"{host} does not know the key {parcel.signer} for {name}/*",
+        hint=f"an owner adds it: `expertctl registry keys add KEY --namespace {name}`",
+    )
     try:
         found = namespace(api, name)
-    except NotFoundError as error:
+    except NotFoundError:
         message = f"{host} has no namespace {name!r} that you may use"
         hint = f"an administrator makes it: `expertctl registry namespace add {name}`"
-        raise NotFoundError(message, hint=f"{hint}, with `--owner USER` for you") from error
+        absent = NotFoundError(message, hint=f"{hint}, with `--owner USER` for you")
+        return None, [absent, *([unknown] if parcel.signer else [])]
+    if not parcel.signer:
+        return found, []
     key = found.key(parcel.signer)
     if key is None:
-        hint = f"an owner adds it: `expertctl registry keys add KEY --namespace {name}`"
-        message = f"{host} does not know the key {parcel.signer} for {name}/*"
-        raise TrustError(message, hint=hint)
+        return found, [unknown]
     if key.revoked:
         hint = "sign with another key: `expertctl sign FILE --key NAME`"
-        raise RevokedError(f"the key {parcel.signer} was revoked for {name}/*", hint=hint)
-    return found
+        revoked = RevokedError(f"the key {parcel.signer} was revoked for {name}/*", hint=hint)
+        return found, [revoked]
+    return found, []
 
 
 def _state(parcel: Parcel, api: ApiClient) -> State:

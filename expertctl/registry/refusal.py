@@ -25,6 +25,7 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
+from expertctl.plain_text import one_line
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 MAX_ERROR_BYTES = 64 << 10
@@ -118,8 +119,7 @@ def read_reason(body: bytes) -> Reason:
 
 def shown(text: str, limit: int = MAX_TEXT) -> str:
     """Return a text of a server as it may be printed: bounded, one line, printable."""
-    cut = text[: limit + 1]
-    clean = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+    clean = " ".join(one_line(text[: limit + 1]).split())
     return clean if len(text) <= limit else f"{clean[:limit]}…"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import SHUT_RDWR, socket
+from socket import SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,13 +21,16 @@ import httpcore2
 import httpx2
 
 from expertctl.errors import RegistryError, UnreachableError, UsageError
+from expertctl.plain_text import one_line
 from expertctl.registry.address import is_loopback
+from expertctl.registry.network_scope import Scope, forbidden_address, scope_of_address
 
 MIN_BYTES = 1024
 """What must arrive within `Timeouts.stall` seconds for an answer to count as going on."""
 MAX_HEAD = 1 << 20
 """What may come before a body does: headers, and any number of ``100 Continue``."""
 MAX_CONNECTIONS = 16
+_PoolKey = tuple[str, frozenset[Scope] | None]
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _READING = frozenset({"GET", "HEAD"})
 _TRANSIENT = (
@@ -49,6 +52,12 @@ class Timeouts:
     """Without a byte sent, or `MIN_BYTES` received."""
     answer: float = 300.0
     """For the whole of an answer that is no blob, and until what was sent is dealt with."""
+    rate: float = 1024.0
+    """The fewest bytes a second of any body, averaged from `stall` seconds on."""
+
+    def allowed(self, size: int) -> float:
+        """Return how long that many bytes of a body may take."""
+        return self.stall + size / self.rate
 
 
 class Wire(httpx2.BaseTransport):
@@ -62,9 +71,9 @@ class Wire(httpx2.BaseTransport):
         self._ca_file = ca_file
         self._environment = environment
         self._context: ssl.SSLContext | None = None
-        self._pools: dict[str, httpcore2.ConnectionPool] = {}
+        self._pools: dict[_PoolKey, httpcore2.ConnectionPool] = {}
         self._lock = threading.Lock()
-        self._backend = _WatchedBackend(timeouts.stall)
+        self._open = _OpenStreams()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; what fails is for `translated`."""
@@ -82,17 +91,25 @@ class Wire(httpx2.BaseTransport):
             content=request.stream,
             extensions={"timeout": waits},
         )
-        answer = self._pool(url).handle_request(raw)
+        proxy = proxy_for(url, self._environment) or ""
+        allowed: frozenset[Scope] | None = request.extensions.get("allowed_scopes")
+        answer = self._pool(proxy, None if proxy else allowed).handle_request(raw)
         stream = answer.extensions.get("network_stream")
+        known: dict[str, Any] = {}
         if isinstance(stream, _WatchedStream):
             stream.body_begins()
+            known = {} if proxy else {"scope": _scope_of(stream)}
         return httpx2.Response(
-            answer.status, headers=answer.headers, stream=_Stream(answer), request=request
+            answer.status,
+            headers=answer.headers,
+            stream=_Stream(answer),
+            request=request,
+            extensions=known,
         )
 
     def interrupt(self) -> None:
         """End what other threads wait for: their connections break at once."""
-        self._backend.interrupt()
+        self._open.interrupt()
 
     def close(self) -> None:
         """Close every connection."""
@@ -100,21 +117,22 @@ class Wire(httpx2.BaseTransport):
             pool.close()
         self._pools = {}
 
-    def _pool(self, url: httpx2.URL) -> httpcore2.ConnectionPool:
-        proxy = proxy_for(url, self._environment) or ""
+    def _pool(self, proxy: str, allowed: frozenset[Scope] | None) -> httpcore2.ConnectionPool:
+        key = proxy, allowed
         with self._lock:
-            if proxy not in self._pools:
-                self._pools[proxy] = self._new_pool(proxy)
-            return self._pools[proxy]
+            if key not in self._pools:
+                self._pools[key] = self._new_pool(proxy, allowed)
+            return self._pools[key]
 
-    def _new_pool(self, proxy: str) -> httpcore2.ConnectionPool:
+    def _new_pool(self, proxy: str, allowed: frozenset[Scope] | None) -> httpcore2.ConnectionPool:
         if self._context is None:
             self._context = _tls_context(self._ca_file)
+        backend = _WatchedBackend(self._timeouts.stall, self._open, allowed)
         if not proxy:
             return httpcore2.ConnectionPool(
                 ssl_context=self._context,
                 max_connections=MAX_CONNECTIONS,
-                network_backend=self._backend,
+                network_backend=backend,
             )
         url, auth = _proxy_parts(proxy)
         return httpcore2.HTTPProxy(
@@ -123,7 +141,7 @@ class Wire(httpx2.BaseTransport):
             ssl_context=self._context,
             proxy_ssl_context=self._context if url.scheme == b"https" else None,
             max_connections=MAX_CONNECTIONS,
-            network_backend=self._backend,
+            network_backend=backend,
         )
 
 
@@ -142,8 +160,8 @@ def translated(host: str) -> Iterator[None]:
         if untrusted is not None:
             raise RegistryError(
                 f"{host}: its certificate is not accepted: {untrusted.verify_message}",
-                hint="if it is your own, name the CA that signed it: "
-                "`expertctl config set ca_file FILE`",
+                hint="if it is your own, name the CA that signed it, `expertctl config set ca_file "
+                "FILE`; it must name the host as subjectAltName",
             ) from error
         sent = not isinstance(error, _NEVER_SENT)
         hint = "" if sent else _way_there(host)
@@ -186,6 +204,7 @@ def _proxy_parts(text: str) -> tuple[httpcore2.URL, tuple[str, str] | None]:
 
 def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
     context = httpcore2.default_ssl_context()
+    context.hostname_checks_common_name = False  # RFC 9525: only subjectAltName names a host
     if ca_file is not None:
         try:
             context.load_verify_locations(cafile=ca_file)
@@ -231,7 +250,7 @@ def _reason(error: Exception) -> str:
 
 def _line(error: Exception) -> str:
     plain = _ERRNO.sub("", str(error))
-    text = "".join(c if c.isprintable() else " " for c in plain)
+    text = one_line(plain)
     return text[:200] or type(error).__name__
 
 
@@ -249,14 +268,36 @@ class _Stream(httpx2.SyncByteStream):
         self._answer.close()
 
 
-class _WatchedBackend(httpcore2.NetworkBackend):
-    """Opens connections whose answers must go on."""
+class _OpenStreams:
+    """The connections that are used, so that all can be broken at once."""
 
-    def __init__(self, stall: float) -> None:
+    def __init__(self) -> None:
+        self._streams: weakref.WeakSet[_WatchedStream] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, stream: "_WatchedStream") -> None:
+        """Remember a connection for as long as it is used."""
+        with self._lock:
+            self._streams.add(stream)
+
+    def interrupt(self) -> None:
+        """Break every connection."""
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.interrupt()
+
+
+class _WatchedBackend(httpcore2.NetworkBackend):
+    """Opens connections whose answers must go on, only to addresses of allowed scopes, if given."""
+
+    def __init__(
+        self, stall: float, streams: _OpenStreams, allowed: frozenset[Scope] | None
+    ) -> None:
         self._backend = httpcore2.SyncBackend()
         self._stall = stall
-        self._open: weakref.WeakSet[_WatchedStream] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._streams = streams
+        self._allowed = allowed
 
     def connect_tcp(
         self,
@@ -266,22 +307,36 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.NetworkStream:
-        stream = self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
+        target = host if self._allowed is None else _checked_address(host, port, self._allowed)
+        stream = self._backend.connect_tcp(target, port, timeout, local_address, socket_options)
         return self.watch(stream)
 
     def watch(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
         """Remember a connection for as long as it is used."""
         watched = _WatchedStream(stream, self._stall, self)
-        with self._lock:
-            self._open.add(watched)
+        self._streams.add(watched)
         return watched
 
-    def interrupt(self) -> None:
-        """Break every connection."""
-        with self._lock:
-            streams = list(self._open)
-        for stream in streams:
-            stream.interrupt()
+
+def _checked_address(host: str, port: int, allowed: frozenset[Scope]) -> str:
+    """Return the address to connect to: resolved once, so that it cannot change after the check."""
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as error:
+        raise httpcore2.ConnectError(str(error)) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    if outside := forbidden_address(addresses, allowed):
+        raise RegistryError(
+            f"{host}:{port} is {outside}, an address within a network, to which no registry "
+            "elsewhere may lead",
+            hint="nothing was sent there; tell whoever runs the registry",
+        )
+    return addresses[0]
+
+
+def _scope_of(stream: "_WatchedStream") -> Scope:
+    peer = stream.get_extra_info("server_addr")
+    return scope_of_address(str(peer[0])) if peer else "global"
 
 
 class _WatchedStream(httpcore2.NetworkStream):

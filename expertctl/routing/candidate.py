@@ -10,7 +10,7 @@ from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.compatibility import check_base
-from expertctl.reference import Reference
+from expertctl.reference import Reference, Version
 from expertctl.routing.expert_texts import described
 from expertctl.routing.features import Features
 from expertctl.routing.hint import holds
@@ -41,6 +41,16 @@ class Installed:
     stored: StoredExpert
     manifest: Manifest
     revoked: bool = False
+    home: str | None = None
+    """The registry that its namespace belongs to, where it came from another one."""
+
+    @property
+    def precedence(self) -> tuple[bool, Version]:
+        """Which of several versions is meant: one from the namespace's registry, then the newest.
+
+        A version that was installed from elsewhere is used where it is named, or nothing else fits.
+        """
+        return self.home is None, self.stored.version
 
     @property
     def ref(self) -> str:
@@ -240,12 +250,18 @@ def superseded(experts: Iterable[Installed]) -> dict[Digest, str]:
     """Return why older versions and prereleases are passed over, by content digest."""
     newest: dict[object, Installed] = {}
     reasons: dict[Digest, str] = {}
-    for expert in sorted(experts, key=lambda e: e.stored.version, reverse=True):
+    for expert in sorted(experts, key=lambda e: e.precedence, reverse=True):
         if expert.stored.version.prerelease:
             reasons[expert.digest] = "a prerelease is used only when it is named"
         elif (first := newest.setdefault(expert.stored.package, expert)) is not expert:
-            reasons[expert.digest] = f"older than {first.ref}"
+            reasons[expert.digest] = _passed_over(expert, first)
     return reasons
+
+
+def _passed_over(expert: Installed, first: Installed) -> str:
+    if expert.home is not None and first.home is None:
+        return f"from {expert.stored.registry}; {first.ref} is from {expert.home}, its own registry"
+    return f"older than {first.ref}"
 
 
 def evidence(candidate: Candidate) -> str:

@@ -225,7 +225,7 @@ def _named(target: Target, installed: Sequence[Installed]) -> Installed:
     found = [expert for expert in installed if expert.is_meant(target)]
     if not found:
         raise not_installed(target, installed)
-    return max(found, key=lambda expert: expert.stored.version)
+    return max(found, key=lambda expert: expert.precedence)
 
 
 def _check_forced(expert: Installed, digests: Sequence[Digest]) -> None:

@@ -140,7 +140,7 @@ def _required(expert: Installed, text: str, offered: _Offered) -> Installed:
             f"{expert.ref} requires {text}, and no such expert can be used",
             hint=f"install it: `expertctl install {text}`",
         )
-    return max(found, key=lambda e: e.stored.version)
+    return max(found, key=lambda e: e.precedence)
 
 
 def _check_pair(one: Installed, other: Installed) -> None:

@@ -1,9 +1,10 @@
-"""A further prompt of a conversation: routed anew; where that finds no expert, the old ones stay.
+"""A further prompt of a conversation: it is routed again, and without an expert the base answers.
 
-"And now the other way round" names nothing to choose an expert by, but it belongs to what was said
-before.
+A short prompt ("And 9, 8, 7") and one that refers to what was said before ("Now the other way
+round") name nothing to choose an expert by: for these the experts of the turn before stay.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,48 @@ from expertctl.routing.session import PlanningSession
 from expertctl.store.store import Store
 
 KEPT = "kept from the turn before"
+SHORT = 3
+"""A prompt of so few words is a follow-up, whatever it says."""
+MAX_REFERRING_WORDS = 25
+"""A longer prompt says what it is about, even if it refers to something."""
+
+_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
+_DENSE = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+"""Letters of scripts that put no space between words."""
+_SEPARATOR = re.compile(r"[,;\n]")
+_PRONOUN = (
+    r"(?:it|that|this|them|these|those)(?=\s*(?:$|[.!?,;)])"
+    r"|\s+(?:again|as|in|into|to|with|for|more|less|one|once|instead|please|shorter|longer)\b)"
+)
+_REFERRING = re.compile(
+    r"^\W*(?:and|but|or|also|again|instead|same|no|yes|und|aber|oder|auch|noch|et|mais|ou|encore|y"
+    r"|pero|ma|mas|maar|nog|(?:what|how)\s+about|what\s+if)\b"
+    rf"|\w+\s+{_PRONOUN}"
+    r"|\b(?:again|instead|shorter|longer|continue|go\s+on|(?:once|one)\s+more|another\s+one"
+    r"|the\s+same|the\s+(?:other|first|second|third|last|next|previous)\s+(?:way|one|two|order)"
+    r"|(?:your|the)\s+(?:last|previous|first)?\s*(?:answer|reply|result)|above|vice\s+versa"
+    r"|kürzer|länger|nochmals?|noch\s+einmal|stattdessen|umgekehrt"
+    r"|plus\s+court|encore\s+une\s+fois|más\s+corto|otra\s+vez|de\s+nuevo"
+    r"|più\s+corto|di\s+nuovo|mais\s+curto|korter|opnieuw|andersom)\b",
+    re.I,
+)
+
+
+def is_follow_up(prompt: str) -> bool:
+    """Tell whether a prompt needs what was said before: it is short, only data, or refers to it."""
+    count = _words(prompt)
+    if count <= SHORT:
+        return True
+    pieces = _SEPARATOR.split(prompt)
+    if len(pieces) > 1 and all(_words(piece) <= 2 for piece in pieces):
+        return True
+    return count <= MAX_REFERRING_WORDS and _REFERRING.search(prompt) is not None
+
+
+def _words(text: str) -> int:
+    """Count the words of a text, numbers aside; two letters of a dense script count as one."""
+    dense = len(_DENSE.findall(text))
+    return len(_WORD.findall(_DENSE.sub(" ", text))) + (dense + 1) // 2
 
 
 def plan_follow_up(
@@ -33,6 +76,8 @@ def plan_follow_up(
     """
     planned = session.recall(request, base=base, files=files)
     if planned.experts or request.base_alone or not before.experts:
+        return planned
+    if not is_follow_up(request.prompt):
         return planned
     _demand_installed(session.planner.store, before)
     force = tuple(Forced(expert.content_digest, expert.weight) for expert in before.experts)

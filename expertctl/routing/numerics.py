@@ -1,14 +1,25 @@
 """What the numbers of a base depend on, and whether a saved plan still means the same."""
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from typing import get_args
 
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.foreign_config import read_base_config
 from expertctl.package.model_config import ModelConfig, read_config
-from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
+from expertctl.routing.plan import (
+    NUMERIC_VERSION,
+    NumericSettings,
+    Plan,
+    PlannedExpert,
+    plan_identity,
+)
 from expertctl.routing.request import (
     SKIP_CAP,
     AdapterDtype,
@@ -16,6 +27,7 @@ from expertctl.routing.request import (
     Dtype,
     EngineName,
     MoeMiss,
+    RouteRequest,
 )
 from expertctl.store.base_record import StoredBase
 
@@ -129,20 +141,91 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
         )
 
 
-def check_identity(plan: Plan, now: Digest) -> None:
+def check_identity(plan: Plan, now: Digest, *, base: StoredBase, request: RouteRequest) -> None:
     """Check that a saved plan still gives the same numbers: that its identity is unchanged.
 
     Raises:
-        IncompatibleError: when its identity is another one.
+        IncompatibleError: when its identity is another one; it says why, as far as that shows.
     """
-    if now != plan.identity:
+    if now == plan.identity:
+        return
+    if plan.base != base.name:
         raise IncompatibleError(
-            f"the plan was made as {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…: "
-            "another base, dtype, engine, device, --moe-miss or version of the engine, or the plan "
-            "was edited",
-            hint="run it with the base, --dtype, --device, --engine, --moe-miss and --moe-skip-cap "
-            "that it was made with, or route the prompt again",
+            f"the plan was made for the base {plan.base}, not for {base.name}",
+            hint=f"leave out --base, or name {plan.base}",
         )
+    options = _made_with(plan, base, request)
+    if options:
+        given = " ".join(options)
+        raise IncompatibleError(
+            f"the plan was made with {given}",
+            hint=f"run it with {given}, or route the prompt again",
+        )
+    raise IncompatibleError(
+        f"the plan was edited after it was saved, or the base {base.name} or the engine changed "
+        f"since: it says {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…",
+        hint="route the prompt again",
+    )
+
+
+def _made_with(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]:
+    """Return the options with which a plan has its identity: the fewest that differ; or none."""
+    experts = [(expert.content_digest, expert.weight) for expert in plan.experts]
+    found = list[list[str]]()
+    for other in _variations(request):
+        with suppress(ExpertError):  # such as an engine that does not run this base
+            if plan_identity(_settings_of(other, base), experts) == plan.identity:
+                found.append(_differing(other, request, base))
+    return min(found, key=len, default=[])
+
+
+def _settings_of(request: RouteRequest, base: StoredBase) -> NumericSettings:
+    return numeric_settings(
+        base,
+        dtype=request.dtype,
+        adapter_dtype=request.adapter_dtype,
+        engine=request.engine,
+        deterministic=request.deterministic,
+        device=request.device,
+        moe_miss=request.moe_miss,
+        moe_skip_cap=request.moe_skip_cap,
+    )
+
+
+def _variations(request: RouteRequest) -> Iterator[RouteRequest]:
+    """Yield a request with all settings that its numbers depend on; of caps, its own only."""
+    for dtype, adapter_dtype, engine, deterministic, device, moe_miss in product(
+        get_args(Dtype),
+        get_args(AdapterDtype),
+        get_args(EngineName),
+        (False, True),
+        get_args(DeviceName),
+        get_args(MoeMiss),
+    ):
+        yield replace(
+            request,
+            dtype=dtype,
+            adapter_dtype=adapter_dtype,
+            engine=engine,
+            deterministic=deterministic,
+            device=device,
+            moe_miss=moe_miss,
+        )
+
+
+def _differing(other: RouteRequest, request: RouteRequest, base: StoredBase) -> list[str]:
+    """Return the options of another request that give other numbers than those of this one."""
+    dtype = _settings_of(request, base).dtype
+    deterministic = "--deterministic" if other.deterministic else "--no-deterministic"
+    return [
+        *([f"--dtype {other.dtype}"] if other.dtype != dtype else []),
+        *(
+            f"--{name.replace('_', '-')} {getattr(other, name)}"
+            for name in ("adapter_dtype", "engine", "device", "moe_miss")
+            if getattr(other, name) != getattr(request, name)
+        ),
+        *([deterministic] if other.deterministic != request.deterministic else []),
+    ]
 
 
 def compare_experts(before: PlannedExpert, now: PlannedExpert) -> list[str]:

@@ -17,13 +17,16 @@ NUMERIC_VERSION = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn; 0 switches ``top_k``, ``min_p`` and the additive penalties off."""
+    """How tokens are drawn; 0 switches ``top_k``, ``min_p`` and the additive penalties off.
+
+    ``repetition_penalty`` 1 is off; it looks at the last tokens of the answer only.
+    """
 
     temperature: float = 0.6
     top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.1
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_tokens: int = 2048

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from expertctl.errors import DigestError, ExpertError, NotFoundError, UsageError
-from expertctl.routing.candidate import Installed, misfit, untrusted
+from expertctl.routing.base_choice import BaseRule
+from expertctl.routing.candidate import Installed
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import check_identity, compare_experts
@@ -77,6 +78,13 @@ class Planner:
     home: Home
     tell: Tell = tell_nobody
     """Called with what the user should know while waiting."""
+    preferred_base: str | None = None
+    """The setting ``base``."""
+
+    @property
+    def rule(self) -> BaseRule:
+        """What decides which base answers."""
+        return BaseRule(self.bases, self.preferred_base)
 
     @classmethod
     def open(cls, settings: Settings, *, tell: Tell = tell_nobody) -> Self:
@@ -94,12 +102,13 @@ class Planner:
             index=RoutingIndex(home.root, open_encoder(settings.encoder, home=home)),
             home=home,
             tell=tell,
+            preferred_base=settings.base,
         )
 
     def plan(
         self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
     ) -> Planned:
-        """Plan one prompt on the base that is named, else on the one that suits it best.
+        """Plan one prompt on the base that is named, else on the one that `BaseRule` says.
 
         ``files`` are experts that are not installed but may be named by their digest.
 
@@ -139,7 +148,7 @@ class Planner:
         experts = list(known.values())
         routed = [
             (self._routed(request, candidate, experts, roster or self.roster), candidate)
-            for candidate in self._bases(request, base, experts)
+            for candidate in self.rule.answering(request, experts, named=base)
         ]
         result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
         by_digest = {expert.digest: expert for expert in experts}
@@ -171,7 +180,7 @@ class Planner:
             _check_installed(expert, inventory)
         planned = self._planned(wanted, inventory, base=base or saved.base)
         plan = planned.result.plan
-        check_identity(saved, plan.identity)
+        check_identity(saved, plan.identity, base=planned.base, request=wanted)
         renewed = tuple(
             warning
             for before, now in zip(saved.experts, plan.experts, strict=True)
@@ -188,8 +197,9 @@ class Planner:
         now = self.store.scan()
         for stored in now.experts:
             revoked = self._is_revoked(stored, trusted)
+            home = trusted.other_home(stored.package.namespace, stored.registry)
             try:
-                readable.append(Installed(stored, self.store.manifest(stored), revoked))
+                readable.append(Installed(stored, self.store.manifest(stored), revoked, home))
             except ExpertError as error:
                 broken.append((stored, error))
         return Inventory(tuple(readable), tuple(broken), now.damaged)
@@ -268,29 +278,6 @@ class Planner:
             name = self.index.encoder.name
             self.tell(f"making the routing vectors of {whose} with {name}, to be kept")
 
-    def _bases(
-        self, request: RouteRequest, name: str | None, experts: Sequence[Installed]
-    ) -> list[StoredBase]:
-        """Return the bases to route on: the one named, else those that experts fit.
-
-        A base that the engine does not run comes last, to be refused where no other one will do.
-        """
-        if name is not None:
-            return [self.bases.find(name)]
-        default = self.bases.default()
-        if default is None:
-            raise NotFoundError(
-                "no base model is known", hint="add one with `expertctl base add DIR`"
-            )
-        ordered = [default, *(b for b in self.bases.bases() if b.name != default.name)]
-        ordered.sort(key=lambda b: _is_beyond(b, request))
-        if request.force:
-            return [next((b for b in ordered if _suits(b, request, experts)), ordered[0])]
-        usable = [] if request.base_alone else [e for e in experts if not untrusted(e)]
-        runnable = [b for b in ordered if not _is_beyond(b, request)]
-        fitting = [b for b in runnable if any(_fits(e, b) for e in usable)]
-        return fitting or ordered[:1]
-
 
 def _as_saved(request: RouteRequest, saved: Plan) -> RouteRequest:
     return replace(
@@ -316,23 +303,6 @@ def _check_installed(expert: PlannedExpert, inventory: Inventory) -> None:
     raise NotFoundError(
         f"{expert.ref} of the saved plan is not installed ({expert.content_digest})",
         hint=f"install it: `expertctl install {expert.ref}`, or its file",
-    )
-
-
-def _fits(expert: Installed, base: StoredBase) -> bool:
-    return not misfit(expert, base.identity, allow_mismatch=False)
-
-
-def _is_beyond(base: StoredBase, request: RouteRequest) -> bool:
-    """Tell whether the engine that is asked for does not run a base."""
-    return base.foreign and request.engine == "native"
-
-
-def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]) -> bool:
-    """Tell whether every forced expert has a version for this base."""
-    return all(
-        any(_fits(e, base) for e in experts if e.is_meant(forced.target))
-        for forced in request.force
     )
 
 

@@ -1,12 +1,12 @@
 """Request limits, defaults and task presets, and who decides each generation setting.
 
 The first source that gives a setting wins: the user, then the experts' ``decoding`` in the order of
-the plan, then the preset of the task, which is complete. The task is that of the first expert that
-names a preset, else what the prompt looks like.
+the plan, then the ``generation_config.json`` of the base, then the preset of the task, which is
+complete. The task is that of the first expert that names a preset, else what the prompt looks like.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from expertctl.errors import UsageError
@@ -32,14 +32,16 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 """Setting → smallest and largest value; ``top_p`` is above 0."""
 
+_ABOVE = frozenset({"top_p"})
 DEFAULT_MAX_EXPERTS = 10
 PRESETS: Mapping[str, SamplingParams] = {
-    "json_parsing": SamplingParams(temperature=0.2, max_tokens=2048, repetition_penalty=1.0),
-    "creative_writing": SamplingParams(temperature=0.8, max_tokens=4096, repetition_penalty=1.1),
-    "code_generation": SamplingParams(temperature=0.4, max_tokens=8192, repetition_penalty=1.05),
-    "default": SamplingParams(temperature=0.6, max_tokens=2048, repetition_penalty=1.1),
+    "json_parsing": SamplingParams(temperature=0.2, max_tokens=2048),
+    "creative_writing": SamplingParams(temperature=0.8, max_tokens=4096),
+    "code_generation": SamplingParams(temperature=0.4, max_tokens=8192),
+    "default": SamplingParams(temperature=0.6, max_tokens=2048),
 }
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+NOTHING: Mapping[str, float] = {}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +84,26 @@ def check_limit(name: str, value: float | None) -> None:
     Raises:
         UsageError: with the range.
     """
-    low, high = LIMITS[name]
-    above = name == "top_p"
-    if value is None or (low < value <= high if above else low <= value <= high):
+    if value is None or is_within(name, value):
         return
+    low, high = LIMITS[name]
     bounds = f"{low:.16g} to {high:.16g}"
-    said = f"must be above {low:.16g}, up to {high:.16g}" if above else f"is outside {bounds}"
+    above = f"must be above {low:.16g}, up to {high:.16g}"
+    said = above if name in _ABOVE else f"is outside {bounds}"
     raise UsageError(
         f"{name} {value} {said}",
         hint="give a value between these, or leave it out",
     )
 
 
+def is_within(name: str, value: float) -> bool:
+    """Tell whether a value is within ``LIMITS``."""
+    low, high = LIMITS[name]
+    return low < value <= high if name in _ABOVE else low <= value <= high
+
+
 def check_wishes(wishes: SamplingWishes) -> None:
-    """Refuse settings outside the limits, and penalties beside greedy decoding.
+    """Refuse settings outside the limits, and a temperature beside greedy decoding.
 
     Raises:
         UsageError: naming the setting.
@@ -115,28 +123,34 @@ def check_wishes(wishes: SamplingWishes) -> None:
             f"temperature {wishes.temperature:g} has no effect when decoding is greedy",
             hint="leave out the one or the other",
         )
-    if wishes.greedy or wishes.temperature == 0.0:
-        _refuse_penalties(given)
 
 
 def resolve(
-    wishes: SamplingWishes, experts: Sequence[Manifest], *, prompt_task: str
+    wishes: SamplingWishes,
+    experts: Sequence[Manifest],
+    *,
+    prompt_task: str,
+    base: Mapping[str, float] = NOTHING,
 ) -> SamplingParams:
     """Return the complete settings of a plan; see the module for who wins.
+
+    ``base`` holds what the base comes with. Greedy decoding keeps the penalties that the user gave;
+    those of experts and bases are meant for sampling.
 
     Raises:
         UsageError: for a wish outside the limits.
     """
     check_wishes(wishes)
-    params = PRESETS[_preset_name(experts, prompt_task)]
+    preset: Any = {**asdict(PRESETS[_preset_name(experts, prompt_task)]), **base}
+    params = SamplingParams(**preset)
     for manifest in reversed(experts):
         params = replace(params, **_recommended(manifest.decoding))
     given = _given(wishes)
     params = replace(params, **given)
     if not (wishes.greedy or params.is_greedy):
         return params
-    _refuse_penalties(given)
-    return params.greedy()
+    penalties = {name: given[name] for name in _PENALTIES if name in given}
+    return replace(params.greedy(), **penalties)
 
 
 def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
@@ -149,16 +163,6 @@ def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
 def unapplied(decoding: Decoding) -> list[str]:
     """Name the recommended settings that no run applies."""
     return [] if decoding.grammar is None else ["grammar"]
-
-
-def _refuse_penalties(given: Mapping[str, Any]) -> None:
-    """Refuse what greedy decoding would drop, rather than dropping it."""
-    for name, neutral in _NEUTRAL.items():
-        if given.get(name, neutral) != neutral:
-            raise UsageError(
-                f"{name} has no effect when decoding is greedy",
-                hint="leave it out, or give a temperature above 0",
-            )
 
 
 def _preset_name(experts: Iterable[Manifest], prompt_task: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from expertctl.package.compatibility import check_base
+from expertctl.routing.base_sampling import read_base_sampling
 from expertctl.routing.candidate import Candidate, misfit
 from expertctl.routing.choice import Choice, is_excluded
 from expertctl.routing.index import RoutingIndex
@@ -47,7 +48,7 @@ def _why_alone(
         return "the base answers alone: no expert is installed"
     able = [candidate for candidate in candidates if not candidate.barred]
     if not able:
-        return f"the base answers alone: {_none_may(request, roster, base)}"
+        return f"the base answers alone: {_none_may(request, candidates, roster, base)}"
     best = able[0]
     told = f"best was {best.expert.ref} {best.score:.2f}{_kept_out(request, candidates, best)}"
     if best.score < THRESHOLD and not best.vetoed:
@@ -55,12 +56,24 @@ def _why_alone(
     return f"the base answers alone: {told}, which is {best.reason}"
 
 
-def _none_may(request: RouteRequest, roster: Roster, base: StoredBase) -> str:
+def _none_may(
+    request: RouteRequest, candidates: Sequence[Candidate], roster: Roster, base: StoredBase
+) -> str:
     """Say what is wrong with all experts alike, else which command explains each."""
     allow = request.allow_base_mismatch
-    if all(misfit(expert, base.identity, allow_mismatch=allow) for expert in roster.experts):
-        return f"no installed expert was made for {base.name} as it is here"
-    return "no installed expert may be used; `expertctl route` says why"
+    if not all(misfit(expert, base.identity, allow_mismatch=allow) for expert in roster.experts):
+        return "no installed expert may be used; `expertctl route` says why"
+    return f"no installed expert was made for {base.name} as it is here{_of_another(candidates)}"
+
+
+def _of_another(candidates: Sequence[Candidate]) -> str:
+    """Name the expert that is closest to the prompt, and how to have it answer on its base."""
+    closest = max(candidates, key=lambda candidate: candidate.cosine or 0.0, default=None)
+    if closest is None or (closest.cosine or 0.0) < CLOSE:
+        return ""
+    expert = closest.expert
+    made_for = f"the closest is {expert.ref}, made for {expert.manifest.base.name}"
+    return f"; {made_for}: `--expert {expert.ref}` asks for it and its base"
 
 
 def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Candidate) -> str:
@@ -75,8 +88,8 @@ def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Cand
 
 
 def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
-    """Return what the user should know of the experts of a plan."""
-    warnings = []
+    """Return what the user should know of the experts of a plan, and of the base's settings."""
+    warnings = list(read_base_sampling(base.path).warnings)
     for choice in choices:
         expert = choice.expert
         if expert.stored.signer is None:

@@ -13,6 +13,7 @@ from functools import partial
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.package.compatibility import check_base
+from expertctl.routing.base_sampling import read_base_sampling
 from expertctl.routing.candidate import (
     Candidate,
     Installed,
@@ -352,7 +353,12 @@ def plan_of(
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         base=base.name,
         experts=tuple(_planned(choice, scores[choice.expert.digest]) for choice in choices),
-        params=resolve(request.wishes, manifests, prompt_task=features.task),
+        params=resolve(
+            request.wishes,
+            manifests,
+            prompt_task=features.task,
+            base=read_base_sampling(base.path).given,
+        ),
     )
 
 

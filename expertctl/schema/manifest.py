@@ -35,6 +35,8 @@ class BaseRequirement:
     revision: str | None = None
     weights: str | None = None
     accepts: tuple[str, ...] = ()
+    tokenizer_version: Literal[1, 2] = 1
+    """What ``tokenizer`` is the digest of: 1 the file, 2 its canonical form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_reader import Reading
 from expertctl.server.field_error import FieldError
+from expertctl.server.json_filter import json_of
 from expertctl.server.post_processing.json_schema import AnswerSchema, check_bounds, read_schema
 from expertctl.server.tool_calls.call import Call
 
@@ -39,6 +40,8 @@ class AnswerCheck:
     form: Check | None
     """The check of the spoken text; None: the form that experts or the prompt call for."""
     tools: Schemas
+    before: str = ""
+    """The beginning of the answer, which the request brought along."""
 
     def __call__(self, text: str) -> Checked | str:
         """Check a whole answer, as the model wrote it; or return the part that is to be checked."""
@@ -46,7 +49,10 @@ class AnswerCheck:
         if answer.calls:
             found = [self._fits(call) for call in answer.calls if call.name in self.tools]
             return worst(found) if found else UNCHECKED
-        return answer.said if self.form is None else self.form(answer.said)
+        if self.form is None:
+            return answer.said
+        said = self.before + answer.said
+        return self.form(json_of(said) if self.reading.json_asked else said)
 
     def _fits(self, call: Call) -> Checked:
         what = f"what {call.name} is called with"
@@ -54,16 +60,18 @@ class AnswerCheck:
 
 
 def answer_check(
-    reading: Reading, *, form: Check | None, tools: Sequence[StrictTool]
+    reading: Reading, *, form: Check | None, tools: Sequence[StrictTool], before: str = ""
 ) -> AnswerCheck | None:
     """Return the check; None if there are neither a form nor tools, and the base never thinks.
+
+    ``before`` is the beginning of the answer, where the request brought it along.
 
     Raises:
         FieldError: when the schema of a tool cannot be used.
     """
     schemas = _schemas(tools)
     needed = form is not None or reading.tools or reading.thinks
-    return AnswerCheck(reading, form, schemas) if needed else None
+    return AnswerCheck(reading, form, schemas, before) if needed else None
 
 
 def _schemas(tools: Sequence[StrictTool]) -> Schemas:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from expertctl.server.json_filter import JsonFilter
 from expertctl.server.thinking import Part as Thinking
 from expertctl.server.thinking import ThinkingFilter, Thought
 from expertctl.server.tool_calls.call import Call
@@ -37,7 +38,7 @@ class WholeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How to read answers: the format of calls, the tools, how many calls count, and thoughts."""
+    """How to read answers: the format of calls, the tools, how many calls count, thoughts, JSON."""
 
     form: CallFormat
     tools: Collection[str] = ()
@@ -47,6 +48,8 @@ class Reading:
     """Whether the base is one that may think before it answers."""
     opened: bool = False
     """Whether the prompt ends inside a thought."""
+    json_asked: bool = False
+    """Whether the request asked for JSON, so that what stands around it is removed."""
 
     def whole(self, text: str) -> WholeAnswer:
         """Split a whole answer."""
@@ -63,6 +66,7 @@ class AnswerReader:
         self.calls = self.calls_left_out = 0
         self._one_call = reading.one_call
         self._thinking = ThinkingFilter(opened=reading.opened)
+        self._json = JsonFilter(ends=not reading.tools) if reading.json_asked else None
         self._scanner = ToolCallScanner(reading.form, reading.tools)
 
     def push(self, text: str) -> list[Read]:
@@ -71,21 +75,30 @@ class AnswerReader:
 
     def finish(self) -> list[Read]:
         """Return what was held back."""
-        return [*self._read(self._thinking.finish()), *self._counted(self._scanner.finish())]
+        parts = list(self._read(self._thinking.finish()))
+        if self._json is not None:
+            parts += self._counted(self._scanner.push(self._json.finish()))
+        return [*parts, *self._counted(self._scanner.finish())]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say how many calls are left out, if any."""
-        if not self.calls_left_out:
-            return ()
-        return (f"calls of tools left out, since one was asked for: {self.calls_left_out}",)
+        """Say what of the answer was left out: calls, a fence, text after JSON."""
+        told = list[str]()
+        if self.calls_left_out:
+            told.append(f"calls of tools left out, since one was asked for: {self.calls_left_out}")
+        if self._json is not None and self._json.removed_fence:
+            told.append("a Markdown fence around the JSON was removed")
+        if self._json is not None and self._json.left_out:
+            told.append("text after the JSON was left out")
+        return tuple(told)
 
     def _read(self, parts: Iterable[Thinking]) -> Iterator[Read]:
         for part in parts:
             if isinstance(part, Thought):
                 yield part
             else:
-                yield from self._counted(self._scanner.push(part.text))
+                text = part.text if self._json is None else self._json.push(part.text)
+                yield from self._counted(self._scanner.push(text))
 
     def _counted(self, parts: Iterable[Part]) -> Iterator[Read]:
         for part in parts:

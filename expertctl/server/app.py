@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import ExpertError, UnknownAddressError, UsageError
 from expertctl.server import description, health
 from expertctl.server.anthropic import routes as anthropic
 from expertctl.server.error_bodies import error_response
@@ -24,8 +25,11 @@ from expertctl.server.native import routes as native
 from expertctl.server.openai import routes as openai
 from expertctl.server.request_log import request_log
 from expertctl.server.service import Service
+from expertctl.server.settings import ServeSettings
 from expertctl.server.sse import Patience
 from expertctl.server.status_page import routes as status_page
+from expertctl.server.trailing_slash import TrailingSlash
+from expertctl.server.unknown_fields import IGNORED_HEADER
 
 if TYPE_CHECKING:
     from expertctl.server.tracing.tracing import Tracing
@@ -42,6 +46,8 @@ def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None)
         middleware=[
             Middleware(request_log, service.metrics),
             Middleware(request_limits, service.settings),
+            *_cross_origin(service.settings),
+            Middleware(TrailingSlash),
             Middleware(Guard, service, _OPEN),
         ],
         exception_handlers={
@@ -57,6 +63,21 @@ def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None)
     app.state.patience = Patience(seconds=service.settings.behind_seconds)
     app.router.redirect_slashes = False
     return app
+
+
+def _cross_origin(settings: ServeSettings) -> list[Middleware]:
+    """Let pages of the allowed origins read answers, and send a key."""
+    if not settings.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=(IGNORED_HEADER, "X-Request-Id", "Retry-After"),
+        )
+    ]
 
 
 def _routes(service: Service) -> list[BaseRoute]:
@@ -85,21 +106,28 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = ", ".join(sorted(_methods(request)))
+        allowed = ", ".join(sorted(_methods(request, request.scope["path"])))
         fact = UsageError(f"{request.method} is not allowed here", hint=f"it takes {allowed}")
         answer = error_response(fact, request.scope, status=405)
         answer.headers["Allow"] = allowed
         return answer
-    nothing = NotFoundError(
-        "there is nothing at this address", hint=f"GET {description.DOCUMENT} says what is where"
-    )
-    return error_response(nothing, request.scope)
+    return error_response(_unknown_address(request), request.scope)
 
 
-def _methods(request: Request) -> set[str]:
-    """Return the methods of all routes at an address."""
+def _unknown_address(request: Request) -> UnknownAddressError:
+    """Return the error for a path that no route has; names the path that was probably meant."""
+    path = request.scope["path"]
+    fact = f"there is nothing at this address: {request.method} {path[:200]}"
+    meant = [one for one in (path.removeprefix("/v1"), f"/v1{path}") if _methods(request, one)]
+    if meant and meant[0] != path:
+        fact += f"; did you mean {meant[0]}? The base URL has /v1 twice, or lacks it"
+    return UnknownAddressError(fact, hint=f"GET {description.DOCUMENT} lists all addresses")
+
+
+def _methods(request: Request, path: str) -> set[str]:
+    """Return the methods of all routes at a path."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    here = [route for route in routes if route.path_regex.match(request.scope["path"])]
+    here = [route for route in routes if route.path_regex.match(path)]
     return {method for route in here for method in route.methods or ()}
 
 

@@ -1,25 +1,30 @@
-"""The text of a conversation: how long it may be, and what experts are chosen by."""
+"""The text of a conversation: its length, what experts are chosen by, and how it ends."""
 
 from collections.abc import Mapping, Sequence
 
-from expertctl.engine.message import Message
+from expertctl.engine.message import ChatEnd, Message
+from expertctl.errors import ContextLengthError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.base_text import BaseText
 from expertctl.server.field_error import FieldError
+from expertctl.server.thinking import ends_thinking
 
 
 def check_length(messages: Sequence[Message]) -> None:
     """Bound a conversation.
 
     Raises:
-        FieldError: when it is too long.
+        ContextLengthError: when it is too long.
     """
     fields = sum(_characters(message.fields) for message in messages if message.fields)
     size = sum(len(message.content) for message in messages) + fields
     if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
+        raise ContextLengthError(
             f"messages: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            field="messages",
+            size=size,
+            most=MAX_PROMPT_CHARACTERS,
+            unit="characters",
             hint="leave out the oldest ones",
         )
 
@@ -61,3 +66,18 @@ def routed_by(messages: Sequence[Message]) -> str:
         raise FieldError("messages: none of them has any text", field="messages")
     said = [message for message in texts if message.role == "user"]
     return (said or texts)[-1].content
+
+
+def can_continue(last: Message) -> bool:
+    """Whether the last message of a conversation is the beginning of an answer."""
+    is_call = bool(last.fields.get("tool_calls"))
+    return last.role == "assistant" and bool(last.content.strip()) and not is_call
+
+
+def opens_thinking(
+    text: BaseText, variables: Mapping[str, JsonValue], last: Message, *, end: ChatEnd
+) -> bool:
+    """Whether an answer begins inside a thought, which the template or its beginning opened."""
+    if end == "new_turn":
+        return text.opens_thinking(variables)
+    return end == "continue" and ends_thinking(last.content)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from expertctl.engine.chat_template import ChatTemplate, encode_chat
-from expertctl.engine.message import Message
+from expertctl.engine.message import ChatEnd, Message
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
 from expertctl.errors import ExpertError
@@ -54,13 +54,19 @@ class BaseText:
         asked = {name: value for name, value in variables.items() if name not in _NOT_ASKED}
         return _opens(source, names, _Variables(canonical(asked), asked))
 
-    def count(self, messages: Sequence[Message], variables: Mapping[str, JsonValue]) -> int:
+    def count(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, JsonValue],
+        *,
+        end: ChatEnd = "new_turn",
+    ) -> int:
         """Return how many tokens the base reads for a conversation; counting takes a while.
 
         Raises:
             ExpertError: when the conversation cannot be read.
         """
-        return len(encode_chat(self.tokenizer, messages, variables=variables).ids)
+        return len(encode_chat(self.tokenizer, messages, variables=variables, end=end).ids)
 
     @property
     def _template(self) -> str:

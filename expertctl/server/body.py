@@ -6,8 +6,9 @@ The size of the body and its pace are checked earlier: see `expertctl.server.gua
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -16,8 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
 from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import JsonValue, load_object
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.server.field_error import FieldError
+from expertctl.server.unknown_fields import remove_unknown_fields
 
 JSON = "application/json"
 LARGE = 64 << 10
@@ -30,6 +32,14 @@ _DESCRIBED = "GET /openapi.json says what each field may be"
 _PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class Body(Generic[_Kind]):
+    """A body that was read, and the names of its fields that were ignored."""
+
+    value: _Kind
+    ignored: tuple[str, ...] = ()
+
+
 async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
     """Return the body of a request as a value of a kind.
 
@@ -38,6 +48,22 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
         UsageError: when it is not a strict JSON object, or is incomplete.
         FieldError: when it does not have the shape; it names the field.
     """
+    return await _read(request, lambda data: parse_body(data, kind))
+
+
+async def read_lenient_body(
+    request: Request, kind: type[_Kind], *, strict: bool = False
+) -> Body[_Kind]:
+    """Return the body of a request whose unknown fields are ignored, unless it is ``strict``.
+
+    Raises as `read_body` does, and `FieldError` for an unknown field that cannot be ignored.
+    """
+    if strict:
+        return Body(await read_body(request, kind))
+    return await _read(request, lambda data: parse_lenient_body(data, kind))
+
+
+async def _read(request: Request, parse: Callable[[bytes], _Result]) -> _Result:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON:
         raise MediaTypeError(f"the body must be {JSON}", hint=f"send `Content-Type: {JSON}`")
@@ -46,8 +72,8 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
     except ClientDisconnect as error:
         raise UsageError("the body of the request did not come whole") from error
     if len(data) <= LARGE:
-        return parse_body(data, kind)
-    return await in_turn(partial(parse_body, data, kind))
+        return parse(data)
+    return await in_turn(partial(parse, data))
 
 
 async def in_turn(work: Callable[[], _Result]) -> _Result:
@@ -57,10 +83,24 @@ async def in_turn(work: Callable[[], _Result]) -> _Result:
 
 def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
     """Read a JSON object as a value of a kind; raises as `read_body` does."""
+    return _shaped(_object(data), kind)
+
+
+def parse_lenient_body(data: bytes, kind: type[_Kind]) -> Body[_Kind]:
+    """Read a JSON object without its unknown fields; raises as `read_lenient_body` does."""
+    fields = _object(data)
+    ignored = remove_unknown_fields(fields, kind)
+    return Body(_shaped(fields, kind), ignored)
+
+
+def _object(data: bytes) -> JsonObject:
     try:
-        fields = load_object(data, what="the body", max_bytes=len(data))
+        return load_object(data, what="the body", max_bytes=len(data))
     except InvalidPackageError as error:
         raise UsageError(error.message, hint=f"send one JSON object; {_DESCRIBED}") from error
+
+
+def _shaped(fields: JsonObject, kind: type[_Kind]) -> _Kind:
     try:
         return shape(fields, kind)
     except msgspec.ValidationError as error:

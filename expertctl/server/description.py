@@ -1,5 +1,6 @@
 """The operations that the OpenAPI document describes, and the route of the document itself."""
 
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -13,6 +14,7 @@ from expertctl.server.anthropic.message_request import CountRequest, MessageRequ
 from expertctl.server.anthropic.models import ModelInfo, ModelPage
 from expertctl.server.body import JSON
 from expertctl.server.documents import PieceEvent, StartedEvent, reference
+from expertctl.server.health import HealthDocument, VersionDocument
 from expertctl.server.native.expert_document import ExpertsDocument
 from expertctl.server.native.infer_request import InferRequest, RouteFields
 from expertctl.server.native.job_document import JobDocument
@@ -52,6 +54,7 @@ OPERATIONS = (
         summary="Answer a conversation, as OpenAI's API does.",
         tag="openai",
         body=ChatRequest,
+        lenient=True,
         answer=ChatCompletion,
         events=(ChatChunk,),
         errors=_GENERATING,
@@ -63,6 +66,7 @@ OPERATIONS = (
         summary="Go on with texts, as OpenAI's API does.",
         tag="openai",
         body=CompletionRequest,
+        lenient=True,
         answer=Completion,
         events=(Completion,),
         parts=(PromptExtensions,),
@@ -96,6 +100,7 @@ OPERATIONS = (
         summary="Answer a conversation, as Anthropic's API does.",
         tag="anthropic",
         body=MessageRequest,
+        lenient=True,
         answer=Message,
         events=get_args(StreamEvent),
         errors=_GENERATING,
@@ -107,6 +112,7 @@ OPERATIONS = (
         summary="Count the tokens that a conversation is to the base.",
         tag="anthropic",
         body=CountRequest,
+        lenient=True,
         answer=TokenCount,
         errors=(404, 422),
     ),
@@ -188,6 +194,25 @@ OPERATIONS = (
     ),
     Operation(
         method="GET",
+        path="/health",
+        name="isHealthy",
+        summary="Tell whether requests are answered, as other inference servers do.",
+        tag="operation",
+        answer=HealthDocument,
+        same=(503,),
+        open=True,
+    ),
+    Operation(
+        method="GET",
+        path="/version",
+        name="readVersion",
+        summary="Return the version of the server.",
+        tag="operation",
+        answer=VersionDocument,
+        open=True,
+    ),
+    Operation(
+        method="GET",
         path="/healthz",
         name="isAlive",
         summary="Tell that the server answers.",
@@ -220,11 +245,11 @@ OPERATIONS = (
 
 def routes(service: Service) -> list[BaseRoute]:
     """Return the address of the document."""
-    url = service.settings.public_url
-    by_keyed = {
-        keyed: msgspec.json.encode(openapi(OPERATIONS, url=url, keyed=keyed))
-        for keyed in (False, True)
-    }
+    settings = service.settings
+    describe_all = partial(
+        openapi, OPERATIONS, url=settings.public_url, strict=settings.strict_fields
+    )
+    by_keyed = {keyed: msgspec.json.encode(describe_all(keyed=keyed)) for keyed in (False, True)}
 
     async def describe(_: Request) -> Response:
         return Response(by_keyed[service.keys.are_demanded], media_type=JSON)

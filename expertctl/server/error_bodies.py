@@ -1,6 +1,9 @@
 """How an error is answered: each API in its own shape, chosen by the path of the request.
 
-Two APIs share the addresses of models: there a header tells which of them the client speaks.
+Where the path belongs to several APIs or to none, the request tells which API the client speaks:
+Anthropic's clients send ``anthropic-version``, and whatever else is below ``/v1`` is meant for
+OpenAI's. An error that clients handle by its words, such as a prompt that is too long, is told in
+the words of the API.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from expertctl.errors import ExpertError
+from expertctl.errors import ContextLengthError, ExpertError
 from expertctl.http.printable import printable
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.field_error import FieldError
@@ -98,28 +101,47 @@ def own_body(told: Told) -> OwnError:
 
 def openai_body(told: Told) -> OpenAIError:
     """Return the error object of the OpenAI API."""
-    param = told.error.field if isinstance(told.error, FieldError) else None
+    error = told.error
+    if isinstance(error, ContextLengthError):
+        return _openai_context_error(error)
+    param = error.field if isinstance(error, FieldError) else None
     usual = "invalid_request_error" if told.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(told.status, usual)
-    message = printable(told.error.message)
+    message = printable(error.message)
     return OpenAIError(OpenAIFacts(message, kind, param or None, _openai_code(told)))
+
+
+def _openai_context_error(error: ContextLengthError) -> OpenAIError:
+    """Return the error by which OpenAI's clients know that they have to shorten a conversation."""
+    message = f"This model's maximum context length is exceeded: {error.message}"
+    if error.unit == "tokens":
+        message = (
+            f"This model's maximum context length is {error.most} tokens. However, your messages "
+            f"resulted in {error.size} tokens. Please reduce the length of the messages."
+        )
+    facts = OpenAIFacts(printable(message), "invalid_request_error", "messages", error.code)
+    return OpenAIError(facts)
 
 
 def anthropic_body(told: Told) -> AnthropicError:
     """Return the error object of the Anthropic API."""
     usual = "invalid_request_error" if told.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(told.status, usual)
-    return AnthropicError(AnthropicFacts(kind, printable(told.error.message)), told.request_id)
+    return AnthropicError(AnthropicFacts(kind, _anthropic_message(told.error)), told.request_id)
+
+
+def _anthropic_message(error: ExpertError) -> str:
+    if isinstance(error, ContextLengthError):
+        return f"prompt is too long: {error.size} {error.unit} > {error.most} maximum"
+    return printable(error.message)
 
 
 MODELS = "/v1/models"
-
-_SHAPES: tuple[tuple[str, Shape, type[ErrorBody]], ...] = (
-    ("/v1/messages", anthropic_body, AnthropicError),
-    ("/v1/chat/completions", openai_body, OpenAIError),
-    ("/v1/completions", openai_body, OpenAIError),
-    (MODELS, openai_body, OpenAIError),
-)
+MESSAGES = "/v1/messages"
+_NATIVE = ("/v1/infer", "/v1/jobs", "/v1/route", "/v1/experts")
+_OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
+_OPENAI_ENDINGS = ("/chat/completions", "/completions", "/models", "/embeddings", "/responses")
+"""How the addresses of OpenAI's API end: a base URL without ``/v1`` leads to one of these."""
 
 
 def error_body(error: ExpertError, scope: Scope) -> JsonObject:
@@ -150,7 +172,7 @@ def error_event(error: ExpertError, scope: Scope) -> bytes:
     """
     _note(error, scope)
     data = msgspec.json.encode(_body(error, scope, status_of(error)))
-    unnamed = _shape_of(str(scope.get("path", ""))) is openai_body
+    unnamed = _shape_of(scope) is openai_body
     return b"data: %s\n\n" % data if unnamed else b"event: error\ndata: %s\n\n" % data
 
 
@@ -160,17 +182,16 @@ def _note(error: ExpertError, scope: Scope) -> None:
 
 
 def _body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
-    path = str(scope.get("path", ""))
-    shape = _shape_of(path)
-    if _is_below(path, MODELS) and is_of_anthropic(scope):
-        shape = anthropic_body
-    return shape(Told(error, status, request_id_of(scope)))
+    return _shape_of(scope)(Told(error, status, request_id_of(scope)))
 
 
 def error_kinds(path: str) -> tuple[type[ErrorBody], ...]:
-    """Return the types that an error's body can have at a path."""
-    kind = next((kind for start, _, kind in _SHAPES if _is_below(path, start)), OwnError)
-    return (kind, AnthropicError) if _is_below(path, MODELS) else (kind,)
+    """Return the types that an error's body can have at a path that is served."""
+    if _is_below(path, MESSAGES):
+        return (AnthropicError,)
+    if _is_below(path, MODELS):
+        return (OpenAIError, AnthropicError)
+    return (OpenAIError,) if _is_for_openai(path) else (OwnError,)
 
 
 def is_of_anthropic(scope: Scope) -> bool:
@@ -178,8 +199,26 @@ def is_of_anthropic(scope: Scope) -> bool:
     return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
 
 
-def _shape_of(path: str) -> Shape:
-    return next((shape for start, shape, _ in _SHAPES if _is_below(path, start)), own_body)
+def answers_anthropic(scope: Scope) -> bool:
+    """Whether a request is answered as the Anthropic API does."""
+    return _shape_of(scope) is anthropic_body
+
+
+def _shape_of(scope: Scope) -> Shape:
+    path = str(scope.get("path", ""))
+    if _is_below(path, MESSAGES):
+        return anthropic_body
+    if not _is_for_openai(path):
+        return own_body
+    known = path.startswith(_OPENAI_PATHS)
+    return anthropic_body if not known and is_of_anthropic(scope) else openai_body
+
+
+def _is_for_openai(path: str) -> bool:
+    """Whether a path is in OpenAI's API, or in none: then its client most likely speaks that."""
+    if any(_is_below(path, start) for start in _NATIVE):
+        return False
+    return _is_below(path, "/v1") or path.endswith(_OPENAI_ENDINGS)
 
 
 def _is_below(path: str, start: str) -> bool:
@@ -187,6 +226,5 @@ def _is_below(path: str, start: str) -> bool:
 
 
 def _openai_code(told: Told) -> str | None:
-    return (
-        told.error.code if told.error.code == "model_not_found" else _OPENAI_CODES.get(told.status)
-    )
+    own = told.error.code
+    return own if own in {"model_not_found", "unknown_url"} else _OPENAI_CODES.get(told.status)

@@ -7,10 +7,11 @@ never in an address. Without keys the server answers this machine alone.
 import logging
 import time
 from collections.abc import Collection
+from datetime import UTC, datetime
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import (
     ExpertError,
@@ -23,8 +24,9 @@ from expertctl.http.listening import is_loopback, url_of
 from expertctl.server.api_keys import ApiKey
 from expertctl.server.body import JSON
 from expertctl.server.caller import Caller
-from expertctl.server.error_bodies import error_response
+from expertctl.server.error_bodies import answers_anthropic, error_response
 from expertctl.server.exposure import is_exposed
+from expertctl.server.rate_headers import anthropic_headers, openai_headers
 from expertctl.server.service import Service
 from expertctl.server.settings import ServeSettings
 
@@ -32,14 +34,14 @@ LOG = logging.getLogger("expertctl.server")
 
 LARGE_BODIES = 256 << 20
 """Most bytes of large bodies that are held at once."""
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/version", "/openapi.json"})
 """Paths that need neither a key nor an engine; they show nothing secret."""
 
 
 def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
     """Guard the application: of web pages only its own may send requests, and only JSON is read."""
     bounds = Bounds(
-        names=names_of(settings.host, settings.public_url),
+        names=names_of(settings.host, settings.public_url) | set(settings.allowed_hosts),
         addresses=not is_loopback(settings.host),
         origins=_origins(settings),
         open_methods=frozenset(),
@@ -48,8 +50,8 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
         media_type=JSON,
         refuse=_refused,
         whose="this server",
-        host_hint="give --url the address that users see",
-        origin_hint="ask from a server of that site, or give --url the address of the page",
+        host_hint="give --url the address that users see, or --allow-host NAME",
+        origin_hint="ask from a server of that site, or start with --allow-origin ORIGIN",
         named_below=b"/v1/models/",
     )
     return RequestLimits(app, bounds)
@@ -69,6 +71,11 @@ class Guard:
             return
         try:
             caller = self._caller(Headers(scope=scope))
+        except ExpertError as error:
+            await error_response(error, scope)(scope, receive, send)
+            return
+        send = self._with_limits(caller, scope, send)
+        try:
             self._service.quotas.enter(caller)
             self._demand_ready()
         except ExpertError as error:
@@ -76,6 +83,24 @@ class Guard:
             return
         scope["state"] = {**scope.get("state", {}), "caller": caller}
         await self._app(scope, receive, send)
+
+    def _with_limits(self, caller: Caller, scope: Scope, send: Send) -> Send:
+        """Add what is left of the caller's limits to the headers of an answer."""
+        if caller.requests_per_minute is None and caller.tokens_per_minute is None:
+            return send
+        speaks_anthropic = answers_anthropic(scope)
+
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                limits = self._service.quotas.limits_of(caller)
+                headers = MutableHeaders(scope=message)
+                if speaks_anthropic:
+                    headers.update(dict(anthropic_headers(limits, now=datetime.now(UTC))))
+                else:
+                    headers.update(dict(openai_headers(limits)))
+            await send(message)
+
+        return with_limits
 
     def _caller(self, headers: Headers) -> Caller:
         """Find the caller; the stat of the key file is cheaper here than a switch to a thread."""
@@ -126,7 +151,7 @@ def _origins(settings: ServeSettings) -> frozenset[str]:
     secure = settings.certificate is not None
     names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
     own = {url_of(name, settings.port, secure=secure) for name in names}
-    return frozenset({settings.public_url, *own})
+    return frozenset({settings.public_url, *own, *settings.allowed_origins})
 
 
 def _refused(refusal: Refusal, scope: Scope) -> Response:

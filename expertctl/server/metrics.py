@@ -196,13 +196,16 @@ def _memory(now: Snapshot) -> Iterator[Family]:
     yield _gauge("memory_peak_bytes", "The most that was.", now.peak)
     yield _gauge("kv_bytes", "Keys and values of texts that are written.", now.kv_in_use)
     yield _gauge("kv_limit_bytes", "What they may take beside the rest.", now.kv_limit)
+    kept = max(0, now.held["kv"] - now.kv_in_use)
+    yield _gauge("kv_kept_bytes", "Keys and values kept for later requests.", kept)
+    yield _gauge("kv_kept_limit_bytes", "The most of them that is kept.", now.kv_kept_limit)
     blocks = GaugeMetricFamily(
         "expertctl_kv_blocks", f"Keys and values, in blocks of {BLOCK} tokens.", labels=["state"]
     )
     held = now.held["kv"]
     for state, size in (
         ("used", now.kv_in_use),
-        ("kept", max(0, held - now.kv_in_use)),
+        ("kept", kept),
         ("free", max(0, now.kv_limit - held)),
     ):
         blocks.add_metric([state], size // now.kv_block)

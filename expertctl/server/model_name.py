@@ -5,7 +5,9 @@ package names is not found. It cannot contain paths, addresses or registries.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from expertctl.errors import NotFoundError, UsageError
@@ -35,21 +37,30 @@ class Choice:
     auto: bool = False
 
 
-def chosen(model: str, *, base_name: str) -> Choice:
+def names_experts(model: str) -> bool:
+    """Tell whether a name has the form of one or several experts, installed or not."""
+    parts = _BETWEEN.split(model) if len(model) <= MAX_LENGTH else []
+    return bool(parts) and all(_EXPERT.fullmatch(part) for part in parts)
+
+
+def chosen(
+    model: str, *, base_name: str, aliases: Mapping[str, str] = MappingProxyType({})
+) -> Choice:
     """Read the ``model`` of a request to a server of one base.
 
     Raises:
         ModelNotFoundError: when the name is not a model.
         UsageError: when there are too many experts, or a weight is not in its limits.
     """
+    model = aliases.get(model, model)
     if model == base_name:
         return Choice(base_alone=True)
     if model == AUTO:
         return Choice(auto=True)
-    parts = _BETWEEN.split(model) if len(model) <= MAX_LENGTH else []
-    if not parts or not all(_EXPERT.fullmatch(part) for part in parts):
+    if not names_experts(model):
         hint = f"{base_name}, auto, or experts such as acme/sql or acme/sql:0.5+acme/json"
         raise ModelNotFoundError(f"there is no model {model[:80]!r} here", hint=hint)
+    parts = _BETWEEN.split(model)
     _, most = LIMITS["max_experts"]
     if len(parts) > most:
         raise UsageError(f"{len(parts)} experts in one model, at most {most:g} are allowed")

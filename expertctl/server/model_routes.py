@@ -34,7 +34,7 @@ class _Wire:
     """Answers the requests of one server."""
 
     def __init__(self, service: Service) -> None:
-        self._engine = service.engine
+        self._engine, self._aliases = service.engine, tuple(service.settings.aliases)
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -58,4 +58,4 @@ class _Wire:
 
     async def _models(self) -> tuple[Model, ...]:
         experts = await asyncio.wrap_future(self._engine.experts())
-        return served_models(self._engine.base_name, experts)
+        return served_models(self._engine.base_name, experts, self._aliases)

@@ -69,6 +69,8 @@ class Operation:
     summary: str
     tag: str
     body: Kind | None = None
+    lenient: bool = False
+    """Whether unknown fields of the body are ignored, unless the server is strict."""
     parameters: tuple[JsonObject, ...] = ()
     """Parameters besides those in the path."""
     answer: Kind | JsonObject | None = None
@@ -86,11 +88,18 @@ class Operation:
     """Whether it needs no key."""
 
 
-def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonObject:
-    """Return the OpenAPI document of the server at ``url``; ``keyed``: it demands keys."""
+def openapi(
+    operations: Sequence[Operation], *, url: str, keyed: bool, strict: bool = False
+) -> JsonObject:
+    """Return the OpenAPI document of the server at ``url``.
+
+    ``keyed``: it demands keys; ``strict``: it refuses unknown fields everywhere.
+    """
     kinds = list(dict.fromkeys(_kinds(operations)))
     references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     schemas: Schemas = dict(zip(kinds, references, strict=True))
+    bodies = [schemas[one.body] for one in operations if one.lenient and one.body is not None]
+    components = components if strict else _opened(components, bodies)
     paths: dict[str, JsonValue] = {}
     for operation in operations:
         of_path = paths.setdefault(operation.path, {})
@@ -111,6 +120,39 @@ def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonOb
 def statuses(operation: Operation) -> list[int]:
     """Return every status that an operation can answer with."""
     return sorted({operation.status, *ALWAYS, *operation.errors})
+
+
+def _opened(
+    components: Mapping[str, JsonObject], bodies: Iterable[JsonObject]
+) -> dict[str, JsonObject]:
+    """Let the schemas that are part of some bodies have further properties."""
+    waiting, open_names = list[JsonValue](bodies), set[str]()
+    while waiting:
+        for name in _names_in(waiting.pop()) - open_names:
+            open_names.add(name)
+            waiting.append(components[name])
+    return {
+        name: _without_end(schema) if name in open_names else schema
+        for name, schema in components.items()
+    }
+
+
+def _names_in(node: JsonValue) -> set[str]:
+    """Return the names of the components that a schema refers to."""
+    match node:
+        case {"$ref": str(place)}:
+            return {place.removeprefix(REFERENCE.format(name=""))}
+        case dict():
+            return set[str]().union(*(_names_in(one) for one in node.values()))
+        case list():
+            return set[str]().union(*(_names_in(one) for one in node))
+        case _:
+            return set()
+
+
+def _without_end(schema: JsonObject) -> JsonObject:
+    closed = schema.get("additionalProperties") is False
+    return {k: v for k, v in schema.items() if not (closed and k == "additionalProperties")}
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Kind]:

@@ -11,6 +11,7 @@ from starlette.types import Lifespan
 from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.errors import ExpertError
 from expertctl.routing.planner import Planner
+from expertctl.server.aliases import check_served
 from expertctl.server.app import create_app
 from expertctl.server.readiness import Readiness
 from expertctl.server.service import service_of
@@ -69,6 +70,7 @@ class Opening:
             if self._service.tracing is not None:
                 self._service.tracing.open()
             self._engine.start()
+            self._check_aliases()
         except ExpertError as error:
             self._readiness.state = "failed"
             tell(error)
@@ -81,6 +83,12 @@ class Opening:
         if self._readiness.state != "failed":  # the engine may have ended meanwhile
             self._readiness.state = "ready"
         tell(None)
+
+    def _check_aliases(self) -> None:
+        service = self._service
+        if aliases := service.settings.aliases:
+            bases = {base.name for base in service.planner.bases.bases()}
+            check_served(aliases, base=self._engine.base_name, bases=bases)
 
     def _break(self) -> None:
         """End the broken worker, a moment later, so that its clients are still told."""

@@ -23,11 +23,13 @@ from expertctl.errors import ExpertError, RegistryError
 from expertctl.http.hosting import Hosting, new_server, run
 from expertctl.http.listening import Listening, held_address
 from expertctl.http.log import log_config
+from expertctl.server.aliases import check_bases
 from expertctl.server.api_keys import ApiKeys
 from expertctl.server.exposure import demand_secure
 from expertctl.server.heap import bound_arenas, return_free_pages
 from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Settings
+from expertctl.store.bases import BaseStore
 
 DRAIN_SECONDS = 30
 _LAST_SECONDS = 15
@@ -53,7 +55,8 @@ def serve(
     ``prepare`` is called after the settings and the address were checked.
 
     Raises:
-        UsageError: when others could reach the server without keys, or read keys on the way.
+        UsageError: when others could reach the server without keys, or read keys on the way; or
+            when an alias hides a base or stands for no model.
         RegistryError: when the address cannot be used, or the worker died.
         ExpertError: when the base cannot be served.
     """
@@ -67,6 +70,7 @@ def serve(
         hosting = _hosting(settings)
         server = new_server(hosting, address)
         prepare()
+        _check_aliases(settings, home)
         told = _Told(address, report)
         threading.Thread(target=told.listen, args=(news,), daemon=True).start()
         try:
@@ -75,6 +79,12 @@ def serve(
             told.raise_problem()
             raise
         told.raise_problem()
+
+
+def _check_aliases(settings: ServeSettings, home: Settings) -> None:
+    if settings.aliases:
+        known = BaseStore(home.home.bases).bases()
+        check_bases(settings.aliases, {base.name for base in known})
 
 
 @dataclass(slots=True)

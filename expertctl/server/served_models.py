@@ -1,6 +1,6 @@
-"""The values of ``model``: the base that is served, ``auto``, and each expert for it."""
+"""The values of ``model``: the base that is served, ``auto``, aliases, and each expert for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from expertctl.engine.serving.expert_here import ExpertHere
@@ -17,13 +17,16 @@ class Model:
     owner: str
 
 
-def served_models(base: str, experts: Sequence[ExpertHere]) -> tuple[Model, ...]:
+def served_models(
+    base: str, experts: Sequence[ExpertHere], aliases: Iterable[str] = ()
+) -> tuple[Model, ...]:
     """Return a model for every name; all versions of an expert share one."""
     usable = (one.expert for one in experts if one.fits and not one.expert.revoked)
     packages = sorted({expert.stored.package for expert in usable})
     return (
         Model(base, _OWNER),
         Model(AUTO, _OWNER),
+        *(Model(alias, _OWNER) for alias in aliases),
         *(Model(str(package), package.namespace) for package in packages),
     )
 

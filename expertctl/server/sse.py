@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -58,12 +58,16 @@ def named_event(name: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode("ascii"), data)
 
 
-def event_stream(request: Request, lines: AsyncIterator[bytes]) -> Response:
+def event_stream(
+    request: Request, lines: AsyncIterator[bytes], *, headers: Mapping[str, str] = _HEADERS
+) -> Response:
     """Answer with events, each as `event` makes it; the body of the request must have been read.
+
+    ``headers`` are sent besides those of every stream.
 
     The application says in ``state.patience`` how far behind a reader may be.
     """
-    return EventStream(request, lines)
+    return EventStream(request, lines, headers=headers)
 
 
 async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _Result:
@@ -86,9 +90,10 @@ class EventStream(Response):
         lines: AsyncIterator[bytes],
         *,
         quiet_seconds: float = QUIET_SECONDS,
+        headers: Mapping[str, str] = _HEADERS,
     ) -> None:
         """Send ``lines``, and a comment after each ``quiet_seconds`` without one."""
-        super().__init__(status_code=200, headers=_HEADERS)
+        super().__init__(status_code=200, headers={**_HEADERS, **headers})
         del self.headers["content-length"]
         self._scope, self._lines, self._quiet_seconds = request.scope, lines, quiet_seconds
         self._patience: Patience = getattr(request.app.state, "patience", Patience())

@@ -44,6 +44,11 @@ def opens_thinking(prompt: str) -> bool:
     return prompt.rstrip(_SPACE).endswith(OPEN)
 
 
+def ends_thinking(text: str) -> bool:
+    """Whether the beginning of an answer ends inside a block."""
+    return text.rfind(OPEN) > text.rfind(CLOSE)
+
+
 class ThinkingFilter:
     """Splits one text into answer and thoughts."""
 

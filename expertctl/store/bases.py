@@ -8,7 +8,7 @@ reader that caches records need check only that.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,8 @@ from expertctl.errors import (
     ConflictError,
     NotFoundError,
 )
-from expertctl.package.base_model import read_base, read_headers
+from expertctl.package.base_model import is_saved_again, read_base, read_headers
+from expertctl.package.config_cleaning import full_precision_label
 from expertctl.store.base_files import (
     BaseFile,
     copy_files,
@@ -32,6 +33,7 @@ from expertctl.store.base_files import (
 )
 from expertctl.store.base_place import check_directory, named
 from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
+from expertctl.store.base_tokenizer import keep_canonical_tokenizer, with_canonical_tokenizer
 from expertctl.store.copies_folder import (
     HABITS,
     QUANTISED,
@@ -48,6 +50,8 @@ from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
+_MOST_NAMED = 8
+"""How many known bases an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,11 @@ class BaseStore:
         known = []
         for path in self.folder.glob(f"[!.]*/{_RECORD}"):
             with suppress(FileNotFoundError):  # removed meanwhile
-                known.append(read_base_record(path))
+                known.append(_read_record(path))
         return sorted(known, key=lambda base: base.name)
 
     def find(self, wanted: str) -> StoredBase:
-        """Return a base by its name, or by the digest of its architecture or weights.
+        """Return a base by its name, its folder, or the digest of its architecture or weights.
 
         Raises:
             NotFoundError: when there is none; the hint names what is near.
@@ -81,25 +85,27 @@ class BaseStore:
             identity = base.identity
             if wanted in (base.name, str(identity.weights), str(identity.arch)):
                 return base
-        near = near_names(wanted, [base.name for base in known])
-        hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl base add DIR`"
-        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=hint)
+        if wanted.strip() and (there := self.at(wanted)) is not None:
+            return there
+        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=_known_bases(wanted, known))
+
+    def at(self, place: str | Path) -> StoredBase | None:
+        """Return the base whose files lie in a folder; None for any other place."""
+        with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
+            folder = Path(place).expanduser().resolve(strict=True)
+            return next((b for b in self.bases() if b.path.resolve() == folder), None)
+        return None
 
     def meant_by(self, label: str) -> StoredBase | None:
         """Return the base that an adapter's label means: by its name, else by the last part.
 
         ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both mean the only base that is called
-        ``Qwen3-0.6B``. A label is compared, never opened.
+        ``Qwen3-0.6B``. A label is compared, never opened. One that ends in ``-bnb-4bit`` means the
+        16-bit base where that copy itself was not added.
         """
         known = self.bases()
-        exact = [base for base in known if base.name == label]
-        alike = [base for base in known if _last_part(base.name) == _last_part(label)]
-        found = exact or alike
-        return found[0] if len(found) == 1 else None
-
-    def default(self) -> StoredBase | None:
-        """Return the base that was added last; None when there is none."""
-        return max(self.bases(), key=lambda base: base.added_ns, default=None)
+        full = full_precision_label(label)
+        return _meant(known, label) or (None if full is None else _meant(known, full))
 
     def add(
         self,
@@ -110,6 +116,9 @@ class BaseStore:
         progress: Progress = no_progress,
     ) -> StoredBase:
         """Read a base whole and remember it where it is; repeating this is harmless.
+
+        A base whose tokenizer was saved again in another form takes the place of the one known
+        under its name, and keeps the digest by which packages and plans name its tokenizer.
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
@@ -269,7 +278,7 @@ class BaseStore:
 
     def _record(self, base: StoredBase) -> StoredBase:
         """Remember a base where it is, then remove a copy of it."""
-        self._refuse_another(base)
+        base = self._as_recorded(base)
         home = self._home(base.name)
         copy = home / COPY
         if copy.is_dir() and copy.samefile(base.path):
@@ -289,7 +298,7 @@ class BaseStore:
 
     def _place(self, files: Path, base: StoredBase) -> StoredBase:
         """Move a copy to its place; the record, written last, is the commit."""
-        self._refuse_another(base)
+        base = self._as_recorded(base)
         home = self._home(base.name)
         placed = replace(base, path=home / COPY, copied=True)
         sound = self._sound_copy(home)
@@ -305,6 +314,7 @@ class BaseStore:
 
     def _write(self, base: StoredBase) -> None:
         self._say_so()
+        keep_canonical_tokenizer(base, self._home(base.name))
         write_atomic(self._home(base.name) / _RECORD, encode_base(base))
         self._say_so()
 
@@ -316,18 +326,27 @@ class BaseStore:
     def _sound_copy(self, home: Path) -> StoredBase | None:
         """Return the existing copy if it is sound; another process may be reading it."""
         path = home / _RECORD
-        base = read_base_record(path) if path.exists() else None
+        base = _read_record(path) if path.exists() else None
         if base is None or not base.copied:
             return None
         return None if current_files(base.path, base.files)[1] else base
 
-    def _refuse_another(self, base: StoredBase) -> None:
+    def _as_recorded(self, base: StoredBase) -> StoredBase:
+        """Return a base under the identity that is recorded for it, if there is a record.
+
+        Raises:
+            ConflictError: when the record is that of another base.
+        """
         path = self._home(base.name) / _RECORD
-        if path.exists() and read_base_record(path).identity != base.identity:
+        if not path.exists():
+            return base
+        known, found = _read_record(path).identity, base.identity
+        if not is_saved_again(known, found):
             raise ConflictError(
                 f"another base is called {base.name}",
                 hint=f"give this one a `--name`, or first `expertctl base remove {base.name}`",
             )
+        return replace(base, identity=replace(found, tokenizer=known.tokenizer))
 
     @contextmanager
     def _changing(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
@@ -347,6 +366,10 @@ class BaseStore:
 
     def _home(self, name: str) -> Path:
         return self.folder / quote(name, safe="")
+
+
+def _read_record(path: Path) -> StoredBase:
+    return with_canonical_tokenizer(read_base_record(path), path.parent)
 
 
 def _check_base(directory: Path) -> None:
@@ -372,6 +395,26 @@ def _read_whole(
         copied=False,
         added_ns=time.time_ns(),
         foreign=facts.foreign,
+    )
+
+
+def _meant(known: Sequence[StoredBase], label: str) -> StoredBase | None:
+    exact = [base for base in known if base.name == label]
+    alike = [base for base in known if _last_part(base.name) == _last_part(label)]
+    found = exact or alike
+    return found[0] if len(found) == 1 else None
+
+
+def _known_bases(wanted: str, known: Sequence[StoredBase]) -> str:
+    """Return the hint for a base that is not known: the names like it, and all that are known."""
+    names = [base.name for base in known]
+    near = near_names(wanted, names)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    if not names:
+        return "none is known yet: `expertctl base add DIR`"
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (
+        f"{meant}known: {', '.join(names[:_MOST_NAMED])}{more}; `expertctl base add DIR` adds one"
     )
 
 

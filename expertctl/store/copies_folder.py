@@ -20,9 +20,12 @@ QUANTISED = "quantised"
 """The name of the folder, beside the record of the base."""
 HABITS = "habits.jsonl"
 """The habits of a base's routed experts, also beside its record: see `HabitsFile`."""
+TOKENIZER_DIGEST = "tokenizer-digest.json"
+"""The canonical digest of its tokenizer, also beside its record: see `base_tokenizer`."""
 STAGED = ".new-"
 _COPY = re.compile(r"(int[0-9]{1,2}|bfloat16|float32)-[0-9]{1,9}")
 _STAGED = re.compile(re.escape(STAGED) + r"[0-9a-f]{16}")
+_BESIDE = {QUANTISED, HABITS, TOKENIZER_DIGEST}
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _STAYS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 """Why a folder is not removed: it is gone already, holds other things, or is a mount."""
@@ -110,7 +113,7 @@ def remove_home(home: Path) -> None:
     for path in removable_in(copies):
         remove_entry(path)
     with suppress(FileNotFoundError):
-        ours = [home / COPY, home / HABITS]
+        ours = [home / COPY, home / HABITS, home / TOKENIZER_DIGEST]
         for path in ours if home.is_symlink() else list(home.iterdir()):
             if path != copies or not path.is_dir() or path.is_symlink():
                 remove_entry(path)
@@ -132,7 +135,7 @@ def _remove_emptied(folder: Path) -> None:
 def _is_left(home: Path) -> bool:
     """Tell whether a folder is what is left of a base: no record, and only what is ours."""
     try:
-        ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED, HABITS}
+        ours = {path.name for path in home.iterdir()} <= {COPY, *_BESIDE}
         return ours and not _stays(home / QUANTISED)
     except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
         return False

@@ -26,6 +26,7 @@ _KEYS = {
     "signature", "signer", "base", "requires", "conflicts", "size", "warnings",
 }  # fmt: skip
 _BASE_KEYS = {"name", "revision", "arch", "weights", "tokenizer", "accepts"}
+_TOKENIZER_VERSION = "tokenizer_version"
 _MANIFEST = "expert.json"
 """The same as `MANIFEST_PATH`, whose module imports third-party libraries."""
 _FILE_KEYS = {"path", "size", "digest"}
@@ -42,6 +43,8 @@ class RequiredBase:
     weights: Digest | None
     tokenizer: Digest
     accepts: tuple[Digest, ...] = ()
+    tokenizer_version: int = 1
+    """As in the manifest; a ref does not hold the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ def encode_ref(expert: StoredExpert) -> bytes:
             "weights": str(base.weights) if base.weights else None,
             "tokenizer": str(base.tokenizer),
             "accepts": [str(digest) for digest in base.accepts],
+            **_tokenizer_version(base),
         },
         "requires": list(expert.requires),
         "conflicts": list(expert.conflicts),
@@ -194,14 +198,16 @@ def _expert_of(fields: _Fields) -> StoredExpert:
         files=files,
         signature=None if signature is None else _file_of(signature),
         signer=fields.maybe("signer", lambda text: str(Digest.parse(text))),
-        base=_base_of(_Fields(fields.raw("base"), _BASE_KEYS)),
+        base=_base_of(fields.raw("base")),
         requires=fields.texts("requires"),
         conflicts=fields.texts("conflicts"),
         warnings=fields.texts("warnings"),
     )
 
 
-def _base_of(fields: _Fields) -> RequiredBase:
+def _base_of(value: JsonValue) -> RequiredBase:
+    versioned = isinstance(value, dict) and _TOKENIZER_VERSION in value
+    fields = _Fields(value, _BASE_KEYS | ({_TOKENIZER_VERSION} if versioned else set()))
     return RequiredBase(
         name=fields.text("name"),
         revision=fields.maybe("revision", str),
@@ -209,7 +215,13 @@ def _base_of(fields: _Fields) -> RequiredBase:
         weights=fields.maybe("weights", Digest.parse),
         tokenizer=Digest.parse(fields.text("tokenizer")),
         accepts=tuple(Digest.parse(text) for text in fields.texts("accepts")),
+        tokenizer_version=fields.number(_TOKENIZER_VERSION) if versioned else 1,
     )
+
+
+def _tokenizer_version(base: RequiredBase) -> Mapping[str, JsonValue]:
+    version = base.tokenizer_version
+    return {} if version == 1 else {_TOKENIZER_VERSION: version}
 
 
 def _file_of(value: JsonValue) -> FileDigest:

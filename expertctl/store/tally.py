@@ -72,6 +72,7 @@ class ExpertTally:
 
     ref: str
     content_digest: Digest
+    """Of the content that was used last under this name and version."""
     uses: int
     last_used: float | None
     success: float | None
@@ -138,28 +139,34 @@ def _is(ref: str, wanted: str) -> bool:
 def _experts(
     jobs: Sequence[Job], usages: Mapping[Digest, Usage], rates: SuccessRates
 ) -> tuple[ExpertTally, ...]:
-    refs: dict[Digest, str] = {}
-    by_expert: dict[Digest, list[Job]] = defaultdict(list)
-    for job in jobs:
+    """Count by name and version: one that was built and installed again is one row."""
+    contents: dict[str, dict[Digest, None]] = defaultdict(dict)
+    by_ref: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:  # the newest first
         for used in job.experts:
-            refs.setdefault(used.content_digest, used.ref)
-            by_expert[used.content_digest].append(job)
+            contents[used.ref][used.content_digest] = None
+            by_ref[used.ref].append(job)
     found = [
-        _expert(digest, ref, by_expert[digest], usages.get(digest), rates.of(digest))
-        for digest, ref in refs.items()
+        _expert(ref, list(digests), by_ref[ref], usages, rates) for ref, digests in contents.items()
     ]
     return tuple(sorted(found, key=lambda each: (-each.uses, each.ref)))
 
 
 def _expert(
-    digest: Digest, ref: str, jobs: Sequence[Job], usage: Usage | None, success: float | None
+    ref: str,
+    digests: Sequence[Digest],
+    jobs: Sequence[Job],
+    usages: Mapping[Digest, Usage],
+    rates: SuccessRates,
 ) -> ExpertTally:
+    """Return the figures of all contents of a version; its rate is that of the newest one."""
+    known = [usages[digest] for digest in digests if digest in usages]
     return ExpertTally(
         ref=ref,
-        content_digest=digest,
-        uses=usage.uses if usage else 0,
-        last_used=usage.last_used if usage else None,
-        success=success,
+        content_digest=digests[0],
+        uses=sum(usage.uses for usage in known),
+        last_used=max((u.last_used for u in known if u.last_used is not None), default=None),
+        success=rates.of(digests[0]),
         runs=Runs(tuple(jobs)),
     )
 

@@ -5,19 +5,21 @@ its folder flushed, then blobs that no ref names and no lease holds. So a proces
 between any two steps, and every blob that a ref names is there.
 """
 
+import dataclasses
 import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.durable import make_folders, publish, remove_tree, staged_file, sync_folder
-from expertctl.errors import ConflictError, InvalidPackageError, StoreError
+from expertctl.errors import InvalidPackageError, StoreError
 from expertctl.package.verify import VerifiedPackage
+from expertctl.package.version_content import VersionContent, changed_version
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.derived import Derived, folder_size
 from expertctl.store.disk import disk_errors
@@ -31,7 +33,7 @@ STAGING_AGE = 3600.0
 """Staging younger than this, in seconds, is left alone, even where locks do not work."""
 
 _HEX = re.compile(r"[0-9a-f]{64}")
-Outcome = Literal["installed", "re-signed", "already installed"]
+Outcome = Literal["installed", "re-signed", "replaced", "already installed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Transaction:
         *,
         warnings: Sequence[str] = (),
         registry: str = LOCAL,
+        replace: bool = False,
     ) -> Added:
         """Publish a package whose blobs are staged; ``registry`` is where it came from.
 
@@ -92,11 +95,12 @@ class Transaction:
         none, so that later revocations by the registry still apply.
 
         Raises:
-            ConflictError: when the version is installed with other content.
+            ChangedVersionError: when the version is installed with other content, and not to be
+                replaced.
         """
         new = expert_of(package, warnings, registry=registry)
         old = self._installed(new)
-        expert, outcome = _decide(old, new)
+        expert, outcome = _decide(old, new, replace=replace)
         path = self._paths.ref(expert.registry, expert.package, expert.version)
         self._say_so()  # before, too: the process may be killed after the change
         for digest in {file.digest for file in new.layers}:
@@ -114,14 +118,17 @@ class Transaction:
             self._free(file.digest for file in superseded)
         return Added(expert, outcome)
 
-    def check(self, package: VerifiedPackage, *, registry: str = LOCAL) -> None:
+    def check(
+        self, package: VerifiedPackage, *, registry: str = LOCAL, replace: bool = False
+    ) -> None:
         """Do what `add` does before it publishes anything.
 
         Raises:
-            ConflictError: when the version is installed with other content.
+            ChangedVersionError: when the version is installed with other content, and not to be
+                replaced.
         """
         new = expert_of(package, (), registry=registry)
-        _decide(self._installed(new), new)
+        _decide(self._installed(new), new, replace=replace)
 
     def remove(self, expert: StoredExpert) -> Freed:
         """Remove an expert, and the blobs that nothing else needs now."""
@@ -247,25 +254,28 @@ def _referenced(now: Scan) -> set[Digest]:
     return {file.digest for expert in now.experts for file in expert.layers}
 
 
-def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, Outcome]:
+def _decide(
+    old: StoredExpert | None, new: StoredExpert, *, replace: bool
+) -> tuple[StoredExpert, Outcome]:
     """Return the content of the new ref; a signature or a registry is never taken away."""
     if old is None:
         return new, "installed"
     if old.content_digest != new.content_digest:
-        there = "" if old.registry == new.registry else f", {_source(old.registry)}"
-        raise ConflictError(
-            f"{new.ref} is already installed{there} with other content",
-            hint=f"a version never changes its content: build it as another version, or first "
-            f"`expertctl remove {new.ref}`",
-        )
+        if replace:
+            return new, "replaced"
+        raise changed_version(new.ref, stored_content(old), stored_content(new))
     registry = old.registry if new.registry == LOCAL else new.registry
     if new.signer is None or old.package_digest == new.package_digest:
-        return replace(old, registry=registry, warnings=new.warnings), "already installed"
-    return replace(new, registry=registry), "re-signed"
+        return dataclasses.replace(
+            old, registry=registry, warnings=new.warnings
+        ), "already installed"
+    return dataclasses.replace(new, registry=registry), "re-signed"
 
 
-def _source(registry: str) -> str:
-    return "from a file" if registry == LOCAL else f"from {registry}"
+def stored_content(expert: StoredExpert) -> VersionContent:
+    """Return what a version contains, according to where it came from."""
+    source = "a file" if expert.registry == LOCAL else expert.registry
+    return VersionContent(source, expert.content_digest, (expert.signer,) if expert.signer else ())
 
 
 def expert_of(
@@ -299,4 +309,5 @@ def required_base(base: BaseRequirement) -> RequiredBase:
         weights=Digest.parse(base.weights) if base.weights else None,
         tokenizer=Digest.parse(base.tokenizer),
         accepts=tuple(Digest.parse(text) for text in base.accepts),
+        tokenizer_version=base.tokenizer_version,
     )

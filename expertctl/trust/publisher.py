@@ -1,6 +1,6 @@
 """The person as a publisher: own keys, which are trusted from the moment they exist.
 
-A key of one's own may sign ``local/*`` and the namespaces that were named with it.
+A key of one's own may sign ``local/*``, and namespaces that were named with it or granted later.
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,16 @@ class Publisher:
             UsageError: when the name is taken, or the name or a namespace is not one.
         """
         return self._adopt(name, PrivateKey.from_pem(pem, what=what), namespaces)
+
+    def grant(self, name: str, namespaces: Sequence[str]) -> TrustedKey:
+        """Trust one of the person's keys for more namespaces.
+
+        Raises:
+            NotFoundError: when there is none of that name.
+            RevokedError: when it was revoked.
+            UsageError: when there is no namespace, or one is not a namespace.
+        """
+        return self.trust.add(self.ring.public(name), name=name, namespaces=namespaces)
 
     def keys(self) -> list[OwnKey]:
         """Return the person's keys by name, with what each is trusted for."""

@@ -95,6 +95,15 @@ class TrustRecord:
         meant = ((r.host, name) for r in self.registries for name in r.namespaces)
         return homes(namespace, meant=meant, pinned=chain(pinned, granted))
 
+    def other_home(self, namespace: str, registry: str) -> str | None:
+        """Return the one registry that a namespace belongs to, if it is not this one; else None.
+
+        A file belongs to no registry, so it is no other one.
+        """
+        found = self.homes(namespace)
+        other = len(found) == 1 and registry not in {*found, FROM_FILE}
+        return found[0] if other else None
+
     def authorities(self, namespace: str, registry: str | None) -> frozenset[str]:
         """Return the hosts whose word counts for a namespace of what came from ``registry``."""
         known = {r.host for r in self.registries}
@@ -200,6 +209,9 @@ class TrustRecord:
     def with_pins(self, host: str, namespace: str, keys: Iterable[PublicKey]) -> "TrustRecord":
         """Return this with keys pinned for a namespace of a registry; what is known keeps its name.
 
+        Where the namespace belonged to another registry, it stays that one's: a reference without a
+        host means what it meant before.
+
         Raises:
             RevokedError: when one of them was revoked.
         """
@@ -208,8 +220,13 @@ class TrustRecord:
             present = self.trusted(key.key_id)
             name = present.name if present else namespace
             pinned = pinned.with_key(TrustedKey(key, name, (Grant(namespace, None, host),)))
+        home = self.other_home(namespace, host)
         registries = tuple(
-            replace(r, pinned=tuple(sorted({*r.pinned, namespace}))) if r.host == host else r
+            replace(
+                r,
+                pinned=_with(r.pinned, namespace) if r.host == host else r.pinned,
+                namespaces=_with(r.namespaces, namespace) if r.host == home else r.namespaces,
+            )
             for r in self.registries
         )
         return replace(pinned, registries=registries)
@@ -273,6 +290,10 @@ class TrustRecord:
         return replace(self, revoked=(*self.revoked, new))
 
 
+def _with(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return tuple(sorted({*names, name}))
+
+
 def _demand_grant(
     trusted: TrustedKey, package: PackageName, content_digest: Digest, hosts: Collection[str]
 ) -> None:
@@ -281,7 +302,9 @@ def _demand_grant(
     if not grants:
         where = f" from {' or '.join(sorted(hosts))}" if hosts else ""
         message = f"{package}: {who} may not sign '{package.namespace}/*'{where}"
-        raise TrustError(message, hint="see `expertctl trust list`")
+        grant = f"`expertctl keys grant {trusted.name} --namespace {package.namespace}`"
+        hint = f"if it is your key: {grant}; `expertctl trust list` shows what keys may sign"
+        raise TrustError(message, hint=hint)
     if not any(grant.allows(content_digest) for grant in grants):
         message = f"{package}: {who} is valid for fixed contents, {content_digest} is not one"
         raise TrustError(message, hint="see `expertctl trust list --json`")

@@ -33,6 +33,8 @@ class KnownSecrets:
         Raises:
             StoreError: when the database cannot be read; no secret is believed then.
         """
+        if not self._may_be_ours(secret):
+            return None
         hashed = tokens.digest(secret)
         with self._lock:
             self._forget_when_written()
@@ -48,10 +50,17 @@ class KnownSecrets:
         Raises:
             StoreError: when the database cannot be read.
         """
+        if not self._may_be_ours(secret):
+            return False
         if secret.startswith(PREFIX):
-            return self.sessions.made(secret)
+            return True
         with self.database.read() as connection:
             return tokens.was_minted(connection, secret)
+
+    def _may_be_ours(self, secret: str) -> bool:
+        """Tell, without the database, whether this registry may have made a secret."""
+        is_session = secret.startswith(PREFIX)
+        return self.sessions.made(secret) if is_session else tokens.is_well_formed(secret)
 
     def _forget_when_written(self) -> None:
         version = self.database.version()

@@ -109,13 +109,18 @@ def mint(
 
 def find(connection: Connection, secret: str) -> Identity | None:
     """Return whom a secret stands for now; None for anything that is not a living token."""
-    if len(secret) != LENGTH or not secret.startswith(PREFIX):
+    if not is_well_formed(secret):
         return None
     hashed = digest(secret)
     row = connection.execute(_identities(TOKENS.c.hash == hashed)).one_or_none()
     if row is None or not hmac.compare_digest(row.hash, hashed):
         return None
     return _identity(row)
+
+
+def is_well_formed(secret: str) -> bool:
+    """Tell whether a text has the form of a secret."""
+    return len(secret) == LENGTH and secret.startswith(PREFIX)
 
 
 def was_minted(connection: Connection, secret: str) -> bool:

@@ -6,6 +6,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import StoreError
+from registry_server.access import audit
 from registry_server.access.identity import Action
 from registry_server.oci import blobs, repositories
 from registry_server.oci.access import Target, authorise
@@ -90,6 +91,7 @@ class _BlobRequests:
             repository = repositories.find(connection, str(name))
             if repository is None or not blobs.unlink(connection, repository.id, digest):
                 raise _unknown(digest)
+            audit.record(connection, asker(request), "blob.remove", f"{name}@{digest}")
 
 
 def _part(request: Request, size: int) -> ByteRange | None:

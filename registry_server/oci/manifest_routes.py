@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import DiskFullError, StoreError, TooLargeError
-from registry_server.access import quota
+from registry_server.access import audit, quota
 from registry_server.access.identity import Action, Identity
 from registry_server.oci import manifests, repositories, tags
 from registry_server.oci.access import Target, authorise
@@ -49,9 +49,10 @@ class _ManifestRequests:
 
     async def get(self, request: Request) -> Response:
         """GET or HEAD: short reads, cheaper here than handing them to a thread."""
-        name, reference = repository_name(request), read_reference(_reference(request))
+        name = repository_name(request)
         with self._registry.database.read() as connection:
             target = authorise(connection, asker(request), Action.READ, name)
+            reference = _existing(request)
             found = manifests.look_up(connection, str(name), reference)
         if found is None:
             raise OciError(OciCode.MANIFEST_UNKNOWN, f"{name} has no manifest {reference}")
@@ -147,6 +148,8 @@ class _ManifestRequests:
             )
             for tag in all_tags:
                 tags.point(connection, repository_id=repository.id, tag=tag, digest=str(digest))
+            pushed = f"{name}@{digest}"
+            audit.record(connection, identity, "manifest.push", pushed, " ".join(all_tags))
         subject = {"OCI-Subject": str(document.subject)} if document.subject else {}
         response = _stored(name, digest, subject)
         for tag in all_tags:
@@ -154,14 +157,20 @@ class _ManifestRequests:
         return response
 
     def _remove(self, request: Request) -> None:
-        name, reference = repository_name(request), read_reference(_reference(request))
+        name = repository_name(request)
         with self._registry.database.write() as connection:
             target = authorise(connection, asker(request), Action.DELETE, name)
             target.demand_oci("removing manifests")
+            reference = _existing(request)
             repository = repositories.find(connection, str(name))
             remove = manifests.remove if isinstance(reference, BlobDigest) else tags.remove
             if repository is None or not remove(connection, repository.id, str(reference)):
                 raise OciError(OciCode.MANIFEST_UNKNOWN, f"{name} has no manifest {reference}")
+            by_digest = isinstance(reference, BlobDigest)
+            action, removed = (
+                ("manifest", f"@{reference}") if by_digest else ("tag", f":{reference}")
+            )
+            audit.record(connection, asker(request), f"{action}.remove", f"{name}{removed}")
 
     def _counted(self, name: RepositoryName, found: StoredManifest) -> BackgroundTask | None:
         """Count a fetch; return what is left to do once the answer is sent, if anything.
@@ -177,6 +186,19 @@ class _ManifestRequests:
                 downloads.flush(self._registry.database)
 
         return BackgroundTask(write)
+
+
+def _existing(request: Request) -> BlobDigest | str:
+    """Read the reference of a manifest that should be there.
+
+    Raises:
+        OciError: MANIFEST_UNKNOWN where it is none: nothing can be stored under it, and 404 is
+            what the conformance tests of the specification expect.
+    """
+    try:
+        return read_reference(_reference(request))
+    except OciError as error:
+        raise OciError(OciCode.MANIFEST_UNKNOWN, error.message) from error
 
 
 def _reference(request: Request) -> str:

@@ -2,7 +2,8 @@
 
 The room is taken in the database before bytes are written, and the bytes become a blob in one
 transaction: the file is moved to its place while the write lock is held, and the commit is what
-makes it readable. Whatever is interrupted leaves an upload that goes on, or a file that is swept.
+makes it readable. Whatever is interrupted leaves an upload that goes on, or a file that is removed
+in time (`registry_server.operation.sweeping`).
 
 The file of an upload says how much of it there is; so it goes on after a restart, hashed again.
 """
@@ -38,7 +39,6 @@ MAX_OPEN = 1000
 """How many uploads of one user go on at once."""
 
 _KEPT_HASHES = 512
-_SWEPT_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,6 @@ class Uploads:
             target = authorise(connection, identity, Action.PUSH, name)
             repository = _repository(connection, target)
             now = time.time()
-            self._sweep(connection, now - self._limits.upload_seconds)
             _demand_few(connection, identity)
             row = {"id": upload_id, "repository_id": repository.id, "user_id": identity.user_id}
             connection.execute(insert(UPLOADS).values(**row, size=0, created=now, updated=now))
@@ -245,15 +244,6 @@ class Uploads:
         if not blobs.used_in_namespace(connection, namespace.id, digest):
             quota.demand_room(connection, namespace, size, self._limits)
         blobs.enter(connection, digest, size)
-
-    def _sweep(self, connection: Connection, cutoff: float) -> None:
-        """Remove some uploads that were not continued, whenever a new one begins."""
-        query = select(UPLOADS.c.id).where(UPLOADS.c.updated < cutoff).limit(_SWEPT_AT_ONCE)
-        stale = list(connection.execute(query).scalars())
-        connection.execute(delete(UPLOADS).where(UPLOADS.c.id.in_(stale)))
-        with disk_errors():
-            for upload_id in stale:
-                (self._folder / upload_id).unlink(missing_ok=True)
 
     def _demand_disk(self, more: int) -> None:
         demand_disk(self._folder, more, floor=self._limits.free_bytes)

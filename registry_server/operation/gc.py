@@ -70,7 +70,7 @@ def collect(registry: Registry, *, now: float) -> Garbage:
         StoreError: when the database or the storage fails; what is left goes next time.
     """
     limits = registry.settings.limits
-    uploads = _collect_uploads(registry, now - limits.upload_seconds)
+    uploads = collect_uploads(registry, now - limits.upload_seconds)
     cutoff = now - limits.grace_seconds
     _collect_links(registry.database, cutoff)
     _collect_rows(registry.database, cutoff)
@@ -78,11 +78,18 @@ def collect(registry: Registry, *, now: float) -> Garbage:
     return Garbage(len(removed), sum(blob.size for blob in removed), uploads)
 
 
-def _collect_uploads(registry: Registry, cutoff: float) -> int:
-    """Forget uploads that were not continued, then remove files that belong to none."""
-    with registry.database.write() as connection:
+def collect_uploads(registry: Registry, cutoff: float) -> int:
+    """Forget uploads that were not continued, then remove files that belong to none.
+
+    Raises:
+        StoreError: when the database or the storage fails; what is left goes next time.
+    """
+    with registry.database.read() as connection:
         stale = _stale_uploads(connection, cutoff)
-        connection.execute(delete(UPLOADS).where(UPLOADS.c.updated < cutoff))
+    if stale:  # else no write lock is taken, for which others would wait
+        with registry.database.write() as connection:
+            stale = _stale_uploads(connection, cutoff)
+            connection.execute(delete(UPLOADS).where(UPLOADS.c.updated < cutoff))
     strays = _strays(registry, cutoff)
     with disk_errors():
         for path in strays:

@@ -43,6 +43,4 @@ def _body_limit(limits: Limits, path: str) -> int | None:
 
 
 def _refused(settings: ServerSettings, refusal: Refusal, scope: Scope) -> Response:
-    response = error_response(refusal.error, scope, settings)
-    response.status_code = refusal.status
-    return response
+    return error_response(refusal.error, scope, settings, status=refusal.status)

@@ -29,6 +29,7 @@ from registry_server.oci import manifests, tags
 from registry_server.oci.manifest_document import read_document
 from registry_server.publishing.admission import Admission, admit, damaged
 from registry_server.publishing.decision import Step
+from registry_server.publishing.documents import demand_publishable
 from registry_server.publishing.index import insert_package, rewrite_index
 from registry_server.publishing.offer import Offer, read_offer
 from registry_server.registry import Registry
@@ -76,7 +77,8 @@ def _contents(storage: BlobStorage, offer: Offer) -> PackageContents:
     """Read the package as a client will, every byte of it.
 
     Raises:
-        InvalidPackageError: when it is malformed, or another than its name says.
+        InvalidPackageError: when it is malformed, another than its name says, or holds what must
+            not be published.
         StoreError: when a blob is no longer what was uploaded.
     """
     try:
@@ -86,6 +88,7 @@ def _contents(storage: BlobStorage, offer: Offer) -> PackageContents:
     if contents.manifest.ref != offer.ref:
         problem = f"it was pushed as {offer.ref}, but {MANIFEST_PATH} says {contents.manifest.ref}"
         raise InvalidPackageError(offer.ref, [problem])
+    demand_publishable(storage, offer.layout.files, what=offer.ref)
     return contents
 
 

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from expertctl import __version__
 from expertctl.errors import ExpertError
+from expertctl.package.evaluation_summary import summarise
 from registry_server.access.identity import Identity
 from registry_server.registry import Registry
 from registry_server.statuses import retry_after, status_of
@@ -139,7 +140,7 @@ def _environment() -> Environment:
         "size": _size,
         "day": lambda moment: moment[:10],
         "brief": lambda digest: f"{digest.partition(':')[2][:12]}…",
-        "score": lambda value: f"{value:.3g}",
+        "summarised": summarise,
         "gain": lambda value: f"{value:+.3g}",
         "count": _count,
     }

@@ -24,7 +24,9 @@ CONTRACT = {
     "device": 1,
     "usage": 2,
     "media_type": 2,
+    "context_length_exceeded": 2,
     "not_found": 3,
+    "unknown_url": 3,
     "missing_dependency": 3,
     "incompatible": 4,
     "base_mismatch": 4,
@@ -32,6 +34,7 @@ CONTRACT = {
     "trust": 5,
     "signature": 5,
     "digest": 5,
+    "changed": 5,
     "unsigned": 5,
     "revoked": 5,
     "registry": 6,
@@ -69,8 +72,11 @@ def test_the_docstring_draws_every_error() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["instal", "x"], "No such command 'instal'. Did you mean 'install'"),
-        (["run", "x", "--on-budget", "less"], "for '--on-budget': 'less' is not one of"),
+        (["instal", "x"], "did you mean `expertctl install`"),
+        (
+            ["run", "x", "--on-budget", "less"],
+            "'less' is not one of refuse, fewer, queue",
+        ),
     ],
 )
 def test_a_slip_is_answered_with_what_may_be_meant(

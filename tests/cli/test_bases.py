@@ -31,6 +31,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         f"arch {identity.arch}",
         f"weights {identity.weights}",
         f"tokenizer {identity.tokenizer}",
+        f"canonical tokenizer {identity.canonical_tokenizer}",
     ]
     (shown,) = expertctl("base", "list", "--json").document["bases"]
     assert shown == {
@@ -44,6 +45,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         "arch": str(identity.arch),
         "weights": str(identity.weights),
         "tokenizer": str(identity.tokenizer),
+        "canonical_tokenizer": str(identity.canonical_tokenizer),
         "state": "ok",
     }
 
@@ -65,7 +67,7 @@ def test_routed_experts_are_shown_where_a_base_has_some(
     )
     expertctl("base", "add", shop.base_dir)
     said = expertctl("base", "add", moe).out.splitlines()
-    assert said[4] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
+    assert said[5] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
     listed = expertctl("base", "list", "--json").document["bases"]
     assert [base["routed_experts"] for base in listed] == [
         {"count": 8, "used": 2, "layers": 2},
@@ -141,3 +143,26 @@ def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
 
 def test_a_hub_name_is_told_how_to_get_it(expertctl: Commands) -> None:
     assert "hf download Qwen/Qwen3-0.6B" in expertctl("base", "add", "Qwen/Qwen3-0.6B", code=3).err
+
+
+def test_kernels_are_compiled_when_a_base_is_added_with_that_wish(
+    expertctl: Commands, house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DTYPE", "int8")
+    sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
+    directory = write_base(tmp_path / "base", **sizes)
+    said = expertctl("base", "add", directory, "--compile", "--json")
+    assert said.document["compiled"] is True
+    assert "its kernels are compiled" in said.err
+    assert house.catalogue.history.jobs() == []
+    again = expertctl("run", "x", "--max-tokens", "2", "--base", "base")
+    assert "compiling" not in again.err
+    assert "compiled" not in expertctl("base", "add", directory, "--json").document
+
+
+def test_a_base_that_torch_runs_has_no_kernels_to_compile(
+    expertctl: Commands, house: House, shop: Shop
+) -> None:
+    said = expertctl("base", "add", shop.base_dir, "--compile", "--json")
+    assert said.document["compiled"] is False
+    assert "is run without kernels of its own" in said.err

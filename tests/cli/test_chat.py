@@ -17,11 +17,12 @@ import pytest
 
 from expertctl.routing.planner import Planned, Planner
 from expertctl.schema.validation import problems_of
+from tests.cli.piping import Stdin, stdin
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
 from tests.factories import write_base, write_lora
 from tests.foreign_bases import write_gpt2
 
-__all__ = ["expertctl", "workshop"]
+__all__ = ["expertctl", "stdin", "workshop"]
 
 OTHER = "Guten Morgen"
 
@@ -52,6 +53,29 @@ def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
     assert "> " not in outcome.err
 
 
+def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    stdin.pipe(b"41, 17\n")
+    document = expertctl("chat", *PROMPT.split(" "), "--json", *QUIET).document
+    [turn] = document["turns"]
+    assert turn["prompt"] == PROMPT
+    stdin.pipe(b"41, 17\n")
+    assert turn["text"] == expertctl("run", PROMPT, "--json", *QUIET).document["text"]
+    stdin.pipe(f"{PROMPT}\n\n41, 17\n".encode())
+    [whole] = expertctl("chat", "-", "--json", *QUIET).document["turns"]
+    assert (whole["prompt"], whole["text"]) == (f"{PROMPT}\n\n41, 17", turn["text"])
+
+
+def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    for given in (stdin.closed, lambda: stdin.file(Path("/dev/null"))):
+        given()
+        [turn] = expertctl("chat", PROMPT, "--json", *QUIET).document["turns"]
+        assert turn["prompt"] == PROMPT
+
+
 def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:
@@ -77,6 +101,27 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
     assert "from now on: acme/sorting@1.2.0 x 0.5" in told
     assert "(all read again: the experts changed)" in told
+
+
+def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = f"{PROMPT}\nWhy is the sky blue in the morning?\nAnd now?\n"
+    plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
+    assert [len(experts) for experts in plans] == [1, 0, 0]
+    told = expertctl("chat", *QUIET, stdin=said.encode()).err
+    assert "warning: the base answers alone" not in told
+    assert told.count(" alone; ") == 2
+
+
+def test_the_base_answers_alone_until_experts_are_wanted_again(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = f"{PROMPT}\n/experts none\n{PROMPT}\nAnd now?\n/experts auto\n{PROMPT}\n"
+    plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
+    assert [len(experts) for experts in plans] == [1, 0, 0, 1]
+    told = expertctl("chat", *QUIET, stdin=said.encode()).err
+    assert "from now on: the base alone" in told
 
 
 def test_experts_are_listed_with_those_that_answer_marked(
@@ -345,6 +390,8 @@ def test_with_json_a_terminal_shows_prompts_and_stdout_the_document_alone(
 
 class Typist:
     """Stands for a terminal's stdin: lines, or keys that interrupt."""
+
+    closed = False
 
     def __init__(self, *typed: str | type[BaseException]) -> None:
         self.buffer, self._typed = self, list(typed)

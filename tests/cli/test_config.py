@@ -77,6 +77,7 @@ def test_the_environment_wins_and_that_is_said(
         ("serve_port", "65536"),
         ("serve_rows", "0"),
         ("serve_behind", "soon"),
+        ("serve_completions_special_tokens", "perhaps"),
         ("device", "a\nregistry = 'evil'"),
         ("device", "\x1b[31m"),
         ("registry", "x" * 1001),

@@ -85,7 +85,7 @@ def test_what_cannot_be_compared_is_said(
     assert "bad.expert" in expertctl("diff", "acme/sql", tmp_path / "bad.expert", code=8).err
     assert "none.expert" in expertctl("diff", "acme/sql", tmp_path / "none.expert", code=3).err
     assert "acme/none" in expertctl("diff", "acme/none", old, code=3).err
-    assert "Missing argument" in expertctl("diff", "acme/sql", code=2).err
+    assert "is missing" in expertctl("diff", "acme/sql", code=2).err
 
 
 def test_a_flipped_bit_in_the_store_is_found(expertctl: Commands, house: House, old: Path) -> None:

@@ -117,8 +117,9 @@ def test_a_person_sees_the_figures_and_the_wrong_answers(
     said = expertctl("eval", workshop.package, "--data", workshop.half)
     for part in (
         "n = 4, exact_match, base my-base in float32, at most 5 tokens",
-        "right  share  95 % interval",
-        "acme/sums@0.1.0  3      0.750  0.301 to 0.954",
+        "right          95 % interval",
+        "base             1 of 4 (25 %)  5 to 70 %",
+        "acme/sums@0.1.0  3 of 4 (75 %)  30 to 95 %",
         "acme/sums@0.1.0 over base: gain +0.500, 95 % interval ",
         "wrong answers of acme/sums@0.1.0, 1 of 1:\n  line 4\n",
     ):

@@ -134,11 +134,11 @@ def test_unsigned_experts_travel_with_leave(
         (["export", "acme/low", "--peft", "-o", "none/x"], 3, "none: no such directory"),
         (["export", "file.expert", "--oci", "-o", "none/x"], 3, "none: no such directory"),
         (["export", "acme/low", "-o", "folder"], 2, "is a directory"),
-        (["export"], 2, "Missing argument"),
+        (["export"], 2, "is missing"),
         (["import", "none.experts"], 3, "no such file"),
         (["import", "file.expert"], 8, "expertctl install FILE"),
         (["import", "folder"], 8, "not a regular file"),
-        (["import"], 2, "Missing argument"),
+        (["import"], 2, "is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

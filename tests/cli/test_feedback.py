@@ -10,9 +10,10 @@ from expertctl.errors import UsageError
 from expertctl.schema.validation import problems_of
 from expertctl.store.catalogue import Catalogue
 from tests.cli.commands import Commands, expertctl
+from tests.cli.piping import Stdin, stdin
 from tests.store.jobs import X, Y, a_job
 
-__all__ = ["expertctl"]
+__all__ = ["expertctl", "stdin"]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_an_ambiguous_beginning_or_another_word_is_refused(
     for number in "01":
         catalogue.history.record(a_job(int(number), job_id=f"a{number}" * 16))
     assert "several runs begin with 'a'" in expertctl("feedback", "a", "good", code=2).err
-    assert "'fine' is not one of" in expertctl("feedback", "last", "fine", code=2).err
+    assert "'fine' is neither good nor bad" in expertctl("feedback", "last", "fine", code=2).err
     assert catalogue.success_rate(X.content_digest) is None
 
 
@@ -106,3 +107,33 @@ def test_a_history_that_cannot_be_read_is_told(expertctl: Commands, catalogue: C
         said = expertctl(*words, "--json", code=1)
         assert said.document["error"]["code"] == "store"
         assert "is not a regular file\n\nhint: move it away" in said.err
+
+
+@pytest.mark.parametrize("words", [["good"], ["-", "good"]])
+@pytest.mark.parametrize("form", ["{}\n", '{{"job_id": "{}", "text": "hi"}}\n'])
+def test_a_run_is_piped_as_an_id_or_as_what_run_prints(
+    words: list[str], form: str, expertctl: Commands, catalogue: Catalogue, stdin: Stdin
+) -> None:
+    catalogue.history.record(a_job(1))
+    stdin.pipe(form.format(a_job(1).job_id).encode())
+    assert expertctl("feedback", *words).out.startswith(f"job {a_job(1).job_id[:8]} was good")
+
+
+@pytest.mark.parametrize("data", [b"", b" \n", b"[]", b'{"text": "hi"}', b"\xff", b"zz"])
+def test_what_names_no_run_is_refused(
+    data: bytes, expertctl: Commands, catalogue: Catalogue, stdin: Stdin
+) -> None:
+    catalogue.history.record(a_job(1))
+    stdin.pipe(data)
+    code = {b"": 2, b" \n": 2, b"\xff": 8}.get(data, 3)
+    assert "error: " in expertctl("feedback", "good", code=code).err
+
+
+def test_without_a_run_and_without_a_pipe_the_way_out_is_named(
+    expertctl: Commands, catalogue: Catalogue, stdin: Stdin
+) -> None:
+    for given in (stdin.terminal, stdin.closed):
+        given()
+        told = expertctl("feedback", "good", code=2).err
+        assert "it is not said which run is meant\n\nhint: `expertctl feedback last good`" in told
+    assert "3 words are given" in expertctl("feedback", "last", "very", "good", code=2).err

@@ -14,7 +14,7 @@ from expertctl.trust.keys import KeyRing, PrivateKey, PublicKey
 from expertctl.trust.policy import TrustStore
 from tests.trust.forge import rfc_key
 
-SUBCOMMANDS = ["new", "import", "list", "export", "revoke"]
+SUBCOMMANDS = ["new", "import", "grant", "list", "export", "revoke"]
 RFC_ID = rfc_key().public.key_id
 
 
@@ -232,3 +232,40 @@ def test_the_public_half_can_be_piped(home: Path) -> None:
             [program, "keys", *words], env=environment, capture_output=True, check=True
         )
     assert PublicKey.from_pem(done.stdout) == KeyRing(home / "keys").public("me")
+
+
+def test_a_key_is_granted_more_namespaces(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_json(capsys, "new", "me", "--namespace", "acme")
+    words = ("grant", "me", "--namespace", "zoo", "--namespace", "b/*", "--namespace", "acme")
+    document = run_json(capsys, *words)
+    assert document["namespaces"] == ["acme", "b", "local", "zoo"]
+    assert document["path"] == str(home / "keys" / "me.pem")
+    trusted = TrustStore(home / "trust.json").find("me")
+    assert trusted.namespaces == ("acme", "b", "local", "zoo")
+    assert run_json(capsys, "list")["keys"][0]["namespaces"] == ["acme", "b", "local", "zoo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["grant", "you", "--namespace", "acme"], 3, "no key 'you'"),
+        (["grant", "me"], 2, "--namespace is missing"),
+        (["grant", "me", "--namespace", "*"], 2, "'*' is not a namespace"),
+        (["grant", "me", "--namespace", "acme/sql"], 2, "'acme/sql' is not a namespace"),
+        (["grant", "../me", "--namespace", "acme"], 2, "cannot name a key"),
+    ],
+)
+def test_a_grant_that_is_refused_changes_nothing(
+    words: list[str], code: int, message: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_json(capsys, "new", "me")
+    before = (home / "trust.json").read_bytes()
+    assert message in run_json(capsys, *words, code=code)["error"]["message"]
+    assert (home / "trust.json").read_bytes() == before
+
+
+def test_a_revoked_key_is_granted_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_json(capsys, "new", "me")
+    run_json(capsys, "revoke", "me", "--reason", "stolen")
+    error = run_json(capsys, "grant", "me", "--namespace", "acme", code=5)["error"]
+    assert (error["code"], "stolen" in error["message"]) == ("revoked", True)

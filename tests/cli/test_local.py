@@ -45,8 +45,8 @@ def test_what_is_installed_is_listed(expertctl: Commands, house: House, shop: Sh
     assert "warning: acme/odd@1.0.0 is not signed" in said.err
 
     header, odd, sql = expertctl("list").out.splitlines()
-    assert header.split() == ["NAME", "VERSION", "BASE", "SIZE", "SIGNER", "FLAGS"]
-    assert odd.split()[:3] == ["acme/odd", "1.0.0", BASE_NAME]
+    assert header.split() == ["NAME", "VERSION", "REGISTRY", "BASE", "SIZE", "SIGNER", "FLAGS"]
+    assert odd.split()[:4] == ["acme/odd", "1.0.0", "(file)", BASE_NAME]
     assert odd.split()[-2:] == ["-", "unsigned"]
     assert sql.split()[-1] == "acme"
     house.trust.revoke(a_key("acme").public.key_id)

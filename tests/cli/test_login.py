@@ -208,6 +208,35 @@ def test_offline_no_login_is_tried(
     assert server.seen == []
 
 
+class Terminal(StringIO):
+    """A stdin at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_registry_that_cannot_be_reached_is_told_before_the_token_is_asked_for(
+    home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("xpt_never_asked\n"))
+    monkeypatch.setattr(Retries, "pause", _give_up)
+    said = expertctl("login", "127.0.0.1:1", code=6)
+    assert "no connection" in said.err
+    assert "Token for" not in said.out + said.err
+    assert sys.stdin.read() == "xpt_never_asked\n"
+    assert not Home(home).credentials.exists()
+
+
+def test_what_is_no_registry_is_told_before_the_token_is_asked_for(
+    serve: Serve, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(lambda _: reply(404))
+    monkeypatch.setattr(sys, "stdin", Terminal("xpt_never_asked\n"))
+    expertctl("login", server.url, code=3)
+    assert sys.stdin.read() == "xpt_never_asked\n"
+    assert [request.login for request in server.seen] == [None] * len(server.seen)
+
+
 def test_the_prompt_does_not_echo(registry: Live, home: Path) -> None:
     secret = registry.served.user("alice")
     leader, follower = pty.openpty()

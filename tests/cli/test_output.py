@@ -4,12 +4,26 @@ import io
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli.output import emit, fail, fold, human_size, note, printable, progress, table
+from expertctl.cli.output import (
+    _read_size_column,
+    emit,
+    fail,
+    fold,
+    human_size,
+    note,
+    printable,
+    progress,
+    report_lines,
+    table,
+)
 from expertctl.errors import UsageError
 
 
@@ -153,3 +167,45 @@ def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
         advance(5_200_000_000)
     assert "5.2 GB" in stream.getvalue()
     assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"
+
+
+def test_lines_of_several_threads_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads side by side report that they try again; a progress bar keeps half lines back."""
+    pieces: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Stream())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(note, (f"{n}: trying again" for n in range(40))))
+    assert sorted(pieces) == sorted(f"{n}: trying again\n" for n in range(40))
+
+
+@pytest.mark.parametrize(("completed", "told"), [(0, ""), (1, "1 byte"), (2_500_000, "2.5 MB")])
+def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
+    task: Any = SimpleNamespace(completed=completed)
+    assert str(_read_size_column().render(task)) == told
+
+
+def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    report = report_lines("evaluating", 400, clock=lambda: now)
+    for number in range(1, 401):
+        now = float(number)
+        report(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 39
+    assert lines[0] == "evaluating: 10 of 400, about 6 min left"
+    assert lines[-1] == "evaluating: 390 of 400, about 10 s left"
+
+
+def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_lines("evaluating", 400, clock=lambda: 0.0)
+    for _ in range(400):
+        report(1)
+    assert capsys.readouterr().err == ""

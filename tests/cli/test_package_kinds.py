@@ -82,7 +82,7 @@ def test_inspect_lists_what_each_kind_changes(
     ("kind", "field", "value"),
     [
         ("dora", "layer_replication", [[0, 2]]),
-        ("ia3", "modules_to_save", ["lm_head"]),
+        ("ia3", "modules_to_save", ["score"]),
         ("soft_prompt", "tokenizer_kwargs", {"trust_remote_code": True}),
         ("soft_prompt", "peft_type", "PREFIX_TUNING"),
     ],
@@ -102,7 +102,7 @@ def test_build_warns_of_numbers_that_no_training_gives(
     write_ia3(work / "mine", work / "base", scale=1e4)
     assert app.run(["build", "mine", "--base", "base", "-o", "x.expert", "--json"]) == 0
     warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert len(warnings) == 6
+    assert len(warnings) == 4, "those with the same numbers are one line"
     assert all("trained adapters stay below 1000" in warning for warning in warnings)
 
 

@@ -115,6 +115,18 @@ def test_build_tells_what_it_made(run: Run, work: Path) -> None:
     assert (manifest.description, manifest.license) == ("Writes SQL.", "MIT")
 
 
+def test_build_says_what_it_left_out_of_the_adapters_files(run: Run, work: Path) -> None:
+    path = work / "my-lora" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "merge_weights": False}))
+    document = run.json("build", "my-lora", "--base", "base")
+    line = (
+        "adapter_config.json: left out of the package, because they have no effect: "
+        "merge_weights (unknown, false)"
+    )
+    assert document["notes"] == [line]
+    assert "merge_weights" in run.err
+
+
 def test_the_level_changes_the_size_and_no_digest(run: Run, work: Path) -> None:
     fast = run.json("build", "my-lora", "--base", "base", "-o", "fast.expert")
     small = run.json("build", "my-lora", "--base", "base", "-o", "small.expert", "--level", 3)
@@ -190,7 +202,7 @@ def test_build_reports_all_problems_at_once(run: Run, work: Path) -> None:
     ("words", "code"),
     [
         (["build", "none", "--base", "base"], 3),
-        (["build", "base", "--base", "base"], 8),
+        (["build", "base", "--base", "base"], 3),
         (["build", "my-lora", "--base", "base", "--sign", "nobody"], 3),
         (["build", "my-lora", "--base", "base", "-o", "none/x.expert"], 3),
         (["build"], 2),

@@ -158,6 +158,40 @@ def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package
     assert expertctl("publish", path).out.startswith("published: acme/sql@1.0.0")
 
 
+def test_a_dry_run_tells_all_that_is_missing_at_once(
+    expertctl: Commands, live: Live, admin: str, home: Path, workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    log_in(live, home, admin)
+    monkeypatch.setenv("EXPERT_REGISTRY", live.host)
+    TrustStore(home / "trust.json").remove(workshop.key.public.key_id)
+    TrustStore(home / "trust.json").add(workshop.key.public, name="me", namespaces=["local"])
+    signed, unsigned = workshop.package(), workshop.package("zoo/cats", key=None)
+    error = expertctl("publish", signed, unsigned, "--dry-run", "--json", code=5).document["error"]
+    assert error["message"].startswith("this would not be published: 5 problems\n")
+    for line in (
+        "(me) may not sign 'acme/*' (if it is your key: `expertctl keys grant me --namespace acme`",
+        "zoo/cats@1.0.0 is not signed",
+        f"{live.host} has no namespace 'acme' that you may use",
+        "`expertctl registry keys add KEY --namespace acme`",
+        f"{live.host} has no namespace 'zoo' that you may use",
+    ):
+        assert line in error["message"]
+    expertctl("registry", "namespace", "add", "acme")
+    expertctl("keys", "grant", "me", "--namespace", "acme")
+    left = expertctl("publish", signed, "--dry-run", code=5).err
+    assert left.startswith(f"error: {live.host} does not know the key ")
+
+
+def test_a_dry_run_without_a_registry_tells_what_the_file_lacks_too(
+    expertctl: Commands, workshop: Workshop
+) -> None:
+    said = expertctl("publish", workshop.package(key=None), "--dry-run", code=5).err
+    assert "2 problems" in said
+    assert "acme/sql@1.0.0 is not signed" in said
+    assert "no registry is set" in said
+
+
 def test_several_files_go_in_the_order_of_what_they_require(
     expertctl: Commands, key: str, workshop: Workshop
 ) -> None:
@@ -195,7 +229,7 @@ def test_attack_100_a_token_on_the_command_line_is_no_option(
     words: list[str], expertctl: Commands
 ) -> None:
     """Every user of the machine could read it in the process list."""
-    assert "No such option" in expertctl(*words, code=2).err
+    assert "there is no option" in expertctl(*words, code=2).err
 
 
 def test_attack_80_a_token_never_shows_in_what_is_said(

@@ -17,7 +17,10 @@ import torch
 from expertctl.cli import app
 from expertctl.schema.validation import problems_of, schema_path
 from expertctl.settings import CONFIG_KEYS
-from tests.factories import write_base, write_lora
+from tests.cli.piping import Stdin, stdin
+from tests.factories import text_of_bytes, write_base, write_lora
+
+__all__ = ["stdin"]
 
 PROMPT = "Sort these numbers in ascending order: 41, 7, 23"
 QUIET = ("--greedy", "--max-tokens", "12")
@@ -100,7 +103,7 @@ def oracle(workshop: Workshop, prompt: str, *, tokens: int) -> tuple[list[int], 
     new = output[0, ids.shape[1] :].tolist()
     ends = set(model.generation_config.eos_token_id)
     kept = new[: next((i for i, token in enumerate(new) if token in ends), len(new))]
-    return kept, tokenizer.decode(kept, skip_special_tokens=True)
+    return kept, text_of_bytes(kept)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -115,6 +118,58 @@ def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
     assert outcome.document["text"] == text
     alone = expertctl("run", prompt, "--no-experts", "--json", *QUIET).document
     assert alone["tokens"]["ids"] != tokens
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_piped_text_is_read_behind_the_prompt_and_words_need_no_quotes(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    joined = f"{PROMPT}\n\n41, 17"
+    tokens, text = oracle(workshop, joined, tokens=12)
+    for words in ([PROMPT], PROMPT.split(" ")):
+        stdin.pipe(b"41, 17\n")
+        outcome = expertctl("run", *words, "--expert", "acme/sorting", "--json", *QUIET)
+        assert (outcome.code, outcome.document["tokens"]["ids"]) == (0, tokens)
+        assert outcome.document["text"] == text
+    stdin.pipe(joined.encode())
+    outcome = expertctl("run", "--expert", "acme/sorting", "--json", *QUIET)
+    assert outcome.document["tokens"]["ids"] == tokens
+
+
+def test_route_takes_a_piped_prompt_and_plans_as_run_does(
+    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    wanted = expertctl("route", PROMPT, "--json").document["plan"]["experts"]
+    assert wanted
+    for words in ([], ["-"]):
+        stdin.pipe(PROMPT.encode())
+        assert expertctl("route", *words, "--json").document["plan"]["experts"] == wanted
+    stdin.pipe(b"41, 17\n")
+    assert expertctl("route", *PROMPT.split(" "), "--json").document["plan"]["experts"] == wanted
+
+
+def test_the_footer_names_the_base_that_answered(workshop: Workshop, expertctl: Expertctl) -> None:
+    for words in ([], ["--no-experts"], ["--base", workshop.base], ["--stats"]):
+        err = expertctl("run", PROMPT, *QUIET, *words).err
+        assert "12 written (length), on my-base, " in err
+
+
+def test_the_setting_chooses_the_base_and_a_folder_may_be_named(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_base(workshop.folder / "other", layers=1, hidden=32, heads=2, kv_heads=1)
+
+    def base(*words: str | Path) -> str:
+        return str(expertctl("run", "Hello", "--json", *QUIET, *words).document["plan"]["base"])
+
+    assert base("--base", other) == "other"
+    assert base() == "other"
+    expertctl("config", "set", "base", "my-base")
+    assert base() == "my-base"
+    monkeypatch.setenv("EXPERT_BASE", str(other))
+    assert base() == "other"
+    assert base("--base", "my-base") == "my-base"
+    assert base("--expert", "acme/sorting") == "my-base"
 
 
 def test_the_document_is_that_of_the_contract(workshop: Workshop, expertctl: Expertctl) -> None:
@@ -277,7 +332,7 @@ def test_a_saved_plan_gives_the_same_text_again(workshop: Workshop, expertctl: E
     alone = expertctl("run", PROMPT, "--plan", saved, "--json", *QUIET).document
     assert (alone["plan"]["experts"], alone["warnings"]) == ([], [])
     for words, code, said in (
-        (("--dtype", "bf16"), 4, "the plan was made as"),
+        (("--dtype", "bf16"), 4, "the plan was made with --dtype float32"),
         (("--expert", "acme/sorting"), 2, "says already which experts answer"),
     ):
         refused = expertctl("run", PROMPT, "--plan", saved, *words)
@@ -424,7 +479,9 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["x" * 500_001], None, 2, "500001 characters"),
         (["-"], b"", 2, "the prompt is empty"),
         (["-"], b"abc\xff", 8, "not UTF-8 at byte 3"),
-        (["-"], b"x" * 3_000_000, 2, "characters"),
+        (["-"], b"x" * 3_000_000, 2, "more than 2000000 bytes"),
+        (["-"], b"x" * 600_000, 2, "600000 characters"),
+        ([], b"", 2, "the prompt is empty"),
         (["-", "--body", "-"], b"x", 2, "cannot both come from stdin"),
         (["p", "--body", "-"], b"\xff", 8, "not UTF-8 at byte 0"),
         (["p", "--body", "nowhere.txt"], None, 3, "nowhere.txt"),
@@ -477,12 +534,12 @@ def test_prompt_and_body_are_read_from_stdin_and_files(
     body = workshop.folder / "body.txt"
     body.write_text("and more")
     whole = expertctl("run", f"{PROMPT}\n\nand more", "--no-experts", "--json", *QUIET).document
-    for words, stdin in (
+    for words, piped in (
         (["-", "--body", str(body)], PROMPT.encode()),
         ([PROMPT, "--body", "-"], b"and more\n"),
         ([PROMPT, "--body", str(body), "--template", "{prompt}\n\n{body}"], None),
     ):
-        document = expertctl("run", *words, "--no-experts", "--json", *QUIET, stdin=stdin).document
+        document = expertctl("run", *words, "--no-experts", "--json", *QUIET, stdin=piped).document
         assert document["tokens"] == whole["tokens"]
 
 

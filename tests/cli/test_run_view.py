@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.cli.run_view import _form, routing_text
+from expertctl.cli.run_view import _figures, _form, routing_text
 from expertctl.digest import Digest
 from expertctl.routing.candidate import Candidate
 from expertctl.routing.features import features_of
@@ -106,3 +106,20 @@ def test_of_a_hundred_experts_the_best_are_shown_and_all_that_were_chosen() -> N
 def test_the_form_of_an_answer_is_told_as_it_is(passed: bool | None, text: str, told: str) -> None:
     result: Any = SimpleNamespace(validation_passed=passed, generated=SimpleNamespace(text=text))
     assert _form(result) == told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "told"),
+    [
+        (0, 0, "32 tokens read, nothing written (stop), 90 ms in all"),
+        (1, 0, "32 tokens read, 1 written (stop), first after 80 ms, 90 ms in all"),
+        (3, 2, "32 tokens read, 3 written (stop), 20 tokens/s, first after 80 ms, 90 ms in all"),
+    ],
+)
+def test_the_figures_say_only_what_there_was(tokens: int, steps: int, told: str) -> None:
+    generated = SimpleNamespace(
+        tokens=(7,) * tokens, finish_reason="stop", decode_steps=steps, tokens_per_s=20.0
+    )
+    times = {"ttft": 80.0, "total": 90.0}
+    result: Any = SimpleNamespace(prompt_tokens=32, generated=generated, timings_ms=times)
+    assert _figures(result).strip() == told

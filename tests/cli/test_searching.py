@@ -105,7 +105,9 @@ def test_info_says_all_that_a_person_wants_to_know(
     assert rows["registry"] == live.host
     assert rows["shown"] == "1.1.0"
     assert rows["description"] == "Writes better SQL."
-    assert rows["evaluation"] == "sql: 0.9 (base alone 0.1)"
+    assert rows["evaluation"] == (
+        "sql: 9 of 10 right (90 %, 95 % interval 60 to 98 %); base alone 1 of 10"
+    )
     assert rows["owners"] == "alice"
     assert rows["signed"].split() == ["by", f"{workshop.key.public.key_id},", "trusted", "here"]
     assert rows["content"] == str(contents.content_digest)

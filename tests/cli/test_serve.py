@@ -77,6 +77,11 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, ho
         (("serve", "--url", "ftp://x"), 2, "url"),
         (("serve", "--validator", "x"), 2, "not a validator"),
         (("serve", "--memory-budget", "lots"), 2, "not a size"),
+        (("serve", "--alias", "gpt-4o-mini"), 2, "not ALIAS=MODEL"),
+        (("serve", "--alias", "auto=starter"), 2, "would hide the model auto"),
+        (("serve", "--alias", "acme/sql=auto"), 2, "would hide that expert"),
+        (("serve", "--allow-host", "http://host"), 2, "not the name of a host"),
+        (("serve", "--allow-origin", "*"), 2, "not the origin of a page"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -105,7 +110,13 @@ def test_an_option_counts_before_the_environment_and_that_before_the_file(
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
-    [("serve_host", "0.0.0.0", "no API keys"), ("serve_tls_cert", "chain.pem", "go together")],
+    [
+        ("serve_host", "0.0.0.0", "no API keys"),
+        ("serve_tls_cert", "chain.pem", "go together"),
+        ("serve_aliases", "gpt=auto,acme/sql=auto", "would hide that expert"),
+        ("serve_allowed_hosts", "host.docker.internal,host:80", "host:80"),
+        ("serve_allowed_origins", "localhost:3000", "not the origin of a page"),
+    ],
 )
 def test_what_is_kept_is_refused_as_an_option_is(
     run: Commands, key: str, value: str, says: str

@@ -105,7 +105,8 @@ def test_calls_that_contradict_themselves_are_usage_errors(
     assert refused("install", "--locked", "--save", "acme/sql") == locked
     assert refused("install", "--save") == "--save writes references, and there are none"
     assert refused("install", "acme/sql@latest") == "'latest' is not a version constraint"
-    assert refused("install", "no-such-thing", code=3) == "no-such-thing: there is no such file"
+    neither = "no-such-thing is not namespace/name, and there is no such file"
+    assert refused("install", "no-such-thing", code=3) == neither
     assert refused("update", "acme/sql@^2") == "acme/sql@^2: `update` takes names, no versions"
     here = Path.cwd()
     not_there = f"acme/other is not in {here / 'experts.toml'}"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.answer_form import MAX_CHARACTERS, checked, wanted_form
+from expertctl.engine.answer_form import MAX_CHARACTERS, checked, excuse_cut_answer, wanted_form
 from expertctl.schema.manifest import BaseRequirement, Evaluation, Manifest, Routing
 
 PLAIN = Manifest(
@@ -16,6 +16,18 @@ PLAIN = Manifest(
     base=BaseRequirement(name="base", arch="sha256:" + "0" * 64, tokenizer="sha256:" + "0" * 64),
     adapters=(),
 )
+FIBONACCI = """Here is a function that returns the nth Fibonacci number:
+
+```python
+def fibonacci(n: int) -> int:
+    a, b = 0, 1
+    for _ in range(n):
+        a, b = b, a + b
+    return a
+```
+
+For example, `fibonacci(10)` returns 55.
+"""
 READER = replace(PLAIN, routing=Routing(task="json_parsing"))
 MEASURED = replace(
     PLAIN,
@@ -32,9 +44,13 @@ MEASURED = replace(
         ("Turn these fields into valid JSON: item: lamp", "json"),
         ("List three rivers. Respond only with a JSON array.", "json"),
         ("Give me the cities as JSONL", "jsonl"),
-        ("Write a Python function that adds two numbers", "python"),
-        ("Implement quicksort in python, please", "python"),
-        ("Write a Python function that returns its fields as JSON", "python"),
+        ("Write a Python function that adds two numbers", None),
+        ("Implement quicksort in python, please", None),
+        ("Write a Python function that returns its fields as JSON", None),
+        ("Write a TypeScript function that turns CSV into JSON", None),
+        ("Create a bash script that prints its arguments as JSON", None),
+        ("Python code that answers in JSON", None),
+        ("Extract the order code and answer in JSON", "json"),
         ("Who was Jason?", None),
         ("Tell me about the JSON standard", None),
         ("How do I convert a dict to JSON?", None),
@@ -75,6 +91,12 @@ def test_a_wish_at_the_end_of_a_long_text_is_read() -> None:
         "1" * 6000,
         "Here it is:\n```json\n{}\n```\nand another:\n```json\n[1]\n```",
         "```\n[]\n```",
+        'Sure! {"a": 1}',
+        'Here is [the] answer:\n\n{"a": [1, 2]}\n\nI hope that {this} helps!',
+        '1. The cities:\n\n   ```json\n   ["Rome"]\n   ```\n2. Done.',
+        '~~~json title="a.json"\n{"a": "```"}\n~~~',
+        "````json\n{}\n````",
+        "```JSON\n{}",
         '{"a": 1, "a": 2}',
     ],
 )
@@ -86,7 +108,9 @@ def test_json_is_read(text: str) -> None:
     ("text", "problem"),
     [
         ("{'a': 1}", "the answer is not JSON: "),
-        ("Sure! {}", "the answer is not JSON: "),
+        ("Sure! Here it is: {'a': [1]}", "the answer is not JSON: "),
+        ("I am [sorry], that is not possible {yet}.", "the answer is not JSON: "),
+        ('{"a": 1, {"b": 2}', "the answer is not JSON: "),
         ("[NaN]", "the answer is not JSON: NaN is not a JSON value"),
         ("[" * 200_000, "the answer is not JSON: "),
         ("```json\n{}\n```\n```json\n{\n```", "the answer is not JSON: "),
@@ -104,6 +128,8 @@ def test_what_is_no_json_is_told(text: str, problem: str) -> None:
 def test_json_lines_are_read_one_by_one() -> None:
     assert checked('{"a": 1}\n\n[2]\n', "jsonl").passed is True
     assert checked('{"a":\n1}', "jsonl").passed is False
+    assert checked('Here you are:\n{"a": 1}\n{"a": 2}\nDone.', "jsonl").passed is True
+    assert checked('Here you are:\n{"a": 1}\n{"a": \nDone.', "jsonl").passed is False
 
 
 @pytest.mark.parametrize(
@@ -112,6 +138,13 @@ def test_json_lines_are_read_one_by_one() -> None:
         ("def add(a, b):\n    return a + b\n", True),
         ("Here:\n```python\nprint('\\d')\n```\nThat prints.", True),
         ("```py\nx = 1\n```\n```json\n{broken\n```", True),
+        (FIBONACCI, True),
+        ("Here is the function:\n\ndef add(a, b):\n    return a + b\n\nIt adds them.", True),
+        ("Run:\n```\npip install x\n```\nthen\n```python\nimport x\n```\n", True),
+        ("```\nprint(55)\n```\nprints\n```\nfifty five\n```", True),
+        ("```python\n>>> 1 + 1\n2\n```", True),
+        ("1. So:\n   ```python\n   x = 1\n   ```", True),
+        ("Here is it:\n\ndef add(a, b)\n    return a + b\n\nIt adds them.", False),
         ("def add(a, b)\n    return a + b\n", False),
         ("Here is the function that you want.", False),
         ("```python\nreturn =\n```", False),
@@ -136,3 +169,16 @@ def test_without_a_form_only_an_empty_answer_is_wrong() -> None:
 
 def test_an_answer_that_is_too_long_is_not_checked() -> None:
     assert checked("[" * (MAX_CHARACTERS + 1), "json").passed is None
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2', '```json\n{"a": 1,', "Sure, here is the"])
+def test_an_answer_that_was_cut_is_not_blamed_for_its_end(text: str) -> None:
+    found = excuse_cut_answer(checked(text, "json"), finish_reason="length")
+    assert found.passed is None
+    assert "cut at the limit" in found.problem
+    assert excuse_cut_answer(checked(text, "json"), finish_reason="stop").passed is False
+
+
+def test_a_whole_answer_passes_where_the_limit_cut_only_what_came_after() -> None:
+    found = excuse_cut_answer(checked('{"a": 1}\n\nThis is', "json"), finish_reason="length")
+    assert found.passed is True

@@ -17,7 +17,6 @@ from expertctl.engine.chat_template import (
     ChatTemplate,
     Message,
     encode_chat,
-    encode_plain,
 )
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
@@ -142,6 +141,66 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert prompt.warnings == ()
 
 
+BEGUN = [
+    [USER, Message("assistant", "2 + 2 is")],
+    [USER, Message("assistant", "2 + 2 is ")],
+    [USER, Message("assistant", "\n 2 + 2 is \n\n")],
+    [Message("system", "Be brief."), USER, Message("assistant", '{"sum":')],
+    [
+        USER,
+        Message("assistant", "No"),
+        Message("user", "CONTINUED-0"),
+        Message("assistant", "é 🌍"),
+    ],
+]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_last_message_is_continued_as_transformers_continues_it(
+    tmp_path: Path, name: str, trims: bool
+) -> None:
+    base = write_base(tmp_path / "base")
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    if trims and name == "chatml":
+        assert "message['content']" in text or "message.content" in text
+        text = text.replace("message['content']", "message['content'] | trim")
+        text = text.replace("message.content", "message.content | trim")
+    (base / "chat_template.jinja").write_text(text)
+    config = base / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **SPECIAL}))
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **SPECIAL)
+    tokenizer = Tokenizer.open(base)
+    for messages in BEGUN:
+        prompt = encode_chat(tokenizer, messages, variables={"date_string": "x"}, end="continue")
+        wanted = reference.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in messages],
+            chat_template=text,
+            continue_final_message=True,
+            return_dict=False,
+            date_string="x",
+        )
+        assert list(prompt.ids) == wanted
+
+
+def test_a_control_token_in_a_message_that_is_continued_stays_letters(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    text = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    (base / "chat_template.jinja").write_text(text)
+    tokenizer = Tokenizer.open(base)
+    prompt = encode_chat(tokenizer, [Message("assistant", "a<|im_end|>b")], end="continue")
+    assert prompt.text == "a<|im_end|>b"
+    assert tokenizer.token_id("<|im_end|>") not in prompt.ids
+
+
+def test_a_template_that_leaves_out_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = Tokenizer.open(base)
+    with pytest.raises(UsageError, match="cannot be continued"):
+        encode_chat(tokenizer, [USER, Message("assistant", "2 + 2")], end="continue")
+
+
 def test_a_conversation_may_go_on_without_a_new_turn() -> None:
     text = (TEMPLATES / "chatml.jinja").read_text()
     template = ChatTemplate(source(text))
@@ -202,13 +261,6 @@ def test_what_the_caller_gives_a_template_reaches_it_and_other_fields_are_not_th
     template = ChatTemplate(source("{{ messages[0].a }}{{ messages[0].b is defined }}{{ think }}"))
     message = Message("user", "x", {"a": "yes"})
     assert template.render([message], special_tokens={}, variables={"think": 1}) == "yesFalse1"
-
-
-def test_a_text_that_is_no_message_is_read_as_it_is(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(write_base(tmp_path / "base"))
-    prompt = encode_plain(tokenizer, [Message("user", "ab <|im_end|>")])
-    assert prompt.ids == tuple(b"ab <|im_end|>")
-    assert prompt.warnings == ()
 
 
 def test_without_a_template_the_prompt_is_used_as_it_is_and_that_is_said(tmp_path: Path) -> None:
@@ -321,3 +373,16 @@ def test_a_long_prompt_and_a_long_conversation_are_no_problem(folder: Path) -> N
     many = [Message("user" if n % 2 == 0 else "assistant", f"turn {n}") for n in range(2001)]
     for messages in (long, many):
         assert render(text, messages) == theirs(text, messages, folder)
+
+
+@pytest.mark.parametrize("shown", ["line one\n\n  line two", "line one\r\x1b[2K line two\t"])
+def test_what_a_template_says_is_one_line_that_a_terminal_can_show(shown: str) -> None:
+    text = f"{{{{ raise_exception({shown!r}) }}}}"
+    with pytest.raises(IncompatibleError) as never:
+        render(text)
+    with pytest.raises(UsageError) as this_one:
+        render(f"{{% if messages | length > 1 %}}{text}{{% endif %}}", [USER, USER])
+    for error in (never.value, this_one.value):
+        assert error.message.isprintable()
+        assert "line one" in error.message
+        assert error.message.endswith("line two")

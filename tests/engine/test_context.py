@@ -97,7 +97,25 @@ def test_the_oldest_turns_go_first_and_whole_and_room_is_left_for_the_answer(
     assert prompt.ids == ids_of(*left)
     assert len(prompt.warnings) == bool(gone)
     for warning in prompt.warnings:
-        assert ("the oldest turn of 2" if gone == 1 else "the 2 oldest turns of 2") in warning
+        assert ("the oldest of 2 turns" if gone == 1 else "all 2 turns before") in warning
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (("a" * 9, "b", "c"), "the turn before did not fit into the context and was left out"),
+        (
+            ("a" * 9, "b", "c", "d", "e"),
+            "the oldest of 2 turns did not fit into the context and was",
+        ),
+    ],
+)
+def test_what_is_left_out_is_told_in_the_number_that_it_has(
+    texts: tuple[str, ...], told: str
+) -> None:
+    context = len(ids_of(*texts[2:])) + 3
+    [warning] = fit(*texts, context=context, max_tokens=2, truncate=True).warnings
+    assert warning.startswith(told)
 
 
 def test_the_message_is_cut_only_when_no_turn_is_left() -> None:
@@ -105,7 +123,7 @@ def test_the_message_is_cut_only_when_no_turn_is_left() -> None:
     assert prompt.ids == (*ids_of("ee")[:-1], 3)
     assert [w.split(":")[0] for w in prompt.warnings] == [
         "the prompt was cut",
-        "the 2 oldest turns of 2 did not fit into the context and were left out",
+        "all 2 turns before did not fit into the context and were left out",
     ]
 
 

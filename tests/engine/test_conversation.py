@@ -299,7 +299,7 @@ def test_the_oldest_turns_are_left_out_only_when_asked(engine: Engine) -> None:
         say(strict, prompts[2])
     assert "oldest turns" in caught.value.hint
     turn = say(cut, prompts[2])
-    assert any("the oldest turn of 2 did not fit" in w for w in turn.result.warnings)
+    assert any("the oldest of 2 turns did not fit" in w for w in turn.result.warnings)
     assert len(cut.turns) == 3
 
 

@@ -29,7 +29,7 @@ from expertctl.routing.request import Forced
 from expertctl.settings import Home, Settings
 from expertctl.store.catalogue import Catalogue
 from tests.engine.market import Market, market
-from tests.factories import make_package, write_base
+from tests.factories import make_package, text_of_bytes, write_base
 from tests.store.shop import House, a_key, house
 
 __all__ = ["house", "market"]
@@ -108,7 +108,7 @@ def greedy(model: Any, tokenizer: Any) -> dict[str, str]:
         )["input_ids"]
         output = model.generate(input_ids=ids, max_new_tokens=LIMIT, do_sample=False)
         new = output[0, ids.shape[1] :].tolist()
-        texts[prompt] = tokenizer.decode(new, skip_special_tokens=True)
+        texts[prompt] = text_of_bytes(new)
     return texts
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.generate import Generated, NativeReading, Writer, generate, step_each
 from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.stop import USUAL_RULES, StopRules
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import read_config
 from expertctl.routing.plan import SamplingParams
-from tests.factories import write_base
+from tests.factories import text_of_bytes, write_base
 
 PROMPT = "Sort: 41, 7, 23"
 GREEDY = SamplingParams().greedy()
@@ -46,11 +47,16 @@ class Model:
     tokenizer: Tokenizer
 
     def stream(
-        self, *, params: SamplingParams, seed: int, max_tokens: int
+        self,
+        *,
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int,
+        rules: StopRules = USUAL_RULES,
     ) -> Generator[str, None, Generated]:
         ids = self.tokenizer.encode(PROMPT)
         cache = KVCache(self.decoder.config, len(ids) + max_tokens)
-        writer = Writer(self.tokenizer, params, seed=seed, max_tokens=max_tokens)
+        writer = Writer(self.tokenizer, params, seed=seed, max_tokens=max_tokens, rules=rules)
         return generate(NativeReading(self.decoder, cache, {}), ids, writer)
 
 
@@ -65,9 +71,14 @@ def model(base: Path) -> Model:
 
 
 def run(
-    model: Model, *, params: SamplingParams = GREEDY, seed: int = 0, max_tokens: int = 24
+    model: Model,
+    *,
+    params: SamplingParams = GREEDY,
+    seed: int = 0,
+    max_tokens: int = 24,
+    rules: StopRules = USUAL_RULES,
 ) -> tuple[list[str], Generated]:
-    return drain(model.stream(params=params, seed=seed, max_tokens=max_tokens))
+    return drain(model.stream(params=params, seed=seed, max_tokens=max_tokens, rules=rules))
 
 
 def drain(stream: Generator[str, None, Generated]) -> tuple[list[str], Generated]:
@@ -91,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(base: Path, model: Model) -> No
 
 def test_the_pieces_are_the_text_and_the_text_is_the_tokens(model: Model) -> None:
     pieces, result = run(model)
-    assert "".join(pieces) == result.text == model.tokenizer.decode(result.tokens)
+    assert "".join(pieces) == result.text == text_of_bytes(result.tokens)
     assert all(pieces)
     assert len(pieces) > 1
 
@@ -113,6 +124,71 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, model: Mode
     assert result.finish_reason == "stop"
     assert result.tokens == free.tokens[:first]
     assert result.text == model.tokenizer.decode(free.tokens[:first])
+
+
+def of_transformers(base: Path, ids: list[int], **options: Any) -> list[int]:
+    """The greedy tokens of transformers, without an end token at their end."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    whole = oracle.generate(
+        torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0, **options
+    )
+    tokens: list[int] = whole[0, len(ids) :].tolist()
+    ends = options.get("eos_token_id") or []
+    return tokens[:-1] if len(tokens) < 24 and tokens[-1] in ends else tokens
+
+
+@pytest.mark.parametrize("least", [0, 1, 4, 10, 24])
+def test_stop_token_ids_and_min_tokens_give_the_tokens_of_transformers(
+    base: Path, model: Model, least: int
+) -> None:
+    free = run(model)[1].tokens
+    end = next(free[i] for i in range(3, 24) if free[i] not in free[:i])
+    ids = model.tokenizer.encode(PROMPT)
+    expected = of_transformers(base, ids, eos_token_id=[end], min_new_tokens=least)
+    rules = StopRules(min_tokens=least, stop_tokens=frozenset({end}))
+    _, result = run(model, rules=rules)
+    assert list(result.tokens) == expected
+    assert result.finish_reason == ("stop" if len(expected) < 24 else "length")
+
+
+def test_ignore_eos_goes_on_as_transformers_does_without_an_end_token(
+    base: Path, tmp_path: Path, model: Model
+) -> None:
+    free = run(model)[1].tokens
+    directory = write_base(tmp_path / "base", seed=3)
+    set_end(directory, [free[3]])
+    ending = open_model(directory)
+    assert run(ending)[1].finish_reason == "stop"
+    _, result = run(ending, rules=StopRules(ignore_end=True))
+    expected = of_transformers(base, model.tokenizer.encode(PROMPT), eos_token_id=None)
+    assert (list(result.tokens), result.finish_reason) == (expected, "length")
+
+
+def test_a_stop_string_counts_only_after_min_tokens(model: Model) -> None:
+    _, free = run(model)
+    stop = free.text[0]
+    first = run(model, params=with_stop(stop))[1]
+    assert (first.text, first.finish_reason) == ("", "stop")
+    _, result = run(model, params=with_stop(stop), rules=StopRules(min_tokens=5))
+    begin = model.tokenizer.decode(free.tokens[:5])
+    rest = free.text[len(begin) :]
+    assert result.text == begin + (rest[: rest.index(stop)] if stop in rest else rest)
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency"), [(2.0, 0.0), (0.0, 2.0), (-2.0, 0.5), (0.3, -0.2)]
+)
+def test_greedy_text_with_penalties_follows_openais_formula(
+    base: Path, model: Model, presence: float, frequency: float
+) -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids, expected = model.tokenizer.encode(PROMPT), list[int]()
+    for _ in range(12):
+        mu = oracle(torch.tensor([ids + expected])).logits[0, -1].detach()
+        c = torch.bincount(torch.tensor(expected, dtype=torch.long), minlength=len(mu))
+        expected.append(int((mu - c * frequency - (c > 0).float() * presence).argmax()))
+    params = replace(GREEDY, presence_penalty=presence, frequency_penalty=frequency)
+    assert list(run(model, params=params, max_tokens=12)[1].tokens) == expected
 
 
 def test_a_stop_string_ends_the_text_before_it(model: Model) -> None:
@@ -185,7 +261,7 @@ class Clock:
 
 
 def with_stop(text: str) -> Any:
-    return SamplingParams(stop=(text,), temperature=0.0)
+    return SamplingParams(stop=(text,)).greedy()
 
 
 def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: Model) -> None:
@@ -199,3 +275,48 @@ def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: Model) -> N
     assert [cache.length for cache in caches] == [len(ids)] * 3
     found = step_each([(texts[0], 5), (texts[2], 5)])
     assert torch.equal(found[0], found[1])
+
+
+def logits_of(step: int) -> torch.Tensor:
+    """Scores close to each other, so that a penalty decides between many tokens."""
+    return torch.randn(200, generator=torch.Generator().manual_seed(step % 3)) * 0.3 + 4
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.05, 1.3, 2.0])
+def test_an_answer_of_many_tokens_is_penalised_for_its_last_64_as_transformers_would(
+    model: Model, penalty: float
+) -> None:
+    params = SamplingParams(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=penalty)
+    writer = Writer(model.tokenizer, params, seed=0, max_tokens=300)
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected: list[int] = []
+    for step in range(200):
+        writer.take(logits_of(step))
+        window = torch.tensor([expected[-64:]], dtype=torch.long)
+        scores = processor(window, logits_of(step)[None]) if expected else logits_of(step)[None]
+        expected.append(int(scores.argmax()))
+    assert writer.tokens == expected
+    if penalty == 2.0:
+        assert len(set(expected[:64])) == 64
+        assert set(expected[:100]) & set(expected[100:]), "what fell out of the window comes again"
+
+
+@pytest.mark.parametrize("end", ["length", "cancelled", "timeout", "stop"])
+def test_an_answer_that_is_cut_inside_a_character_ends_before_it(model: Model, end: str) -> None:
+    written = [*"Grüße ".encode(), *"🙂".encode()[:3]]
+    most = len(written) if end == "length" else 300
+    writer = Writer(model.tokenizer, GREEDY, seed=0, max_tokens=most)
+    for token in written:
+        scores = torch.zeros(300)
+        scores[token] = 9.0
+        writer.take(scores)
+    if end in {"cancelled", "timeout"}:
+        writer.give_up(end)  # type: ignore[arg-type]  # one of the two
+    elif end == "stop":
+        writer._end_ids = frozenset({299})
+        scores = torch.zeros(300)
+        scores[299] = 9.0
+        writer.take(scores)
+    assert writer.finish_reason == end
+    assert "".join(writer.pieces) == "Grüße "
+    assert writer.tokens == written

@@ -35,11 +35,19 @@ ROW = 2 * 3 * 2 * 8 * 4
 class Desk:
     """Slots with a budget of so many tokens, and the decoder that reads with their caches."""
 
-    def __init__(self, decoder: Decoder, *, tokens: int = 1000, most: int = 64) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tokens: int = 1000,
+        most: int = 64,
+        kept_tokens: int | None = None,
+    ) -> None:
         self.decoder = decoder
         self.budget = Budget(tokens * ROW)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.slots = KVSlots(self.tiers, most=most)
+        limit = None if kept_tokens is None else kept_tokens * ROW
+        self.slots = KVSlots(self.tiers, most=most, kept_limit=limit)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVWanted:
         values = {"cache_key": "chat", "identity": PLAN, "virtual": 0, **options}
@@ -613,3 +621,23 @@ TestChatsInMuchMemory = ChatsInMuchMemory.TestCase
 TestChats.settings = TestChatsInMuchMemory.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
+
+
+def test_texts_one_after_the_other_leave_no_more_rows_than_may_be_kept(
+    shared_oracle: Oracle,
+) -> None:
+    desk = Desk(shared_oracle.decoder(), kept_tokens=30)
+    for first in range(5):
+        desk.turn((first, 1, 2, 3, 4, 5, 6, 7))  # 12 rows each
+        assert desk.slots.kept_bytes <= 30 * ROW
+    assert desk.slots.kept_bytes == 24 * ROW
+    assert desk.turn((3, 1, 2, 3, 4, 5, 6, 7))[0] == 7
+    assert desk.turn((0, 1, 2, 3, 4, 5, 6, 7))[0] == 0
+
+
+def test_a_text_that_is_longer_than_what_may_be_kept_is_answered_and_not_kept(
+    shared_oracle: Oracle,
+) -> None:
+    desk = Desk(shared_oracle.decoder(), kept_tokens=5)
+    desk.turn((1, 2, 3, 4, 5, 6))
+    assert desk.slots.kept_bytes == desk.budget.used == 0

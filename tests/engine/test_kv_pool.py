@@ -77,10 +77,13 @@ def _page(cache: KVPages, place: int) -> "np.ndarray[Any, Any]":
 class Desk:
     """A pool with a budget of so many pages."""
 
-    def __init__(self, *, pages: int = 1000, numbers: Scheme = Scheme.FLOAT32) -> None:
+    def __init__(
+        self, *, pages: int = 1000, numbers: Scheme = Scheme.FLOAT32, kept: int | None = None
+    ) -> None:
         self.budget = Budget(pages * BYTES)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.pool = KVPool(self.tiers, numbers=numbers)
+        limit = None if kept is None else kept * BYTES
+        self.pool = KVPool(self.tiers, numbers=numbers, kept_limit=limit)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVWanted:
         values = {"cache_key": "chat", "identity": PLAN, "virtual": 0, **options}
@@ -682,3 +685,50 @@ TestTextsInLittleMemory = TextsInLittleMemory.TestCase
 TestTexts.settings = TestTextsInLittleMemory.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
+
+
+def test_texts_one_after_the_other_leave_no_more_pages_than_may_be_kept() -> None:
+    desk = Desk(kept=5)
+    for first in range(20):
+        desk.turn((first, *TEXT))  # three pages each
+        assert desk.pool.kept_bytes == desk.budget.used <= 5 * BYTES
+    assert desk.pool.kept_bytes == 5 * BYTES
+
+
+def test_the_newest_text_stays_and_of_the_one_before_it_the_beginning() -> None:
+    desk = Desk(kept=5)
+    desk.turn((1, *TEXT))
+    desk.turn((2, *TEXT))
+    assert desk.turn((2, *TEXT, 9)) == 41
+    assert desk.turn((1, *TEXT, 9)) == 32
+
+
+def test_a_text_that_runs_may_take_more_than_may_be_kept() -> None:
+    desk = Desk(kept=1)
+    wanted = desk.wanted(TEXT)
+    with desk.pool.borrow(wanted) as loan:
+        write(loan.cache, desk.rest(wanted, loan))
+        loan.complete(TEXT)
+        assert desk.budget.used == 3 * BYTES
+        desk.pool.check_integrity()
+    assert desk.budget.used == desk.pool.kept_bytes == BYTES
+    assert desk.turn((*TEXT, 9)) == PAGE  # of a text that is too long its beginning stays
+
+
+def test_pages_that_a_text_shares_are_kept_beyond_the_limit_only_while_it_runs() -> None:
+    desk = Desk(kept=2)
+    desk.turn(TEXT[:32])
+    with desk.pool.borrow(desk.wanted((*TEXT, 1))) as loan:
+        assert loan.reused == 32
+        desk.turn((5, *TEXT))
+        assert desk.pool.kept_bytes <= 2 * BYTES
+        assert read(loan.cache) == desk.all_marks(desk.wanted((*TEXT, 1)))[:32]
+    desk.pool.check_integrity()
+    assert desk.pool.kept_bytes <= 2 * BYTES
+
+
+def test_with_no_memory_for_it_nothing_is_kept() -> None:
+    desk = Desk(kept=0)
+    desk.turn(TEXT)
+    assert desk.turn((*TEXT, 7)) == 0
+    assert desk.budget.used == 0

@@ -13,9 +13,10 @@ from expertctl.engine.experts import compiled, local_expert
 from expertctl.engine.outline import foretell, local_outline
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import InvalidPackageError, RevokedError
+from expertctl.package.adapter_files import WEIGHTS_PATH
 from expertctl.package.base_model import read_base
 from expertctl.package.build import build, plan_build
-from expertctl.package.draft import WEIGHTS_PATH, Overrides
+from expertctl.package.draft import Overrides
 from tests.engine.shelf import KINDS, PLAN, Shelf
 from tests.factories import make_package, write_base
 from tests.store.shop import House, a_key

@@ -139,11 +139,6 @@ def test_every_dtype_answers_with_every_plan_and_gives_back_all_it_borrowed(
     assert packed.budget.used == 0
 
 
-def test_a_run_without_experts_warns_of_none_that_are_rounded(packed: Engine) -> None:
-    alone = run(packed, ask("base alone", route={"adapter_dtype": "int8"}))
-    assert not any("experts are held" in warning for warning in alone.warnings)
-
-
 @pytest.mark.parametrize("adapter_dtype", ["fp16", "int8"])
 def test_experts_are_held_in_fewer_bytes_when_asked(
     adapter_dtype: AdapterDtype, packed: Engine, home: Planner
@@ -151,9 +146,7 @@ def test_experts_are_held_in_fewer_bytes_when_asked(
     plain = run(packed, ask("lora"))
     small = run(Engine(home, budget=BUDGET), ask("lora", route={"adapter_dtype": adapter_dtype}))
     assert numerics(small) == ("packed", "float32", adapter_dtype, False)
-    [told] = set(small.warnings) - set(plain.warnings)
-    told_of = {"fp16": "fp16", "int8": "int8, in groups of 128"}
-    assert told == f"experts are held as {told_of[adapter_dtype]}"
+    assert set(small.warnings) == set(plain.warnings), "what was asked for is no warning"
     assert small.memory.held["experts"] < plain.memory.held["experts"]
     assert small.planned.result.plan.identity != plain.planned.result.plan.identity
 
@@ -246,7 +239,7 @@ def test_deterministic_plans_are_other_plans_and_replay_only_as_such(home: Plann
     result = run(engine, again)
     assert result.generated.tokens == fixed.generated.tokens[:6]
     assert not [w for w in result.warnings if "threads" in w], "kernels do not depend on them"
-    with pytest.raises(IncompatibleError, match="the plan was made as"):
+    with pytest.raises(IncompatibleError, match="the plan was made with --det"):
         run(engine, request(saved=saved))
 
 

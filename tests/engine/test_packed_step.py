@@ -13,7 +13,7 @@ from expertctl.engine.allocations import allocations
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.batch_counts import Stretch
 from expertctl.engine.decoder_program import decoder_program, program_bytes
-from expertctl.engine.decoder_programs import PROGRAMS, buffer_bytes
+from expertctl.engine.decoder_programs import ADAPTERS, PROGRAMS, buffer_bytes
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
@@ -309,3 +309,61 @@ def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, 
     assert any(name.startswith("multiply float32, adapted") for name in layers.names)
     first = scores()
     assert all(torch.equal(scores(), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8])
+def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_of_theirs(
+    base: Scheme, model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew, base)
+    kinds = plans_of(decoder.config, base)
+    plans, plan = (kinds[1], kinds[3]), kinds[5]
+    prompt = [(11 * place) % 61 for place in range(30)]
+    whole = KVPages(decoder.config, 40)
+    expected = decoder.prefill(prompt, whole, plan).logits
+    caches = [KVPages(decoder.config, 80) for _ in plans]
+    for number, cache in enumerate(caches):
+        decoder.prefill(prompt_of(number), cache, plans[number])
+    turns = list[Tensor]()
+
+    def step() -> None:
+        turn = len(turns)
+        rows = [StepRow(token_of(n, turn), cache, plans[n]) for n, cache in enumerate(caches)]
+        turns.append(decoder.step(rows))
+
+    cut = KVPages(decoder.config, 40)
+    for part in (prompt[:3], prompt[3:4], prompt[4:]):  # any chunks have the bits of one
+        found = decoder.prefill(part, cut, plan, between_layers=step).logits
+    assert torch.equal(found, expected)
+    chunks = 1 + 1 + 4
+    assert len(turns) == chunks * (decoder.config.layers - 1)
+    again = [KVPages(decoder.config, 80) for _ in plans]
+    for number, cache in enumerate(again):
+        decoder.prefill(prompt_of(number), cache, plans[number])
+        alone = [
+            decoder.decode(token_of(number, turn), cache, plans[number]).logits
+            for turn in range(len(turns))
+        ]
+        assert torch.equal(torch.stack([rows[number] for rows in turns]), torch.stack(alone))
+    widest = max(each.width for each in (*plans, plan) if each is not None)
+    assert decoder.nbytes <= buffer_bytes(
+        decoder.config, base, tokens=30, chunk=8, rows=2, width=widest, adapters=ADAPTERS
+    )
+
+
+def test_a_prompt_that_is_stopped_between_two_layers_leaves_nothing(
+    model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew)
+    cache = KVPages(decoder.config, 40)
+    decoder.prefill([1, 2, 3], cache)
+
+    def stop() -> None:
+        raise BudgetError("enough")
+
+    with pytest.raises(BudgetError, match="enough"):
+        decoder.prefill([4, 5, 6], cache, between_layers=stop)
+    assert cache.length == 3
+    other = KVPages(decoder.config, 40)
+    expected = decoder.prefill([1, 2, 3, 4, 5, 6], other).logits
+    assert torch.equal(decoder.prefill([4, 5, 6], cache).logits, expected)

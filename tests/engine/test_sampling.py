@@ -99,9 +99,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     for seed in range(5):
         scores = random_scores(seed)
         ids = np.random.default_rng(seed).integers(0, VOCAB, 20).tolist()
-        counts = {i: ids.count(i) for i in ids}
-        params = replace(NEUTRAL, repetition_penalty=penalty)
-        got = sampling.penalised(scores, counts, params)
+        got = sampling.less_repeated(scores, ids, penalty)
         warped = RepetitionPenaltyLogitsProcessor(penalty)(
             torch.tensor([ids]), torch.tensor(scores)[None]
         )
@@ -145,7 +143,7 @@ def test_all_filters_in_the_published_order_equal_transformers_in_that_order(
         min_p=min_p,
         repetition_penalty=penalty,
     )
-    got = probabilities(sampling.penalised(scores, {3: 2, 5: 1, 96: 1}, params), params)
+    got = probabilities(sampling.less_repeated(scores, ids, penalty), params)
     differ = np.flatnonzero((got > 0) != (row[0].softmax(-1).numpy() > 0))
     if len(differ) == 0:
         np.testing.assert_allclose(got, row[0].softmax(-1).numpy(), atol=2e-6)
@@ -166,10 +164,10 @@ def test_the_steps_have_the_published_order() -> None:
         "min_p",
         "draw",
     ]
-    # halved by repetition, then 0.5 less: the other way round it would be 0.75
-    scores = np.array([2, 0], dtype=np.float32)
-    params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5)
-    assert sampling.penalised(scores, {0: 1}, params).tolist() == [0.5, 0]
+    # halved by repetition, then 0.5 less: the other way round it would be 0.75 and come second
+    scores = np.array([2, 0.6], dtype=np.float32)
+    params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5, top_k=1)
+    assert sample(scores, {0: 1}, params, Draws(0), recent=[0]) == 1
     # top-k looks at the mask first: the best allowed ones are kept
     row = np.array([9, 8, 1, 0], dtype=np.float32)
     allowed = np.array([False, False, True, True])
@@ -180,11 +178,28 @@ def test_the_steps_have_the_published_order() -> None:
     assert tokens == {2}
 
 
-def test_greedy_takes_the_likeliest_and_ignores_every_penalty() -> None:
+def test_greedy_takes_the_likeliest() -> None:
     scores = np.array([1, 5, 4], dtype=np.float32)
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=9.0)
-    assert sample(scores, {1: 100}, greedy, Draws(0)) == 1
+    greedy = NEUTRAL.greedy()
+    assert sample(scores, {1: 100}, greedy, Draws(0), recent=[1]) == 1
     assert sample(scores, {1: 100}, greedy, Draws(0), allowed=np.array([True, False, True])) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_with_penalties_takes_the_best_of_openais_formula(seed: int) -> None:
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence."""
+    random = np.random.default_rng(seed)
+    mu = random.normal(size=50).astype(np.float32)
+    counts = {
+        int(j): int(n) for j, n in zip(mu.argsort()[-9:], random.integers(1, 9, 9), strict=True)
+    }
+    presence, frequency = random.uniform(-2, 2, 2).astype(np.float32)
+    params = replace(
+        NEUTRAL.greedy(), presence_penalty=float(presence), frequency_penalty=float(frequency)
+    )
+    c = np.array([counts.get(j, 0) for j in range(50)], dtype=np.float32)
+    best = (mu - c * frequency - (c > 0).astype(np.float32) * presence).argmax()
+    assert sample(mu, counts, params, Draws(0)) == best
 
 
 def test_of_equal_scores_greedy_takes_the_lowest_id() -> None:
@@ -215,6 +230,15 @@ def test_top_p_keeps_what_sorting_all_would(
     drawn = np.random.default_rng(seed).standard_normal(size) * spread
     chances = softmax(drawn.round(digits).astype(np.float32))  # rounded: some are equal
     assert (keep_top_p(chances, top_p) == kept_by_sorting_all(chances, top_p)).all()
+
+
+def test_top_p_above_the_sum_of_rounded_chances_keeps_all() -> None:
+    """Chances in float32 may sum to less than 1; a top-p of 0.99999999 lies between."""
+    chances = softmax(np.random.default_rng(0).standard_normal(5000).astype(np.float32))
+    total = float(chances.sum(dtype=np.float64))
+    short = chances * np.float32(0.999999 / total)
+    assert (keep_top_p(short, 0.99999999) == short).all()
+    assert (kept_by_sorting_all(short, 0.99999999) == short).all()
 
 
 def test_top_p_keeps_the_lowest_of_equals() -> None:
@@ -287,7 +311,7 @@ def test_nothing_allowed_is_an_error() -> None:
 def test_forbidden_tokens_never_come_back_through_a_penalty() -> None:
     scores = np.array([-np.inf, 1, 2], dtype=np.float32)
     params = replace(NEUTRAL, repetition_penalty=2.0, frequency_penalty=-2.0)
-    drawn = {sample(scores, {0: 3}, params, Draws(seed)) for seed in range(50)}
+    drawn = {sample(scores, {0: 3}, params, Draws(seed), recent=[0]) for seed in range(50)}
     assert drawn == {1, 2}
 
 
@@ -313,6 +337,7 @@ def test_any_scores_and_settings_give_a_token_that_may_come(
 KINDS_OF_PARAMS = [
     NEUTRAL,
     SamplingParams(),
+    SamplingParams(repetition_penalty=1.1),
     SamplingParams(top_k=40, min_p=0.05, presence_penalty=0.5),
     SamplingParams(temperature=2.0, top_p=0.999, top_k=50_000),
     SamplingParams(temperature=2.0, top_p=0.999),
@@ -321,7 +346,7 @@ KINDS_OF_PARAMS = [
 
 def needed_by(scores: Scores, params: SamplingParams) -> int:
     tracemalloc.start()
-    sample(scores, {1: 2, 5: 1}, params, Draws(1))
+    sample(scores, {1: 2, 5: 1}, params, Draws(1), recent=[1, 5, 1])
     needed = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return needed

@@ -25,9 +25,14 @@ class Liar:
     parcels: dict[str, Parcel]
     key: PrivateKey
     indexed: bool = True
+    revision: int = 1
+    """Of every index; a test that changes what is in it raises it."""
+    interval_days: int | None = None
     change: Callable[[Release], Release] = field(default=lambda release: release)
     answers: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
     """Path → what is said instead of the truth."""
+    signers: dict[str, str] = field(default_factory=dict)
+    """Ref → whose key the index says signed it, where not acme's."""
     server: HostileServer | None = None
 
     @property
@@ -46,6 +51,11 @@ class Liar:
     def asked(self, part: str) -> list[str]:
         """The paths with a part in them that were asked for."""
         return [request.path for request in self.running.seen if part in request.path]
+
+    def publish(self, *parcels: Parcel) -> None:
+        """Put these in place of all that is there, in the next revision."""
+        self.parcels = {parcel.ref: parcel for parcel in parcels}
+        self.revision += 1
 
     def __call__(self, request: Request) -> Reply:
         if request.path in self.answers:
@@ -71,14 +81,14 @@ class Liar:
         mine = [p for p in self.parcels.values() if p.name == parcel.name]
         releases = sorted(map(self._release, mine), key=lambda release: release.version)
         keys = (KeyEntry(a_key("acme").public, None),)
-        return IndexDocument(parcel.name, 1, TIME, "", tuple(releases), keys)
+        return IndexDocument(parcel.name, self.revision, TIME, "", tuple(releases), keys,
+                             interval_days=self.interval_days)  # fmt: skip
 
     def _release(self, parcel: Parcel) -> Release:
         manifest = parse_manifest(manifest_of(parcel.blobs, parcel))
-        size = sum(file.size for file in parcel.layout.layers)
-        form = SignedForm(
-            parcel.package_digest, a_key("acme").public.key_id, len(parcel.layout.manifest)
-        )
+        size = sum(file.size for file in parcel.layout.files)
+        signer = a_key(self.signers.get(parcel.ref, "acme")).public.key_id
+        form = SignedForm(parcel.package_digest, signer, len(parcel.layout.manifest))
         release = Release(
             version=manifest.semver,
             content_digest=parcel.content_digest,

@@ -428,3 +428,40 @@ def test_what_came_from_a_plain_registry_is_not_compared(
         (standing,) = Team(tmp_path / "nowhere", buyer).outdated()
         assert (str(standing.package), standing.is_behind) == ("acme/two", False)
         assert plain.running.seen == []
+
+
+@pytest.mark.parametrize("what", ["its files", "its manifest"])
+def test_an_index_that_states_another_size_is_refused_before_anything_large_comes(
+    home: Path, one: Parcel, what: str
+) -> None:
+    def wrong(release: Release) -> Release:
+        if what == "its files":
+            return replace(release, size=release.size + 1)
+        return replace(release, forms=(replace(release.forms[0], size=1),))
+
+    with lying(one) as liar:
+        liar.change = wrong
+        refuses(at(liar, home), DigestError, f"{what} have .* bytes, the index says", "acme/one")
+        assert liar.asked("/blobs/") == []
+
+
+TOKEN = f"xpt_{'a' * 43}"
+
+
+@pytest.mark.parametrize(
+    ("readme", "problem"),
+    [
+        (f"login with {TOKEN}".encode(), "README.md: holds an access token"),
+        (b"-----BEGIN PRIVATE KEY-----\nMC4", "README.md: holds a private key"),
+        ("für alle".encode("latin-1"), "README.md: not UTF-8 at byte 1"),
+    ],
+    ids=["token", "key", "latin-1"],
+)
+def test_a_readme_that_should_never_have_been_published_is_refused(
+    home: Path, template: Template, readme: bytes, problem: str
+) -> None:
+    """A registry of another kind, or one that was made to, carries it; the signature is right."""
+    with lying(template.parcel("acme/one", key=a_key("acme"), files={"README.md": readme})) as liar:
+        buyer = at(liar, home)
+        refuses(buyer, InvalidPackageError, problem, "acme/one")
+        assert not buyer.house.trust.read().is_pinned(liar.host, "acme")

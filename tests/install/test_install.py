@@ -8,6 +8,7 @@ import pytest
 
 from expertctl.errors import (
     BaseMismatchError,
+    ChangedVersionError,
     ConflictError,
     DigestError,
     InvalidPackageError,
@@ -107,8 +108,8 @@ def test_other_content_for_a_version_is_refused_before_anything_is_published(
 ) -> None:
     refuses(
         house,
-        ConflictError,
-        r"acme/first@1\.0\.0 is already installed with other content",
+        ChangedVersionError,
+        r"acme/first@1\.0\.0 has another content than before",
         shop.package("acme/new"),
         shop.package("acme/first", seed=8),
     )

@@ -116,13 +116,19 @@ def test_a_lock_that_is_not_there_is_told(team: Team) -> None:
     refuses(team, NotFoundError, "expert.lock")
 
 
-@pytest.mark.parametrize("field", ["content_digest", "package_digest"])
-def test_an_edited_hash_is_refused(team: Team, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "match"),
+    [
+        ("content_digest", r"acme/low@1\.0\.0 has another content than before: expert\.lock has"),
+        ("package_digest", r"another package_digest of acme/low@1\.0\.0"),
+    ],
+)
+def test_an_edited_hash_is_refused(team: Team, field: str, match: str) -> None:
     team.lock()
     lock = demand_lock(team.lock_path)
     digest = getattr(lock.experts[0], field)
     edit(team, str(digest), f"sha256:{'0' * 64}")
-    refuses(team, DigestError, f"another {field} of acme/low@1.0.0")
+    refuses(team, DigestError, match)
 
 
 def test_the_hashes_of_another_version_are_refused(team: Team, market: Market) -> None:
@@ -130,7 +136,7 @@ def test_the_hashes_of_another_version_are_refused(team: Team, market: Market) -
     market.sell("acme/low@1.1.0")
     team.lock()
     edit(team, 'version = "1.1.0"', 'version = "1.0.0"')
-    refuses(team, DigestError, "another content_digest and package_digest of acme/low@1.0.0")
+    refuses(team, DigestError, "acme/low@1.0.0 has another content than before: expert.lock has")
 
 
 def test_a_requirement_that_was_edited_away_is_refused(team: Team) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import (
+    ChangedVersionError,
     ConflictError,
     ExpertError,
     MissingDependencyError,
@@ -191,8 +192,8 @@ def test_other_content_of_an_installed_version_is_refused(
 ) -> None:
     buyer.house.trusting("acme").install(shop.package("acme/sql"))
     market.sell("acme/sql@1.0.0")
-    match = "is installed with other content than"
-    refuses(buyer, ConflictError, match, f"{market.host}/acme/sql@1.0.0")
+    match = r"what is installed has sha256:\w+ \(signed by .*\), but .* has sha256:\w+ \(signed"
+    refuses(buyer, ChangedVersionError, match, f"{market.host}/acme/sql@1.0.0")
 
 
 def test_a_registry_that_nobody_accepted_is_believed_in_nothing(home: Path, market: Market) -> None:

@@ -191,6 +191,43 @@ def test_a_namespace_is_not_taken_from_another_registry_by_a_higher_version(
         assert revoked_experts(buyer) == {"list": [], "run": [], "doctor": []}
 
 
+def test_an_explicit_install_from_elsewhere_replaces_nothing_of_the_own_registry(
+    market: Market, buyer: Buyer, template: Template, tmp_path: Path
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    buyer.buy("acme/sql")
+    with market_at(tmp_path / "other", template) as other:
+        other.open("acme", key=MALLORY).sell("acme/sql@9.0.0", key=MALLORY)
+        other.sell("acme/sql@1.0.0", key=MALLORY)
+        buyer.house.trust.add_registry(other.known)
+        buyer.buy(f"{other.host}/acme/sql")
+        done = buyer.buy(f"{other.host}/acme/sql@1.0.0")
+        assert buyer.house.trust.read().homes("acme") == (market.host,)
+        experts = {e.ref: (e.registry, e.signer) for e in buyer.store.experts()}
+        assert experts == {
+            "acme/sql@1.0.0": (market.host, OLD.public.key_id),
+            "acme/sql@9.0.0": (other.host, MALLORY.public.key_id),
+        }
+        [item] = done.installed
+        assert item.outcome == "already installed"
+        assert "stays that of" in item.warnings[0]
+        market.sell("acme/sql@1.1.0")
+        buyer.buy("acme/sql")  # without a host it means what it meant before
+        house = buyer.house
+        planner = Planner(
+            store=house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue,
+            index=house.index, home=house.home,
+        )  # fmt: skip
+        homes = {e.ref: e.home for e in planner.inventory().experts}
+        assert homes == {
+            "acme/sql@1.0.0": None,
+            "acme/sql@1.1.0": None,
+            "acme/sql@9.0.0": market.host,
+        }
+        market.revoke("acme", OLD)
+        refused(buyer, "acme/sql@1.0.0", error=RevokedError)
+
+
 def test_a_floor_that_cannot_be_read_stops_installing_and_is_found_by_doctor(
     market: Market, buyer: Buyer
 ) -> None:

@@ -1,13 +1,14 @@
 """Taking away experts and bases, but not from under those that need them."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from expertctl.errors import ConflictError, NotFoundError, StoreError, UsageError
 from expertctl.install.reindex import reindex
-from expertctl.install.remove import remove_base, remove_expert
+from expertctl.install.remove import fits, remove_base, remove_expert
 from expertctl.reference import Reference
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.store import Store
@@ -52,6 +53,17 @@ def test_what_others_require_stays_unless_forced(house: House) -> None:
     assert house.files() == before
     removed = remove_expert("acme/needed", store=house.store, force=True)
     assert removed.warnings == ("acme/top@1.0.0 requires acme/needed and will not run",)
+
+
+def test_a_base_is_needed_by_packages_of_both_versions(house: House, shop: Shop) -> None:
+    base = house.bases.add(shop.base_dir)
+    required = house.store.find(Reference.parse("acme/top")).base
+    assert required.tokenizer_version == 2
+    old = replace(required, tokenizer=base.identity.tokenizer, tokenizer_version=1)
+    assert fits(required, base)
+    assert fits(old, base)
+    assert not fits(replace(old, tokenizer=required.tokenizer), base)
+    assert not fits(replace(required, tokenizer=old.tokenizer), base)
 
 
 def test_a_version_that_another_one_replaces_may_go(house: House, shop: Shop) -> None:

@@ -57,7 +57,8 @@ def test_a_bare_peft_directory_becomes_a_package(lora: Path, facts: BaseFacts) -
     assert manifest.base.name == "tiny"
     assert manifest.base.arch == str(facts.identity.arch)
     assert manifest.base.weights == str(facts.identity.weights)
-    assert manifest.base.tokenizer == str(facts.identity.tokenizer)
+    assert manifest.base.tokenizer == str(facts.identity.canonical_tokenizer)
+    assert manifest.base.tokenizer_version == 2
     (entry,) = manifest.adapters
     assert (entry.kind, entry.rank, entry.dtype, entry.tensors) == ("lora", 4, "float32", 28)
     assert result.signer is None
@@ -81,7 +82,7 @@ def test_flags_win_over_the_manifest_and_the_manifest_over_the_files(
     ("name", "expected"),
     [
         ("My LoRA", "local/my-lora"),
-        ("été_2024..v2", "local/t-2024-v2"),
+        ("été_2024..v2", "local/ete-2024-v2"),
         ("---", "local/expert"),
         ("x" * 200, f"local/{'x' * 64}"),
     ],
@@ -143,7 +144,7 @@ def test_another_base_than_the_manifest_states_is_refused(
 
 def test_tensors_are_held_to_the_base(lora: Path, tmp_path: Path) -> None:
     message = refused(lora, read_base(write_base(tmp_path / "deep", layers=1)))
-    assert "model.layers.1.mlp.down_proj: the base has no such linear layer" in message
+    assert "model.layers.1.mlp.down_proj and 6 more: the base has no such linear layer" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -223,6 +224,11 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(
     assert "grammar" in refused(lora, facts)
     write_manifest(lora, {"adapters": [{"kind": "lora", "path": path, "config": path}]})
     assert "adapters" in refused(lora, facts)
+
+
+def test_a_readme_that_is_not_utf_8_is_not_packed(lora: Path, facts: BaseFacts) -> None:
+    (lora / "README.md").write_bytes("für alle".encode("latin-1"))
+    assert "README.md: not UTF-8 at byte 1" in refused(lora, facts)
 
 
 @pytest.mark.parametrize("kind", ["", "EC ", "RSA ", "OPENSSH ", "ENCRYPTED "])
@@ -363,6 +369,9 @@ def test_two_adapters_in_one_manifest_are_both_checked(
 
 
 def test_what_is_packed_is_what_was_there(lora: Path, facts: BaseFacts) -> None:
+    config = json.loads((lora / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "acme/tiny"  # a path would be left out
+    (lora / "adapter_config.json").write_text(json.dumps(config))
     result = built(lora, facts)
     for file in result.files:
         if file.path != "expert.json":

@@ -10,9 +10,9 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
 from expertctl.package.adapter import AdapterSpec
+from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
-from expertctl.package.draft import read_adapter
 from expertctl.package.model_config import read_config
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
@@ -36,7 +36,7 @@ def test_the_same_base_fits_without_a_word(manifest: Manifest, facts: BaseFacts)
 
 @pytest.mark.parametrize(
     ("field", "word"),
-    [("arch", "architecture"), ("tokenizer", "tokenizer"), ("weights", "weights")],
+    [("arch", "architecture"), ("canonical_tokenizer", "tokenizer"), ("weights", "weights")],
 )
 def test_another_digest_is_refused_and_named(
     field: str, word: str, manifest: Manifest, facts: BaseFacts
@@ -47,6 +47,37 @@ def test_another_digest_is_refused_and_named(
     assert "--allow-base-mismatch" in caught.value.hint
     (warning,) = check_base(manifest, other, allow_mismatch=True)
     assert word in warning
+
+
+def of_version_1(manifest: Manifest, facts: BaseFacts) -> Manifest:
+    """The manifest as releases before version 2 built it."""
+    return requiring(manifest, tokenizer=str(facts.identity.tokenizer), tokenizer_version=1)
+
+
+def test_a_package_of_version_1_fits_the_file_that_it_was_made_for(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    old = of_version_1(manifest, facts)
+    assert check_base(old, facts.identity) == []
+    assert check_base(old, replace(facts.identity, canonical_tokenizer=None)) == []
+
+
+def test_a_package_of_version_1_cannot_tell_a_file_that_was_saved_again(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    old, saved_again = of_version_1(manifest, facts), replace(facts.identity, tokenizer=OTHER)
+    with pytest.raises(BaseMismatchError, match=r"or was saved again.*\(version 1\)"):
+        check_base(old, saved_again)
+    assert check_base(manifest, saved_again) == []
+    (warning,) = check_base(old, saved_again, allow_mismatch=True)
+    assert "base mismatch allowed" in warning
+
+
+def test_a_base_whose_tokenizer_changed_since_it_was_added_fits_no_package_of_version_2(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    with pytest.raises(BaseMismatchError, match="not what was added"):
+        check_base(manifest, replace(facts.identity, canonical_tokenizer=None))
 
 
 def test_a_base_whose_weights_nobody_read_does_not_fit(
@@ -87,13 +118,13 @@ def test_tensors_are_held_to_the_layers_of_the_base(
     (spec,) = read_package(package).adapters
     assert check_tensors(spec, read_config(base_dir).linear_shapes()) == []
     wider = write_base(tmp_path / "wider", hidden=64, intermediate=48)
-    assert any(
-        "made for 32 x 32" in p for p in check_tensors(spec, read_config(wider).linear_shapes())
-    )
+    assert check_tensors(spec, read_config(wider).linear_shapes(), base="wider") == [
+        "made for hidden size 32; wider has 64"
+    ]
     shallow = write_base(tmp_path / "shallow", layers=1)
-    problems = check_tensors(spec, read_config(shallow).linear_shapes())
-    assert len(problems) == 7
-    assert all("no such linear layer" in problem for problem in problems)
+    assert check_tensors(spec, read_config(shallow).linear_shapes()) == [
+        "model.layers.1.mlp.down_proj and 6 more: the base has no such linear layer"
+    ]
 
 
 Factory = Callable[..., Path]
@@ -155,4 +186,6 @@ def test_a_soft_prompt_is_as_wide_as_the_tokens_of_the_base(base_dir: Path, tmp_
 
 def test_no_module_at_all_is_a_problem_and_never_silence(package: Path) -> None:
     (spec,) = read_package(package).adapters
-    assert len(check_tensors(spec, {})) == 14
+    assert check_tensors(spec, {}) == [
+        "model.layers.0.mlp.down_proj and 13 more: the base has no such linear layer"
+    ]

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
+from expertctl.package.config_cleaning import is_hub_name
 from expertctl.package.draft import (
     Overrides,
     base_label,
     base_problems,
     complete,
     encode,
-    is_hub_name,
-    read_adapter,
 )
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
@@ -62,10 +62,11 @@ def test_the_label_comes_from_the_manifest_then_from_peft(lora: Path) -> None:
     assert base_label(lora) is None
 
 
-def test_a_configuration_that_cannot_be_read_is_said_at_once(lora: Path) -> None:
+def test_a_configuration_that_cannot_be_read_names_no_base(lora: Path) -> None:
     (lora / "adapter_config.json").write_text("{")
+    assert base_label(lora) is None
     with pytest.raises(InvalidPackageError, match=r"adapter_config\.json"):
-        base_label(lora)
+        read_adapter(lora, weights="adapter_model.safetensors", config="adapter_config.json")
 
 
 @pytest.mark.parametrize("name", ["expert.json", "adapter_config.json"])
@@ -73,8 +74,9 @@ def test_a_file_of_any_size_is_read_up_to_its_bound(name: str, lora: Path) -> No
     (lora / name).unlink(missing_ok=True)
     with (lora / name).open("wb") as stream:
         stream.truncate(1 << 40)  # a sparse file: it takes no room
-    with pytest.raises(InvalidPackageError, match="at most 1048576 allowed"):
-        base_label(lora)
+    if name == "expert.json":
+        with pytest.raises(InvalidPackageError, match="at most 1048576 allowed"):
+            base_label(lora)
     with pytest.raises(InvalidPackageError, match="at most 1048576 allowed"):
         read_adapter(lora, weights="adapter_model.safetensors", config=name)
 
@@ -89,6 +91,26 @@ def test_what_is_missing_of_the_base_is_filled_in(lora: Path, facts: BaseFacts) 
     base = completed(lora, {"base": {"name": "acme/base", "accepts": [DIGEST]}}, facts)["base"]
     assert (base["name"], base["accepts"]) == ("acme/base", [DIGEST])
     assert base["arch"] == str(facts.identity.arch)
+
+
+def test_the_tokenizer_is_stated_by_its_canonical_form(lora: Path, facts: BaseFacts) -> None:
+    base = completed(lora, {}, facts)["base"]
+    assert base["tokenizer"] == str(facts.identity.canonical_tokenizer)
+    assert base["tokenizer_version"] == 2
+
+
+def test_a_publisher_may_ask_for_the_digest_of_the_file(lora: Path, facts: BaseFacts) -> None:
+    base = completed(lora, {"base": {"tokenizer_version": 1}}, facts)["base"]
+    assert base["tokenizer"] == str(facts.identity.tokenizer)
+    assert base["tokenizer_version"] == 1
+
+
+def test_the_version_of_a_tokenizer_that_the_publisher_states_is_not_touched(
+    lora: Path, facts: BaseFacts
+) -> None:
+    base = completed(lora, {"base": {"name": "acme/base", "tokenizer": DIGEST}}, facts)["base"]
+    assert base["tokenizer"] == DIGEST
+    assert "tokenizer_version" not in base
 
 
 @pytest.mark.parametrize("entries", [[None], [5], [{}], ["x"], [{"path": 1, "config": 2}]])

@@ -144,8 +144,17 @@ def test_more_matching_than_any_adapter_needs_is_refused_before_it_is_done() -> 
 
 
 def test_many_problems_are_cut_short() -> None:
-    shapes = {f"base_model.model.m{i}.x.lora_A.weight": [4, 4] for i in range(40)}
+    shapes = {
+        f"base_model.model.m{i}.q_proj.lora_{half}.weight": [rank, 4] if half == "A" else [4, rank]
+        for i, rank in enumerate(range(5, 45))
+        for half in "AB"
+    }
     assert "and 20 more" in refused(shapes)
+
+
+def test_one_cause_in_many_modules_is_one_line() -> None:
+    shapes = {f"base_model.model.m{i}.x.lora_A.weight": [4, 4] for i in range(40)}
+    assert refused(shapes) == "w: m0.x and 39 more: lora_B is missing"
 
 
 M = f"{STEM}.lora_magnitude_vector"

@@ -40,7 +40,8 @@ def save(tmp_path: Path, base_dir: Path) -> Save:
 
 def packed(directory: Path, facts: BaseFacts) -> PackageContents:
     plan = plan_build(directory, Overrides(), base=facts)
-    assert plan.warnings == ()
+    untrained = [warning for warning in plan.warnings if "every lora_B is zero" in warning]
+    assert list(plan.warnings) == untrained
     return read_package(build(plan, directory.parent / "x.expert").path)
 
 
@@ -182,7 +183,7 @@ def test_our_own_files_are_those_that_peft_loads(tmp_path: Path, base_dir: Path)
         files = write(tmp_path / write.__name__, base_dir)
         base = AutoModelForCausalLM.from_pretrained(base_dir)
         model = PeftModel.from_pretrained(base, str(files))
-        loaded = get_peft_model_state_dict(model)
+        loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
         written = load_file(files / "adapter_model.safetensors")
         assert loaded.keys() == written.keys()
         assert all(torch.equal(loaded[name], written[name]) for name in written)

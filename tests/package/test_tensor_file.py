@@ -137,7 +137,9 @@ def entry(**changes: Any) -> dict[str, Any]:
         pytest.param({"a": entry(data_offsets={"0": 8})}, 8, "offsets", id="offsets object"),
         pytest.param({"a": entry(shape=[3])}, 8, "not 12 bytes", id="shape and bytes"),
         pytest.param({"a": entry(shape=[2**31, 2**31])}, 8, "bytes", id="shape overflow"),
-        pytest.param({"a": entry(shape=[0, 2**52], data_offsets=[0, 0])}, 0, "shape", id="zero"),
+        pytest.param(
+            {"a": entry(shape=[0, 2**52], data_offsets=[0, 0])}, 0, "empty tensors", id="zero"
+        ),
         pytest.param({"a": entry(shape=[-2])}, 8, "shape", id="negative dimension"),
         pytest.param({"a": entry(shape=[2.0])}, 8, "shape", id="float dimension"),
         pytest.param({"a": entry(shape=[True, 2])}, 8, "shape", id="true dimension"),

@@ -199,6 +199,7 @@ def client(
     attempts: int = 3,
     connect: float = 5.0,
     stall: float = 20.0,
+    rate: float = 1024.0,
     ca_file: Path | None = None,
     environment: dict[str, str] | None = None,
     secret: str = SECRET,
@@ -211,6 +212,6 @@ def client(
         login,
         environment=environment or {},
         ca_file=ca_file,
-        timeouts=Timeouts(connect=connect, stall=stall, answer=SECONDS),
+        timeouts=Timeouts(connect=connect, stall=stall, answer=SECONDS, rate=rate),
         retries=Retries(attempts=attempts, sleep=pauses or Pauses(), chance=lambda: 1.0),
     )

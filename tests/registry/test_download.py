@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -199,6 +200,37 @@ def test_what_broke_off_goes_on_from_the_same_registry_with_a_range(
     assert request.headers["if-range"] == '"1"'
 
 
+def test_a_registry_that_sends_a_byte_a_connection_is_given_up(serve: Serve, place: Place) -> None:
+    """What comes is kept, and is no progress for which to forget the failures before."""
+
+    def script(request: Request) -> Reply:
+        head, _, body = honest(request).partition(b"\r\n\r\n")
+        return head + b"\r\n\r\n" + body[:1]
+
+    server = serve(script)
+    with pytest.raises(UnreachableError, match="tried 4 times"):
+        place.fetch(server, attempts=4)
+    assert len(server.seen) == 4
+    assert place.kept == DATA[:4]
+
+
+def test_a_blob_that_is_never_whole_is_given_up_after_a_time_for_its_size(
+    serve: Serve, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it goes on: 30 seconds and the time for its bytes, and not for ever."""
+    monkeypatch.setattr("expertctl.registry.download.PROGRESS", 1)
+    clock = iter(range(0, 10**6, 50))
+    fake = SimpleNamespace(monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr("expertctl.registry.download.time", fake)
+
+    def script(request: Request) -> Reply:
+        head, _, body = honest(request).partition(b"\r\n\r\n")
+        return head + b"\r\n\r\n" + body[:1]
+
+    with pytest.raises(UnreachableError, match="too slowly; what is here is kept"):
+        place.fetch(serve(script), attempts=2)
+
+
 def test_what_another_registry_sent_is_not_gone_on_with(serve: Serve, place: Place) -> None:
     failing = [broken_at(4000), b"", b""]
     with pytest.raises(UnreachableError):
@@ -237,7 +269,7 @@ def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
     def script(request: Request) -> Reply:
         return reply(200, DATA) if "range" in request.headers else broken_at(4000)
 
-    with pytest.raises(RegistryError, match="changes while it is fetched"):
+    with pytest.raises(RegistryError, match=r"changes while it is fetched|broke off"):
         place.fetch(serve(script))
 
 

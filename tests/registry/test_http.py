@@ -31,7 +31,7 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import Credential, CredentialStore, OneCredential
 from expertctl.registry.http import MAX_REDIRECTS, Call, Http, open_http
 from expertctl.registry.retry import Retries
-from expertctl.registry.wire import Timeouts
+from expertctl.registry.wire import Timeouts, Wire
 from expertctl.settings import load_settings
 from tests.registry.certificates import self_signed
 from tests.registry.hostile import (
@@ -278,6 +278,22 @@ def test_a_redirect_to_nowhere_is_refused(serve: Serve, location: str) -> None:
         ("https://r.example", "https://storage.example/signed", True),
         ("https://r.example", "https://127.0.0.1:2375/containers", False),
         ("https://r.example", "https://localhost/x", False),
+        ("https://r.example", "https://localhost./x", False),
+        ("https://r.example", "https://10.1.2.3/blob", False),
+        ("https://r.example", "https://192.168.1.1/blob", False),
+        ("https://r.example", "https://169.254.169.254/latest/meta-data", False),
+        ("https://r.example", "https://[fe80::1]/x", False),
+        ("https://r.example", "https://[fd00::1]/x", False),
+        ("https://r.example", "https://[::ffff:127.0.0.1]/x", False),
+        ("https://r.example", "https://[64:ff9b::7f00:1]/x", False),
+        ("https://r.example", "https://0x7f.1/x", False),
+        ("https://r.example", "https://0.0.0.0/x", False),
+        ("https://r.example", "https://93.184.215.14/blob", True),
+        ("https://10.0.0.5", "https://10.0.0.6/blob", True),
+        ("https://10.0.0.5", "https://127.0.0.1/x", False),
+        ("https://10.0.0.5", "https://169.254.169.254/x", False),
+        ("http://127.0.0.1:5000", "http://169.254.169.254/latest/meta-data", False),
+        ("http://127.0.0.1:5000", "http://localhost:9000/blob", True),
         ("http://r.example", "http://169.254.169.254/latest/meta-data", False),
         ("http://r.example", "http://2852039166/latest", False),
         ("http://r.example", "http://storage.example/blob", True),
@@ -306,6 +322,44 @@ def test_a_registry_elsewhere_cannot_redirect_into_this_network(
                 http.request(call, max_bytes=10)
         http.interrupt()  # there is nothing to interrupt
     assert seen == [f"{registry}/x", location][: 1 + followed]
+
+
+def test_a_redirect_to_a_name_of_this_machine_is_not_connected_to(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that anybody can register may mean an address in here, and mean another one later."""
+    inside = serve(reply(200, b"secret"))
+    found: list[str] = []
+    monkeypatch.setattr(
+        "expertctl.registry.wire.getaddrinfo",
+        lambda _, port, **__: [(AF_INET, SOCK_STREAM, 0, "", (one, port)) for one in found],
+    )
+    for addresses in (["127.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["10.0.0.1"]):
+        found[:] = addresses
+        wire = Wire(timeouts=Timeouts(), ca_file=None, environment={})
+        request = httpx2.Request(
+            "GET",
+            f"http://storage.example:{inside.port}/x",
+            extensions={"allowed_scopes": frozenset({"global"})},
+        )
+        with pytest.raises(RegistryError, match="an address within a network"):
+            wire.handle_request(request)
+        wire.close()
+    assert inside.seen == []
+
+
+def test_a_redirect_is_followed_to_the_address_that_was_checked(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = serve(reply(200, b"blob"))
+    monkeypatch.setattr(
+        "expertctl.registry.wire.getaddrinfo",
+        lambda host, port, **_: [(AF_INET, SOCK_STREAM, 0, "", ("127.0.0.1", port))],
+    )
+    server = serve(reply(307, Location=f"http://storage.example:{storage.port}/blob"))
+    with client(server) as http:  # the registry is on this machine, and so may its storage be
+        assert get(http, server) == b"blob"
+    assert storage.seen[0].headers["host"] == f"storage.example:{storage.port}"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
@@ -369,6 +423,35 @@ def test_an_answer_that_trickles_is_given_up(serve: Serve) -> None:
     ):
         get(http, server)
     tick.set()
+
+
+def drip(_: Request) -> Iterator[bytes]:
+    """A body of which a little comes again and again."""
+    yield reply(200, length=10**9)
+    tick = threading.Event()
+    while not tick.wait(0.01):
+        yield b"x" * 2000
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(serve: Serve) -> None:
+    """Each read brings something, and never enough: 100 bytes a second would take for ever."""
+    server = serve(drip)
+    with (
+        client(server, attempts=1, stall=0.2, rate=1e9) as http,
+        pytest.raises(UnreachableError, match="comes too slowly"),
+    ):
+        get(http, server, max_bytes=10**10)
+
+
+def test_a_blob_that_comes_too_slowly_is_given_up(serve: Serve) -> None:
+    server = serve(drip)
+    with (
+        client(server, stall=0.2, rate=1e9) as http,
+        http.stream(Call("GET", server.address, "/x")) as answer,
+        pytest.raises(UnreachableError, match="comes too slowly"),
+    ):
+        for _ in answer.chunks:
+            pass
 
 
 def test_an_answer_that_never_gets_to_the_point_is_given_up(serve: Serve) -> None:
@@ -645,6 +728,18 @@ def test_a_certificate_for_another_name_is_refused(serve: Serve, tmp_path: Path)
     there = RegistryAddress.parse(server.other_name)
     with client(ca_file=ca) as http, pytest.raises(RegistryError, match="not accepted"):
         http.request(Call("GET", there, "/"), max_bytes=10)
+    assert server.seen == []
+
+
+def test_a_certificate_that_names_its_host_as_common_name_alone_is_refused(
+    serve: Serve, tmp_path: Path
+) -> None:
+    tls, ca = self_signed(tmp_path, alternative=False)
+    server = serve(reply(200), tls)
+    there = RegistryAddress.parse(server.other_name)
+    with client(ca_file=ca) as http, pytest.raises(RegistryError, match="not accepted") as caught:
+        http.request(Call("GET", there, "/"), max_bytes=10)
+    assert "subjectAltName" in caught.value.hint
     assert server.seen == []
 
 

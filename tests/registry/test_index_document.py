@@ -50,6 +50,7 @@ bases = st.builds(
     revision=st.none() | lines.filter(bool),
     weights=st.none() | digests.map(str),
     accepts=st.lists(digests.map(str), max_size=2).map(tuple),
+    tokenizer_version=st.sampled_from([1, 2]),
 )
 references = st.lists(st.sampled_from(["acme/x", "acme/y@^1.2", "r.example.com/a/b@*"]), max_size=2)
 
@@ -302,3 +303,21 @@ def test_times_are_kept_to_the_second_in_utc() -> None:
 
 def test_the_package_of_a_document_is_the_one_it_was_made_for() -> None:
     assert IndexDocument.parse(index().encode(), what="index").package == SQL
+
+
+@pytest.mark.parametrize(
+    ("interval", "age", "overdue"),
+    [
+        (None, timedelta(days=900), None),
+        (7, timedelta(days=7), None),
+        (7, timedelta(days=7, seconds=1), 7),
+        (7, timedelta(days=9, hours=3), 9),
+        (7, timedelta(days=-1), None),
+    ],
+)
+def test_a_document_is_overdue_after_the_interval_that_it_states(
+    interval: int | None, age: timedelta, overdue: int | None
+) -> None:
+    document = replace(index(), interval_days=interval)
+    assert IndexDocument.parse(document.encode(), what="it") == document
+    assert document.overdue_days(read_time(TIME) + age) == overdue

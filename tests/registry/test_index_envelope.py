@@ -2,6 +2,8 @@
 
 import base64
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,3 +92,32 @@ def test_a_payload_that_is_no_index_is_refused_though_the_key_signed_it(payload:
     envelope = Envelope.seal(payload, payload_type=PAYLOAD_TYPE, key=KEY).encode()
     with pytest.raises(InvalidPackageError, match="the index of acme/sql"):
         opened(envelope)
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda document: json.dumps(document, sort_keys=True),
+        lambda document: json.dumps(document, separators=(",", ":")),
+        lambda document: json.dumps(document, sort_keys=True, separators=(",", ":")) + "\n",
+        lambda document: json.dumps(document, sort_keys=True, separators=(",", ":")).replace(
+            "SQL", "\\u0053QL"
+        ),
+    ],
+    ids=["spaces", "unsorted", "line end", "escaped"],
+)
+def test_a_document_that_is_signed_and_not_canonical_is_refused(
+    spell: Callable[[Any], str],
+) -> None:
+    """Two spellings of one document would be two documents with one revision."""
+    document = json.loads(index().encode())
+    document = dict(reversed(sorted(document.items())))
+    data = Envelope.seal(spell(document).encode(), payload_type=PAYLOAD_TYPE, key=KEY).encode()
+    with pytest.raises(InvalidPackageError, match="not canonical JSON"):
+        opened(data)
+
+
+def test_a_canonical_document_of_any_text_is_opened() -> None:
+    text = '\u00e9 \u2028 \U0001f600 \x7f \\ / " <'
+    document = replace(index(), description=text)
+    assert opened(sign_index(document, KEY)) == document

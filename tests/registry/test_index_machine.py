@@ -21,7 +21,7 @@ from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, KeyEntry
 from expertctl.registry.index_envelope import sign_index
 from expertctl.registry.index_store import IndexStore
-from expertctl.registry.pins import pin, signer_problem
+from expertctl.registry.pins import pin_verified, signer_problem
 from expertctl.trust.grant import KnownRegistry
 from expertctl.trust.policy import TrustStore
 from tests.registry.indexes import entry, index, key, key_id, known, release
@@ -100,7 +100,7 @@ class RegistriesAndAClient(RuleBasedStateMachine):
         envelope = sign_index(document, key(signer or f"index of {host}"))
         floor = self.store.recall(self.registry(host), package)
         believed = self.store.believe(self.registry(host), package, envelope, floor=floor)
-        pin(believed, self.registry(host), self.trust)
+        pin_verified([(believed, self.registry(host))], self.trust, lambda record: record)
 
     def document(
         self,

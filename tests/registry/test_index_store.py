@@ -10,7 +10,8 @@ from filelock import FileLock
 
 from expertctl.errors import StoreError, TrustError
 from expertctl.reference import PackageName
-from expertctl.registry.index_document import IndexDocument
+from expertctl.registry import index_store
+from expertctl.registry.index_document import IndexDocument, Release
 from expertctl.registry.index_envelope import sign_index
 from expertctl.registry.index_store import IndexStore
 from expertctl.trust.grant import KnownRegistry
@@ -215,3 +216,80 @@ def test_processes_that_write_at_once_never_lower_the_floor(store: IndexStore) -
         assert worker.exitcode == 0
     assert revision(store) == 30
     assert os.listdir(store.path(KNOWN, SQL).parent) == ["sql.json"]  # noqa: PTH208 - names
+
+
+def said(revision: int, *releases: Release) -> bytes:
+    return sign_index(index(revision, releases=releases), key("index"))
+
+
+def first(store: IndexStore) -> dict[str, str]:
+    """The first contents that are kept, by version."""
+    return {str(v): str(c.digest) for v, c in store.first_contents(KNOWN, SQL).items()}
+
+
+def test_a_version_that_changes_is_remembered_as_it_was(store: IndexStore) -> None:
+    old, new, other = release("1.0.0"), release("1.0.0", content="b"), release("1.1.0")
+    believe(store, said(1, old, other))
+    assert first(store) == {}
+    believe(store, said(2, new, other))
+    believe(store, said(3, release("1.0.0", content="c"), other))
+    assert first(store) == {"1.0.0": str(old.content_digest)}
+    [content] = store.first_contents(KNOWN, SQL).values()
+    assert content.signers == (key("alice").public.key_id,)
+    store.check_integrity(KNOWN)
+
+
+def test_a_version_that_vanishes_is_remembered_for_when_it_comes_back(store: IndexStore) -> None:
+    old = release("1.0.0")
+    believe(store, said(1, old))
+    believe(store, said(2, release("2.0.0")))
+    believe(store, said(3, release("1.0.0", content="b"), release("2.0.0")))
+    assert first(store) == {"1.0.0": str(old.content_digest)}
+
+
+def test_a_change_that_is_accepted_is_forgotten_and_noticed_when_it_is_undone(
+    store: IndexStore,
+) -> None:
+    old, new = release("1.0.0"), release("1.0.0", content="b")
+    believe(store, said(1, old))
+    believe(store, said(2, new))
+    store.accept_content(KNOWN, SQL, old.version)
+    assert first(store) == {}
+    believe(store, said(3, old))
+    assert first(store) == {"1.0.0": str(new.content_digest)}
+
+
+def test_first_contents_that_cannot_be_read_stop_their_package(store: IndexStore) -> None:
+    believe(store, said(1, release("1.0.0")))
+    believe(store, said(2, release("1.0.0", content="b")))
+    path = store.path(KNOWN, SQL).with_suffix(".first")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match="cannot be read") as refused:
+        store.first_contents(KNOWN, SQL)
+    assert str(path) in refused.value.hint
+    with pytest.raises(StoreError):
+        believe(store, said(3, release("1.0.0")))
+    assert [problem.hint for problem in store.problems(KNOWN)] == [refused.value.hint]
+
+
+def test_a_process_that_is_killed_after_the_first_contents_were_written_forgets_nothing(
+    store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The envelope is written last, so the next attempt finds the old one and adds nothing."""
+    old, new = release("1.0.0"), release("1.0.0", content="b")
+    believe(store, said(1, old))
+    real = index_store.write_atomic
+
+    def killed(path: Path, data: bytes, *, mode: int) -> None:
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+        real(path, data, mode=mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_store, "write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            believe(store, said(2, new))
+    assert revision(store) == 1
+    assert first(store) == {"1.0.0": str(old.content_digest)}
+    believe(store, said(2, new))
+    assert first(store) == {"1.0.0": str(old.content_digest)}

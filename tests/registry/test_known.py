@@ -68,11 +68,20 @@ def test_without_any_of_them_the_way_out_is_told() -> None:
 
 
 def test_a_namespace_of_two_registries_must_be_named_in_full() -> None:
-    trusted = pinned(pinned(record(secure(ONE), secure(TWO)), ONE), TWO)
+    """Keys that were trusted for two registries without an index: neither was pinned first."""
+    trusted = pinned(pinned(TrustRecord(), ONE), TWO)
     with pytest.raises(TrustError, match=f"{ONE} and {TWO}") as refused:
         chosen("acme/sql", trusted, ONE)
     assert f"{ONE}/acme/sql" in refused.value.hint
     assert chosen(f"{TWO}/acme/sql", trusted) == f"https://{TWO}"
+
+
+def test_a_namespace_that_is_installed_from_a_second_registry_stays_that_of_the_first() -> None:
+    trusted = pinned(pinned(record(secure(ONE), secure(TWO)), ONE), TWO)
+    assert chosen("acme/sql", trusted, TWO) == f"https://{ONE}"
+    assert chosen(f"{TWO}/acme/sql", trusted) == f"https://{TWO}"
+    with pytest.raises(TrustError, match=f"belongs to {ONE}"):
+        required(f"{TWO}/acme/sql", trusted)
 
 
 def test_naming_a_namespace_for_a_registry_moves_it_from_another() -> None:

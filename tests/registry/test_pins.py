@@ -1,15 +1,16 @@
 """Publisher keys from an index: pinned once, followed by their own word, never taken on trust."""
 
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from expertctl.errors import RevokedError, TrustError
+from expertctl.errors import RevokedError, SignatureError, TrustError
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, KeyEntry
 from expertctl.registry.key_statement import sign_statement
-from expertctl.registry.pins import heed, pin, pinned, signer_problem, trusted_form
+from expertctl.registry.pins import heed, pin_verified, pinned, signer_problem, trusted_form
 from expertctl.trust.grant import Grant, TrustedKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -17,6 +18,12 @@ from tests.registry.indexes import HOST, SQL, entry, index, key, key_id, known, 
 
 KNOWN = known()
 OTHER_HOST = "127.0.0.1:9090"
+
+
+def pin(document: IndexDocument, trust: TrustStore) -> list[str]:
+    """Pin the keys of a document after a verification that succeeds; what the user is told."""
+    _, keys = pin_verified([(document, KNOWN)], trust, lambda record: record)
+    return [key.message for key in keys]
 
 
 def start() -> TrustRecord:
@@ -261,22 +268,57 @@ class TestStore:
 
     def test_every_change_is_told_once(self, trust: TrustStore) -> None:
         first = index(1, keys=[entry("alice")])
-        assert pin(first, KNOWN, trust) == [
-            f"{key_id('alice')} may sign acme/* of {HOST} from now on: at its first install"
+        assert pin(first, trust) == [
+            f"pinned for acme/* of {HOST}: key {key_id('alice')} (first install of the namespace; "
+            "compare it with what the publisher says)"
         ]
-        assert pin(first, KNOWN, trust) == []
+        assert pin(first, trust) == []
         second = index(2, keys=[entry("bob", by="alice")], revoked=["carol"])
-        assert pin(second, KNOWN, trust) == [
-            f"{key_id('bob')} may sign acme/* of {HOST} from now on: a trusted key vouches for it",
-            f"{key_id('carol')} was revoked for acme/* of {HOST}: carol was lost",
+        assert pin(second, trust) == [
+            f"pinned for acme/* of {HOST}: key {key_id('bob')} (a key that you trust already "
+            "vouches for it)"
         ]
+        assert trust.read().revocation(key_id("carol"), namespace="acme", registry=HOST)
         assert signers(TrustStore(trust.path).read(), "alice", "bob") == ["alice", "bob"]
         trust.check_integrity()
+
+    def test_nothing_is_pinned_when_a_signature_is_wrong(self, trust: TrustStore) -> None:
+        """Attack 113: the first install of a namespace fails, and must leave no key behind."""
+        before = trust.path.read_bytes()
+
+        def refuse(record: TrustRecord) -> None:
+            assert signers(record, "alice") == ["alice"]  # it is verified with the key
+            raise SignatureError("wrong")
+
+        with pytest.raises(SignatureError):
+            pin_verified([(index(1, keys=[entry("alice")]), KNOWN)], trust, refuse)
+        assert trust.path.read_bytes() == before
+
+    def test_it_is_verified_with_what_another_process_pinned_meanwhile(
+        self, trust: TrustStore
+    ) -> None:
+        """The keys of the document count no more once others were pinned."""
+        seen: list[list[str]] = []
+
+        class Raced(TrustStore):
+            """Another process pins bob between the first look and the change."""
+
+            def change(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
+                pin(index(2, keys=[entry("bob")]), trust)
+                return super().change(change)
+
+        pin_verified(
+            [(index(1, keys=[entry("alice")]), KNOWN)],
+            Raced(trust.path),
+            lambda record: seen.append(signers(record, "alice", "bob")),
+        )
+        assert seen == [["bob"]]
+        assert signers(trust.read(), "alice", "bob") == ["bob"]
 
     def test_who_only_asked_hears_what_is_revoked_and_pins_nothing(self, trust: TrustStore) -> None:
         assert heed(index(1, keys=[entry("alice")], revoked=["bob"]), KNOWN, trust) == []
         assert not trust.read().is_pinned(HOST, "acme")
-        pin(index(1, keys=[entry("alice"), entry("bob")]), KNOWN, trust)
+        pin(index(1, keys=[entry("alice"), entry("bob")]), trust)
         later = index(2, keys=[entry("alice"), entry("dave", by="alice")], revoked=["bob"])
         assert heed(later, KNOWN, trust) == [
             f"{key_id('bob')} was revoked for acme/* of {HOST}: bob was lost"
@@ -285,7 +327,7 @@ class TestStore:
         assert signers(trust.read(), "alice", "bob", "dave") == ["alice"]
 
     def test_nothing_is_written_when_nothing_changes(self, trust: TrustStore) -> None:
-        pin(index(1, keys=[entry("alice")]), KNOWN, trust)
+        pin(index(1, keys=[entry("alice")]), trust)
         before = trust.path.stat().st_ino
-        pin(index(2, keys=[entry("alice"), entry("mallory")]), KNOWN, trust)
+        pin(index(2, keys=[entry("alice"), entry("mallory")]), trust)
         assert trust.path.stat().st_ino == before

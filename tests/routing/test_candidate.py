@@ -1,11 +1,13 @@
 """Who may answer at all, and what a prompt rules out, as the router applies it."""
 
+from dataclasses import replace
+
 import pytest
 
 from expertctl.digest import Digest
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Installed
-from expertctl.routing.request import parse_target
+from expertctl.routing.request import Forced, parse_target
 from tests.routing.experts import content_digest
 from tests.routing.routed import PROMPT, SORT, Router, of, refs, sorting
 
@@ -67,7 +69,9 @@ def test_an_expert_that_may_not_be_used_says_why(
     assert refs(result) == []
     assert of(result, "acme/sort").reason.startswith(reason)
     assert result.notes[-1] == (
-        "the base answers alone: no installed expert was made for acme/tiny as it is here"
+        "the base answers alone: no installed expert was made for acme/tiny as it is here; the "
+        "closest is acme/sort@1.0.0, made for acme/tiny: `--expert acme/sort@1.0.0` asks for it "
+        "and its base"
         if reason.startswith("refused: was made for")
         else "the base answers alone: no installed expert may be used; `expertctl route` says why"
     )
@@ -108,3 +112,20 @@ def test_an_exclusion_by_constraint_leaves_other_versions(router: Router) -> Non
     ]
     newest = sorting(version="3.0.0-rc.1")
     assert refs(router(newest, exclude=(Reference.parse("acme/sort"),))) == []
+
+
+def test_a_newer_version_from_another_registry_does_not_answer_for_the_own_one(
+    router: Router,
+) -> None:
+    """An explicit install from elsewhere adds a version; what prompts get stays the same."""
+    own = sorting(version="1.0.0")
+    other = replace(sorting(version="9.0.0"), home="hub.example")
+    result = router(own, other)
+    assert refs(result) == ["acme/sort@1.0.0"]
+    told = of(result, "acme/sort@9.0.0").reason
+    assert told == "from local; acme/sort@1.0.0 is from hub.example, its own registry"
+    named = router(own, other, force=(Forced(Reference.parse("acme/sort"), 1.0),))
+    assert refs(named) == ["acme/sort@1.0.0"]
+    asked = router(own, other, force=(Forced(Reference.parse("acme/sort@^9"), 1.0),))
+    assert refs(asked) == ["acme/sort@9.0.0"]
+    assert refs(router(other)) == ["acme/sort@9.0.0"]

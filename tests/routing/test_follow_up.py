@@ -1,9 +1,9 @@
-"""A further prompt: routed anew, and without anybody for it the experts before stay."""
+"""A further prompt: routed again; experts stay only where it needs what was said before."""
 
 import pytest
 
 from expertctl.errors import NotFoundError, RevokedError
-from expertctl.routing.follow_up import KEPT, plan_follow_up
+from expertctl.routing.follow_up import KEPT, is_follow_up, plan_follow_up
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
@@ -63,3 +63,57 @@ def test_an_expert_that_is_gone_is_named_with_the_way_out(
     with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0") as caught:
         follow(planner, before)
     assert "begin anew" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "And 9, 8, 7",
+        "9, 8, 7, 30, 12, 5",
+        "pear, apple, fig, red plum",
+        "Once more",
+        "Thanks!",
+        "Und jetzt bitte in umgekehrter Reihenfolge der Zahlen",
+        "And now the other way round",
+        "Can you make it shorter?",
+        "Please put them in a table",
+        "What about the second one?",
+        "Write your answer in French",
+        "Mach es bitte ein wenig kürzer",
+        "No, I meant in ascending order",
+        "もう一度",
+        "",
+    ],
+)
+def test_a_short_or_referring_message_needs_what_was_said(prompt: str) -> None:
+    assert is_follow_up(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What is the capital of France?",
+        "Tell me a joke about cats",
+        "Why is the sky blue?",
+        "Write a poem that rhymes",
+        "Is it raining in Paris today?",
+        "Explain how a bicycle stays upright",
+        "Wie hoch ist der Mont Blanc?",
+        "フランスの首都はどこですか",
+        "Hello, how are you today",
+        "Tell me the history of Rome again " + "and of the people who lived there " * 5,
+    ],
+)
+def test_a_message_that_says_what_it_is_about_needs_nothing(prompt: str) -> None:
+    assert not is_follow_up(prompt)
+
+
+def test_a_message_that_suits_nobody_goes_back_to_the_base(
+    planner: Planner, before: Planned
+) -> None:
+    assert refs(follow(planner, before, "What is the capital of France?")) == []
+
+
+@pytest.mark.parametrize("text", ["it " * 200_000, "a, " * 200_000, "\u3042" * 500_000])
+def test_a_very_long_message_is_looked_at_in_linear_time(text: str) -> None:
+    assert is_follow_up(text) in {True, False}

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,8 +9,8 @@ from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.routing import numerics
 from expertctl.routing.numerics import check_identity, dtype_of, numeric_settings
-from expertctl.routing.plan import Plan, SamplingParams, plan_identity
-from expertctl.routing.request import Dtype, MoeMiss
+from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, plan_identity
+from expertctl.routing.request import Dtype, MoeMiss, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
@@ -28,13 +29,72 @@ def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
         numeric_settings(base, dtype="float32", adapter_dtype="published")
 
 
-def test_a_saved_plan_is_refused_where_its_numbers_would_differ(base: StoredBase) -> None:
+ASKED = RouteRequest(prompt="x", dtype="float32")
+
+
+def saved_as(settings: NumericSettings, base: StoredBase) -> Plan:
+    return Plan(plan_identity(settings, []), 0, base.name, (), SamplingParams())
+
+
+def refused(plan: Plan, base: StoredBase, asked: RouteRequest = ASKED) -> IncompatibleError:
+    now = numeric_settings(
+        base,
+        dtype=asked.dtype,
+        adapter_dtype=asked.adapter_dtype,
+        deterministic=asked.deterministic,
+    )
+    with pytest.raises(IncompatibleError) as caught:
+        check_identity(plan, plan_identity(now, []), base=base, request=asked)
+    return caught.value
+
+
+def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> None:
     settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
-    plan = Plan(plan_identity(settings, []), 0, base.name, (), SamplingParams())
-    check_identity(plan, plan_identity(settings, []))
-    for other in (replace(settings, dtype="int8"), replace(settings, weights=Digest.of(b"x"))):
-        with pytest.raises(IncompatibleError, match="the plan was made as sha256:"):
-            check_identity(plan, plan_identity(other, []))
+    plan = saved_as(settings, base)
+    check_identity(plan, plan_identity(settings, []), base=base, request=ASKED)
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "options"),
+    [
+        ({"dtype": "int8"}, ASKED, "--dtype int8"),
+        ({"adapter_dtype": "fp16"}, ASKED, "--adapter-dtype fp16"),
+        ({"deterministic": True}, ASKED, "--deterministic"),
+        ({}, replace(ASKED, deterministic=True), "--no-deterministic"),
+        ({"moe_miss": "skip"}, ASKED, "--moe-miss skip"),
+        ({"device": "cuda"}, ASKED, "--device cuda"),
+        ({"engine": "transformers"}, ASKED, "--engine transformers"),
+        (
+            {"dtype": "int4", "deterministic": True},
+            replace(ASKED, dtype="bf16"),
+            "--dtype int4 --deterministic",
+        ),
+    ],
+)
+def test_a_plan_made_with_other_options_names_them_alone(
+    made: dict[str, Any], asked: RouteRequest, options: str, base: StoredBase
+) -> None:
+    given = {"dtype": "float32", "adapter_dtype": "published", **made}
+    error = refused(saved_as(numeric_settings(base, **given), base), base, asked)
+    assert error.message == f"the plan was made with {options}"
+    assert error.hint == f"run it with {options}, or route the prompt again"
+
+
+def test_an_edited_plan_is_called_edited_first(base: StoredBase) -> None:
+    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    edited = replace(saved_as(settings, base), identity=Digest.of(b"edited"))
+    error = refused(edited, base)
+    assert error.message.startswith("the plan was edited after it was saved, or the base acme/tiny")
+    assert error.hint == "route the prompt again"
+    changed = saved_as(replace(settings, weights=Digest.of(b"x")), base)
+    assert "the base acme/tiny or the engine changed" in refused(changed, base).message
+
+
+def test_a_plan_of_another_base_names_it(base: StoredBase) -> None:
+    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    other = replace(saved_as(replace(settings, arch=Digest.of(b"y")), base), base="smollm2")
+    error = refused(other, base)
+    assert error.message == "the plan was made for the base smollm2, not for acme/tiny"
 
 
 def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBase) -> None:
@@ -44,10 +104,6 @@ def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBa
     )
     assert compat.engine == f"transformers {version('transformers')}, peft {version('peft')}"
     assert replace(compat, engine=native.engine) == native
-    plan = Plan(plan_identity(native, []), 0, base.name, (), SamplingParams())
-    with pytest.raises(IncompatibleError, match="engine") as caught:
-        check_identity(plan, plan_identity(compat, []))
-    assert "--engine" in caught.value.hint
 
 
 def test_a_base_that_only_transformers_runs_is_refused_with_the_way_out(base: StoredBase) -> None:

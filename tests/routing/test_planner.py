@@ -294,8 +294,11 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
     saved, request = saved_plan(planner), RouteRequest(prompt=PROMPT)
     [expert] = saved.experts
     edited = replace(saved, experts=(replace(expert, weight=0.5),))
-    for plan, asked in ((saved, replace(request, dtype="bf16")), (edited, request)):
-        with pytest.raises(IncompatibleError, match="the plan was made as"):
+    for plan, asked, why in (
+        (saved, replace(request, dtype="bf16"), "was made with --dtype float32"),
+        (edited, request, "was edited"),
+    ):
+        with pytest.raises(IncompatibleError, match=f"the plan {why}"):
             planner.replay(plan, asked)
     for wanted in (replace(request, base_alone=True), replace(request, force=(named("acme/x"),))):
         with pytest.raises(UsageError, match="already which experts"):
@@ -377,7 +380,7 @@ def test_a_saved_plan_in_another_order_was_edited(
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
     edited = replace(saved, experts=saved.experts[::-1])
-    with pytest.raises(IncompatibleError, match="the plan was made as"):
+    with pytest.raises(IncompatibleError, match="the plan was edited"):
         planner.replay(edited, RouteRequest(prompt=PROMPT))
 
 

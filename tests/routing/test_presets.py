@@ -51,7 +51,7 @@ def test_the_user_wins_over_the_expert_and_the_expert_over_the_preset() -> None:
     experts = [expert("json_parsing", temperature=0.1, max_tokens=99)]
     wishes = SamplingWishes(temperature=0.9)
     assert resolve(wishes, experts, prompt_task="creative_writing") == SamplingParams(
-        temperature=0.9, max_tokens=99, repetition_penalty=1.0
+        temperature=0.9, max_tokens=99
     )
 
 
@@ -62,9 +62,7 @@ def test_of_several_experts_the_first_that_says_something_wins() -> None:
         expert("json_parsing", temperature=0.1, top_k=5, stop=("}",)),
     ]
     params = resolve(NO_WISHES, experts, prompt_task="creative_writing")
-    assert params == SamplingParams(
-        temperature=0.3, max_tokens=10, top_k=5, stop=(";",), repetition_penalty=1.1
-    )
+    assert params == SamplingParams(temperature=0.3, max_tokens=10, top_k=5, stop=(";",))
 
 
 @pytest.mark.parametrize("task", [*PRESETS, "translation", ""])
@@ -98,17 +96,28 @@ def test_greedy_decoding_makes_every_penalty_neutral(
     )
 
 
-def test_a_penalty_beside_greedy_decoding_is_refused_not_dropped() -> None:
-    with pytest.raises(UsageError, match="repetition_penalty has no effect"):
-        resolve(SamplingWishes(greedy=True, repetition_penalty=1.2), [], prompt_task="default")
-    with pytest.raises(UsageError, match="frequency_penalty has no effect"):
-        resolve(
-            SamplingWishes(frequency_penalty=0.5), [expert(temperature=0.0)], prompt_task="default"
-        )
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        SamplingWishes(greedy=True, repetition_penalty=1.2),
+        SamplingWishes(temperature=0.0, presence_penalty=0.5),
+        SamplingWishes(frequency_penalty=0.5),  # the expert decodes greedily
+    ],
+)
+def test_a_penalty_that_the_user_gives_holds_beside_greedy_decoding(
+    wishes: SamplingWishes,
+) -> None:
+    found = resolve(wishes, [expert(temperature=0.0)], prompt_task="default")
+    assert found.is_greedy
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        neutral = getattr(SamplingParams().greedy(), name)
+        given = getattr(wishes, name)
+        assert getattr(found, name) == (neutral if given is None else given)
+
+
+def test_a_temperature_beside_greedy_decoding_is_refused() -> None:
     with pytest.raises(UsageError, match=r"temperature 0\.8 has no effect"):
         resolve(SamplingWishes(greedy=True, temperature=0.8), [], prompt_task="default")
-    neutral = SamplingWishes(greedy=True, temperature=0.0, repetition_penalty=1.0)
-    assert resolve(neutral, [], prompt_task="default").is_greedy
 
 
 @pytest.mark.parametrize(

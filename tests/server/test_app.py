@@ -33,6 +33,8 @@ def test_attack_101_a_name_that_was_rebound_is_refused(
     answer = served.client().post(path, json=ASKED, headers={"Host": host})
     assert answer.status_code == 421
     assert "evil" not in answer.text
+    if path == "/v1/infer":
+        assert answer.json()["error"]["code"] == "misdirected"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/experts", "/metrics", "/status/data", "/"])
@@ -85,11 +87,64 @@ def test_what_is_no_json_object_is_refused(served: Served, path: str, content: b
     assert len(answer.content) < 1000
 
 
-@pytest.mark.parametrize("path", POSTS)
-def test_a_field_that_nobody_knows_is_refused(served: Served, path: str) -> None:
-    answer = served.client().post(path, json={**ASKED, "prompt": "x", "lora_path": "/etc/passwd"})
+FOREIGN = {"lora_path": "/etc/passwd"}
+
+
+def asked_at(path: str) -> dict[str, Any]:
+    said = {"prompt": "x"} if path != CHAT and path != "/v1/messages" else {"messages": TURNS}
+    return {"model": BASE, "max_tokens": 3, "temperature": 0, **said}
+
+
+@pytest.mark.parametrize("path", POSTS[3:])
+def test_a_field_that_nobody_knows_is_refused_by_our_own_api(served: Served, path: str) -> None:
+    answer = served.client().post(path, json={"prompt": "x", **FOREIGN})
     assert answer.status_code == 400
+    assert "lora_path" in answer.text
     assert "/etc/passwd" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", POSTS[:3])
+def test_a_field_that_nobody_knows_is_ignored_by_published_apis_and_told(
+    served: Served, path: str, stream: bool
+) -> None:
+    answer = served.client().post(path, json={**asked_at(path), **FOREIGN, "stream": stream})
+    assert answer.status_code == 200
+    assert answer.headers["x-expertctl-ignored"] == "lora_path"
+    assert "fields that this server does not implement were ignored: lora_path" in answer.text
+    assert "/etc/passwd" not in answer.text
+    silent = served.client().post(path, json={**asked_at(path), "stream": stream})
+    assert "x-expertctl-ignored" not in silent.headers
+    assert "were ignored" not in silent.text
+
+
+@pytest.mark.parametrize("path", POSTS[:3])
+def test_a_server_with_strict_fields_refuses_what_it_does_not_know(
+    make_served: MakeServed, path: str
+) -> None:
+    client = make_served(replace(SETTINGS, strict_fields=True)).client()
+    assert client.post(path, json=asked_at(path)).status_code == 200
+    answer = client.post(path, json={**asked_at(path), **FOREIGN})
+    assert answer.status_code == 400
+    assert "lora_path" in error_of(answer.json())
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+
+
+def test_counting_tokens_ignores_what_it_does_not_know(served: Served) -> None:
+    asked = {"model": BASE, "messages": TURNS}
+    client = served.client()
+    plain = client.post("/v1/messages/count_tokens", json=asked)
+    answer = client.post("/v1/messages/count_tokens", json={**asked, "context_management": {}})
+    assert answer.json() == plain.json()
+    assert answer.headers["x-expertctl-ignored"] == "context_management"
+
+
+def test_the_openapi_document_allows_what_is_ignored(served: Served) -> None:
+    schemas = served.client().get("/openapi.json").json()["components"]["schemas"]
+    for name in ("ChatRequest", "CompletionRequest", "MessageRequest", "CountRequest", "Tool"):
+        assert "additionalProperties" not in schemas[name]
+    assert schemas["InferRequest"]["additionalProperties"] is False
 
 
 def test_a_wrong_type_is_refused_by_the_name_of_its_field(served: Served) -> None:
@@ -121,9 +176,9 @@ def test_what_is_not_there_is_answered_with_the_way_out(served: Served) -> None:
     page = client.post("/v1/infer", json=ASKED, headers={"Origin": "https://evil.example"})
     hints = [answer.json()["error"]["hint"] for answer in (nowhere, other, page)]
     assert hints == [
-        "GET /openapi.json says what is where",
+        "GET /openapi.json lists all addresses",
         "it takes DELETE, GET, HEAD",
-        "ask from a server of that site, or give --url the address of the page",
+        "ask from a server of that site, or start with --allow-origin ORIGIN",
     ]
 
 

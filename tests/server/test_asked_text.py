@@ -3,6 +3,7 @@
 import pytest
 
 from expertctl.engine.message import Message
+from expertctl.errors import ContextLengthError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.server.asked_text import check_length, check_tools, routed_by
 from expertctl.server.field_error import FieldError
@@ -31,7 +32,7 @@ def test_a_conversation_without_a_word_is_refused() -> None:
 def test_a_conversation_may_be_as_long_as_a_prompt_and_no_longer() -> None:
     half = MAX_PROMPT_CHARACTERS // 2
     check_length([Message("user", "a" * half), Message("assistant", "b" * half)])
-    with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
+    with pytest.raises(ContextLengthError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
         check_length([Message("user", "a" * half), Message("assistant", "b" * (half + 1))])
 
 
@@ -40,7 +41,7 @@ def test_thoughts_and_calls_count_like_what_is_said() -> None:
     thought = Message("assistant", "a" * half, {"reasoning_content": "b" * half})
     call = Message("assistant", "", {"tool_calls": [{"arguments": {"of": "c" * half * 2}}]})
     for message in (thought, call):
-        with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
+        with pytest.raises(ContextLengthError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
             check_length([message])
 
 

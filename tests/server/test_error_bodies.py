@@ -12,6 +12,7 @@ from openai.types import ErrorObject
 
 from expertctl.errors import (
     BudgetError,
+    ContextLengthError,
     ExpertError,
     ForbiddenError,
     MediaTypeError,
@@ -21,6 +22,7 @@ from expertctl.errors import (
     TimedOutError,
     TooLargeError,
     UnauthenticatedError,
+    UnknownAddressError,
     UsageError,
 )
 from expertctl.server.error_bodies import error_event, error_response
@@ -98,10 +100,49 @@ def test_anthropic_calls_a_body_that_is_too_large_by_a_name_of_its_own() -> None
     assert (status, body["error"]["type"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize("path", ["/v1/infer", "/healthz", "/", "/v1/messagesx", "/v1/chat"])
+@pytest.mark.parametrize("path", ["/v1/infer", "/v1/jobs/1", "/healthz", "/", "/moe", "/v2/x"])
 def test_everything_else_gets_ours(path: str) -> None:
     _, body, _ = answered(UsageError("no", hint="do"), path)
     assert body == {"error": {"code": "usage", "message": "no", "hint": "do"}}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messagesx", "/v1/chat", "/chat/completions", "/v1/v1/models"]
+)
+def test_an_address_of_no_api_is_answered_in_the_form_of_whoever_asks(path: str) -> None:
+    _, body, _ = answered(UnknownAddressError("no"), path)
+    told = ErrorObject.model_validate(body["error"], strict=True)
+    assert (told.message, told.type, told.code) == ("no", "invalid_request_error", "unknown_url")
+    asked = scope(path) | {"headers": [(b"anthropic-version", b"2023-06-01")]}
+    of_anthropic = json.loads(error_response(UnknownAddressError("no"), asked).body)
+    shown = ErrorResponse.model_validate(of_anthropic, strict=True)
+    assert (shown.error.type, shown.error.message) == ("not_found_error", "no")
+
+
+LONG = ContextLengthError("the prompt has 20 tokens", size=20, most=16, hint="--truncate")
+MANY = ContextLengthError("messages: 9 characters", size=9, most=5, unit="characters")
+
+
+def test_openais_clients_know_a_conversation_that_is_too_long_by_code_and_words() -> None:
+    status, body, _ = answered(LONG, "/v1/chat/completions")
+    told = ErrorObject.model_validate(body["error"], strict=True)
+    assert (status, told.code, told.param) == (400, "context_length_exceeded", "messages")
+    assert told.message == (
+        "This model's maximum context length is 16 tokens. However, your messages resulted in "
+        "20 tokens. Please reduce the length of the messages."
+    )
+    _, body, _ = answered(MANY, "/v1/chat/completions")
+    assert "maximum context length" in body["error"]["message"]
+    assert body["error"]["code"] == "context_length_exceeded"
+
+
+def test_anthropics_clients_know_a_conversation_that_is_too_long_by_its_words() -> None:
+    status, body, _ = answered(LONG, "/v1/messages")
+    told = ErrorResponse.model_validate(body, strict=True)
+    assert (status, told.error.type) == (400, "invalid_request_error")
+    assert told.error.message == "prompt is too long: 20 tokens > 16 maximum"
+    _, body, _ = answered(MANY, "/v1/messages")
+    assert body["error"]["message"] == "prompt is too long: 9 characters > 5 maximum"
 
 
 def test_headers_say_when_to_come_again_and_how_to_say_who_one_is() -> None:

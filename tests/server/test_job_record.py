@@ -54,7 +54,7 @@ def test_a_job_that_fails_says_why_by_a_code(
     assert served.client().post("/v1/completions", json=body).status_code == 400
     [line] = records(told)
     assert line.keys() >= KEYS
-    assert (line["success"], line["error"]) == (False, "usage")
+    assert (line["success"], line["error"]) == (False, "context_length_exceeded")
     assert (line["experts_used"], line["output_tokens"]) == ([], 0)
     assert line["total_latency_ms"] > 0
 

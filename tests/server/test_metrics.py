@@ -78,6 +78,9 @@ def test_keys_and_values_are_told_in_blocks_of_16_tokens(
     held = value(scraped["expertctl_memory_bytes"], owner="kv")
     told = {sample.labels["state"]: sample.value for sample in blocks.samples}
     assert told == {"used": 0, "kept": held // block, "free": (limit - held) // block}
+    assert value(scraped["expertctl_kv_kept_bytes"]) == held
+    budget = value(scraped["expertctl_memory_limit_bytes"])
+    assert value(scraped["expertctl_kv_kept_limit_bytes"]) == budget // 4
 
 
 def test_gateways_find_what_they_schedule_by(scraped: dict[str, Metric]) -> None:

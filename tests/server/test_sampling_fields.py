@@ -1,16 +1,16 @@
-"""What a published API draws tokens by, where its client says something and where it does not."""
+"""The limits of what a client may say of how tokens are drawn."""
 
 import pytest
 
-from expertctl.routing.presets import LIMITS, SamplingWishes
-from expertctl.server.sampling_fields import as_published, top_p_of, within
-
-
-def test_what_a_client_says_stays_and_silence_changes_no_probability() -> None:
-    wishes = as_published(SamplingWishes(temperature=0.5, stop=("END",)))
-    assert (wishes.temperature, wishes.stop, wishes.max_tokens) == (0.5, ("END",), None)
-    assert (wishes.top_p, wishes.top_k, wishes.min_p) == (1.0, 0, 0.0)
-    assert (wishes.repetition_penalty, wishes.presence_penalty) == (1.0, 0.0)
+from expertctl.engine.stop import USUAL_RULES, StopRules
+from expertctl.routing.presets import LIMITS
+from expertctl.server.field_error import FieldError
+from expertctl.server.sampling_fields import (
+    stop_rules_of,
+    top_k_of,
+    top_p_of,
+    within,
+)
 
 
 def test_nothing_of_the_probability_is_the_likeliest_token_alone() -> None:
@@ -24,3 +24,20 @@ def test_nothing_of_the_probability_is_the_likeliest_token_alone() -> None:
 def test_the_limits_of_a_field_are_those_of_the_runtime(name: str) -> None:
     limits = within(name)
     assert (limits.ge, limits.le) == tuple(LIMITS[name])
+
+
+@pytest.mark.parametrize(("given", "counts"), [(None, None), (-1, 0), (0, 0), (40, 40)])
+def test_a_top_k_of_minus_one_is_off(given: int | None, counts: int | None) -> None:
+    assert top_k_of(given) == counts
+
+
+def test_rules_for_the_end_are_usual_unless_they_are_given() -> None:
+    none = stop_rules_of(min_tokens=None, ignore_eos=None, stop_token_ids=None, max_tokens=None)
+    assert none == USUAL_RULES
+    some = stop_rules_of(min_tokens=3, ignore_eos=True, stop_token_ids=[7, 7], max_tokens=3)
+    assert some == StopRules(3, ignore_end=True, stop_tokens=frozenset({7}))
+
+
+def test_an_answer_that_may_not_end_before_it_has_to_is_refused() -> None:
+    with pytest.raises(FieldError, match="min_tokens 4 is more than max_tokens 3"):
+        stop_rules_of(min_tokens=4, ignore_eos=None, stop_token_ids=None, max_tokens=3)

@@ -144,6 +144,23 @@ def test_a_killed_server_leaves_no_worker_behind(home: Path) -> None:
         assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.parametrize("by", ["option", "setting"])
+def test_an_operator_has_control_tokens_in_completions_read_as_text(
+    stock: Stock, tmp_path: Path, by: str
+) -> None:
+    home = tmp_path / "home"
+    stock.house(home)
+    words = ["--no-completions-special-tokens"] if by == "option" else []
+    if by == "setting":
+        (home / "config.toml").write_text('serve_completions_special_tokens = "no"\n')
+    with running(home, *words) as server:
+        body = {"model": BASE, "prompt": "<|im_end|>", "max_tokens": 1}
+        as_text = server.json("POST", "/v1/completions", body)
+        as_token = server.json("POST", "/v1/completions", {**body, "parse_special": True})
+    counts = [one["usage"]["prompt_tokens"] for one in (as_text, as_token)]
+    assert counts == [len("<|im_end|>"), 1]
+
+
 def test_the_log_has_no_prompt_and_no_key(stock: Stock, tmp_path: Path) -> None:
     root = tmp_path / "home"
     stock.house(root)

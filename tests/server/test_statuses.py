@@ -3,7 +3,14 @@
 import pytest
 
 from expertctl import errors
-from expertctl.errors import ExpertError, RateLimitError, StoreError, TimedOutError, UsageError
+from expertctl.errors import (
+    ExpertError,
+    RateLimitError,
+    SlowBodyError,
+    StoreError,
+    TimedOutError,
+    UsageError,
+)
 from expertctl.server.statuses import retry_after, status_of
 
 TRIED_AGAIN = {408, 409, 429}
@@ -22,7 +29,8 @@ def test_every_error_has_a_status(kind: type[ExpertError]) -> None:
     error = kind("x", ["y"]) if kind is errors.InvalidPackageError else kind("x")  # type: ignore[call-arg]
     status = status_of(error)
     assert 400 <= status < 600
-    assert (status in TRIED_AGAIN) == isinstance(error, RateLimitError | TimedOutError)
+    again = RateLimitError | SlowBodyError | TimedOutError
+    assert (status in TRIED_AGAIN) == isinstance(error, again)
 
 
 def test_who_may_come_again_is_told_when() -> None:

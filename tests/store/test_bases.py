@@ -56,7 +56,8 @@ def test_a_base_is_remembered_where_it_is(bases: BaseStore, directory: Path) -> 
         path.name: hash_file(path)[1] for path in directory.iterdir()
     }
     assert base.size == sum(path.stat().st_size for path in directory.iterdir())
-    assert [path.name for path in (bases.folder / "my-base").iterdir()] == ["base.json"]
+    kept = {path.name for path in (bases.folder / "my-base").iterdir()}
+    assert kept == {"base.json", "tokenizer-digest.json"}
     bases.check_integrity()
 
 
@@ -143,7 +144,7 @@ def test_a_base_is_found_by_name_or_digest(bases: BaseStore, directory: Path) ->
         assert bases.find(wanted) == base
     with pytest.raises(NotFoundError, match="no base is called") as error:
         bases.find("Qwen/Qwen3-0.8B")
-    assert error.value.hint == "did you mean Qwen/Qwen3-0.6B?"
+    assert error.value.hint.startswith("did you mean Qwen/Qwen3-0.6B? known: Qwen/Qwen3-0.6B; ")
     with pytest.raises(NotFoundError) as error:
         bases.find("None")
     assert "base add" in error.value.hint
@@ -177,14 +178,37 @@ def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
     assert bases.meant_by("one/tiny") == first
 
 
-def test_the_default_is_the_base_that_was_added_last(
-    bases: BaseStore, directory: Path, tmp_path: Path
+def test_the_label_of_a_quantised_copy_means_the_base_that_it_was_made_from(
+    bases: BaseStore, directory: Path
 ) -> None:
-    assert bases.default() is None
-    bases.add(directory)
-    other = write_base(tmp_path / "a-other", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
-    newer = bases.add(other)
-    assert bases.default() == newer
+    base = bases.add(directory, name="acme/Tiny")
+    for label in ("acme/Tiny-bnb-4bit", "unsloth/tiny-unsloth-bnb-4bit", "tiny-bnb-8bit"):
+        assert bases.meant_by(label) == base
+    assert bases.meant_by("acme/Tiny-4bit") is None
+
+
+def test_a_base_is_found_by_its_folder_however_that_is_written(
+    bases: BaseStore, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = bases.add(directory, name="mine")
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    monkeypatch.chdir(directory.parent)
+    for wanted in (str(directory), f"{directory}/.", str(link), f"./{directory.name}"):
+        assert bases.find(wanted) == base
+    for wanted in ("", " ", str(tmp_path), "nowhere", "a\0b", "x" * 5000, "~nobody-at-all/x"):
+        with pytest.raises(NotFoundError, match="no base is called"):
+            bases.find(wanted)
+
+
+def test_a_name_wins_over_a_folder_of_that_name(
+    bases: BaseStore, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases.add(directory, name="here")
+    other = write_base(tmp_path / "there", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
+    named = bases.add(other, name=directory.name)
+    monkeypatch.chdir(directory.parent)
+    assert bases.find(directory.name) == named
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

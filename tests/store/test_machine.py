@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from expertctl.errors import ConflictError, NotFoundError
+from expertctl.errors import ChangedVersionError, NotFoundError
 from expertctl.reference import Reference
 from tests.store.shop import House, Shop
 
@@ -49,7 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.model.get(ref)
         try:
             (done,) = self.house.install(file, allow_unsigned=True)
-        except ConflictError:
+        except ChangedVersionError:
             assert old is not None
             assert old[0] != seed
             return

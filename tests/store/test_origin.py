@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.errors import ConflictError
+from expertctl.errors import ChangedVersionError
 from expertctl.install.doctor import examine
 from expertctl.package.read import read_package
 from expertctl.package.verify import verify_contents
@@ -68,13 +68,13 @@ def test_other_content_for_a_version_is_refused_whatever_its_registry(
     house: House, shop: Shop
 ) -> None:
     put(house, shop.package(), ONE)
-    with pytest.raises(ConflictError, match=f"installed, from {ONE} with other content"):
+    with pytest.raises(ChangedVersionError, match=f"{ONE} has sha256"):
         put(house, shop.package(seed=1), TWO)
-    with pytest.raises(ConflictError, match=f"installed, from {ONE} with other content"):
+    with pytest.raises(ChangedVersionError, match=f"{ONE} has sha256"):
         put(house, shop.package(seed=1))
     house.store.remove(only(house))
     put(house, shop.package())
-    with pytest.raises(ConflictError, match="installed, from a file with other content"):
+    with pytest.raises(ChangedVersionError, match=f"a file has .*, but {ONE} has"):
         put(house, shop.package(seed=1), ONE)
     assert only(house).registry == LOCAL
 

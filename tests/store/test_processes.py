@@ -55,7 +55,7 @@ def test_of_two_contents_for_one_version_one_wins(fast: Path, shop: Shop) -> Non
     files = [shop.package(seed=seed) for seed in (0, 1)]
     said = together([lambda f=file: house.install(f)[0].outcome for file in files * 2])
     assert said.count("installed") == 1
-    assert sum(text.startswith("ConflictError") for text in said) == 2
+    assert sum(text.startswith("ChangedVersionError") for text in said) == 2
     house.check()
 
 

@@ -41,6 +41,19 @@ def test_an_unsigned_expert_without_weights_digest_is_read_as_it_was_written() -
     assert parse_ref(encode_ref(expert), what="ref") == expert
 
 
+def test_a_ref_of_an_expert_with_a_canonical_tokenizer_is_read_as_it_was_written() -> None:
+    expert = replace(EXPERT, base=replace(EXPERT.base, tokenizer_version=2))
+    assert json.loads(encode_ref(expert))["base"]["tokenizer_version"] == 2
+    assert parse_ref(encode_ref(expert), what="ref") == expert
+
+
+def test_a_ref_of_version_1_is_what_earlier_releases_wrote() -> None:
+    base = json.loads(encode_ref(EXPERT))["base"]
+    assert sorted(base) == ["accepts", "arch", "name", "revision", "tokenizer", "weights"]
+    with pytest.raises(InvalidPackageError, match="not as expertctl wrote it"):
+        parse_ref(changed(base={**base, "tokenizer_version": 1}), what="ref")
+
+
 def test_the_size_counts_every_file_and_the_signature() -> None:
     assert EXPERT.size == 22
     assert EXPERT.ref == "acme/sql@1.2.0-rc.1"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
+from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, StoreError, UsageError
 from expertctl.package.read import read_package
 from expertctl.package.verify import verify_contents, verify_file
 from expertctl.reference import Reference
@@ -181,9 +181,9 @@ def test_the_same_content_under_a_new_signature_is_a_re_sign(house: House, shop:
 def test_other_content_for_a_version_is_refused(house: House, shop: Shop) -> None:
     put(house, shop.package())
     before = house.files()
-    with pytest.raises(ConflictError, match="already installed with other content") as error:
+    with pytest.raises(ChangedVersionError, match="has another content than before") as error:
         add(house, shop.package(seed=9))
-    assert "expertctl remove acme/sql@1.0.0" in error.value.hint
+    assert "--accept-changed acme/sql@1.0.0" in error.value.hint
     assert house.files() == before
 
 

@@ -1,10 +1,12 @@
 """What remembered runs come to, against counts made by hand."""
 
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
+from expertctl.digest import Digest
 from expertctl.store.history import History
 from expertctl.store.index_database import IndexDatabase
 from expertctl.store.job import JobTimes
@@ -59,6 +61,17 @@ def test_the_most_used_expert_is_first_and_counts_of_forgotten_runs_stay(history
     assert y.success == pytest.approx(3 / 5)
     assert x.success is None
     assert len(tally(history).alone.jobs) == 1
+
+
+def test_a_version_that_was_installed_again_is_one_row(history: History) -> None:
+    again = replace(X, content_digest=Digest.of(b"built again"))
+    history.record(a_job(0, X, at=NOW - DAY))
+    history.record(a_job(1, again, at=NOW))
+    history.judge(a_job(0).job_id, "bad")
+    [x] = tally(history).experts
+    assert (x.ref, x.content_digest) == (X.ref, again.content_digest)
+    assert (x.uses, len(x.runs.jobs), x.runs.bad, x.last_used) == (2, 2, 1, NOW)
+    assert x.success is None, "what was said of other content says nothing of this one"
 
 
 def test_a_run_that_only_failed_names_its_expert_without_a_use(history: History) -> None:

@@ -71,10 +71,20 @@ def test_what_a_registry_grants_counts_for_packages_from_there() -> None:
 
 @pytest.mark.parametrize("host", [None, "local"])
 def test_a_file_counts_as_from_the_one_registry_of_its_namespace(host: str | None) -> None:
+    ambiguous = given(Grant("acme", None, ONE), Grant("acme", None, TWO))
     assert may(pinned(ONE), host)
-    assert not may(pinned(ONE, TWO), host)
-    assert may(pinned(ONE, TWO).with_registry(registry(TWO, "acme")), host)
+    assert not may(ambiguous, host)
+    assert may(ambiguous.with_registry(registry(TWO, "acme")), host)
     assert not may(TrustRecord(), host)
+
+
+def test_a_namespace_stays_that_of_its_first_registry_when_another_is_pinned() -> None:
+    record = pinned(ONE, TWO)
+    assert record.homes("acme") == (ONE,)
+    assert record.other_home("acme", TWO) == ONE
+    assert record.other_home("acme", ONE) is None
+    assert record.other_home("acme", "local") is None
+    assert record.with_registry(registry(TWO, "acme")).homes("acme") == (TWO,)
 
 
 def test_a_revocation_by_a_registry_holds_there_and_for_files_of_its_namespace() -> None:

@@ -33,7 +33,8 @@ from expertctl.engine.kernels.cpu import compiled_features, host_cpu
 from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
 
-COMPILING = "compiling kernels for this machine and this way of running, once"
+COMPILING = "compiling kernels for this machine, once"
+COMPILING_MORE = "compiling more kernels, for another dtype or way of running"
 COMPILING_AGAIN = "compiling kernels; they are not kept: the home is not yours alone to write"
 COMPILING_BY_ANOTHER = (
     "compiling kernels; they are not kept: this numba is newer than what is known"
@@ -123,7 +124,7 @@ def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code
     """Load, or compile and keep; alone, for numba numbers its files as if no other process did."""
     mark = folder / f"{name}.kept"
     if not mark.exists():
-        _tell(COMPILING)
+        _tell(COMPILING_MORE if any(folder.glob("*.kept")) else COMPILING)
     try:
         with _numba_keeps_in(folder):
             code = compile_code(True)

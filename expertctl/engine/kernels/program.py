@@ -29,6 +29,11 @@ class Program:
     _kept: tuple[object, ...]
     """What the addresses in the table point into."""
 
+    def part(self, begin: int, end: int) -> "Program":
+        """Return some of its operations as a program."""
+        names, places = self.names[begin:end], self.places[begin:end]
+        return Program(self.table[begin:end], names, places, self._kept)
+
 
 class ProgramBuilder:
     """Collects operations and keeps alive what they point to."""

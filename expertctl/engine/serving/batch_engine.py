@@ -176,6 +176,7 @@ class BatchEngine:
                 peak=memory.peak,
                 kv_limit=memory.budget - beside,
                 kv_in_use=house.kv_in_use,
+                kv_kept_limit=house.kept_kv_limit,
                 kv_block=house.base.kv_bytes(BLOCK),
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),
@@ -275,7 +276,7 @@ class BatchEngine:
     def _to_compile_for(self) -> list[Installed]:
         """Return an expert for each set of adapter kinds that needs kernels of its own."""
         base = self._house.base
-        if base.backend.name != "packed":
+        if base.backend.name != "packed" or not self.settings.warm_experts:
             return []
         kinds: dict[frozenset[tuple[str, str]], Installed] = {}
         for expert in self._desk.inventory().result().experts:

@@ -24,6 +24,8 @@ class BatchSettings:
     """Its name; None: the only one there is, or the one that `expertctl base` prefers."""
     budget: int | None = None
     """Bytes of the device's memory; None: as much as `run` would take."""
+    kept_kv: int | None = None
+    """Bytes of keys and values that are kept for later requests; None: a part of the budget."""
     device: DeviceName = "cpu"
     dtype: Dtype | None = None
     adapter_dtype: AdapterDtype = "published"
@@ -39,5 +41,7 @@ class BatchSettings:
     """How many jobs may wait; more are refused."""
     on_budget: Literal["queue", "fewer"] = "queue"
     """What is done when experts do not fit: wait, or leave out those that never would."""
+    warm_experts: bool = True
+    """Whether kernels are compiled at the start for each kind of the installed experts."""
     warm: tuple[str, ...] = ()
     """Prompts that are answered with a few tokens before the first job is taken."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from expertctl.engine.answer_form import Checked
+from expertctl.engine.answer_form import Checked, excuse_cut_answer
 from expertctl.engine.generate import Generated
 from expertctl.engine.outcome import Outcome
 from expertctl.engine.preparation import plan_request
@@ -257,7 +257,7 @@ class Desk:
         if job.check is not None and generated.finish_reason not in {"cancelled", "timeout"}:
             found = job.check(generated.text)
             if isinstance(found, Checked):
-                return found
+                return excuse_cut_answer(found, finish_reason=generated.finish_reason)
             generated = replace(generated, text=found)
         assert ticket.prepared is not None
         return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)

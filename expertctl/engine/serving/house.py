@@ -6,7 +6,7 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +14,12 @@ from expertctl.digest import no_progress
 from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
-from expertctl.engine.budget import PURPOSES, Budget
+from expertctl.engine.budget import PURPOSES, Budget, kept_kv_limit
 from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import OpenBase
-from expertctl.engine.memory import budget_limit, usual_budget
+from expertctl.engine.memory import budget_limit, resident, usual_budget
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.habit_keeper import learnt_guide
@@ -32,6 +32,7 @@ from expertctl.engine.preparation import (
     prepare_on,
 )
 from expertctl.engine.presence import Presence
+from expertctl.engine.prompt_scores import PromptScores, score_bytes
 from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Ready, Residents, kv_wanted
 from expertctl.engine.run_result import MemoryUse
@@ -39,6 +40,7 @@ from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.room_for_experts import RoomForExperts
 from expertctl.engine.serving.room_for_texts import told_of_room
+from expertctl.engine.serving.stated_memory import describe_memory
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -64,6 +66,7 @@ from expertctl.telling import WARNING, Tell
 _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""
 _WHAT = "the buffers of the batch"
+_SCORES = "the log-probabilities of a prompt"
 AT_ONCE = 64
 """How many tokens of an answer have memory when it begins; it gets more as it grows."""
 
@@ -77,9 +80,17 @@ class House:
         """Hold nothing yet."""
         self.settings = settings
         self.budget = Budget(budget_limit(settings.budget, settings.device))
+        self.kept_kv_limit = kept_kv_limit(settings.kept_kv, self.budget.limit)
+        """The most bytes of keys and values that are kept for later requests."""
         ram = None if settings.device == "cpu" else Budget(usual_budget())
         self.residents = Residents(
-            planner, self.budget, ram=ram, progress=no_progress, tell=tell, moe=settings.moe
+            planner,
+            self.budget,
+            ram=ram,
+            progress=no_progress,
+            tell=tell,
+            moe=settings.moe,
+            kept_kv=self.kept_kv_limit,
         )
         self._planner, self._torch_below, self._tell = planner, torch_below, tell
         self._presence = Presence(planner.home.engines, self.budget)
@@ -125,6 +136,16 @@ class House:
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()
+        self._tell(self._described_memory())
+
+    def _described_memory(self) -> str:
+        return describe_memory(
+            budget=self.budget.limit,
+            kept_kv=self.kept_kv_limit,
+            weights=self.base.weight_bytes,
+            resident=resident() if self.settings.device == "cpu" else None,
+            entered=self.budget.used,
+        )
 
     def _opened(self, request: RunRequest, planned: Planned, beside: int) -> OpenBase:
         base = opened(
@@ -218,10 +239,12 @@ class House:
         *,
         cache_key: str | None,
         written: Sequence[int] = (),
+        scores: PromptScores | None = None,
     ) -> Iterator[Ready]:
         """Lend keys and values to one text, and prepare the base to read it; for the writer.
 
-        ``written`` are tokens of its answer that exist already and are read again.
+        ``written`` are tokens of its answer that exist already and are read again. With ``scores``
+        the whole prompt is read, even where an earlier text began in the same way.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -229,8 +252,8 @@ class House:
         wanted = kv_wanted(self.base, prepared, cache_key)
         ids = (*wanted.ids, *written)
         at_once = min(wanted.capacity, wanted.virtual + len(ids) + AT_ONCE)
-        wanted = replace(wanted, ids=ids, at_once=at_once)
-        with self._widened_for(wanted, width=memory.plan.width) as kv:
+        wanted = replace(wanted, ids=ids, at_once=at_once, reuse=scores is None)
+        with self._scoring(scores), self._widened_for(wanted, width=memory.plan.width) as kv:
             tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
@@ -324,6 +347,13 @@ class House:
             memory_budget=self.budget.limit,
         )
         return replace(request, route=route)
+
+    def _scoring(self, scores: PromptScores | None) -> AbstractContextManager[None]:
+        """Hold the memory that scoring a prompt takes, for as long as its text is written."""
+        if scores is None:
+            return nullcontext()
+        size = score_bytes(len(scores.ids), top=scores.top, vocabulary=self.base.config.vocab_size)
+        return self.residents.tiers.holding(Tier.DEVICE, "buffers", size, what=_SCORES)
 
     @contextmanager
     def _widened_for(self, wanted: KVWanted, *, width: int) -> Iterator[KVLoan[KVRoom]]:

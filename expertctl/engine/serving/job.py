@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expertctl.engine.answer_form import Checked
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
+from expertctl.engine.stop import USUAL_RULES, StopRules
 from expertctl.errors import ExpertError
 from expertctl.routing.plan import Plan
 
@@ -35,6 +37,9 @@ class Job:
     """How many answers, each drawn with a seed of its own."""
     logprobs: int | None = None
     """How many of the likeliest tokens are told beside each drawn one; None: no scores at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt; None: they are not scored."""
+    stop_rules: StopRules = USUAL_RULES
     remember: bool = True
     """Whether it counts as a use of its experts."""
     check: Check | None = None
@@ -72,12 +77,16 @@ class Started:
 class Piece:
     """Text that has become certain, the number of its answer, and its tokens if asked for.
 
-    The text may be empty where there are tokens: theirs is not certain yet.
+    The text may be empty where there are tokens: theirs is not certain yet. The log-probabilities
+    of the prompt come once, with the first piece of the first answer, however empty that is.
     """
 
     number: int
     text: str
     drawn: tuple[Drawn, ...] = ()
+    written: int = 0
+    """How many tokens of this answer there are by now."""
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.generate import Writer
 from expertctl.engine.lent import Lent
 from expertctl.engine.moe.habit_keeper import SECONDS as IDLE_SECONDS
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.residents import Ready
 from expertctl.engine.serving.batch import Batch
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
+from expertctl.engine.serving.chunk_size import LEAST_CHUNK, LEAST_CHUNK_FROM_DISK
 from expertctl.engine.serving.desk import Desk
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Started
@@ -49,7 +51,9 @@ class Press:
         self, house: House, board: Board, desk: Desk, *, tell: Tell, broke: Broke = lambda: None
     ) -> None:
         """Begin without a text; the base is in memory. ``broke`` is called if it cannot go on."""
-        self.batch = Batch(house.model, rows=house.settings.rows)
+        # each chunk may have experts read from the disk: few large ones read them least often
+        least = LEAST_CHUNK if house.model.experts is None else LEAST_CHUNK_FROM_DISK
+        self.batch = Batch(house.model, rows=house.settings.rows, least_chunk=least)
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
         self._lacked: tuple[Ticket | None, float] = None, 0.0
@@ -182,23 +186,13 @@ class Press:
         plan, prompt = prepared.planned.result.plan, prepared.prompt
         ticket.clock.lap("queue")
         with ExitStack() as stack:
-            lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key)
+            scores = _scores_of(ticket) if number == 0 else None
+            lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key, scores=scores)
             ready = stack.enter_context(lending)
             ticket.clock.lap("load")
             if number == 0:
                 ticket.tell(Started(plan, len(prompt.ids), ready.reused))
-            tokenizer = ready.base.tokenizer
-            text = Text(
-                ticket,
-                number,
-                ready.model.reading(ready.kv.cache, ready.plan),
-                Writer(
-                    tokenizer, plan.params, seed=plan.seed + number, max_tokens=prompt.max_tokens
-                ),
-                room=ready.kv.cache,
-                unread=prompt.ids[ready.reused :],
-                tokenizer=tokenizer,
-            )
+            text = _new_text(ticket, ready, number, scores)
             made_with = memory.loads, memory.moved, self._house.threads
             # the job's other texts may still wait for rows
             clock = deepcopy(ticket.clock)
@@ -264,8 +258,9 @@ class Press:
         assert prepared is not None
         assert memory is not None
         with ExitStack() as stack:
+            scores = None if text.scores is None or text.scores.is_complete else text.scores
             lending = self._house.lent(
-                prepared, memory, cache_key=ticket.cache_key, written=written
+                prepared, memory, cache_key=ticket.cache_key, written=written, scores=scores
             )
             try:
                 ready = stack.enter_context(lending)
@@ -274,7 +269,9 @@ class Press:
                     self._put_out(ticket, error)
                 return False
             ids = (*prepared.prompt.ids, *written)
-            reading = ready.model.reading(ready.kv.cache, ready.plan)
+            reading = ready.model.reading(
+                ready.kv.cache, ready.plan, scores=None if scores is None else scores.take
+            )
             text.go_on(reading, ready.kv.cache, ids[ready.reused :])
             self._lent[text] = _Loan(ready, stack.pop_all())
         return True
@@ -366,3 +363,36 @@ def _ended(lent: Lent) -> Lent:
 
 def _failure() -> ExpertError:
     return ExpertError("the server failed to answer this", hint="its log says why")
+
+
+def _new_text(ticket: Ticket, ready: Ready, number: int, scores: PromptScores | None) -> Text:
+    """Return an answer of a job, whose prompt is read from where kept keys and values end."""
+    assert ticket.prepared is not None
+    plan, prompt = ticket.prepared.planned.result.plan, ticket.prepared.prompt
+    tokenizer, take = ready.base.tokenizer, None if scores is None else scores.take
+    return Text(
+        ticket,
+        number,
+        ready.model.reading(ready.kv.cache, ready.plan, scores=take),
+        Writer(
+            tokenizer,
+            plan.params,
+            seed=plan.seed + number,
+            max_tokens=prompt.max_tokens,
+            rules=ticket.job.stop_rules,
+            end_ids=prompt.end_ids,
+        ),
+        room=ready.kv.cache,
+        unread=prompt.ids[ready.reused :],
+        tokenizer=tokenizer,
+        scores=scores,
+    )
+
+
+def _scores_of(ticket: Ticket) -> PromptScores | None:
+    """Return what the log-probabilities of a prompt are recorded in, if they are wanted."""
+    top, prepared = ticket.job.prompt_logprobs, ticket.prepared
+    assert prepared is not None
+    if top is None:
+        return None
+    return PromptScores(prepared.prompt.ids, top=top, virtual=prepared.prompt.virtual)

@@ -57,6 +57,8 @@ class Snapshot:
     """What keys and values may take beside what else is held."""
     kv_in_use: int
     """Keys and values of texts that run; `held` counts those that are kept, too."""
+    kv_kept_limit: int
+    """What those may take that are kept for later requests."""
     kv_block: int
     """Bytes of the keys and values of `BLOCK` tokens."""
     traffic: Mapping[str, Traffic]

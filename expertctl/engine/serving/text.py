@@ -1,18 +1,28 @@
 """`Text`: one answer that is being written, in its row of the batch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from expertctl.engine.decoder import PrefillResult
 from expertctl.engine.generate import Generated, Reading, Writer
 from expertctl.engine.kv_room import KVRoom
+from expertctl.engine.prompt_scores import PromptScores
+from expertctl.engine.serving.chunk_size import Chunk
 from expertctl.engine.serving.job import Drawn, Likely, Piece
 from expertctl.engine.serving.ticket import Stopped, Ticket
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import BudgetError, ExpertError
+
+Prefill = Callable[[Reading, Sequence[int]], PrefillResult]
+
+
+def prefill_at_once(reading: Reading, ids: Sequence[int]) -> PrefillResult:
+    """Read a part of a prompt in one go."""
+    return reading.prefill(ids)
 
 
 class Text:
@@ -28,14 +38,22 @@ class Text:
         room: KVRoom,
         unread: Sequence[int],
         tokenizer: Tokenizer,
+        scores: PromptScores | None = None,
     ) -> None:
-        """Begin with ``unread`` tokens of the prompt, at least one."""
+        """Begin with ``unread`` tokens of the prompt, at least one.
+
+        ``scores`` is filled in by ``reading``, and told with the first piece.
+        """
         self.ticket, self.number, self.writer = ticket, number, writer
         self.go_on(reading, room, unread)
         self.served = 0
         """In which pass it was served last."""
+        self.last_chunk: Chunk | None = None
+        """What of its prompt was read last."""
         self.error: ExpertError | None = None
         """Why it cannot go on."""
+        self.scores = scores
+        self._untold = scores
         self._tokenizer, self._is_again = tokenizer, False
         self._begun = time.perf_counter()
         self._prefilled, self._prefill_ms = 0, 0.0
@@ -80,22 +98,27 @@ class Text:
         """The token that is read next, while the text is written."""
         return self.writer.tokens[-1]
 
-    def read(self, most: int) -> None:
+    def read(self, most: int, *, prefill: Prefill = prefill_at_once) -> None:
         """Read so many tokens of the prompt at most; after its last, draw the first of the answer.
 
         Raises:
             ExpertError: when its scores are not numbers.
         """
-        now, self._unread = self._unread[:most], self._unread[most:]
-        result = self.reading.prefill(now)
+        result = prefill(self.reading, self._unread[:most])  # it is being read meanwhile
+        self._unread = self._unread[most:]
         if self._is_again:
             self._decode_ms += result.ms
         else:
             self._prefilled += result.tokens
             self._prefill_ms += result.ms
-        if not self._unread:
+        if self._unread:
+            return
+        if self.writer.max_tokens == 0:
+            self.writer.end_unwritten()
+            self._tell("", ())
+        else:
             self.take(result.logits)
-            self._first_ms = self._first_ms or self._ms()
+        self._first_ms = self._first_ms or self._ms()
 
     def count_step(self, ms: float) -> None:
         """Count a step that it took part in."""
@@ -140,8 +163,11 @@ class Text:
         return (time.perf_counter() - self._begun) * 1e3
 
     def _tell(self, text: str, drawn: tuple[Drawn, ...]) -> None:
-        if text or drawn:
-            self.ticket.tell(Piece(self.number, text, drawn))
+        prompt = self._untold if self.scores is not None and self.scores.is_complete else None
+        if text or drawn or prompt is not None:
+            self.ticket.tell(Piece(self.number, text, drawn, len(self.writer.tokens), prompt))
+        if prompt is not None:
+            self._untold = None
 
 
 def _drawn(token: int, logits: Tensor, most: int, tokenizer: Tokenizer) -> Drawn:

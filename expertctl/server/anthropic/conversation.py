@@ -1,8 +1,8 @@
 """The messages of a request, as they are sent, and as the chat template reads them.
 
 Adjacent messages of one role become one. A tool's answer becomes a message of its own, after the
-call, and each call must be answered in the next turn. The last message must not be the
-assistant's: an answer is always a new turn.
+call, and each call must be answered in the next turn. A last message of the assistant is the
+beginning of the answer, which holds only what follows it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -64,9 +64,9 @@ def messages_of(system: Texts | None, turns: Sequence[Turn]) -> tuple[Message, .
     said = texts_of(system or "")
     first = [Message("system", said)] if said else []
     messages = tuple(_joined([*first, *_Reader().messages(turns)]))
-    if messages[-1].role == "assistant":
+    if messages[-1].role == "assistant" and not messages[-1].content.strip():
         raise FieldError(
-            "messages: the last one is of the assistant; an answer is always a new turn",
+            "messages: the last one is of the assistant and has no text to go on from",
             field="messages",
         )
     check_length(messages)

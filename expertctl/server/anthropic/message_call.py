@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.message import ChatEnd, Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
@@ -22,7 +22,7 @@ from expertctl.server.anthropic.message_request import (
     check_thinking,
 )
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
-from expertctl.server.asked_text import check_tools, routed_by
+from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -30,9 +30,11 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
-from expertctl.server.sampling_fields import as_published, top_p_of
+from expertctl.server.sampling_fields import top_k_of, top_p_of
+from expertctl.server.settings import ServeSettings
 from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
+from expertctl.server.unknown_fields import ignored_warning
 
 NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
 
@@ -44,6 +46,11 @@ class Asked:
     messages: tuple[Message, ...]
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
+
+    @property
+    def end(self) -> ChatEnd:
+        """How the prompt ends: text of the assistant at the end is continued."""
+        return "continue" if can_continue(self.messages[-1]) else "new_turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class MessageCall:
     shows_thinking: bool
     stop_sequences: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     async def thought_tokens(self, results: Sequence[RunResult]) -> int:
         """Return how many tokens of the answer are thought."""
@@ -95,9 +104,10 @@ def message_call(
     caller: Caller,
     base_name: str,
     text: BaseText,
-    usual: float | None,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> MessageCall:
-    """Read a request to a server of one base; ``usual``: its time in seconds if it names none.
+    """Read a request to a server of one base; ``ignored`` fields were left out of it.
 
     Raises:
         FieldError: when a field asks for what is not done here.
@@ -105,7 +115,7 @@ def message_call(
         ModelNotFoundError: when there is no such model.
     """
     check_thinking(request)
-    choice = chosen(request.model, base_name=base_name)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     asked = asked_of(request, text)
     reading = _reading(request, asked, text)
     job = Job(
@@ -113,12 +123,8 @@ def message_call(
         request=_run_request(request, asked, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-        deadline=deadline_of(request.timeout_ms, usual=usual),
-        check=answer_check(
-            reading,
-            form=_form(request),
-            tools=strict_tools(request.tools or ()) if reading.tools else (),
-        ),
+        deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
+        check=_check(request, asked, reading),
     )
     return MessageCall(
         job=job,
@@ -127,8 +133,22 @@ def message_call(
         model=request.model,
         shows_thinking=request.shows_thinking,
         stop_sequences=tuple(request.stop_sequences or ()),
-        warnings=(NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else (),
+        warnings=(*ignored_warning(ignored), *_not_enforced(request)),
+        ignored=tuple(ignored),
     )
+
+
+def _check(request: MessageRequest, asked: Asked, reading: Reading) -> Check | None:
+    return answer_check(
+        reading,
+        form=_form(request),
+        tools=strict_tools(request.tools or ()) if reading.tools else (),
+        before=asked.messages[-1].content if asked.end == "continue" else "",
+    )
+
+
+def _not_enforced(request: MessageRequest) -> tuple[str, ...]:
+    return (NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else ()
 
 
 def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
@@ -137,7 +157,8 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         tools=frozenset(tool.name for tool in asked.tools),
         one_call=one_call(request.tool_choice),
         thinks=text.thinks,
-        opened=text.opens_thinking(asked.variables),
+        opened=opens_thinking(text, asked.variables, asked.messages[-1], end=asked.end),
+        json_asked=bool(request.output_config and request.output_config.format),
     )
 
 
@@ -151,7 +172,7 @@ def _run_request(
         exclude=tuple(parse_target(one) for one in request.exclude_experts or ()),
         base_alone=choice.base_alone,
         seed=request.seed,
-        wishes=_wishes(request, auto=choice.auto),
+        wishes=_wishes(request),
         max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
     )
     check_request(route)
@@ -161,21 +182,21 @@ def _run_request(
         experts=choice.force,
         turns=asked.messages,
         variables=asked.variables,
+        chat_end=asked.end,
         cache_key=_cache_key(request, caller),
     )
 
 
-def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn; with ``auto``, the experts decide what the request omits."""
+def _wishes(request: MessageRequest) -> SamplingWishes:
+    """Return what the request says of how tokens are drawn."""
     stop = request.stop_sequences
-    given = SamplingWishes(
+    return SamplingWishes(
         temperature=request.temperature,
         top_p=top_p_of(request.top_p),
-        top_k=request.top_k,
+        top_k=top_k_of(request.top_k),
         max_tokens=request.max_tokens,
         stop=None if stop is None else tuple(stop),
     )
-    return given if auto else as_published(given)
 
 
 def _cache_key(request: MessageRequest, caller: Caller) -> str:

@@ -14,7 +14,7 @@ from expertctl.server.anthropic.conversation import Turn
 from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, OfferedTool
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
-from expertctl.server.sampling_fields import within
+from expertctl.server.sampling_fields import TopK, within
 
 MAX_TURNS = 10_000
 LEAST_THINKING = 1024
@@ -110,7 +110,7 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, within("top_p")] | None = None
-    top_k: Annotated[int, within("top_k")] | None = None
+    top_k: TopK | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None

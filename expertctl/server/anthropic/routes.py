@@ -4,6 +4,7 @@ The version that a client names in ``anthropic-version`` makes no difference: th
 """
 
 from functools import partial
+from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
@@ -16,14 +17,16 @@ from expertctl.server.anthropic.message_document import TokenCount
 from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
 from expertctl.server.anthropic.message_stream import message_lines
 from expertctl.server.base_text import BaseText
-from expertctl.server.body import read_body
+from expertctl.server.body import Body, read_lenient_body
 from expertctl.server.caller import caller_of
 from expertctl.server.generation import finished
 from expertctl.server.model_name import chosen
 from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
 from expertctl.server.sse import event_stream, while_connected
+from expertctl.server.unknown_fields import ignored_headers
 
+_Kind = TypeVar("_Kind")
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 _COUNTS = 2
@@ -48,31 +51,40 @@ class _Wire:
 
     async def create(self, request: Request) -> Response:
         """Answer with the next message of a conversation."""
-        body = await read_body(request, MessageRequest)
         service = self._service
+        body = await self._body(request, MessageRequest)
         call = message_call(
-            body,
+            body.value,
             caller=caller_of(request),
             base_name=service.engine.base_name,
             text=self._text(),
-            usual=service.settings.timeout,
+            settings=service.settings,
+            ignored=body.ignored,
         )
-        if body.stream:
-            return event_stream(request, message_lines(service.engine, call))
+        headers = ignored_headers(call.ignored)
+        if body.value.stream:
+            return event_stream(request, message_lines(service.engine, call), headers=headers)
         came = await while_connected(request, finished(service.engine, call.job))
         thought = await call.thought_tokens(came.results)
-        return json_reply(message_of(call, came.results[0], thought=thought))
+        return json_reply(message_of(call, came.results[0], thought=thought), headers=headers)
 
     async def count(self, request: Request) -> Response:
         """Answer with the number of tokens that the base would read."""
-        body = await read_body(request, CountRequest)
-        chosen(body.model, base_name=self._service.engine.base_name)
+        body, service = await self._body(request, CountRequest), self._service
+        chosen(
+            body.value.model,
+            base_name=service.engine.base_name,
+            aliases=service.settings.aliases,
+        )
         text = self._text()
-        asked = asked_of(body, text)
-        counting = partial(text.count, asked.messages, asked.variables)
+        asked = asked_of(body.value, text)
+        counting = partial(text.count, asked.messages, asked.variables, end=asked.end)
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
-        return json_reply(TokenCount(input_tokens=tokens))
+        return json_reply(TokenCount(input_tokens=tokens), headers=ignored_headers(body.ignored))
+
+    async def _body(self, request: Request, kind: type[_Kind]) -> Body[_Kind]:
+        return await read_lenient_body(request, kind, strict=self._service.settings.strict_fields)
 
     def _text(self) -> BaseText:
         return BaseText(self._service.engine.tokenizer)

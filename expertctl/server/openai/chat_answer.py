@@ -40,7 +40,8 @@ def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> Cha
             [
                 Answered(index, result, one.warnings)
                 for index, (result, one) in enumerate(zip(came.results, read, strict=True))
-            ]
+            ],
+            ignored=call.ignored,
         ),
     )
 

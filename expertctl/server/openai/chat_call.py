@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import ChatEnd, Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
@@ -15,7 +15,7 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
-from expertctl.server.asked_text import check_tools, routed_by
+from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -24,7 +24,7 @@ from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import route_of
+from expertctl.server.openai.shared_fields import route_of, stop_rules
 from expertctl.server.openai.tool import Tool, offered, strict_tools
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
@@ -53,6 +53,9 @@ class ChatCall:
     model: str
     created: int
     with_usage: bool
+    with_running_usage: bool = False
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token; None if they cannot be known."""
@@ -76,26 +79,24 @@ def chat_call(
     base_name: str,
     text: BaseText,
     settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> ChatCall:
-    """Read a chat request to a server of one base.
+    """Read a chat request to a server of one base; ``ignored`` fields were left out of it.
 
     Raises:
         FieldError: when a field asks for what is not done here.
         UsageError: when fields do not fit together.
         ModelNotFoundError: when there is no such model.
     """
-    check_neutral(request)
-    choice = chosen(request.model, base_name=base_name)
+    not_done = check_neutral(request, strict=settings.strict_fields)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     tools = _tools(request, text)
     variables = _variables(request, tools)
-    reading = Reading(
-        form=text.form,
-        tools=frozenset(tool.function.name for tool in tools),
-        one_call=request.parallel_tool_calls is False,
-        thinks=text.thinks,
-        opened=text.opens_thinking(variables),
-    )
     turns = with_known_ids(messages_of(request.messages), text.form)
+    end = _chat_end(request, turns[-1])
+    reading = _reading(
+        request, text, tools, opened=opens_thinking(text, variables, turns[-1], end=end)
+    )
     prompt = routed_by(turns)
     asked = RunRequest(
         message=UserMessage(prompt=prompt),
@@ -103,6 +104,7 @@ def chat_call(
         experts=choice.force,
         turns=turns,
         variables=variables,
+        chat_end=end,
         cache_key=_cache_key(request, caller),
     )
     return ChatCall(
@@ -112,7 +114,41 @@ def chat_call(
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
+        with_running_usage=request.with_running_usage,
+        ignored=(*ignored, *not_done),
     )
+
+
+def _reading(
+    request: ChatRequest, text: BaseText, tools: Sequence[Tool], *, opened: bool
+) -> Reading:
+    form = request.response_format
+    return Reading(
+        form=text.form,
+        tools=frozenset(tool.function.name for tool in tools),
+        one_call=request.parallel_tool_calls is False,
+        thinks=text.thinks,
+        opened=opened,
+        json_asked=form is not None and form.is_json,
+    )
+
+
+def _chat_end(request: ChatRequest, last: Message) -> ChatEnd:
+    """Return how the prompt ends; text of the assistant at the end is continued unless refused."""
+    wanted, opened = request.continue_final_message, request.add_generation_prompt
+    if wanted and opened:
+        raise FieldError(
+            "continue_final_message: it cannot be given with add_generation_prompt",
+            field="continue_final_message",
+        )
+    if wanted and not can_continue(last):
+        raise FieldError(
+            "continue_final_message: the last message is no text of the assistant",
+            field="continue_final_message",
+        )
+    if wanted or (wanted is None and opened is None and can_continue(last)):
+        return "continue"
+    return "as_is" if opened is False else "new_turn"
 
 
 def _job(
@@ -130,11 +166,13 @@ def _job(
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
         texts=request.texts,
+        stop_rules=stop_rules(request, max_tokens=_max_tokens(request)),
         logprobs=_logprobs(request),
         check=answer_check(
             reading,
             form=_form(request, settings),
             tools=strict_tools(request.tools or ()) if reading.tools else (),
+            before=asked.turns[-1].content if asked.chat_end == "continue" else "",
         ),
     )
 

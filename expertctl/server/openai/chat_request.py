@@ -43,6 +43,8 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     metadata: Annotated[dict[_METADATA_KEY, Key], Meta(max_length=_MAX_METADATA)] | None = None
     prompt_cache_key: Key | None = None
     safety_identifier: Key | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[Name, Any], Meta(max_length=64)] | None = None
 
     prompt_cache_options: CacheOptions | None = None

@@ -28,6 +28,7 @@ from expertctl.server.openai.logprobs import chat_logprobs
 from expertctl.server.openai.outcome import (
     Answered,
     EndReason,
+    RunningUsage,
     Usage,
     extension_of,
     fingerprint_of,
@@ -69,15 +70,23 @@ class ChatStream:
         self._readers = [AnswerReader(call.reading) for _ in range(call.job.texts)]
         self._calls = [0] * call.job.texts
         self._fingerprint: str | None = None
+        self._running = RunningUsage() if call.with_running_usage else None
 
     def chunks(self, event: Event) -> Iterator[ChatChunk]:
         """Yield the chunks that an event adds to the answer."""
         match event:
-            case Started(plan):
+            case Started(plan, prompt, reused):
+                if self._running is not None:
+                    self._running.read(prompt=prompt, cached=reused)
                 yield from self._begin(plan)
-            case Piece(index, text, drawn):
+            case Piece(index, text, drawn, written):
+                if self._running is not None:
+                    self._running.written[index] = written
                 yield from self._said(index, self._readers[index].push(text), drawn)
             case Finished(results):
+                if self._running is not None:
+                    counts = (len(result.generated.tokens) for result in results)
+                    self._running.written = dict(enumerate(counts))
                 yield from self._begin(results[0].planned.result.plan)
                 yield from self._ended(results)
             case Failed():
@@ -126,7 +135,7 @@ class ChatStream:
         *others, last = ends
         yield from others
         answered = [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
-        yield replace(last, expertctl=extension_of(answered))
+        yield replace(last, expertctl=extension_of(answered, ignored=self._call.ignored))
 
     def _end(self, index: int, result: RunResult) -> ChatChunk:
         calls = self._readers[index].calls
@@ -142,7 +151,12 @@ class ChatStream:
         reason: EndReason | None = None,
     ) -> ChatChunk:
         choice = ChunkChoice(index=index, delta=delta, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=None if self._call.with_usage else UNSET)
+        return self._chunk([choice], usage=self._usage_so_far())
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        if self._running is not None:
+            return self._running.usage()
+        return None if self._call.with_usage else UNSET
 
     def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(

@@ -2,18 +2,23 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.fim import find_fim_tokens
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Job
+from expertctl.engine.tokenizer import Tokenizer
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
-from expertctl.server.openai.completion_request import MAX_PROMPTS, CompletionRequest
+from expertctl.server.openai.completion_prompt import CompletionPrompt, read_prompts
+from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import route_of
+from expertctl.server.openai.shared_fields import route_of, stop_rules
 from expertctl.server.settings import ServeSettings
 
 MAX_TOKENS = 16
@@ -25,10 +30,15 @@ class CompletionCall:
     """One completion request, read."""
 
     jobs: tuple[Job, ...]
+    prompts: tuple[CompletionPrompt, ...]
+    tokenizer: Tokenizer
     model: str
     created: int
     with_usage: bool
     echo: bool
+    with_running_usage: bool = False
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
 
     @property
     def id(self) -> str:
@@ -41,36 +51,55 @@ class CompletionCall:
 
     def head(self, number: int) -> str:
         """Return the text that the answers to a prompt begin with: the prompt with ``echo``."""
-        return self.jobs[number].request.message.prompt if self.echo else ""
+        return self.prompts[number].shown(self.tokenizer) if self.echo else ""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether answers begin with the log-probabilities of the prompt's tokens."""
+        return self.jobs[0].prompt_logprobs is not None
 
 
 def completion_call(
-    request: CompletionRequest, *, caller: Caller, base_name: str, settings: ServeSettings
+    request: CompletionRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
 ) -> CompletionCall:
-    """Read a completion request to a server of one base.
+    """Read a completion request to a server of one base; ``ignored`` fields were left out of it.
+
+    Prompts whose log-probabilities are wanted are tokenised here, which may take a while.
 
     Raises:
         FieldError: when a field asks for what is not done here.
         UsageError: when fields do not fit together.
         ModelNotFoundError: when there is no such model.
     """
-    check_neutral(request)
-    _check_echo(request)
-    choice = chosen(request.model, base_name=base_name)
+    not_done = check_neutral(request, strict=settings.strict_fields)
+    _check_suffix(request, tokenizer)
+    choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
     deadline = deadline_of(request.timeout_ms, usual=settings.timeout)
-    asked = [_run_request(request, one, choice, caller=caller) for one in _prompts(request)]
+    prompts = read_prompts(request, tokenizer, parse_special=settings.completions_special_tokens)
+    asked = [_run_request(request, one, choice, caller=caller) for one in prompts]
     return CompletionCall(
         jobs=tuple(_job(request, one, owner=caller.id, deadline=deadline) for one in asked),
+        prompts=tuple(prompts),
+        tokenizer=tokenizer,
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
+        with_running_usage=request.with_running_usage,
         echo=bool(request.echo),
+        ignored=(*ignored, *not_done),
     )
 
 
 def _job(
     request: CompletionRequest, asked: RunRequest, *, owner: str, deadline: float | None
 ) -> Job:
+    is_only_read = request.max_tokens == 0
     return Job(
         id=uuid.uuid4().hex,
         request=asked,
@@ -78,46 +107,45 @@ def _job(
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline,
         texts=request.texts,
+        stop_rules=stop_rules(request, max_tokens=request.max_tokens or MAX_TOKENS),
         logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.scores_prompt else None,
+        remember=not is_only_read,
+        check=_pass if is_only_read else None,
     )
 
 
 def _run_request(
-    request: CompletionRequest, prompt: str, choice: Choice, *, caller: Caller
+    request: CompletionRequest, prompt: CompletionPrompt, choice: Choice, *, caller: Caller
 ) -> RunRequest:
     usual = None if choice.auto else MAX_TOKENS
-    max_tokens = usual if request.max_tokens is None else request.max_tokens
+    max_tokens = usual if request.max_tokens is None else max(1, request.max_tokens)
     return RunRequest(
-        message=UserMessage(prompt=prompt),
-        route=route_of(request, prompt, choice, max_tokens=max_tokens),
+        message=UserMessage(prompt=prompt.routed_by),
+        route=route_of(request, prompt.routed_by, choice, max_tokens=max_tokens),
         experts=choice.force,
-        plain=True,
+        raw=prompt.raw,
         cache_key=cache_key_of(caller, request.cache_key, request.session_id, request.user),
     )
 
 
-def _prompts(request: CompletionRequest) -> list[str]:
-    given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    prompts = [prompt for prompt in given if isinstance(prompt, str)]
-    if len(prompts) < len(given):
+def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:
+    if not request.suffix:
+        return
+    if find_fim_tokens(tokenizer) is None:
         raise FieldError(
-            "prompt: numbers of tokens are not read, only texts",
-            field="prompt",
-            hint="send the text that they stand for",
+            "suffix: this base has no fill-in-the-middle tokens",
+            field="suffix",
+            hint="leave it out, or ask a server of a base that was trained for it",
         )
-    if len(prompts) * request.texts > MAX_PROMPTS:
+    if request.echo:
         raise FieldError(
-            f"prompt: {len(prompts)} prompts with n {request.texts} are more answers than the "
-            f"{MAX_PROMPTS} that are allowed",
-            field="prompt",
-        )
-    return prompts
-
-
-def _check_echo(request: CompletionRequest) -> None:
-    if request.echo and request.logprobs is not None:
-        raise FieldError(
-            "echo: the tokens of the prompt have no logprobs here",
+            "echo: it does not go with suffix, behind which nothing is written",
             field="echo",
             hint="leave out the one or the other",
         )
+
+
+def _pass(_: str) -> Checked:
+    """Check nothing: no answer was asked for."""
+    return Checked(None)

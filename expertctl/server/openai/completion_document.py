@@ -21,11 +21,14 @@ Told = Annotated[Any, Meta(extra_json_schema={"anyOf": _EITHER})]
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """How likely the tokens of an answer were, and where in its text they begin."""
+    """How likely tokens were, and where in the text they begin.
+
+    With ``echo`` those of the prompt come first; nothing is said of the first token of all.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
 from expertctl.routing.plan import Plan
@@ -22,9 +23,10 @@ from expertctl.server.openai.completion_document import (
     CompletionChoice,
     CompletionLogprobs,
 )
-from expertctl.server.openai.logprobs import completion_logprobs
+from expertctl.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from expertctl.server.openai.outcome import (
     EndReason,
+    RunningUsage,
     Usage,
     fingerprint_of,
     finish_reason_of,
@@ -55,43 +57,82 @@ class CompletionStream:
         self._call = call
         self._fingerprint: str | None = None
         self._begun: set[int] = set()
+        self._held: dict[int, list[Piece]] = {}
+        """Pieces of jobs whose prompts have no log-probabilities yet, which come first."""
         self._offsets: dict[int, int] = {}
         self._results: dict[int, tuple[RunResult, ...]] = {}
+        self._running = RunningUsage() if call.with_running_usage else None
 
     def chunks(self, number: int, event: Event) -> Iterator[Completion]:
         """Yield the chunks that an event of a job adds to the answer."""
         match event:
-            case Started(plan):
+            case Started(plan, prompt, reused):
+                if self._running is not None:
+                    self._running.read(prompt=prompt, cached=reused)
                 yield from self._begin(number, plan)
             case Piece():
-                yield self._said(number, event)
+                yield from self._grow(number, event)
             case Finished(results):
                 yield from self._begin(number, results[0].planned.result.plan)
+                yield from self._go_on(number, None)
                 yield from self._ended(number, results)
             case Failed():
                 return
 
     def _begin(self, number: int, plan: Plan) -> Iterator[Completion]:
-        """Yield the prompt of each answer, once, with ``echo``."""
+        """Yield the prompt of each answer, once, with ``echo``; if it is scored, then later."""
         if number in self._begun:
             return
         self._begun.add(number)
         self._fingerprint = self._fingerprint or fingerprint_of(plan)
-        for index in range(self._call.jobs[number].texts):
-            if head := self._call.head(number):
-                yield self._grown(self._call.index(number, index), head)
+        if self._call.scores_prompt:
+            self._held[number] = []
+        else:
+            yield from self._heads(number, None)
 
-    def _said(self, number: int, piece: Piece) -> Completion:
+    def _heads(self, number: int, scores: PromptScores | None) -> Iterator[Completion]:
+        if not (head := self._call.head(number)):
+            return
+        told = None if scores is None else prompt_logprobs(scores, head, self._call.tokenizer)
+        for index in range(self._call.jobs[number].texts):
+            place = self._call.index(number, index)
+            self._offsets[place] = len(head)
+            yield self._grown(place, head, scores=told)
+
+    def _grow(self, number: int, piece: Piece) -> Iterator[Completion]:
+        if number not in self._held:
+            yield from self._said(number, piece)
+            return
+        self._held[number].append(piece)
+        if piece.prompt is not None:
+            yield from self._go_on(number, piece.prompt)
+
+    def _go_on(self, number: int, scores: PromptScores | None) -> Iterator[Completion]:
+        """Yield the prompt of each answer, then what was held back."""
+        if number in self._held:
+            yield from self._heads(number, scores)
+            for piece in self._held.pop(number):
+                yield from self._said(number, piece)
+
+    def _said(self, number: int, piece: Piece) -> Iterator[Completion]:
+        if not (piece.text or piece.drawn):
+            return
         place = self._call.index(number, piece.number)
+        if self._running is not None:
+            self._running.written[place] = piece.written
         scores = None
         if piece.drawn:
             start = self._offsets.get(place, 0)
-            scores = completion_logprobs(piece.drawn, start=start)
+            scores = completion_logprobs(piece.drawn, self._call.tokenizer.spell, start=start)
             self._offsets[place] = start + sum(len(one.chosen.text) for one in piece.drawn)
-        return self._grown(place, piece.text, scores=scores)
+        yield self._grown(place, piece.text, scores=scores)
 
     def _ended(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
         self._results[number] = results
+        if self._running is not None:
+            for index, result in enumerate(results):
+                written = len(result.generated.tokens)
+                self._running.written[self._call.index(number, index)] = written
         ends = [
             self._grown(
                 self._call.index(number, index),
@@ -123,7 +164,12 @@ class CompletionStream:
         reason: EndReason | None = None,
     ) -> Completion:
         choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
-        return self._chunk([choice], usage=None if self._call.with_usage else UNSET)
+        return self._chunk([choice], usage=self._usage_so_far())
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        if self._running is not None:
+            return self._running.usage()
+        return None if self._call.with_usage else UNSET
 
     def _chunk(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None

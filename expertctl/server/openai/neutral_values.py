@@ -1,6 +1,11 @@
-"""Neutral values of fields that the published API has and that are not implemented here."""
+"""Fields of the published API that are not implemented here, and what becomes of them.
 
-from collections.abc import Mapping
+A neutral value asks for nothing and is accepted. Any other value of a field that only says how an
+answer is stored, paid for or sent is ignored and reported; of a field that would change what the
+answer is, it is refused. A server with strict fields refuses both.
+"""
+
+from collections.abc import Iterator, Mapping
 
 from expertctl.server.field_error import FieldError
 from expertctl.server.openai.shared_fields import SharedFields
@@ -16,38 +21,50 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
-    "suffix": (None, ""),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
+_IGNORED = frozenset({"prediction", "service_tier", "store", "verbosity"})
 _INSTEAD = {"function_call": "tool_choice", "functions": "tools"}
 
 
-def check_neutral(fields: SharedFields) -> None:
-    """Refuse fields that ask for what is not done here.
+def check_neutral(fields: SharedFields, *, strict: bool = False) -> tuple[str, ...]:
+    """Return the names of fields whose values are ignored; ``strict``: refuse them, too.
 
     Raises:
-        FieldError: naming the first such field.
+        FieldError: naming the first field that asks for what is not done here.
     """
+    ignored = list[str]()
+    for error in _not_done(fields):
+        if strict or error.field not in _IGNORED:
+            raise error
+        ignored.append(error.field)
+    for error in _stream_options_not_done(fields):
+        if strict:
+            raise error
+        ignored.append(error.field)
+    return tuple(ignored)
+
+
+def _not_done(fields: SharedFields) -> Iterator[FieldError]:
     for name, values in _NEUTRAL.items():
         value = getattr(fields, name, None)
         if not any(type(value) is type(one) and value == one for one in values):
             instead = _INSTEAD.get(name)
             hint = f"use {instead}" if instead else "leave it out"
-            raise FieldError(f"{name}: this server does not do that", field=name, hint=hint)
-    _check_stream_options(fields)
+            yield FieldError(f"{name}: this server does not do that", field=name, hint=hint)
 
 
-def _check_stream_options(fields: SharedFields) -> None:
+def _stream_options_not_done(fields: SharedFields) -> Iterator[FieldError]:
     options = fields.stream_options
     if options is None:
         return
     if not fields.stream:
-        raise FieldError(
+        yield FieldError(
             "stream_options: they are for streams only",
             field="stream_options",
             hint="give stream, too",
         )
     if options.include_obfuscation:
         field = "stream_options.include_obfuscation"
-        raise FieldError(f"{field}: this server does not do that", field=field)
+        yield FieldError(f"{field}: this server does not do that", field=field)

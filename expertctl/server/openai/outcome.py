@@ -5,7 +5,7 @@ was checked. The published API has no place for it; its clients keep unknown fie
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -14,6 +14,7 @@ from expertctl.engine.generate import FinishReason
 from expertctl.engine.run_result import RunResult
 from expertctl.routing.plan import Plan
 from expertctl.server.documents import PlanDocument
+from expertctl.server.unknown_fields import ignored_warning
 
 EndReason = Literal["stop", "length", "tool_calls"]
 
@@ -94,16 +95,41 @@ def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> Usage:
     )
 
 
-def extension_of(answers: Sequence[Answered]) -> Extension:
+@dataclass(slots=True)
+class RunningUsage:
+    """The usage of answers that are being written."""
+
+    prompt: int = 0
+    cached: int = 0
+    written: dict[int, int] = field(default_factory=dict)
+    """Index of an answer → how many tokens it has so far."""
+
+    def read(self, *, prompt: int, cached: int) -> None:
+        """Count a prompt, and how much of it was read before."""
+        self.prompt += prompt
+        self.cached += cached
+
+    def usage(self) -> Usage:
+        """Return what was read and written until now."""
+        written = sum(self.written.values())
+        return Usage(
+            prompt_tokens=self.prompt,
+            completion_tokens=written,
+            total_tokens=self.prompt + written,
+            prompt_tokens_details=PromptTokens(cached_tokens=self.cached),
+        )
+
+
+def extension_of(answers: Sequence[Answered], *, ignored: Sequence[str] = ()) -> Extension:
     """Return the ``expertctl`` object for the answers to one prompt."""
     first = answers[0].result
-    warnings = (text for one in answers for text in (*one.result.warnings, *one.warnings))
+    of_answers = (text for one in answers for text in (*one.result.warnings, *one.warnings))
     return Extension(
         job_id=first.job_id,
         plan=first.planned.result.plan.to_json(),
         notes=list(first.planned.result.notes),
         validation_passed=_passed(one.result.validation_passed for one in answers),
-        warnings=list(dict.fromkeys(warnings)),
+        warnings=list(dict.fromkeys((*ignored_warning(ignored), *of_answers))),
         timings_ms={name: round(ms, 3) for name, ms in first.timings_ms.items()},
         answers=[_answer(one) for one in answers],
     )

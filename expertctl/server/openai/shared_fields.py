@@ -7,6 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from expertctl.engine.stop import StopRules
 from expertctl.routing.presets import (
     DEFAULT_MAX_EXPERTS,
     MAX_STOP_CHARACTERS,
@@ -16,7 +17,15 @@ from expertctl.routing.presets import (
 from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.model_name import Choice
-from expertctl.server.sampling_fields import as_published, top_p_of, within
+from expertctl.server.sampling_fields import (
+    MinTokens,
+    StopTokenIds,
+    TopK,
+    stop_rules_of,
+    top_k_of,
+    top_p_of,
+    within,
+)
 
 MAX_TEXTS = 128
 _MAX_KEY = 512
@@ -31,6 +40,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream holds besides the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk holds the usage so far, where ``include_usage`` is given."""
     include_obfuscation: bool | None = None
 
 
@@ -55,9 +66,12 @@ class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_ms: TimeoutMs | None = None
     cache_key: Key | None = None
     session_id: Key | None = None
-    top_k: Annotated[int, within("top_k")] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, within("min_p")] | None = None
     repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    min_tokens: MinTokens | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopTokenIds | None = None
     exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
     max_experts: Annotated[int, within("max_experts")] | None = None
 
@@ -70,6 +84,12 @@ class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def with_usage(self) -> bool:
         """Whether the last chunk of a stream holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def with_running_usage(self) -> bool:
+        """Whether every chunk of a stream holds the usage so far."""
+        options = self.stream_options
+        return self.with_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 def route_of(
@@ -86,23 +106,23 @@ def route_of(
         exclude=_excluded(fields),
         base_alone=choice.base_alone,
         seed=None if fields.seed is None else fields.seed % _MAX_SEED,
-        wishes=wishes_of(fields, max_tokens=max_tokens, auto=choice.auto),
+        wishes=wishes_of(fields, max_tokens=max_tokens),
         max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
     )
     check_request(route)
     return route
 
 
-def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn: as in the published API where the client gives no value.
+def wishes_of(fields: SharedFields, *, max_tokens: int | None) -> SamplingWishes:
+    """Return what a request says of how tokens are drawn.
 
-    With ``auto``, the experts and the preset of the task decide what is not given. For every model
-    they decide the length and the stop strings if not given: an expert knows its own end.
+    What it does not give is decided by the experts, the base and the preset of the task, for every
+    model alike.
     """
-    given = SamplingWishes(
+    return SamplingWishes(
         temperature=fields.temperature,
         top_p=top_p_of(fields.top_p),
-        top_k=fields.top_k,
+        top_k=top_k_of(fields.top_k),
         min_p=fields.min_p,
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
@@ -110,7 +130,20 @@ def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> Sa
         max_tokens=max_tokens,
         stop=_stops(fields.stop),
     )
-    return given if auto else as_published(given)
+
+
+def stop_rules(fields: SharedFields, *, max_tokens: int | None) -> StopRules:
+    """Return when answers may end.
+
+    Raises:
+        FieldError: when they may not end before they have to.
+    """
+    return stop_rules_of(
+        min_tokens=fields.min_tokens,
+        ignore_eos=fields.ignore_eos,
+        stop_token_ids=fields.stop_token_ids,
+        max_tokens=max_tokens,
+    )
 
 
 def _excluded(fields: SharedFields) -> tuple[Target, ...]:

@@ -18,6 +18,7 @@ from typing import IO
 
 from expertctl.engine.answer_form import MAX_CHARACTERS, Checked
 from expertctl.errors import NotFoundError, UsageError
+from expertctl.plain_text import one_line
 
 SECONDS = 5.0
 """How long a validator may take."""
@@ -84,7 +85,7 @@ class _Hearing:
         """Return the stderr as one printable line."""
         self._thread.join(1.0)  # a child outside the group may keep the pipe open
         words = self._kept.decode("utf-8", "replace").split()
-        return "".join(c if c.isprintable() else "?" for c in " ".join(words))
+        return one_line(" ".join(words), "?")
 
     def _read(self) -> None:
         with self._stream as stream:

@@ -1,6 +1,7 @@
 """Answers that must be JSON and nothing else, so that a program can read them as they are.
 
-A code block around the JSON is a fault: a client that asks for a form parses the whole answer.
+Anything around the JSON is a fault: a client that asks for a form parses the whole answer. One
+Markdown fence and text after the JSON are removed before that (`json_filter`).
 """
 
 import json

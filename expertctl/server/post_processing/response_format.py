@@ -28,3 +28,8 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None
     json_schema: NamedSchema | None = None
     name: _Name | None = None
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is to be JSON."""
+        return self.type in {"json", "json_object", "json_schema"}

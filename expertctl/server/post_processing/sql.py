@@ -2,7 +2,7 @@
 
 No dialect is given, so it is enough if one dialect reads the whole answer. Only statements count:
 the parser reads any words as an expression, even ``hello world``. A statement that the parser keeps
-as raw text, without parsing it, neither passes nor fails.
+as raw text, without parsing it, neither passes nor fails. Prose around SQL is no fault.
 """
 
 import logging
@@ -11,13 +11,14 @@ import sqlglot
 from sqlglot import expressions
 from sqlglot.errors import ParseError, SqlglotError
 
-from expertctl.engine.answer_form import Checked, code_blocks, worst
+from expertctl.engine.answer_form import Checked, worst
+from expertctl.engine.embedded_code import named_blocks, sql_in_prose, unnamed_blocks
 
 MAX_CHARACTERS = 20_000
 """A longer answer is not checked: the parser is slow."""
 _DIALECTS = ("", "postgres", "mysql", "tsql")
 """The default, which reads most, and dialects with quoting rules of their own."""
-_TAGS = frozenset({"", "sql", "mysql", "postgresql", "postgres", "sqlite", "tsql"})
+_TAGS = frozenset({"sql", "mysql", "postgresql", "postgres", "sqlite", "tsql"})
 _STATEMENTS = (
     expressions.Query,
     expressions.DDL,
@@ -51,8 +52,13 @@ def check_sql(text: str) -> Checked:
         return Checked(False, "the answer is empty")
     if len(text) > MAX_CHARACTERS:
         return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
-    blocks = [code for tag, code in code_blocks(text) if tag in _TAGS]
-    return worst(_checked(part) for part in blocks or [text])
+    named = named_blocks(text, _TAGS)
+    if named:
+        return worst(map(_checked, named))
+    within = sql_in_prose(text)
+    first = _checked(text)
+    others = map(_checked, filter(None, (*unnamed_blocks(text), within)))
+    return first if first.passed else next((one for one in others if one.passed), first)
 
 
 def _checked(text: str) -> Checked:

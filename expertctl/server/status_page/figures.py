@@ -46,6 +46,7 @@ def figures(now: Snapshot, first_tokens: FirstTokens) -> JsonObject:
             "limit": now.kv_limit,
             "in_use": now.kv_in_use,
             "kept": max(0, kv_held - now.kv_in_use),
+            "kept_limit": now.kv_kept_limit,
         },
         "tiers": {tier: dict(asdict(traffic)) for tier, traffic in now.traffic.items()},
         "experts": _experts(now),

@@ -18,7 +18,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
-from expertctl.errors import NotFoundError
+from expertctl.errors import UnknownAddressError
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.service import Service
 from expertctl.server.status_page.figures import FirstTokens, figures
@@ -117,7 +117,7 @@ async def _page(_: Request) -> Response:
 async def _file(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in FILES:
-        raise NotFoundError("there is nothing at this address")
+        raise UnknownAddressError("there is nothing at this address")
     return Response(_bytes_of(name), headers=HEADERS, media_type=FILES[name])
 
 

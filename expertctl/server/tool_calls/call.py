@@ -18,6 +18,8 @@ MAX_CALLS = 128
 """Most calls in one list."""
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = {"name", "id", "type"}
+KEYS = frozenset({*_ARGUMENTS, *_BESIDE})
+"""The keys that the object of a call has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The chat template shows the family: it writes earlier calls as the model learnt to write them.
 Control tokens are not text (see `expertctl.engine.tokenizer`), so where a family marks a call by
 one, the mark may be missing: then a call counts only at the very beginning of an answer, or
-right after another call.
+right after another call. In every family a call without a mark counts if it is the whole answer.
 """
 
 import re

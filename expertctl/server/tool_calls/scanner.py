@@ -2,21 +2,29 @@
 
 Text that could still become a call is held back; if it turns out to be none, it is given out as
 written. White space around a call belongs to the call. If an answer ends inside a call of which
-only the end mark is missing, the call counts. How the text is cut into pieces does not matter, and
-no more is held back than the longest call may have.
+only the end mark is missing, the call counts. An answer that is nothing but the JSON of one call
+counts, too, where the format demands a mark: models forget it, or have it as a control token. How
+the text is cut into pieces does not matter, and no more is held back than the longest call may
+have.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from expertctl.server.tool_calls.call import MAX_CALL_CHARACTERS, Call, call_of, calls_in
+from expertctl.server.tool_calls.call import KEYS, MAX_CALL_CHARACTERS, Call, call_of, calls_in
 from expertctl.server.tool_calls.call_format import CallFormat, Opening
 from expertctl.server.tool_calls.json_span import JsonSpan
 
 MAX_SPACE = 1024
 """Most white space before or inside a call; more before its mark is text, else it is no call."""
 _SPACE = " \t\r\n"
+
+
+_WHOLE_ANSWER = Opening("", "{")
+"""How an answer begins that may be nothing but a call, without a mark."""
+_FIRST_KEY = re.compile(r'\{[ \t\r\n]*"([^"\\]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,12 @@ class ToolCallScanner:
         """Look for calls of these tools."""
         self._form, self._tools = form, frozenset(tools)
         self._marked = tuple(form.openings(sorted(self._tools), bare=False))
-        self._bare = tuple(form.openings(sorted(self._tools), bare=True)) if form.bare else ()
+        usual = form.openings(sorted(self._tools), bare=True)
+        self._bare = tuple(usual) if form.bare else (_WHOLE_ANSWER,)
         self._held = ""
         self._space = ""
         self._candidate: _Candidate | None = None
-        self._mark_may_miss = form.bare
+        self._mark_may_miss = True
         self._behind_call = False
 
     def push(self, text: str) -> list[Part]:
@@ -102,7 +111,10 @@ class ToolCallScanner:
         assert self._candidate is not None
         json = self._candidate.json
         json.follow(self._held)
-        end = _end_of(self._held, json, self._form.end, final=final)
+        if self._candidate.opening is _WHOLE_ANSWER:
+            end = _end_of_whole(self._held, json, self._form.end, final=final)
+        else:
+            end = _end_of(self._held, json, self._form.end, final=final)
         if end == "perhaps":
             return None
         calls = None if end is None else self._calls(self._candidate)
@@ -187,6 +199,23 @@ def _end_of(
     if text.startswith(mark, begin):
         return begin + len(mark)
     if not mark.startswith(text[begin:]):
+        return None
+    return len(text) if final else "perhaps"
+
+
+def _end_of_whole(
+    text: str, json: JsonSpan, mark: str, *, final: bool
+) -> int | Literal["perhaps"] | None:
+    """Return the end of a call that is a whole answer, as `_end_of` does."""
+    if json.state == "broken" or json.end - json.start > MAX_CALL_CHARACTERS:
+        return None
+    key = _FIRST_KEY.match(text, json.start)
+    if key is not None and key[1] not in KEYS:
+        return None  # it need not be held back any longer
+    if json.state == "open":
+        return None if final else "perhaps"
+    rest = text[json.end :].strip(_SPACE)
+    if len(text) - json.end > MAX_SPACE or not mark.startswith(rest):
         return None
     return len(text) if final else "perhaps"
 

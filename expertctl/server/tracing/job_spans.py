@@ -94,7 +94,7 @@ def _asked(job: Job, base: str | None) -> Attributes:
     """Return the attributes of the request; the base is known once there is a plan."""
     request, wishes = job.request, job.request.route.wishes
     found: dict[str, AttributeValue | None] = {
-        "gen_ai.operation.name": "text_completion" if request.plain else "chat",
+        "gen_ai.operation.name": "chat" if request.raw is None else "text_completion",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": _model(request, base),
         "gen_ai.request.max_tokens": wishes.max_tokens,

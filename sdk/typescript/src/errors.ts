@@ -47,6 +47,11 @@ export class UsageError extends ExpertError {
   static override readonly code: string = "usage";
 }
 
+/** A prompt or a conversation is longer than what the base reads. */
+export class ContextLengthError extends UsageError {
+  static override readonly code: string = "context_length_exceeded";
+}
+
 /** The body of a request is in a form that is not read there. */
 export class MediaTypeError extends UsageError {
   static override readonly code: string = "media_type";
@@ -55,6 +60,11 @@ export class MediaTypeError extends UsageError {
 /** An expert, a base or a job does not exist. */
 export class NotFoundError extends ExpertError {
   static override readonly code: string = "not_found";
+}
+
+/** The server has nothing at the path of a request. */
+export class UnknownAddressError extends NotFoundError {
+  static override readonly code: string = "unknown_url";
 }
 
 /** An expert that another one requires is not installed. */
@@ -190,8 +200,10 @@ export class CancelledError extends NoAnswerError {
 const CLASSES = [
   ExpertError,
   UsageError,
+  ContextLengthError,
   MediaTypeError,
   NotFoundError,
+  UnknownAddressError,
   MissingDependencyError,
   IncompatibleError,
   BaseMismatchError,
@@ -258,9 +270,12 @@ export function errorOf(document: unknown, facts: ErrorFacts): ExpertError {
   return new Kind(message, { ...facts, code, hint: told(document, "hint"), sent: status !== 503 });
 }
 
+/** Controls, halves of characters, bidi controls and white space; joiners of emoji and letters stay. */
+const UNSAFE = /[\p{Cc}\p{Cs}\p{Z}\u202A-\u202E\u2066-\u2069]+/gu;
+
 /** A text of a server as it may be printed: bounded, one line, nothing that a terminal obeys. */
 export function shown(text: string): string {
-  const clean = text.slice(0, MAX_TEXT).replace(/[\p{C}\p{Z}]+/gu, " ").trim();
+  const clean = text.slice(0, MAX_TEXT).replace(UNSAFE, " ").trim();
   return text.length > MAX_TEXT ? `${clean}…` : clean;
 }
 

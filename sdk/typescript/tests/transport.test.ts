@@ -193,6 +193,13 @@ describe("an error of the server", () => {
     assert.equal(error.hint, "a b");
   });
 
+  it("keeps the joiners of emoji and of Persian words", async () => {
+    const message = "\u{1F468}\u200D\u{1F469}\u200D\u{1F467} \u0645\u06CC\u200C\u062E\u0648\u0627\u0647\u0645";
+    await using server = await listen(json(400, { error: { code: "usage", message, hint: "" } }));
+    const error = await failure(new ExpertClient({ baseUrl: server.url }).models());
+    assert.equal(error.message, message);
+  });
+
   it("may be an answer that is no JSON", async () => {
     await using server = await listen((_, response) => response.end("hello"));
     const error = await failure(new ExpertClient({ baseUrl: server.url }).models());

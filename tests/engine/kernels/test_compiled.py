@@ -19,6 +19,7 @@ from expertctl.engine.kernels import compiled as module
 from expertctl.engine.kernels.compiled import (
     COMPILING,
     COMPILING_AGAIN,
+    COMPILING_MORE,
     compiled,
     compiled_cache,
 )
@@ -79,6 +80,8 @@ def test_code_is_compiled_once_for_all_processes_and_a_person_is_told_that_once(
     compiled_cache(place, tell=told.append)
     assert compiled("triple", compile_triple).cache_hits == 1
     assert told == [COMPILING]
+    assert compiled("another", compile_triple).ctypes(14) == 42
+    assert told == [COMPILING, COMPILING_MORE]
 
 
 def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:

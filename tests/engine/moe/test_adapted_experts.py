@@ -15,8 +15,8 @@ from expertctl.engine.dora import DoraTensors, gains
 from expertctl.engine.fit import check_fit, named_for
 from expertctl.engine.kv_cache import KVCache
 from expertctl.errors import IncompatibleError
+from expertctl.package.adapter_files import read_adapter
 from expertctl.package.compatibility import check_tensors
-from expertctl.package.draft import read_adapter
 from expertctl.package.model_config import read_config
 from tests.engine.adapter_files import load
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
@@ -156,10 +156,10 @@ def test_an_adapter_on_a_router_is_refused_by_name(
     model = oracle(arch, num_hidden_layers=2)
     directory = write_lora(tmp_path / "x", model.directory, targets=("q_proj", "gate"))
     shapes = read_config(model.directory).linear_shapes()
-    problem = "gate: it chooses the experts of its layer, and no adapter may change that"
-    with pytest.raises(IncompatibleError, match=problem) as caught:
+    problem = "it chooses the experts of its layer, and no adapter may change that"
+    routers = r"model\.layers\.[01]\.\S*gate( and 1 more)?: "
+    with pytest.raises(IncompatibleError, match=routers + problem):
         check_fit(named_for(load(directory), shapes), shapes, width=32)
-    assert "model.layers.1." in caught.value.message
     spec = read_adapter(
         directory, weights="adapter_model.safetensors", config="adapter_config.json"
     ).spec
@@ -172,7 +172,7 @@ def test_an_expert_that_the_base_does_not_have_is_refused(
     model = oracle("olmoe")
     directory = write_lora(tmp_path / "x", model.directory, targets=("down_proj",))
     fewer = {n: s for n, s in model.decoder().config.linear_shapes().items() if ".6." not in n}
-    with pytest.raises(IncompatibleError, match=r"experts\.6\.down_proj: the base has no such"):
+    with pytest.raises(IncompatibleError, match=r"experts\.6\.down_proj and 2 more: the base"):
         check_fit(named_for(load(directory), fewer), fewer, width=32)
 
 

@@ -1,19 +1,21 @@
 """One pass after the other, without threads: who is read, who is written, who is put out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from expertctl.engine.decoder import DecodeResult, PrefillResult
+from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.generate import Reading, Writer
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
-from expertctl.engine.serving.batch import BESIDE, STRETCH, Batch
+from expertctl.engine.serving.batch import Batch
+from expertctl.engine.serving.chunk_size import FIRST_CHUNK, LEAST_CHUNK
 from expertctl.engine.serving.job import Event, Job, Piece
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
@@ -24,24 +26,46 @@ from expertctl.routing.request import RouteRequest
 from tests.factories import write_tokenizer
 
 A = ord("a")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+STEP, TOKEN = 0.012, 0.001
+"""Seconds, about those of a base of 135M parameters on two cores."""
+GREEDY = SamplingParams(max_tokens=100).greedy()
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only when something is computed."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass(eq=False)
 class Alphabet:
-    """A model that says the letter behind the last one, and remembers what it was given."""
+    """A model that says the letter behind the last one (a follows z), and remembers its input."""
 
     log: list[tuple[str, list[int]]]
     name: str
+    clock: Clock = field(default_factory=Clock)
+    token_seconds: float = 0.0
+    """What a token of a prompt takes for each thousand tokens before it, and once more."""
     broken: bool = False
     ids: list[int] = field(default_factory=list)
 
     def scores(self) -> torch.Tensor:
         logits = torch.zeros(300)
-        logits[self.ids[-1] + 1] = float("nan") if self.broken else 1.0
+        logits[A + (self.ids[-1] + 1 - A) % 26] = float("nan") if self.broken else 1.0
         return logits
 
+    def cost(self, ids: Sequence[int]) -> float:
+        return len(ids) * self.token_seconds * (1 + len(self.ids) / 1000)
+
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        self.clock.now += self.cost(ids)
+        return self.read(ids)
+
+    def read(self, ids: Sequence[int]) -> PrefillResult:
         self.log.append((self.name, list(ids)))
         self.ids += ids
         return PrefillResult(self.scores(), len(ids), 1.0)
@@ -57,9 +81,25 @@ class Model:
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
         self.error: ExpertError | None = None
+        self.clock, self.step_seconds = Clock(), 0.0
+        self.prefill_parts = 1
+        self.stepped_at: list[float] = []
+
+    def prefill(
+        self, reading: Reading, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        assert isinstance(reading, Alphabet)
+        seconds = reading.cost(ids)
+        for part in range(self.prefill_parts):
+            if part:
+                between_layers()
+            self.clock.now += seconds / self.prefill_parts
+        return reading.read(ids)
 
     def step(self, texts: Sequence[tuple[Reading, int]]) -> torch.Tensor:
         self.steps.append([reading.name for reading, _ in texts])  # type: ignore[attr-defined]
+        self.clock.now += self.step_seconds
+        self.stepped_at.append(self.clock.now)
         if self.error is not None:
             raise self.error
         return torch.stack([reading.decode(token).logits for reading, token in texts])
@@ -72,8 +112,9 @@ class Bench:
     log: list[tuple[str, list[int]]] = field(default_factory=list)
     events: dict[str, list[Event]] = field(default_factory=dict)
 
-    def batch(self, rows: int = 4) -> Batch:
-        return Batch(self.model, rows=rows)  # type: ignore[arg-type]  # only steps are needed
+    def batch(self, rows: int = 4, **options: Any) -> Batch:
+        clock = self.model.clock
+        return Batch(self.model, rows=rows, clock=clock, **options)  # type: ignore[arg-type]  # of a model only this is needed
 
     def text(self, name: str, prompt: Sequence[int] = (A,), **options: Any) -> Text:
         message = UserMessage(prompt=name)
@@ -83,7 +124,7 @@ class Bench:
         return Text(
             Ticket(job, events.append),
             0,
-            Alphabet(self.log, name, **options),
+            Alphabet(self.log, name, self.model.clock, **options),
             Writer(self.tokenizer, GREEDY, seed=0, max_tokens=most),
             room=room,
             unread=prompt,
@@ -117,20 +158,22 @@ def test_a_pass_reads_one_prompt_and_then_writes_one_letter_of_every_text(bench:
 def test_prompts_are_read_in_turns_and_shorter_stretches_beside_texts_that_are_written(
     bench: Bench,
 ) -> None:
-    batch, long = bench.batch(), [A] * (3 * STRETCH)
-    batch.add(bench.text("long", long))
+    batch, long = bench.batch(), [A] * (3 * PREFILL_CHUNK)
+    bench.model.step_seconds = STEP
+    batch.add(bench.text("long", long, token_seconds=TOKEN))
     batch.advance()
-    assert [len(ids) for _, ids in bench.log] == [STRETCH]
+    assert [len(ids) for _, ids in bench.log] == [PREFILL_CHUNK]
     batch.add(bench.text("short", [A] * 5))
     batch.advance()
     batch.advance()
     assert [name for name, _ in bench.log] == ["long", "long", "short"]
     batch.advance()
-    assert bench.log[-1] == ("long", [A] * BESIDE)  # somebody waits for tokens now
+    assert bench.log[-1][0] == "long"
+    assert LEAST_CHUNK <= len(bench.log[-1][1]) <= STEP / TOKEN  # somebody waits for tokens now
 
 
 def test_a_prompt_is_read_whole_whatever_its_length(bench: Bench) -> None:
-    batch, prompt = bench.batch(), [A + n % 20 for n in range(2 * STRETCH + 7)]
+    batch, prompt = bench.batch(), [A + n % 20 for n in range(2 * PREFILL_CHUNK + 7)]
     batch.add(bench.text("long", prompt, max_tokens=1))
     over: list[Text] = []
     while not over:
@@ -179,7 +222,7 @@ def test_a_text_that_is_called_off_ends_before_another_token_of_it_is_read(bench
 
 
 def test_a_text_whose_prompt_is_being_read_can_be_called_off(bench: Bench) -> None:
-    batch, text = bench.batch(), bench.text("one", [A] * (2 * STRETCH))
+    batch, text = bench.batch(), bench.text("one", [A] * (2 * PREFILL_CHUNK))
     batch.add(text)
     batch.advance()
     text.ticket.is_cancelled = True
@@ -212,3 +255,146 @@ def test_a_text_without_memory_is_told_and_holds_up_nobody(bench: Bench) -> None
     batch.advance()
     assert batch.lacking == []
     assert bench.said("one") == "bc"
+
+
+def gaps_beside(bench: Bench, *prompts: int, parts: int) -> list[float]:
+    """The gaps between steps of a text beside prompts of so many tokens, until all are read."""
+    model = bench.model
+    model.step_seconds, model.prefill_parts = STEP, parts
+    batch = bench.batch(rows=1 + len(prompts))
+    batch.add(bench.text("stream", [A], max_tokens=10**6, room=10**6))
+    for _ in range(10):
+        batch.advance()
+    for number, length in enumerate(prompts):
+        batch.add(bench.text(f"long {number}", [A] * length, max_tokens=1, token_seconds=TOKEN))
+    first = len(model.stepped_at)
+    while len(batch.texts) > 1:
+        batch.advance()
+    assert [len(read) for read in _read_by(bench, len(prompts))] == list(prompts)
+    times = model.stepped_at[first - 1 :]
+    return [later - sooner for sooner, later in pairwise(times)]
+
+
+def _read_by(bench: Bench, prompts: int) -> list[list[int]]:
+    names = [f"long {number}" for number in range(prompts)]
+    return [[token for who, ids in bench.log if who == name for token in ids] for name in names]
+
+
+def test_a_stream_beside_a_prompt_of_6900_tokens_never_waits_three_steps(bench: Bench) -> None:
+    gaps = gaps_beside(bench, 6900, parts=30)
+    assert max(gaps) <= 3 * STEP
+    whole = 6900 * TOKEN * (1 + 6900 / 2000)
+    assert sum(gaps) <= 3 * whole  # and the prompt is read at a third of its speed at least
+
+
+def test_a_stream_beside_three_long_prompts_never_waits_three_steps(bench: Bench) -> None:
+    gaps = gaps_beside(bench, 3000, 2000, 4000, parts=30)
+    assert max(gaps) <= 3 * STEP
+
+
+def test_prompts_that_cannot_be_stopped_between_layers_are_read_in_shorter_chunks(
+    bench: Bench,
+) -> None:
+    gaps = gaps_beside(bench, 1500, parts=1)
+    assert max(gaps) <= 3 * STEP
+
+
+def test_a_prompt_whose_least_chunk_is_long_goes_on_all_the_same(bench: Bench) -> None:
+    bench.model.step_seconds = STEP / 100
+    batch = bench.batch()
+    batch.add(bench.text("stream", [A], max_tokens=10**6, room=10**6))
+    batch.advance()
+    batch.add(bench.text("long", [A] * 100, token_seconds=TOKEN))
+    for _ in range(100 // LEAST_CHUNK):
+        batch.advance()
+    assert [token for who, ids in bench.log if who == "long" for token in ids] == [A] * 100
+
+
+def test_with_experts_on_the_disk_chunks_stay_as_large_as_the_batch_was_told(bench: Bench) -> None:
+    bench.model.step_seconds = STEP
+    batch = bench.batch(least_chunk=128)
+    batch.add(bench.text("stream", [A], max_tokens=10**6, room=10**6))
+    batch.advance()
+    batch.add(bench.text("long", [A] * 300, token_seconds=TOKEN))
+    for _ in range(3):
+        batch.advance()
+    assert [len(ids) for who, ids in bench.log if who == "long"] == [128, 128, 44]
+
+
+def test_a_prompt_is_read_at_full_size_again_when_its_neighbour_has_ended(bench: Bench) -> None:
+    bench.model.step_seconds = STEP
+    batch = bench.batch()
+    batch.add(bench.text("stream", [A], max_tokens=3))
+    batch.advance()
+    batch.add(bench.text("long", [A] * 2000, token_seconds=TOKEN))
+    for _ in range(4):
+        batch.advance()
+    sizes = [len(ids) for who, ids in bench.log if who == "long"]
+    assert sizes[0] == FIRST_CHUNK
+    assert sizes[-1] == PREFILL_CHUNK
+
+
+def test_a_stream_goes_on_while_a_chunk_is_read_and_may_end_there(bench: Bench) -> None:
+    model = bench.model
+    model.step_seconds, model.prefill_parts = STEP, 10
+    batch = bench.batch()
+    batch.add(bench.text("stream", [A], max_tokens=12, room=1000))
+    for _ in range(8):
+        batch.advance()
+    batch.add(bench.text("long", [A] * 64, max_tokens=1, token_seconds=10 * TOKEN))
+    over = batch.advance()
+    assert [text.ticket.job.id for text in over] == ["stream"]
+    assert over[0].generated().text == "bcdefghijklm"
+    assert over[0].generated().finish_reason == "length"
+    batch.check_integrity()
+
+
+def test_a_stream_that_is_called_off_is_not_stepped_while_a_chunk_is_read(bench: Bench) -> None:
+    model = bench.model
+    model.step_seconds, model.prefill_parts = STEP, 10
+    batch, stream = bench.batch(), bench.text("stream", [A])
+    batch.add(stream)
+    batch.advance()
+    steps = len(model.steps)
+    batch.add(bench.text("long", [A] * 64, token_seconds=10 * TOKEN))
+    clock, seen = model.clock, []
+
+    class Leaving(Alphabet):
+        def cost(self, ids: Sequence[int]) -> float:
+            stream.ticket.is_cancelled = True
+            seen.append(clock.now)
+            return super().cost(ids)
+
+    batch.texts[1].reading = Leaving([], "long", clock, token_seconds=10 * TOKEN)
+    batch.advance()
+    assert seen
+    assert len(model.steps) == steps
+    assert batch.advance() == [stream]
+
+
+def test_a_long_prompt_that_is_called_off_midway_leaves_the_stream(bench: Bench) -> None:
+    model = bench.model
+    model.step_seconds, model.prefill_parts = STEP, 30
+    batch, stream = bench.batch(), bench.text("stream", [A], max_tokens=20)
+    batch.add(stream)
+    batch.advance()
+    long = bench.text("long", [A] * 5000, token_seconds=TOKEN)
+    batch.add(long)
+    batch.advance()
+    long.ticket.is_cancelled = True
+    assert batch.advance() == [long]
+    assert long.generated().finish_reason == "cancelled"
+    assert batch.texts == (stream,)
+
+
+def test_the_time_of_a_chunk_is_without_the_steps_of_others(bench: Bench) -> None:
+    model = bench.model
+    model.step_seconds, model.prefill_parts = STEP, 10
+    batch = bench.batch()
+    batch.add(bench.text("stream", [A], max_tokens=100))
+    batch.advance()
+    batch.add(bench.text("long", [A] * 64, token_seconds=10 * TOKEN))
+    batch.advance()
+    assert len(model.steps) > 2
+    assert batch.counts.prompt_seconds == pytest.approx(FIRST_CHUNK * 10 * TOKEN)
+    assert batch.counts.step_seconds == pytest.approx(len(model.steps) * STEP)

@@ -428,7 +428,8 @@ def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
         assert snapshot.counts.prompt_tokens > 0
         assert snapshot.traffic["device"].loads >= 1
         assert planner(house).catalogue.history.usages() == {}
-        loading, said = told
+        loading, memory, said = told
+        assert memory.startswith("memory: ")
         assert loading.startswith("loading ")
         assert "warming up" in said
         assert "tokens" in said

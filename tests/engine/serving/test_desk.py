@@ -114,8 +114,18 @@ def test_a_check_may_leave_the_usual_one_a_part_of_the_answer(shop: Workshop) ->
     wanted = request("Answer with JSON only: a list of numbers")
     whole = shop.answer(wanted, check=lambda _: "[1, 2]")
     assert whole.results[0].validation_passed is True
-    part = shop.answer(wanted, check=lambda _: "[1, 2")
-    assert part.results[0].validation_passed is False
+    part = shop.answer(wanted, check=lambda _: "[1, 2] is")
+    assert part.results[0].validation_passed is True
+
+
+def test_an_answer_that_was_cut_at_the_limit_does_not_fail_the_check_of_a_request(
+    shop: Workshop,
+) -> None:
+    done = shop.answer(request("Sort: 1"), check=lambda _: Checked(False, "not JSON"))
+    [result] = done.results
+    assert result.generated.finish_reason == "length"
+    assert result.validation_passed is None
+    assert [w for w in result.warnings if "not JSON" in w] == []
 
 
 def test_an_expert_that_finds_no_memory_comes_again_when_some_is_given_back(

@@ -7,7 +7,7 @@ import pytest
 
 from expertctl.engine.kernels.heads import PAGE
 from expertctl.engine.serving.house import AT_ONCE
-from expertctl.engine.serving.job import Started
+from expertctl.engine.serving.job import Piece, Started
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.torch_backend import TorchModel
 from expertctl.errors import BudgetError, CancelledError
@@ -46,14 +46,14 @@ def test_each_answer_has_the_time_from_its_job_to_its_own_first_token(
     clock.now = 2000.0
     job = shop.ready(request("Sort: 2", "sql", max_tokens=ENDLESS), texts=2)
     clock.now = 2001.0
-    shop.press.turn()
+    shop.turn_until(lambda: job.has_begun)
     clock.now = 2003.0
     shop.press.turn()  # there is one row for two answers
     shop.board.call_off(other.ticket.job.id)
     clock.now = 2007.0
     shop.press.turn()
     clock.now = 2011.0
-    shop.press.turn()  # the second begins
+    shop.turn_until(lambda: any(isinstance(e, Piece) and e.number for e in job.events))
     clock.now = 2020.0
     shop.board.call_off(job.ticket.job.id)
     shop.finish(other, job)
@@ -70,6 +70,11 @@ def test_a_bug_in_a_pass_ends_the_texts_of_that_pass_and_no_other(shop: Workshop
     model = shop.press.batch._model
 
     class Broken:
+        prefill_parts = 1
+
+        def prefill(self, reading: Any, ids: Any, **_: Any) -> Any:
+            return reading.prefill(ids)
+
         def step(self, _: Any) -> Any:
             raise ZeroDivisionError
 

@@ -12,9 +12,10 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from expertctl.http.log import JsonFormatter
-from registry_server.access import tokens
+from registry_server.access import audit, tokens
 from registry_server.access.authentication import Authentication
 from registry_server.access.identity import Identity
+from registry_server.access.refusals import Refusals
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.served import URL, Served, serve
 
@@ -162,17 +163,128 @@ def test_attack_80_no_secret_is_in_a_log_or_an_answer(
 
 def test_attack_80_guessing_is_slowed_down_by_address(make_registry: NewRegistry) -> None:
     served = make_registry(failures_per_minute=3)
-    good = served.user("bob")
     attacker = client_at(served, "192.0.2.7")
-    for _ in range(3):
-        assert attacker.get(WHOAMI, headers=bearer("xpt_" + "A" * 43)).status_code == 401
-    for secret in ("xpt_" + "B" * 43, good):
-        answer = attacker.get(WHOAMI, headers=bearer(secret))
-        assert answer.status_code == 429
-        assert 0 < int(answer.headers["retry-after"]) <= 20
-        assert "too many failed logins" in answer.json()["error"]["message"]
+    guesses = [f"xpt_{chr(65 + number) * 43}" for number in range(20)]
+    statuses = [attacker.get(WHOAMI, headers=bearer(secret)).status_code for secret in guesses]
+    assert statuses == [401] * 15 + [429] * 5
+    answer = attacker.get(WHOAMI, headers=bearer(guesses[0]))
+    assert 0 < int(answer.headers["retry-after"]) <= 4
+    assert "too many failed logins" in answer.json()["error"]["message"]
     assert attacker.get("/api/v1/").status_code == 200
-    assert client_at(served, "192.0.2.8").get(WHOAMI, headers=bearer(good)).status_code == 200
+    other = client_at(served, "192.0.2.8")
+    assert other.get(WHOAMI, headers=bearer(guesses[0])).status_code == 401
+
+
+def test_attack_113_a_right_token_gets_through_whatever_else_its_address_sends(
+    make_registry: NewRegistry,
+) -> None:
+    served = make_registry(failures_per_minute=2, requests_per_minute=20)
+    good, office = served.user("bob"), client_at(served, "192.0.2.7")
+    statuses = [
+        office.get(WHOAMI, headers=bearer(f"xpt_{chr(65 + n) * 43}")).status_code for n in range(40)
+    ]
+    assert statuses == [401] * 10 + [429] * 30
+    assert office.get(WHOAMI, headers=bearer(good)).status_code == 200
+    session = office.get("/token", headers=basic("bob", good)).json()["token"]
+    assert office.get("/v2/", headers=bearer(session)).status_code == 200
+    assert office.get("/api/v1/search").status_code == 200  # nor does it silence who has none
+
+
+def test_a_machine_with_an_old_token_does_not_silence_others_at_its_address(
+    make_registry: NewRegistry,
+) -> None:
+    served = make_registry(failures_per_minute=2)
+    office = client_at(served, "192.0.2.7")
+    forgotten, mistyped = "xpt_" + "A" * 43, "xpt_" + "B" * 43
+    statuses = [office.get(WHOAMI, headers=bearer(forgotten)).status_code for _ in range(30)]
+    assert statuses == [401] * 2 + [429] * 28
+    assert office.get(WHOAMI, headers=bearer(mistyped)).status_code == 401
+
+
+def test_attack_113_a_wrong_token_costs_no_read_unless_it_may_be_ours(
+    make_registry: NewRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = make_registry(failures_per_minute=1000)
+    client, database = served.client(), type(served.registry.database)
+    reads: list[str] = []
+    read = database.read
+    monkeypatch.setattr(database, "read", lambda self: (reads.append("read"), read(self))[1])
+    for secret in ("xpt_", "password", "xps_a.b", "xpt_" + "A" * 42, "xpt_" + "A" * 44, "x" * 9000):
+        assert client.get(WHOAMI, headers=bearer(secret)).status_code == 401
+    assert reads == []
+    assert client.get(WHOAMI, headers=bearer("xpt_" + "A" * 43)).status_code == 401
+    assert reads == ["read"] * 2
+
+
+def audited(served: Served, action: str) -> list[tuple[object, ...]]:
+    with served.registry.database.read() as connection:
+        found = [e for e in audit.entries(connection, limit=100) if e.action == action]
+    return [(e.actor, e.address, e.target, e.detail) for e in reversed(found)]
+
+
+def test_a_failed_login_leaves_a_row_without_the_secret(served: Served) -> None:
+    client = client_at(served, "192.0.2.7")
+    for headers in (
+        bearer("xpt_" + "Ab-_" * 10 + "xyz"),
+        basic("bob", "hunter2"),
+        {"Authorization": "Basic !"},
+    ):
+        assert client.get(WHOAMI, headers=headers).status_code == 401
+    assert audited(served, "login.refused") == [
+        (None, "192.0.2.7", "xpt_Ab-_Ab-_", ""),
+        (None, "192.0.2.7", "not a token of this registry", ""),
+    ]
+    assert client.get(WHOAMI).status_code == 401  # asked without a login, as clients begin
+    assert len(audited(served, "login.refused")) == 2
+
+
+def test_attack_113_failed_logins_do_not_fill_the_audit_log(
+    make_registry: NewRegistry,
+) -> None:
+    served = make_registry(failures_per_minute=10**6)
+    client = client_at(served, "192.0.2.7")
+    for number in range(50):
+        client.get(WHOAMI, headers=bearer(f"xpt_{number:08}" + "A" * 35))
+    assert len(audited(served, "login.refused")) == 20
+
+
+def test_what_was_not_written_down_is_counted(served: Served) -> None:
+    now = [0.0]
+    refusals = Refusals(served.registry.database, lambda: now[0])
+    for number in range(25):
+        refusals.login("192.0.2.7", f"xpt_{number:08}")
+    now[0] = 60.0
+    refusals.login("192.0.2.7", "xpt_later")
+    rows = audited(served, "login.refused")
+    assert len(rows) == 21
+    assert rows[-1][3] == "5 refusals before this one were not written down"
+
+
+def test_pushes_and_deletes_that_are_refused_leave_rows(served: Served) -> None:
+    served.user("alice")
+    served.namespace("acme", owner="alice")
+    eve = client_at(served, "192.0.2.7")
+    headers = bearer(served.user("eve"))
+    for method, path in (
+        ("POST", "/v2/acme/x/blobs/uploads/"),
+        ("PUT", "/v2/acme/x/manifests/v1"),
+        ("DELETE", "/v2/acme/x/manifests/v1"),
+        ("DELETE", "/v2/acme/x/manifests/v1"),
+        ("GET", "/v2/acme/x/manifests/v1"),
+    ):
+        assert eve.request(method, path, headers=headers).status_code in {403, 404}
+    rows = audited(served, "change.refused")
+    assert {row[:2] for row in rows} == {("eve", "192.0.2.7")}
+    assert [(row[2], str(row[3]).partition(":")[0]) for row in rows] == [
+        ("/v2/acme/x/blobs/uploads/", "POST"),
+        ("/v2/acme/x/manifests/v1", "PUT"),
+    ]
+
+
+def test_a_full_disk_keeps_no_refusal_from_being_answered(served: Served) -> None:
+    with served.registry.database.write() as connection:
+        connection.execute(text("ALTER TABLE audit RENAME COLUMN detail TO gone"))
+    assert served.client("xpt_" + "A" * 43).get(WHOAMI).status_code == 401
 
 
 def test_attack_80_guessing_through_basic_and_broken_headers_counts_too(
@@ -180,7 +292,7 @@ def test_attack_80_guessing_through_basic_and_broken_headers_counts_too(
 ) -> None:
     served = make_registry(failures_per_minute=3)
     client = client_at(served, "192.0.2.7")
-    for headers in (basic("bob", "guess"), {"Authorization": "Basic !"}, bearer("xps_a.b")):
+    for headers in (basic("bob", "guess"), {"Authorization": "Basic !"}, bearer("other")):
         assert client.get(WHOAMI, headers=headers).status_code == 401
     assert client.get(WHOAMI, headers=basic("bob", "guess")).status_code == 429
 

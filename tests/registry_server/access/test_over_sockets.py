@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import os
 import re
+import sqlite3
 from base64 import b64encode
 from contextlib import closing
 from pathlib import Path
@@ -53,9 +55,14 @@ def test_attack_80_guessing_over_sockets(tmp_path: Path) -> None:
     with running(made.settings.data) as server:
         guesses = [ask(server, "/v2/", f"Bearer xpt_{n:043}")[0] for n in range(6)]
         assert guesses == [401] * 4 + [429] * 2
-        status, headers, _ = ask(server, "/v2/", f"Bearer {made.token}")
+        status, headers, _ = ask(server, "/v2/", f"Bearer xpt_{9:043}")
         assert status == 429
         assert 0 < int(headers["retry-after"]) <= 15
+        assert ask(server, "/v2/", f"Bearer {made.token}")[0] == 200
+        _, _, page = ask(server, "/api/v1/audit", f"Bearer {made.token}")
+        assert isinstance(page, dict)
+        (refused,) = [e for e in page["entries"] if e["action"] == "login.refused"]
+        assert (refused["address"], refused["target"]) == ("127.0.0.1", "xpt_00000000")
         assert server.stop() == 0
     logged = server.log.read_text()
     assert "xpt_" not in logged.replace("xpt_***", "")
@@ -72,3 +79,28 @@ def test_what_the_command_line_changes_beside_a_running_server_holds_at_once(
         second = new_admin_token(made.settings.data)
         assert ask(server, "/api/v1/whoami", f"Bearer {second}")[0] == 200
         assert server.stop() == 0
+
+
+def test_uploads_that_nobody_continues_are_gone_without_a_new_one(tmp_path: Path) -> None:
+    """The time of the upload is set back while the server rests; its start sweeps."""
+    made = new_registry(tmp_path / "registry")
+    token = f"Bearer {made.token}"
+    with running(made.settings.data) as server:
+        headers = {"Authorization": token, "Content-Type": "application/json"}
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
+            client.request("POST", "/api/v1/namespaces", '{"name":"acme","kind":"oci"}', headers)
+            assert client.getresponse().status == 201
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
+            client.request("POST", "/v2/acme/x/blobs/uploads/", headers=headers)
+            answer = client.getresponse()
+            location = answer.headers["Location"]
+            assert answer.status == 202
+        assert server.stop() == 0
+    day = made.settings.limits.upload_seconds
+    with closing(sqlite3.connect(made.settings.database)) as database, database:
+        database.execute("UPDATE uploads SET updated = updated - ?", (day + 1,))
+    for file in made.settings.uploads.iterdir():
+        os.utime(file, (0, 0))
+    with running(made.settings.data) as server:
+        assert list(made.settings.uploads.iterdir()) == []
+        assert ask(server, location, token)[0] == 404

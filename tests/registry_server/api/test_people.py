@@ -235,4 +235,5 @@ def test_every_change_is_in_the_audit_log_in_pages(boss: Asking) -> None:
         ("member.remove", "acme", "boss"),
         ("token.create", token["id"], "read"),
         ("token.revoke", token["id"], ""),
+        ("change.refused", "/api/v1/users", "POST: 409"),
     ]

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
+from registry_server.access import audit
 from tests.registry_server.oci.pushing import (
     CONFIG,
     IMAGE,
@@ -103,11 +104,23 @@ def test_more_tags_than_anybody_needs_are_refused(alice: TestClient) -> None:
 @pytest.mark.parametrize(
     "digest", ["sha256:baddigeststring", "sha256:" + "A" * 64, "md5:" + "0" * 32, "sha256:"]
 )
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
-def test_what_is_no_digest_names_no_manifest(alice: TestClient, method: str, digest: str) -> None:
-    answer = alice.request(method, at(digest))
-    assert answer.status_code == 400
-    assert method == "HEAD" or code_of(answer) == "DIGEST_INVALID"
+def test_nothing_is_stored_under_what_is_no_digest(alice: TestClient, digest: str) -> None:
+    answer = alice.put(at(digest))
+    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [".INVALID_MANIFEST_NAME", "a" * 129, "-v1", "sha256:baddigest", "sha256:" + "A" * 64, "md5:0"],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
+def test_no_manifest_is_there_under_a_malformed_reference(
+    alice: TestClient, method: str, reference: str
+) -> None:
+    """`.INVALID_MANIFEST_NAME` is what the conformance tests of the specification ask for."""
+    answer = alice.request(method, at(reference))
+    assert answer.status_code == 404
+    assert method == "HEAD" or code_of(answer) == "MANIFEST_UNKNOWN"
 
 
 def test_a_manifest_under_the_digest_of_another_is_refused(alice: TestClient) -> None:
@@ -377,3 +390,21 @@ def test_a_reader_does_not_wait_for_a_writer(served: Served, alice: TestClient) 
         assert digest_of(answered.get(timeout=30)) == digest
     asking.join(timeout=30)
     assert not asking.is_alive()
+
+
+def test_pushes_and_removals_are_in_the_audit_log(served: Served, alice: TestClient) -> None:
+    config = push_blob(alice, "acme/x", b"{}")
+    content = encoded(image(config))
+    put(alice, "acme/x", "v1", content)
+    alice.delete(at("v1"))
+    alice.delete(at(digest_of(content)))
+    alice.delete(f"/v2/acme/x/blobs/{config}")
+    with served.registry.database.read() as connection:
+        entries = list(audit.entries(connection, limit=4))
+    manifest = f"acme/x@{digest_of(content)}"
+    assert [(e.actor, e.action, e.target, e.detail) for e in reversed(entries)] == [
+        ("alice", "manifest.push", manifest, "v1"),
+        ("alice", "tag.remove", "acme/x:v1", ""),
+        ("alice", "manifest.remove", manifest, ""),
+        ("alice", "blob.remove", f"acme/x@{config}", ""),
+    ]

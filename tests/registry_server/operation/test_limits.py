@@ -75,6 +75,34 @@ def test_any_other_host_is_refused(host: str, tmp_path: Path) -> None:
     assert "evil" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/api/v1/search", 421, "misdirected"),
+        ("/v2/acme/x/manifests/v1", 421, "UNSUPPORTED"),
+        ("/" + "a" * 5000, 414, "too_large"),
+        ("/v2/" + "a" * 5000, 414, "NAME_INVALID"),
+    ],
+)
+def test_a_refused_request_has_the_code_of_its_status(
+    path: str, status: int, code: str, tmp_path: Path
+) -> None:
+    host = "evil.example" if status == 421 else "localhost"
+    answer = client(tmp_path).get(path, headers={"Host": host})
+    body = answer.json()
+    found = body["errors"][0] if "errors" in body else body["error"]
+    assert (answer.status_code, found["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [("/api/v1/users", "media_type"), ("/v2/a/b/manifests/v1", "UNSUPPORTED")]
+)
+def test_a_compressed_body_has_the_code_of_its_status(path: str, code: str, tmp_path: Path) -> None:
+    answer = client(tmp_path).put(path, content=b"x", headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415
+    assert f'"code": "{code}"' in answer.text
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "http://localhost:3000", "null", "", f"{URL}.evil.example"]
@@ -253,6 +281,7 @@ def test_a_body_that_stops_is_given_up(tmp_path: Path) -> None:
     piece = {"type": "http.request", "body": b"x", "more_body": True}
     sent = stalled(tmp_path, echo, piece)
     assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
+    assert b'"code": "timeout"' in sent[1]["body"]
 
 
 def test_a_body_that_stops_after_the_answer_began_ends_the_connection(tmp_path: Path) -> None:

@@ -460,3 +460,55 @@ def test_what_was_published_is_there_after_a_restart(
         again.registry.check_integrity()
     finally:
         again.close()
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE"])
+@pytest.mark.parametrize(
+    ("secret", "problem"),
+    [
+        (b"-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n", "holds a private key"),
+        (b"log in with xpt_" + b"A" * 43 + b" first", "holds an access token"),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 3 << 20])
+def test_attack_100_a_secret_that_any_client_pushes_in_a_document_is_refused(
+    registry: Registry,
+    owner: Identity,
+    template: Template,
+    alice: PrivateKey,
+    name: str,
+    secret: bytes,
+    problem: str,
+    padding: int,
+) -> None:
+    """A large document is read to its end, too."""
+    document = b"# SQL\n" + b"x" * padding + b" " + secret
+    before = rows(registry)
+    with pytest.raises(InvalidPackageError, match=f"{name}: {problem}"):
+        push(registry, owner, template.parcel(key=alice, files={name: document}))
+    assert rows(registry) == before
+
+
+@pytest.mark.parametrize(
+    "document", [b"caf\xe9", "café".encode("utf-16"), b"x" * (2 << 20) + b"\xe2\x82"]
+)
+def test_a_readme_that_is_not_utf_8_is_refused(
+    registry: Registry, owner: Identity, template: Template, alice: PrivateKey, document: bytes
+) -> None:
+    with pytest.raises(InvalidPackageError, match=r"README\.md: not UTF-8"):
+        push(registry, owner, template.parcel(key=alice, files={"README.md": document}))
+
+
+def test_a_readme_in_any_script_is_published(
+    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+) -> None:
+    document = "日本語 🇫🇷 café".encode() * 100_000  # characters lie across the pieces read
+    parcel = template.parcel(key=alice, files={"README.md": document})
+    assert push(registry, owner, parcel).created
+
+
+def test_a_certificate_or_a_public_key_in_a_readme_is_no_secret(
+    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+) -> None:
+    document = alice.public.pem() + b"-----BEGIN CERTIFICATE-----\nxpt_short\n"
+    assert push(registry, owner, template.parcel(key=alice, files={"README.md": document})).created

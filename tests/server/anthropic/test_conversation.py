@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.message import Message
+from expertctl.errors import ContextLengthError
 from expertctl.server.anthropic.conversation import messages_of
 from expertctl.server.anthropic.message_request import CountRequest
 from expertctl.server.body import parse_body
@@ -144,7 +145,7 @@ def test_what_was_thought_goes_back_as_what_templates_call_reasoning() -> None:
         ([user("?"), assistant([USE]), user("Well?")], "messages[2]"),
         ([user("?"), assistant([USE]), assistant("Well?"), user("!")], "messages[2]"),
         ([user("?"), assistant([USE])], "messages"),
-        ([user("Say it:"), assistant("It is")], "messages"),
+        ([user("Say it:"), assistant(" ")], "messages"),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_place(turns: list[Any], field: str) -> None:
@@ -155,5 +156,5 @@ def test_what_is_not_read_is_refused_by_its_place(turns: list[Any], field: str) 
 
 
 def test_too_much_text_is_refused() -> None:
-    with pytest.raises(FieldError, match="500006 characters"):
+    with pytest.raises(ContextLengthError, match="500006 characters"):
         read(user("x" * 250_000), assistant("y" * 250_000), user("more…z"))

@@ -25,7 +25,7 @@ IMAGE = {
         ({"model": "acme/none"}, anthropic.NotFoundError, "acme/none"),
         ({"model": "../../etc/passwd"}, anthropic.NotFoundError, "passwd"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"extra_body": {"wings": 2}}, anthropic.BadRequestError, "wings"),
+        ({"extra_body": {"mcp_servers": [{}]}}, anthropic.BadRequestError, "mcp_servers"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "any"}},
             anthropic.BadRequestError,

@@ -15,6 +15,7 @@ from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import ModelNotFoundError
+from expertctl.server.settings import ServeSettings
 from tests.factories import write_base
 from tests.server.anthropic.bodies import WEATHER, body_of
 from tests.server.served import BASE, Served
@@ -28,27 +29,16 @@ def text(scripted: Served) -> BaseText:
 def called(text: BaseText, *, usual: float | None = None, **fields: Any) -> MessageCall:
     request = parse_body(body_of(**{"max_tokens": 16, **fields}), MessageRequest)
     caller = Caller(id="key-1")
-    return message_call(request, caller=caller, base_name=BASE, text=text, usual=usual)
+    settings = ServeSettings(timeout=usual)
+    return message_call(request, caller=caller, base_name=BASE, text=text, settings=settings)
 
 
-def test_where_the_client_is_silent_tokens_are_drawn_as_published(text: BaseText) -> None:
-    call = called(text)
-    assert call.job.request.route.base_alone
-    assert call.job.request.route.wishes == SamplingWishes(
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        max_tokens=16,
-    )
-
-
-def test_with_auto_silence_leaves_the_choice_to_the_experts(text: BaseText) -> None:
-    call = called(text, model="auto", top_k=5)
-    assert not call.job.request.route.base_alone
+@pytest.mark.parametrize("model", [BASE, "auto", "acme/sql"])
+def test_silence_leaves_the_choice_to_the_experts_and_the_base_whatever_the_model(
+    text: BaseText, model: str
+) -> None:
+    call = called(text, model=model, top_k=5)
+    assert call.job.request.route.base_alone == (model == BASE)
     assert call.job.request.route.wishes == SamplingWishes(top_k=5, max_tokens=16)
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_asked_for_by_a_null() -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),

@@ -17,6 +17,7 @@ from expertctl.server.base_text import BaseText
 from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
 from expertctl.server.generation import finished
+from expertctl.server.settings import ServeSettings
 from tests.server.anthropic.bodies import body_of
 from tests.server.served import BASE, Served
 
@@ -28,7 +29,7 @@ def a_call(served: Served, **fields: Any) -> MessageCall:
         caller=Caller(id="key-1"),
         base_name=BASE,
         text=BaseText(served.engine.tokenizer),
-        usual=None,
+        settings=ServeSettings(),
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from expertctl.engine.serving.job import Job
-from expertctl.errors import UsageError
 from expertctl.reference import Reference
 from expertctl.routing.request import Forced
 from expertctl.server.base_text import BaseText
@@ -68,7 +67,7 @@ def test_the_conversation_is_read_whole_and_routed_by_its_last_question(text: Ba
     request = job(text, messages=[*turns, {"role": "user", "content": "Sort"}]).request
     assert [turn.content for turn in request.turns] == ["system", "user", "assistant", "Sort"]
     assert request.message.prompt == request.route.prompt == "Sort"
-    assert not request.plain
+    assert request.raw is None
 
 
 def test_the_first_source_of_a_cache_key_counts_and_keys_are_the_callers_own(
@@ -161,8 +160,8 @@ def test_stop_strings_are_one_or_several_or_left_to_the_experts(text: BaseText) 
 
 
 def test_fields_that_do_not_fit_together_are_refused(text: BaseText) -> None:
-    with pytest.raises(UsageError, match="has no effect when decoding is greedy"):
-        call(text, temperature=0, frequency_penalty=1)
+    with pytest.raises(FieldError, match="min_tokens 9 is more than max_tokens 3"):
+        call(text, min_tokens=9, max_tokens=3)
     with pytest.raises(FieldError, match="say different things"):
         call(text, max_tokens=1, max_completion_tokens=2)
     with pytest.raises(FieldError, match="for answers with logprobs only"):

@@ -156,5 +156,5 @@ def test_calls_come_with_their_place_their_id_and_their_arguments(client: Client
 def test_an_error_before_the_first_word_is_an_ordinary_answer(client: Client) -> None:
     with pytest.raises(openai.NotFoundError):
         chunks(client, model="acme/none")
-    with pytest.raises(openai.BadRequestError, match="the base reads 16384"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens"):
         chunks(client, "a" * 20_000)

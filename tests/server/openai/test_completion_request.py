@@ -16,11 +16,13 @@ PUBLISHED = {
     *get_type_hints(params.CompletionCreateParamsNonStreaming),
     *get_type_hints(params.CompletionCreateParamsStreaming),
 }
+OF_OTHER_SERVERS = {"parse_special", "add_special_tokens"}
+"""Fields of llama.cpp and vLLM."""
 
 
 def test_every_published_field_is_known_and_none_but_ours_is_added() -> None:
     known = {field.name for field in msgspec.structs.fields(CompletionRequest)}
-    assert known - OURS == PUBLISHED
+    assert known - OURS - OF_OTHER_SERVERS == PUBLISHED
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED - {"model", "prompt"}))
@@ -34,6 +36,13 @@ def test_a_published_field_may_be_null(name: str) -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [2**40]}, "prompt[0]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"parse_special": "yes"}, "parse_special"),
         ({"prompt": {"text": "a"}}, "prompt"),
         ({"logprobs": 6}, "logprobs"),
         ({"echo": "yes"}, "echo"),

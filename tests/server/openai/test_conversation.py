@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.message import Message
+from expertctl.errors import ContextLengthError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.server.body import parse_body
 from expertctl.server.field_error import FieldError
@@ -138,5 +139,5 @@ def test_no_message_at_all_is_refused() -> None:
 
 def test_more_text_than_any_prompt_may_have_is_refused() -> None:
     half = {"role": "user", "content": "a" * (MAX_PROMPT_CHARACTERS // 2 + 1)}
-    with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
+    with pytest.raises(ContextLengthError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
         messages(half, half)

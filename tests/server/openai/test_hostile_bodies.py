@@ -44,7 +44,14 @@ CHAT: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-COMPLETION: dict[str, Any] = {"model": "acme/sql:0.5", "prompt": ["a", "b"], "stop": "a", "n": 2}
+COMPLETION: dict[str, Any] = {
+    "model": "acme/sql:0.5",
+    "prompt": ["a", [1, 2]],
+    "stop": "a",
+    "n": 2,
+    "echo": True,
+    "logprobs": 2,
+}
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -112,12 +119,13 @@ def test_any_chat_is_read_or_refused(text: BaseText, body: Any) -> None:
 
 @settings(max_examples=200)
 @given(body=changed(COMPLETION, CompletionRequest))
-def test_any_completion_is_read_or_refused(body: Any) -> None:
+def test_any_completion_is_read_or_refused(text: BaseText, body: Any) -> None:
     def read(data: bytes) -> None:
         completion_call(
             parse_body(data, CompletionRequest),
             caller=Caller(),
             base_name="tiny",
+            tokenizer=text.tokenizer,
             settings=ServeSettings(),
         )
 
@@ -130,5 +138,7 @@ def test_the_bodies_that_are_changed_are_good_ones(text: BaseText) -> None:
     call = chat_call(request, caller=Caller(), base_name="tiny", text=text, settings=chosen)
     assert call.job.texts == 2
     other = parse_body(json.dumps(COMPLETION).encode(), CompletionRequest)
-    calls = completion_call(other, caller=Caller(), base_name="tiny", settings=chosen)
+    calls = completion_call(
+        other, caller=Caller(), base_name="tiny", tokenizer=text.tokenizer, settings=chosen
+    )
     assert len(calls.jobs) == 2

@@ -35,9 +35,10 @@ def test_a_token_that_is_part_of_a_letter_has_bytes_where_they_are_known() -> No
 
 
 def test_a_completion_tells_columns_and_where_tokens_begin() -> None:
-    told = msgspec.to_builtins(completion_logprobs(DRAWN, start=3))
+    spelled = {1: "Hé", 2: "He", 3: "bytes:\\xc3", 4: "!"}
+    told = msgspec.to_builtins(completion_logprobs(DRAWN, spelled.__getitem__, start=3))
     scores = Logprobs.model_validate(told, strict=True)
-    assert scores.tokens == ["Hé", "�"]
+    assert scores.tokens == ["Hé", "bytes:\\xc3"]
     assert scores.token_logprobs == [-0.25, -3.0]
     assert scores.text_offset == [3, 5]
-    assert scores.top_logprobs == [{"Hé": -0.25, "He": -2.0}, {"�": -3.0, "!": -0.5}]
+    assert scores.top_logprobs == [{"Hé": -0.25, "He": -2.0}, {"bytes:\\xc3": -3.0, "!": -0.5}]

@@ -1,4 +1,7 @@
-"""The official client for JavaScript on a server of its own: its suite is in ``node/``."""
+"""Clients for JavaScript, each on a server of its own.
+
+The suite of the official one is in ``node/``, that of the Vercel AI SDK in ``vercel/``.
+"""
 
 import os
 import shutil
@@ -12,7 +15,7 @@ from expertctl.server.api_keys import ApiKeys
 from tests.server.openai.scripted_base import HELLO, scripted_stock
 from tests.server.openai.sockets import socket_server
 
-SUITE = Path(__file__).parent / "node"
+SUITES = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.all,
@@ -20,9 +23,10 @@ pytestmark = [
 ]
 
 
-def test_the_suite_of_the_client_for_javascript_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["node", "vercel"])
+def test_the_suite_of_a_client_for_javascript_passes(tmp_path: Path, name: str) -> None:
     suite = tmp_path / "suite"
-    shutil.copytree(SUITE, suite, ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(SUITES / name, suite, ignore=shutil.ignore_patterns("node_modules"))
     subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=suite, check=True)
     house = scripted_stock(tmp_path / "stock").house(tmp_path / "home")
     secret = ApiKeys(house.home.api_keys).make("node", now=time.time()).secret

@@ -110,3 +110,19 @@ def test_the_parser_writes_nothing_of_the_text_to_the_log(
     with caplog.at_level(logging.DEBUG):
         check_sql("EXPLAIN the secret word")
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        ("Here is the query:\n\nSELECT a\nFROM t;\n\nIt lists all values of a.", True),
+        ("Use this:\nSELECT a FROM t", True),
+        ("1. First:\n   ```sql\n   SELECT 1\n   ```\n2. Done.", True),
+        ("```\nSELECT 1\n```\nprints\n```\none\n```", True),
+        ("~~~SQL\nSELECT 1\n~~~", True),
+        ("Here is the query:\n\nSELEC a\nFROM t;\n\nIt lists all values of a.", False),
+        ("Here is the query:\n\nSELECT a FROM\n\nIt lists all values of a.", False),
+    ],
+)
+def test_prose_around_sql_is_no_fault(text: str, passed: bool) -> None:
+    assert check_sql(text).passed is passed

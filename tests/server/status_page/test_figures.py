@@ -21,6 +21,7 @@ def snapshot(**changes: object) -> Snapshot:
         "peak": 1500,
         "kv_limit": 790,
         "kv_in_use": 60,
+        "kv_kept_limit": 500,
         "kv_block": 10,
         "traffic": {"ram": Traffic(hits=1, loads=2, evictions=3, waits=4, nbytes=5)},
         "running_plans": ((SQL,), (SQL, DATES), (), (DATES, DATES, SQL)),
@@ -53,9 +54,10 @@ def test_tokens_are_those_that_were_computed_and_those_that_were_not() -> None:
 
 
 def test_keys_and_values_that_no_text_uses_are_kept_ones() -> None:
-    assert figures(snapshot(), NONE)["kv"] == {"limit": 790, "in_use": 60, "kept": 30}
+    told = figures(snapshot(), NONE)["kv"]
+    assert told == {"limit": 790, "in_use": 60, "kept": 30, "kept_limit": 500}
     told = figures(snapshot(kv_in_use=95), NONE)["kv"]
-    assert told == {"limit": 790, "in_use": 95, "kept": 0}
+    assert told == {"limit": 790, "in_use": 95, "kept": 0, "kept_limit": 500}
 
 
 def test_an_expert_counts_once_for_each_text_and_the_busiest_is_first() -> None:

@@ -60,6 +60,48 @@ def test_calls_between_tags_are_found(text: str, parts: list[Part]) -> None:
     assert parted(text, HERMES, TOOLS) == parts
 
 
+WHOLE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
+@pytest.mark.parametrize("text", [WHOLE, f"\n {WHOLE}\n\n", '{"name":"now","parameters":{}}'])
+def test_an_answer_that_is_the_json_of_a_call_is_that_call(text: str, form: CallFormat) -> None:
+    call = NOW if "now" in text else PARIS
+    assert parted(text, form, TOOLS) == [call]
+    assert pushed(text, form, list(range(len(text)))) == [call]
+
+
+def test_a_call_of_which_only_the_first_mark_is_missing_is_a_call() -> None:
+    assert parted(f"{WHOLE}\n</tool_call>", HERMES, TOOLS) == [PARIS]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{WHOLE} is what I would call.",
+        f"I would call {WHOLE}",
+        f"{WHOLE}\n{WHOLE}",
+        f"[{WHOLE}]",
+        WHOLE[:-1],
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "now", "arguments": {}, "why": "I can"}',
+        '{"name": "now"}',
+        '{"name": "Ann", "age": 7}',
+        '{"city": "Paris", "name": "now", "arguments": {}}',
+        f"```json\n{WHOLE}\n```",
+    ],
+)
+def test_json_that_is_not_exactly_one_call_stays_text(text: str) -> None:
+    assert parted(text, HERMES, TOOLS) == [Text(text)]
+    assert pushed(text, HERMES, list(range(len(text)))) == [Text(text)]
+
+
+def test_json_that_cannot_be_a_call_is_not_held_back() -> None:
+    scanner = ToolCallScanner(HERMES, TOOLS)
+    assert scanner.push('{"cit') == []
+    assert scanner.push('ies": ["Par') == [Text('{"cities": ["Par')]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,7 +16,7 @@ const TILES = [
   ["Answers", ({ answerSpeed }) => speed(answerSpeed ?? 0), ({ data }) => `${count(data.tokens.answer)} tokens so far`],
   ["Prompts", ({ promptSpeed }) => speed(promptSpeed ?? 0), ({ data }) => `${count(data.tokens.prompt)} read, ${count(data.tokens.reused)} reused`],
   ["Memory", ({ data }) => bytes(held(data)), ({ data }) => `${percent(held(data), data.memory.limit)} of ${bytes(data.memory.limit)}`],
-  ["Keys and values", ({ data }) => percent(data.kv.in_use, data.kv.limit), ({ data }) => `${bytes(data.kv.in_use)} in use, ${bytes(data.kv.kept)} kept`],
+  ["Keys and values", ({ data }) => percent(data.kv.in_use, data.kv.limit), ({ data }) => `${bytes(data.kv.in_use)} in use, ${bytes(data.kv.kept)} of ${bytes(data.kv.kept_limit)} kept`],
 ];
 
 const CHARTS = [

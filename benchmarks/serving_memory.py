@@ -1,0 +1,194 @@
+"""Memory of one generation server under load, against what it says at its start.
+
+``expertctl serve`` in a process of its own, on a base of 135M parameters without experts: random
+weights as in `serving_gaps`, or a directory given by ``--base``. Callers ask for ``--minutes`` as
+fast as they are answered, each time about something new, under keys that come again, so that keys
+and values are kept for all of them. The resident set of the process that computes is looked at
+every second; so is what its ledger says of base, buffers, keys and values. The bound is read from
+the line that the server logs before it is ready.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx2
+import psutil
+
+from benchmarks.harness import Row, as_table, machine
+from benchmarks.served.server import END_SECONDS, EXPERTCTL, Figures
+from benchmarks.served.small_base import write_small_base
+from expertctl.settings import Home, parse_size
+from expertctl.store.bases import BaseStore
+
+NAME = "measured"
+BUDGET = "1200MB"
+CALLERS, KEYS, WORDS = 8, 5, (50, 200, 400, 800)
+ANSWERS = (16, 48)
+EVERY_SECONDS = 1.0
+STATED = re.compile(r"memory: at most ([0-9.]+ [kMG]?B);")
+_VOCABULARY = ("time", "people", "water", "day", "part", "work", "place", "year", "thing", "form")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment, in bytes."""
+
+    at: float
+    resident: int
+    entered: int
+    """By the ledger: base, experts, keys and values, buffers."""
+    kept: int
+    """Keys and values that no running text has."""
+    kept_limit: int
+
+
+class Load:
+    """Callers of a server, and somebody who looks at its memory."""
+
+    def __init__(self, url: str, process: psutil.Process, *, minutes: float) -> None:
+        """Ask a server; ``process`` is the one that computes."""
+        self._url, self._process, self._end = url, process, time.monotonic() + 60 * minutes
+        self._drawn = random.Random(0)  # prompts are no secret
+        self.samples: list[Sample] = []
+        self.answers = 0
+
+    async def run(self) -> None:
+        """Ask until the time is over."""
+        async with httpx2.AsyncClient(base_url=self._url, timeout=600) as client:
+            watching = asyncio.create_task(self._watch(client))
+            await asyncio.gather(*(self._call(client, number) for number in range(CALLERS)))
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self.samples.append(await self._look(client))
+
+    async def _call(self, client: httpx2.AsyncClient, number: int) -> None:
+        while time.monotonic() < self._end:
+            said = " ".join(self._drawn.choices(_VOCABULARY, k=self._drawn.choice(WORDS)))
+            body = {
+                "model": NAME,
+                "prompt": said,
+                "max_tokens": self._drawn.choice(ANSWERS),
+                "user": f"{number}-{self._drawn.randrange(KEYS)}",
+            }
+            answer = await client.post("/v1/completions", json=body)
+            answer.raise_for_status()
+            self.answers += 1
+
+    async def _watch(self, client: httpx2.AsyncClient) -> None:
+        while True:
+            self.samples.append(await self._look(client))
+            await asyncio.sleep(EVERY_SECONDS)
+
+    async def _look(self, client: httpx2.AsyncClient) -> Sample:
+        figures = Figures.read((await client.get("/metrics")).raise_for_status().text)
+        owners = ("base", "experts", "kv", "buffers")
+        return Sample(
+            at=time.monotonic(),
+            resident=self._process.memory_info().rss,
+            entered=int(sum(figures.of("memory_bytes", owner=owner) for owner in owners)),
+            kept=int(figures.of("kv_kept_bytes")),
+            kept_limit=int(figures.of("kv_kept_limit_bytes")),
+        )
+
+
+@contextmanager
+def serving(home: Home, budget: str, log: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Run a server; give its address and the process that computes."""
+    command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", NAME]
+    command += ["--memory-budget", budget]
+    environment = {**os.environ, "EXPERT_HOME": str(home.root)}
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if not line:
+                raise SystemExit(f"serving_memory: the server ended; see {log}")
+            below = psutil.Process(server.pid).children(recursive=True)
+            worker = max(below, key=lambda one: int(one.memory_info().rss))
+            yield json.loads(line)["url"], worker
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(END_SECONDS)
+
+
+def stated_bound(log: str) -> int:
+    """Return the bytes that a server says in its log that it takes at most.
+
+    Raises:
+        SystemExit: when it does not say it.
+    """
+    found = STATED.search(log)
+    if found is None:
+        raise SystemExit("serving_memory: the server states no bound in its log")
+    number, unit = found[1].split()
+    return int(float(number) * parse_size(f"1{unit}"))
+
+
+def rows_of(load: Load, *, bound: int, what: str) -> Iterator[Row]:
+    """Compare the largest resident set with the bound, and what is kept with its limit."""
+    samples: Sequence[Sample] = load.samples
+    most = max(samples, key=lambda one: one.resident)
+    kept = max(samples, key=lambda one: one.kept)
+    beside = [one.resident - one.entered for one in samples]
+    minutes = (samples[-1].at - samples[0].at) / 60
+    note = (
+        f"{load.answers} answers in {minutes:.1f} minutes; outside of the ledger "
+        f"{beside[0] / 1e6:.0f} MB at first, {max(beside) / 1e6:.0f} MB at most, "
+        f"{beside[-1] / 1e6:.0f} MB at the end"
+    )
+    yield _row(f"resident set at most, {what}", most.resident, "stated at the start", bound, note)
+    yield _row("keys and values kept at most", kept.kept, "their limit", kept.kept_limit)
+
+
+def _row(case: str, ours: int, rival: str, theirs: int, note: str | None = None) -> Row:
+    ratio = round(ours / theirs, 3) if theirs else None
+    mine, other = round(ours / 1e6, 1), round(theirs / 1e6, 1)
+    ok = ours <= theirs
+    return Row(case, mine, rival, other, "MB", "lower", ratio, None, "<= 1", ok, note)
+
+
+def main() -> None:
+    """The command line: that of every benchmark, ``--minutes``, ``--base`` and ``--budget``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_memory")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--base", type=Path, metavar="DIR")
+    parser.add_argument("--budget", default=BUDGET, metavar="SIZE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        base = options.base or write_small_base(Path(folder, "base"))
+        home, log = Home(Path(folder, "home")), Path(folder, "log")
+        BaseStore(home.bases).add(base, name=NAME)
+        with serving(home, options.budget, log) as (url, worker):
+            bound = stated_bound(log.read_text(encoding="utf-8"))
+            print(f"stated: {bound / 1e6:.0f} MB", file=sys.stderr, flush=True)
+            load = Load(url, worker, minutes=options.minutes)
+            asyncio.run(load.run())
+    what = "random weights in the shape of SmolLM2-135M" if options.base is None else base.name
+    rows = list(rows_of(load, bound=bound, what=f"{what}, a budget of {options.budget}"))
+    document: dict[str, object] = {
+        "name": "serving_memory",
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(document) if options.json else as_table(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The files of a directory that is to be packed, and the links of a Hugging Face cache among them.
+
+The hub's cache keeps a snapshot as links: ``models--org--name/snapshots/REV/file`` points to
+``../../blobs/DIGEST``. Such a link is followed where every hop stays inside its ``models--…``
+folder. Every other link is refused: it could bring any file of this machine into a package.
+
+A file is opened without following links, and only while it is the one that was checked: device and
+inode are compared on the open descriptor.
+"""
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from expertctl.digest import Digest, Progress, hash_stream, no_progress
+from expertctl.errors import DigestError, InvalidPackageError
+
+_CACHE_PREFIX = "models--"
+_SNAPSHOTS = "snapshots"
+_MAX_HOPS = 8
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A regular file to pack, with every link to it followed; only `source_file` makes one."""
+
+    name: str
+    """What it is called in the directory."""
+    path: Path
+    """Where it is; not a link."""
+    size: int
+    device: int
+    inode: int
+
+    def open(self) -> BinaryIO:
+        """Open the file that was checked.
+
+        Raises:
+            DigestError: when another file, a link or nothing is in its place now.
+        """
+        try:
+            descriptor = os.open(self.path, _FLAGS)
+        except OSError as error:
+            raise self._changed() from error
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (
+            self.device,
+            self.inode,
+        ):
+            os.close(descriptor)
+            raise self._changed()
+        return os.fdopen(descriptor, "rb")
+
+    def read(self, *, max_bytes: int) -> bytes:
+        """Return its bytes, up to one more than are allowed: enough to refuse the rest."""
+        with self.open() as stream:
+            return stream.read(max_bytes + 1)
+
+    def hash(self, *, progress: Progress = no_progress) -> tuple[int, Digest]:
+        """Return its size in bytes and its digest."""
+        with self.open() as stream:
+            return hash_stream(stream, progress=progress)
+
+    def _changed(self) -> DigestError:
+        return DigestError(
+            f"{self.name}: the file was replaced while it was being packed",
+            hint="build again when nothing writes to the directory",
+        )
+
+
+def source_file(directory: Path, name: str) -> SourceFile | None:
+    """Find a file of a directory by its plain name; ``None`` when nothing has that name.
+
+    Raises:
+        InvalidPackageError: for a link that may not be followed, and for what is no regular file.
+    """
+    path = directory / name
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISLNK(found.st_mode):
+        path = _follow(directory.resolve() / name, name)
+        found = path.lstat()
+        if path.resolve() != path:  # a folder on the way was replaced meanwhile
+            raise InvalidPackageError(name, ["a symbolic link that changed while it was read"])
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidPackageError(name, ["not a regular file"])
+    return SourceFile(name, path, found.st_size, found.st_dev, found.st_ino)
+
+
+def source_names(directory: Path) -> list[str]:
+    """Return the names of all entries of a directory, sorted."""
+    return sorted(path.name for path in directory.iterdir())
+
+
+def cache_folder(directory: Path) -> Path | None:
+    """Return the ``models--…`` folder of the hub's cache that a snapshot belongs to, if any."""
+    real = directory.resolve()
+    for folder in real.parents:
+        below = real.relative_to(folder).parts
+        if folder.name.startswith(_CACHE_PREFIX) and len(below) > 1 and below[0] == _SNAPSHOTS:
+            return folder
+    return None
+
+
+def cached_name(directory: Path) -> str | None:
+    """Return the name of the repository that a snapshot of the hub's cache belongs to."""
+    folder = cache_folder(directory)
+    return folder.name.rpartition("--")[2] if folder is not None else None
+
+
+def _follow(path: Path, name: str) -> Path:
+    """Follow a link hop by hop; ``path`` is absolute, its folder real."""
+    folder = cache_folder(path.parent)
+    if folder is None:
+        raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
+    for _ in range(_MAX_HOPS):
+        if not path.parent.is_relative_to(folder):
+            raise InvalidPackageError(
+                name, [f"a symbolic link that leaves {folder.name}; put the file itself here"]
+            )
+        try:
+            target = path.readlink()
+        except FileNotFoundError as error:
+            raise InvalidPackageError(
+                name, ["a symbolic link to a file that is missing; download it again"]
+            ) from error
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # not a link: the end of the chain
+                return path
+            raise InvalidPackageError(name, [f"cannot be read: {error.strerror}"]) from error
+        path = _next_hop(path, target, name)
+    raise InvalidPackageError(name, ["a loop of symbolic links"])
+
+
+def _next_hop(path: Path, target: Path, name: str) -> Path:
+    """Return where a link points to, with the links of its folder, but not itself, followed."""
+    there = path.parent / target
+    if there.name in ("", "..", "."):
+        raise InvalidPackageError(name, ["a symbolic link to a folder"])
+    try:
+        return there.parent.resolve(strict=True) / there.name
+    except (OSError, RuntimeError) as error:
+        raise InvalidPackageError(
+            name, ["a symbolic link to a file that is missing; download it again"]
+        ) from error

@@ -1,0 +1,24 @@
+"""Which characters of foreign text must not reach a terminal, a message or a stream.
+
+These are the controls, halves of characters, and the characters that reorder the text around them:
+bidi embeddings, overrides and isolates (Unicode Technical Report 36, section 2.5; CVE-2021-42574).
+Every other format character stays: words in Persian and emoji of several parts are made with
+joiners, and right-to-left text with marks.
+"""
+
+import re
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_TEXT = re.compile(f"[{_UNSAFE}]")
+_IN_LINE = re.compile(f"[\t\n\u2028\u2029{_UNSAFE}]")
+
+
+def replace_unsafe(text: str, by: str = REPLACEMENT) -> str:
+    """Return a text of the same length; line feeds and tabs stay."""
+    return _IN_TEXT.sub(by, text)
+
+
+def one_line(text: str, by: str = " ") -> str:
+    """Return a text of the same length with nothing in it that ends a line."""
+    return _IN_LINE.sub(by, text)

@@ -1,0 +1,182 @@
+"""Keys that were revoked and versions that were yanked after an install, over real sockets."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expertctl.registry.key_statement import sign_statement
+from expertctl.registry.retry import Retries
+from tests.cli.commands import Commands, expertctl
+from tests.install.market import Market, market, market_at, template
+from tests.registry.hostile import Pauses
+from tests.registry_server.publishing.parcels import Template
+from tests.store.shop import House, a_key
+
+__all__ = ["expertctl", "market", "template"]
+
+OLD, NEW = a_key("acme"), a_key("new")
+TRUST = 5
+
+
+@pytest.fixture
+def house(home: Path, market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    """A home that knows the market, and a working folder with an exact version in its project."""
+    found = House(home)
+    found.trust.add_registry(market.known)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("EXPERT_REGISTRY", market.host)
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    market.sell("acme/sql@1.0.0")
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["update"],
+        ["outdated"],
+        ["install"],
+        ["install", "--locked"],
+        ["install", "acme/sql@1.0.0"],
+        ["lock"],
+        ["doctor", "--online"],
+    ],
+    ids=" ".join,
+)
+def test_a_key_that_was_revoked_after_an_exact_install_is_reported(
+    expertctl: Commands, house: House, market: Market, words: list[str]
+) -> None:
+    """Attack 113."""
+    expertctl("install")
+    market.revoke("acme", OLD, "laptop stolen")
+    before = house.store.experts()
+    said = expertctl(*words, code=TRUST)
+    told = said.out + said.err
+    assert "was revoked" in told
+    assert "laptop stolen" in told
+    assert OLD.public.key_id in told
+    assert "current" not in said.err
+    document = json.loads(expertctl(*words, "--json", code=TRUST).out)
+    match words[0]:
+        case "outdated":
+            [entry] = document["experts"]
+            assert entry["revoked"]
+            assert entry["notices"][0]["kind"] == "revoked"
+        case "doctor":
+            assert [f["subject"] for f in document["findings"] if f["untrusted"]] == [
+                "acme/sql@1.0.0"
+            ]
+        case _:
+            assert document["error"]["code"] == "revoked"
+    assert house.store.experts() == before
+
+
+def test_an_exact_version_of_the_users_own_list_is_asked_about_too(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    Path("experts.toml").unlink()
+    expertctl("install", "acme/sql@1.0.0")
+    market.revoke("acme", OLD)
+    assert "revoked" in expertctl("update", code=TRUST).err
+    assert "revoked" in expertctl("outdated", code=TRUST).err
+
+
+def test_a_version_that_was_signed_anew_is_installed_after_the_revocation(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word)
+    expertctl("install")  # which pins the new key with the word of the old one
+    market.revoke("acme", OLD)
+    market.sell("acme/sql@1.0.0", key=NEW)
+    assert "signed anew" in expertctl("outdated", code=TRUST).err
+    assert "re-signed: acme/sql@1.0.0" in expertctl("install", "acme/sql@1.0.0").out
+    expertctl("doctor", "--online")
+
+
+@pytest.mark.parametrize(
+    "words", [["update"], ["install"], ["install", "acme/sql@1.0.0"], ["lock"]], ids=" ".join
+)
+def test_a_version_that_was_yanked_after_an_exact_install_is_reported(
+    expertctl: Commands, house: House, market: Market, words: list[str]
+) -> None:
+    expertctl("install")
+    market.yank("acme/sql@1.0.0", "wrong joins")
+    said = expertctl(*words)
+    assert said.err.count("warning: acme/sql@1.0.0 was yanked: wrong joins; ") == 1
+    [notice] = expertctl(*words, "--json").document["notices"]
+    assert (notice["kind"], notice["ref"]) == ("yanked", "acme/sql@1.0.0")
+
+
+def test_doctor_online_notes_a_yank_and_finds_nothing_broken(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    market.yank("acme/sql@1.0.0", "wrong joins")
+    assert "yanked" not in expertctl("doctor").out
+    assert "note: acme/sql@1.0.0: it was yanked: wrong joins" in expertctl("doctor", "--online").out
+
+
+def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
+    expertctl("install")
+    market.revoke("acme", OLD)
+    said = expertctl("update")
+    assert "warning: acme/sql@1.0.0: key " in said.err
+    assert "all is current" not in said.err
+
+
+def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installed(
+    home: Path,
+    template: Template,
+    tmp_path: Path,
+    expertctl: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = Pauses()
+    monkeypatch.setattr(
+        "expertctl.registry.http.Retries", lambda tell=None: Retries(sleep=pauses, tell=tell)
+    )
+    monkeypatch.chdir(tmp_path)
+    with market_at(tmp_path / "registry", template) as running:
+        running.open("acme").sell("acme/sql@1.0.0")
+        House(home).trust.add_registry(running.known)
+        monkeypatch.setenv("EXPERT_REGISTRY", running.host)
+        expertctl("install", "acme/sql@1.0.0")
+        running.yank("acme/sql@1.0.0", "wrong joins")
+        expertctl("outdated")
+    said = expertctl("install", "acme/sql@1.0.0")
+    assert "already installed: acme/sql@1.0.0" in said.out
+    assert "was yanked: wrong joins" in said.err  # as it said last
+    assert f"{running.host} cannot say whether its key was revoked" in said.err
+    assert pauses.seconds == []  # what is here is asked about once, without patience
+    notices = expertctl("update", "--json").document["notices"]
+    assert [notice["kind"] for notice in notices] == ["yanked", "unchecked"]
+    offline = expertctl("update", "--offline", "--json").document["notices"]
+    assert [notice["kind"] for notice in offline] == ["yanked"]
+
+
+def test_what_was_pinned_is_told_and_in_the_document(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    said = expertctl("install", "--json")
+    line = f"pinned for acme/* of {market.host}: key {OLD.public.key_id} (first install"
+    assert said.err.count(line) == 1
+    assert said.document["pinned"] == [
+        {
+            "registry": market.host,
+            "namespace": "acme",
+            "key_id": OLD.public.key_id,
+            "vouched": False,
+        }
+    ]
+    assert "pinned" not in expertctl("install").err

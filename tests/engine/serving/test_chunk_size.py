@@ -1,0 +1,65 @@
+"""The size of the next chunk of a prompt, by what the last one and recent steps took."""
+
+import pytest
+
+from expertctl.engine.serving.chunk_size import (
+    CHUNK_SIZES,
+    FIRST_CHUNK,
+    LEAST_CHUNK,
+    Chunk,
+    choose_chunk_size,
+    is_step_due,
+)
+
+STEPS = (0.010, 0.012, 0.011)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (Chunk(16, 0.011), 16),  # as long as a step
+        (Chunk(64, 0.110), 6),  # ten steps: a tenth
+        (Chunk(8, 0.002), 16),  # no more than twice as many
+        (Chunk(4, 9.0), LEAST_CHUNK),  # however long
+        (Chunk(512, 0.0), 512),  # the largest there is
+    ],
+)
+def test_a_chunk_is_made_to_last_as_long_as_a_step(last: Chunk, expected: int) -> None:
+    assert choose_chunk_size(last, STEPS) == expected
+
+
+def test_a_prompt_of_which_nothing_is_known_begins_small() -> None:
+    assert choose_chunk_size(None, STEPS) == FIRST_CHUNK
+    assert choose_chunk_size(Chunk(64, 1.0), ()) == FIRST_CHUNK
+    assert choose_chunk_size(None, STEPS, least=128) == 128
+
+
+def test_where_a_pass_can_be_cut_a_chunk_is_as_long_as_its_parts_allow() -> None:
+    assert choose_chunk_size(Chunk(64, 0.132), STEPS, parts=30) == 64  # twelve steps, 0.4 a layer
+    assert choose_chunk_size(Chunk(64, 0.132), STEPS, parts=2) == 4
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
+def test_one_odd_measurement_is_made_good_within_a_few_chunks(noise: float) -> None:
+    chunk = Chunk(16, 0.011 * noise)
+    for _ in range(4):
+        chunk = Chunk(size := choose_chunk_size(chunk, STEPS), size * 0.011 / 16)
+    assert chunk.tokens == 16
+
+
+def test_sizes_rise() -> None:
+    assert sorted(set(CHUNK_SIZES)) == list(CHUNK_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("waited", "part", "due"),
+    [(0.004, 0.004, False), (0.008, 0.004, True), (0.012, 0.001, True), (0.0, 0.0, False)],
+)
+def test_others_step_when_the_next_part_would_make_them_wait_longer_than_a_step(
+    waited: float, part: float, due: bool
+) -> None:
+    assert is_step_due(waited=waited, part=part, step_seconds=STEPS) is due
+
+
+def test_others_step_at_once_while_no_step_was_measured() -> None:
+    assert is_step_due(waited=0.0, part=0.0, step_seconds=())

@@ -1,0 +1,57 @@
+"""What a server says of its memory, and what it keeps of earlier requests."""
+
+from dataclasses import replace
+
+import pytest
+
+from expertctl.engine.budget import kept_kv_limit
+from expertctl.engine.serving.stated_memory import REQUESTS_BYTES, describe_memory, memory_bound
+from tests.engine.serving.workshop import SETTINGS, known, market, request, workshop
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house", "known", "market"]
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "budget", "limit"),
+    [(None, 1000, 250), (0, 1000, 0), (300, 1000, 300), (5000, 1000, 1000)],
+)
+def test_a_quarter_of_the_budget_is_kept_where_nothing_else_is_said(
+    wanted: int | None, budget: int, limit: int
+) -> None:
+    assert kept_kv_limit(wanted, budget) == limit
+
+
+def test_a_server_states_its_budget_and_what_its_process_has_besides() -> None:
+    bound = memory_bound(budget=2000 * MB, resident=690 * MB, entered=290 * MB)
+    assert bound == 2400 * MB + REQUESTS_BYTES
+    assert memory_bound(budget=100, resident=10, entered=20) == 100 + REQUESTS_BYTES
+
+
+def test_the_sentence_names_all_of_it_and_the_option() -> None:
+    said = describe_memory(
+        budget=2000 * MB, kept_kv=500 * MB, weights=269 * MB, resident=690 * MB, entered=290 * MB
+    )
+    assert said.startswith("memory: at most 2.5 GB; the budget is 2 GB: 269.0 MB for the base")
+    assert "up to 500.0 MB for keys and values of earlier requests (--prefix-cache-memory)" in said
+    assert "534.2 MB beside it for the program" in said
+
+
+def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:
+    said = describe_memory(budget=2000, kept_kv=500, weights=269, resident=None, entered=290)
+    assert said.startswith("memory: the budget is 2 kB: 269 B for the base")
+
+
+def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(house: House) -> None:
+    settings = replace(SETTINGS, kept_kv=100_000)
+    with workshop(house.home, settings) as shop:
+        assert any(line.startswith("memory: ") and "100.0 kB" in line for line in shop.told)
+        keeper = shop.house.residents.keeper(shop.house.base.backend)
+        for number in range(8):
+            wanted = replace(request(f"Sort: {number}"), cache_key="chat")
+            assert shop.answer(wanted).results
+            assert keeper.kept_bytes <= 100_000
+        assert keeper.kept_bytes > 0
+        keeper.check_integrity()

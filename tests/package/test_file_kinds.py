@@ -1,0 +1,51 @@
+"""What a file is, told from its first bytes; no table of tensors is taken for something else."""
+
+import json
+import pickle
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.package.file_kinds import HEAD_BYTES, mlx_folder, other_kind
+
+
+@given(st.integers(2, 4 << 20))
+def test_no_length_of_a_header_looks_like_another_kind(length: int) -> None:
+    head = struct.pack("<Q", length) + b'{"__metadata__":{"format":"pt"}}'
+    assert other_kind(head, size=8 + length) is None
+
+
+@given(st.dictionaries(st.text(max_size=8), st.integers(), max_size=4))
+def test_no_json_looks_like_another_kind(document: dict[str, int]) -> None:
+    data = json.dumps(document, indent=2).encode()
+    assert other_kind(data[:HEAD_BYTES], size=len(data)) is None
+
+
+@given(
+    st.sampled_from([2, 3, 4, 5]),
+    st.dictionaries(st.text(max_size=8), st.lists(st.integers(), max_size=9), min_size=1),
+)
+def test_every_pickle_is_seen(protocol: int, value: dict[str, list[int]]) -> None:
+    data = pickle.dumps(value, protocol=protocol)
+    found = other_kind(data[:HEAD_BYTES], size=len(data))
+    assert found is not None
+    assert "pickle" in found.problem
+
+
+@pytest.mark.parametrize(
+    "start", [b"<html>", b"<!DOCTYPE HTML>", b"\xef\xbb\xbf \r\n<!doctype html>"]
+)
+def test_a_page_begins_in_many_ways(start: bytes) -> None:
+    found = other_kind(start, size=len(start))
+    assert found is not None
+    assert "HTML" in found.problem
+
+
+def test_an_adapter_of_peft_in_a_folder_with_files_of_mlx_is_one_of_peft() -> None:
+    assert mlx_folder(["adapters.safetensors"], {"peft_type": "LORA"}) is None
+    assert mlx_folder(["adapters.safetensors"], None) is not None
+    assert mlx_folder([], {"fine_tune_type": "lora"}) is not None
+    assert mlx_folder(["adapter_model.safetensors"], {}) is None
+    assert mlx_folder([], ["fine_tune_type"]) is None
