@@ -40,8 +40,6 @@ class AnswerCheck:
     form: Check | None
     """The check of the spoken text; None: the form that experts or the prompt call for."""
     tools: Schemas
-    before: str = ""
-    """The beginning of the answer, which the request brought along."""
 
     def __call__(self, text: str) -> Checked | str:
         """Check a whole answer, as the model wrote it; or return the part that is to be checked."""
@@ -51,7 +49,7 @@ class AnswerCheck:
             return worst(found) if found else UNCHECKED
         if self.form is None:
             return answer.said
-        said = self.before + answer.said
+        said = self.reading.before + answer.said
         return self.form(json_of(said) if self.reading.json_asked else said)
 
     def _fits(self, call: Call) -> Checked:
@@ -60,18 +58,16 @@ class AnswerCheck:
 
 
 def answer_check(
-    reading: Reading, *, form: Check | None, tools: Sequence[StrictTool], before: str = ""
+    reading: Reading, *, form: Check | None, tools: Sequence[StrictTool]
 ) -> AnswerCheck | None:
     """Return the check; None if there are neither a form nor tools, and the base never thinks.
-
-    ``before`` is the beginning of the answer, where the request brought it along.
 
     Raises:
         FieldError: when the schema of a tool cannot be used.
     """
     schemas = _schemas(tools)
     needed = form is not None or reading.tools or reading.thinks
-    return AnswerCheck(reading, form, schemas, before) if needed else None
+    return AnswerCheck(reading, form, schemas) if needed else None
 
 
 def _schemas(tools: Sequence[StrictTool]) -> Schemas:

@@ -50,6 +50,8 @@ class Reading:
     """Whether the prompt ends inside a thought."""
     json_asked: bool = False
     """Whether the request asked for JSON, so that what stands around it is removed."""
+    before: str = ""
+    """The beginning of the answer, without thoughts, where the request contains it."""
 
     def whole(self, text: str) -> WholeAnswer:
         """Split a whole answer."""
@@ -66,7 +68,9 @@ class AnswerReader:
         self.calls = self.calls_left_out = 0
         self._one_call = reading.one_call
         self._thinking = ThinkingFilter(opened=reading.opened)
-        self._json = JsonFilter(ends=not reading.tools) if reading.json_asked else None
+        self._json: JsonFilter | None = None
+        if reading.json_asked:
+            self._json = JsonFilter(ends=not reading.tools, before=reading.before)
         self._scanner = ToolCallScanner(reading.form, reading.tools)
 
     def push(self, text: str) -> list[Read]:

@@ -8,7 +8,7 @@ from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.base_text import BaseText
 from expertctl.server.field_error import FieldError
-from expertctl.server.thinking import ends_thinking
+from expertctl.server.thinking import ends_thinking, thoughts_of
 
 
 def check_length(messages: Sequence[Message]) -> None:
@@ -81,3 +81,8 @@ def opens_thinking(
     if end == "new_turn":
         return text.opens_thinking(variables)
     return end == "continue" and ends_thinking(last.content)
+
+
+def answer_begin(last: Message, *, end: ChatEnd) -> str:
+    """Return the beginning of the answer, without thoughts, where the last message is continued."""
+    return thoughts_of(last.content)[0] if end == "continue" else ""

@@ -4,8 +4,9 @@ Clients that asked for JSON parse the whole answer, but models like to write it 
 block and to explain it afterwards. One fence around the JSON is removed: the opening line as soon
 as JSON begins behind it, the closing one at the end. What follows a whole object or list is left
 out, where a decoder that was forced to write JSON would have stopped; not where tools are offered,
-since a call may follow. An answer that begins with any other text stays as it is. How the text is
-cut into pieces does not matter, and no more is held back than a fence and white space.
+since a call may follow. An answer that begins with any other text stays as it is. Where the request
+contains the beginning of the answer, that is followed first, and none of it is given out. How the
+text is cut into pieces does not matter, and no more is held back than a fence and white space.
 """
 
 import re
@@ -16,15 +17,16 @@ MAX_SPACE = 1024
 """White space that is held back because a fence may follow; any more is text."""
 _OPENING = re.compile(r"\s*(`{3,})[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?\n\s*(?=[\[{\"0-9tfn-])")
 _PERHAPS = re.compile(r"\s*(?:`{0,2}|`{3,}[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?(?:\n\s*)?)")
-_TAIL = re.compile(r"\s*`*\s*\Z")
 _NESTED = re.compile(r"\s*[\[{]")
+_BEGUN = re.compile(r"[\[{\"`]")
+"""What a beginning of an answer contains if it is more than words that announce the JSON."""
 
 
 class JsonFilter:
     """Filters the text of one answer."""
 
-    def __init__(self, *, ends: bool = True) -> None:
-        """Begin at the start of the answer; ``ends``: leave out what follows the JSON."""
+    def __init__(self, *, ends: bool = True, before: str = "") -> None:
+        """Begin behind ``before``; ``ends``: leave out what follows the JSON."""
         self.removed_fence = self.left_out = False
         self._ends = ends
         self._fence = ""
@@ -32,7 +34,13 @@ class JsonFilter:
         self._span: JsonSpan | None = None
         """Follows an object or a list, up to its end."""
         self._held = ""
+        self._silent = 0
+        """How much of what is held belongs to ``before`` and is not given out."""
         self._begun = False
+        if _BEGUN.search(before):
+            self.push(before)
+            self._silent = len(self._held)
+            self.removed_fence = self.left_out = False
 
     def push(self, text: str) -> str:
         """Take the next piece; return the text that is certain now."""
@@ -46,10 +54,10 @@ class JsonFilter:
 
     def finish(self) -> str:
         """Return what was held back, without the closing fence."""
-        held, self._held = self._held, ""
         if self._span is not None and self._span.state == "closed":
             return ""
-        is_closed = self._begun and bool(self._fence) and self._fence in held
+        is_closed = self._begun and bool(self._fence) and self._fence in self._held
+        held = self._give(len(self._held))
         return "" if is_closed else held
 
     def _begin(self) -> bool:
@@ -59,8 +67,8 @@ class JsonFilter:
             return False
         self._begun = True
         if opening is not None:
-            self._fence, self.removed_fence = opening[1], True
-            self._held = self._held[opening.end() :]
+            self._fence, self.removed_fence = opening[1], not self._silent
+            self._give(opening.end())
         if self._ends and (begin := _NESTED.match(self._held)):
             self._span = JsonSpan(begin.end() - 1)
         return True
@@ -75,18 +83,19 @@ class JsonFilter:
         if span.state == "broken":
             self._span = None
         elif span.state == "closed":
-            rest, self._held = self._held, ""
+            rest = self._give(len(self._held))
             self.left_out = self.left_out or bool(rest.strip(" \t\r\n`"))
         return text
 
     def _certain(self) -> int:
         """Return the length of the text that no closing fence can take."""
-        recent = max(0, len(self._held) - MAX_SPACE)
-        tail = _TAIL.search(self._held, recent)
-        return tail.start() if tail else len(self._held)
+        body = self._held.rstrip().rstrip("`").rstrip()
+        return max(len(body), len(self._held) - MAX_SPACE)
 
     def _give(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        """Take so many characters from what is held; return those that are not of ``before``."""
+        text, self._held = self._held[self._silent : count], self._held[count:]
+        self._silent = max(0, self._silent - count)
         return text
 
 

@@ -156,9 +156,47 @@ SCHEMA = ResponseFormat("json_schema", schema={"type": "object", "required": ["a
 def test_the_check_reads_what_the_client_has_in_the_end(
     before: str, text: str, passed: bool
 ) -> None:
-    reading = Reading(form=HERMES, json_asked=True)
-    check = answer_check(reading, form=check_of(SCHEMA), tools=(), before=before)
+    reading = Reading(form=HERMES, json_asked=True, before=before)
+    check = answer_check(reading, form=check_of(SCHEMA), tools=())
     assert check is not None
     found = check(text)
     assert not isinstance(found, str)
     assert found.passed is passed
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize(
+    ("before", "text", "left"),
+    [
+        ("[", '{"a": 1}, {"b": 2}] and so on', '{"a": 1}, {"b": 2}]'),
+        ('{"items": [', '{"a": 1}, {"b": 2}]}\n```', '{"a": 1}, {"b": 2}]}'),
+        ('{"a": ', '{"b": 1}, "c": 2}', '{"b": 1}, "c": 2}'),
+        ('{"a": "\\', '"}", "b": [1]} done', '"}", "b": [1]}'),
+        ("```json\n", '{"a": 1}\n```\nDone.', '{"a": 1}'),
+        ("```json", '\n{"a": 1}\n```', '{"a": 1}'),
+        ("```json\n{", '"a": 1}\n```', '"a": 1}'),
+        ("```json\n", "no JSON", "no JSON"),
+        ("Here it is:\n", '```json\n{"a": 1}\n```', '{"a": 1}'),
+        ("Here it is: [", '{"a": 1}, 2]', '{"a": 1}, 2]'),
+    ],
+)
+def test_json_that_the_request_has_begun_is_followed_to_its_own_end(
+    before: str, text: str, left: str, size: int
+) -> None:
+    fence = JsonFilter(before=before)
+    pieces = [fence.push(text[i : i + size]) for i in range(0, len(text), size)]
+    assert "".join([*pieces, fence.finish()]) == left
+
+
+def test_a_fence_that_the_request_wrote_is_not_reported_as_removed() -> None:
+    reading = Reading(form=HERMES, json_asked=True, before="```json\n")
+    assert reading.whole(f"{INNER}\n```").warnings == ()
+
+
+def test_long_white_space_in_a_block_is_read_in_linear_time() -> None:
+    """A search with two runs of white space took seconds for a thousand spaces and a letter."""
+    fence = JsonFilter(ends=False)
+    assert fence.push("```\n{") == "{"
+    spaces = " " * (MAX_SPACE - 1)
+    given_out = "".join(fence.push(spaces + "1,") for _ in range(200))
+    assert given_out + fence.finish() == (spaces + "1,") * 200

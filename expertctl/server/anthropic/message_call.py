@@ -22,7 +22,13 @@ from expertctl.server.anthropic.message_request import (
     check_thinking,
 )
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
-from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
+from expertctl.server.asked_text import (
+    answer_begin,
+    can_continue,
+    check_tools,
+    opens_thinking,
+    routed_by,
+)
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -143,7 +149,6 @@ def _check(request: MessageRequest, asked: Asked, reading: Reading) -> Check | N
         reading,
         form=_form(request),
         tools=strict_tools(request.tools or ()) if reading.tools else (),
-        before=asked.messages[-1].content if asked.end == "continue" else "",
     )
 
 
@@ -159,6 +164,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         thinks=text.thinks,
         opened=opens_thinking(text, asked.variables, asked.messages[-1], end=asked.end),
         json_asked=bool(request.output_config and request.output_config.format),
+        before=answer_begin(asked.messages[-1], end=asked.end),
     )
 
 

@@ -15,7 +15,13 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
-from expertctl.server.asked_text import can_continue, check_tools, opens_thinking, routed_by
+from expertctl.server.asked_text import (
+    answer_begin,
+    can_continue,
+    check_tools,
+    opens_thinking,
+    routed_by,
+)
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -95,7 +101,11 @@ def chat_call(
     turns = with_known_ids(messages_of(request.messages), text.form)
     end = _chat_end(request, turns[-1])
     reading = _reading(
-        request, text, tools, opened=opens_thinking(text, variables, turns[-1], end=end)
+        request,
+        text,
+        tools,
+        opened=opens_thinking(text, variables, turns[-1], end=end),
+        before=answer_begin(turns[-1], end=end),
     )
     prompt = routed_by(turns)
     asked = RunRequest(
@@ -120,7 +130,7 @@ def chat_call(
 
 
 def _reading(
-    request: ChatRequest, text: BaseText, tools: Sequence[Tool], *, opened: bool
+    request: ChatRequest, text: BaseText, tools: Sequence[Tool], *, opened: bool, before: str
 ) -> Reading:
     form = request.response_format
     return Reading(
@@ -130,6 +140,7 @@ def _reading(
         thinks=text.thinks,
         opened=opened,
         json_asked=form is not None and form.is_json,
+        before=before,
     )
 
 
@@ -172,7 +183,6 @@ def _job(
             reading,
             form=_form(request, settings),
             tools=strict_tools(request.tools or ()) if reading.tools else (),
-            before=asked.turns[-1].content if asked.chat_end == "continue" else "",
         ),
     )
 

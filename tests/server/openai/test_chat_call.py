@@ -50,6 +50,14 @@ def test_a_job_belongs_to_who_asked_and_has_an_id_that_nobody_guesses(text: Base
     assert (job(text, priority=0).priority, job(text, n=3).texts) == (0, 3)
 
 
+def test_the_beginning_of_an_answer_is_read_without_its_thoughts(text: BaseText) -> None:
+    begun = {"role": "assistant", "content": "<think>Easy.</think>[1,"}
+    turns = [{"role": "user", "content": "Count"}, begun]
+    assert call(text, messages=turns).reading.before == "[1,"
+    assert call(text, messages=turns, add_generation_prompt=True).reading.before == ""
+    assert call(text).reading.before == ""
+
+
 def test_experts_are_forced_in_the_order_of_the_model(text: BaseText) -> None:
     named = job(text, model="acme/sql:0.5+acme/json", max_experts=2, exclude_experts=["acme/go"])
     assert named.request.experts == (
