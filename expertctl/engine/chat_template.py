@@ -6,6 +6,7 @@ by marks around them (see `tokenizer`). Nothing is rewritten: without a template
 as it is, and that is said in the warnings.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -161,11 +162,12 @@ def encode_chat(
     template = template or config.template
     if template is None:
         return _without_template(tokenizer, messages)
-    marks = tokenizer.marks_for(_texts(messages, variables), template=template.text)
+    texts = _texts(messages, variables)
+    marks = tokenizer.marks_for(texts, template=template.text)
     if marks is not None:
         messages = [_marked_message(message, tokenizer, marks) for message in messages]
         variables = _marked_object(variables or {}, tokenizer, marks)
-    tag = _unused_tag(messages) if end == "continue" else ""
+    tag = _unused_tag(texts) if end == "continue" else ""
     clock_uses: list[str] = []
     text = ChatTemplate(template, clock=clock).render(
         _with_tag(messages, tag),
@@ -181,11 +183,13 @@ def encode_chat(
     return Prompt(text, tuple(ids), tuple(clock_uses[:1]))
 
 
-def _unused_tag(messages: Sequence[Message]) -> str:
-    """Return a word that marks the end of the last message; it occurs in no message."""
-    said = [message.content for message in messages]
-    tags = (f"CONTINUED-{number} " for number in range(len(said) + 1))
-    return next(tag for tag in tags if not any(tag.strip() in text for text in said))
+def _unused_tag(texts: Sequence[str]) -> str:
+    """Return a word that marks the end of the last message; it occurs in no text of a user.
+
+    It is made of the digest of all texts, which none of them can contain.
+    """
+    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass"))
+    return f"CONTINUED-{digest.hexdigest()} "
 
 
 def _with_tag(messages: Sequence[Message], tag: str) -> Sequence[Message]:

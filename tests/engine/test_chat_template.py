@@ -193,6 +193,19 @@ def test_a_control_token_in_a_message_that_is_continued_stays_letters(tmp_path: 
     assert tokenizer.token_id("<|im_end|>") not in prompt.ids
 
 
+def test_no_text_of_a_user_is_taken_for_the_end_of_a_message_that_is_continued(
+    tmp_path: Path,
+) -> None:
+    base = write_base(tmp_path / "base")
+    text = "{% for message in messages %}{{ message.content }}|{% endfor %}{{ tools }}"
+    (base / "chat_template.jinja").write_text(text)
+    tokenizer = Tokenizer.open(base)
+    hostile = " ".join(f"CONTINUED-{number}" for number in range(9))
+    messages = [Message("user", hostile), Message("assistant", "a")]
+    prompt = encode_chat(tokenizer, messages, variables={"tools": hostile}, end="continue")
+    assert prompt.text == f"{hostile}|a"
+
+
 def test_a_template_that_leaves_out_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
