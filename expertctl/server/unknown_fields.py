@@ -61,7 +61,15 @@ _NEVER_IGNORED: Mapping[str, str] = {
         ),
         _ONLY_TEXT,
     ),
+    **dict.fromkeys(
+        ("allowed_token_ids", "bad_words", "logits_processors"),
+        "tokens can be neither demanded nor excluded yet",
+    ),
+    "chat_template": "conversations are read by the template of the base or of an expert",
     "mcp_servers": "this server calls no tools itself",
+    "output_format": "give it as output_config.format, which is checked afterwards",
+    "prompt_embeds": _ONLY_TEXT,
+    "response_format": "this call does not take it; ask for a chat completion",
 }
 """Field → why it cannot be ignored: without it the answer would be another one."""
 

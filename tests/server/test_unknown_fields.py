@@ -9,6 +9,7 @@ from expertctl.server.anthropic.message_request import MessageRequest
 from expertctl.server.body import Body, parse_body, parse_lenient_body
 from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
+from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.unknown_fields import (
     IGNORED_HEADER,
     MAX_TOLD,
@@ -98,6 +99,8 @@ def test_what_a_type_leaves_open_is_not_looked_at() -> None:
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
         ({"grammar": 'root ::= "yes"'}, "grammar"),
         ({"documents": [{"text": "a"}]}, "documents"),
+        ({"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         (
             {"messages": [{"role": "user", "content": "What is it?", "images": ["aGk="]}]},
             "messages[].images",
@@ -112,6 +115,14 @@ def test_a_field_that_would_change_the_answer_is_refused_by_its_place(
         chat(**fields)
     assert refused.value.field == field
     assert field in refused.value.message
+
+
+def test_a_form_of_the_answer_is_refused_in_a_call_that_does_not_take_it() -> None:
+    body = {"model": "auto", "prompt": "Hi", "response_format": {"type": "json_object"}}
+    with pytest.raises(FieldError, match="response_format: this call does not take it"):
+        parse_lenient_body(json.dumps(body).encode(), CompletionRequest)
+    with pytest.raises(FieldError, match=r"output_config\.format"):
+        message(output_format={"type": "json_schema", "schema": {"type": "object"}})
 
 
 def test_tools_that_the_server_would_have_to_call_are_refused() -> None:
