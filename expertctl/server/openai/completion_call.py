@@ -10,6 +10,7 @@ from expertctl.engine.fim import find_fim_tokens
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Job
+from expertctl.engine.stop import StopRules
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -83,8 +84,9 @@ def completion_call(
     deadline = deadline_of(request.timeout_ms, usual=settings.timeout)
     prompts = read_prompts(request, tokenizer, parse_special=settings.completions_special_tokens)
     asked = [_run_request(request, one, choice, caller=caller) for one in prompts]
+    rules = stop_rules(request, max_tokens=_max_tokens(request, choice))
     return CompletionCall(
-        jobs=tuple(_job(request, one, owner=caller.id, deadline=deadline) for one in asked),
+        jobs=tuple(_job(request, one, rules, owner=caller.id, deadline=deadline) for one in asked),
         prompts=tuple(prompts),
         tokenizer=tokenizer,
         model=request.model,
@@ -97,7 +99,12 @@ def completion_call(
 
 
 def _job(
-    request: CompletionRequest, asked: RunRequest, *, owner: str, deadline: float | None
+    request: CompletionRequest,
+    asked: RunRequest,
+    rules: StopRules,
+    *,
+    owner: str,
+    deadline: float | None,
 ) -> Job:
     is_only_read = request.max_tokens == 0
     return Job(
@@ -107,7 +114,7 @@ def _job(
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline,
         texts=request.texts,
-        stop_rules=stop_rules(request, max_tokens=request.max_tokens or MAX_TOKENS),
+        stop_rules=rules,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.scores_prompt else None,
         remember=not is_only_read,
@@ -118,8 +125,8 @@ def _job(
 def _run_request(
     request: CompletionRequest, prompt: CompletionPrompt, choice: Choice, *, caller: Caller
 ) -> RunRequest:
-    usual = None if choice.auto else MAX_TOKENS
-    max_tokens = usual if request.max_tokens is None else max(1, request.max_tokens)
+    most = _max_tokens(request, choice)
+    max_tokens = None if most is None else max(1, most)
     return RunRequest(
         message=UserMessage(prompt=prompt.routed_by),
         route=route_of(request, prompt.routed_by, choice, max_tokens=max_tokens),
@@ -127,6 +134,13 @@ def _run_request(
         raw=prompt.raw,
         cache_key=cache_key_of(caller, request.cache_key, request.session_id, request.user),
     )
+
+
+def _max_tokens(request: CompletionRequest, choice: Choice) -> int | None:
+    """Return how long an answer may be; None where experts or the preset of the task decide."""
+    if request.max_tokens is None:
+        return None if choice.auto else MAX_TOKENS
+    return request.max_tokens
 
 
 def _check_suffix(request: CompletionRequest, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.server.base_text import BaseText
 from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
+from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_call import chat_call
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_call import completion_call
@@ -142,3 +143,22 @@ def test_the_bodies_that_are_changed_are_good_ones(text: BaseText) -> None:
         other, caller=Caller(), base_name="tiny", tokenizer=text.tokenizer, settings=chosen
     )
     assert len(calls.jobs) == 2
+
+
+def test_only_a_length_that_the_call_says_bounds_the_least_one(text: BaseText) -> None:
+    def read(**fields: Any) -> int:
+        body = {"prompt": "a", **fields}
+        [job] = completion_call(
+            parse_body(json.dumps(body).encode(), CompletionRequest),
+            caller=Caller(),
+            base_name="tiny",
+            tokenizer=text.tokenizer,
+            settings=ServeSettings(),
+        ).jobs
+        return job.stop_rules.min_tokens
+
+    assert read(model="auto", min_tokens=20) == 20
+    assert read(model="tiny", min_tokens=20, max_tokens=20) == 20
+    for fields in ({"model": "tiny"}, {"model": "auto", "max_tokens": 0}):
+        with pytest.raises(FieldError, match="min_tokens 20 is more than max_tokens"):
+            read(min_tokens=20, **fields)
