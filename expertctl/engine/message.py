@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS, check_prompt
 from expertctl.schema.strict_json import JsonValue
 
@@ -103,9 +103,12 @@ def _check(text: str) -> None:
             hint="put {prompt} into the template",
         )
     if len(text) > MAX_PROMPT_CHARACTERS:
-        raise UsageError(
+        raise ContextLengthError(
             f"prompt and body together have {len(text)} characters, at most "
             f"{MAX_PROMPT_CHARACTERS} are allowed",
+            size=len(text),
+            most=MAX_PROMPT_CHARACTERS,
+            unit="characters",
             hint="shorten the body, or ask in several parts",
         )
     try:

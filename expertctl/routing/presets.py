@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.plan import SamplingParams
 from expertctl.schema.manifest import Decoding, Manifest
 
@@ -67,13 +67,17 @@ def check_prompt(prompt: str) -> None:
     """Refuse a prompt that is blank or too long.
 
     Raises:
-        UsageError: saying which.
+        ContextLengthError: when it is too long.
+        UsageError: when it is blank.
     """
     if not prompt.strip():
         raise UsageError("the prompt is empty", hint='expertctl run "Sort these numbers: 3, 1, 2"')
     if len(prompt) > MAX_PROMPT_CHARACTERS:
-        raise UsageError(
+        raise ContextLengthError(
             f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
+            size=len(prompt),
+            most=MAX_PROMPT_CHARACTERS,
+            unit="characters",
             hint="shorten it, or ask in several parts",
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.engine.message import NOT_READ, UserMessage
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
 
@@ -77,5 +77,5 @@ def test_an_empty_over_long_or_broken_prompt_is_refused(prompt: str) -> None:
 
 def test_prompt_and_body_together_have_the_limit_of_a_prompt() -> None:
     assert len(UserMessage(prompt="x" * 500_000).text()) == 500_000
-    with pytest.raises(UsageError, match="500003 characters"):
+    with pytest.raises(ContextLengthError, match="500003 characters"):
         UserMessage(prompt="x", body="y" * 500_000).text()

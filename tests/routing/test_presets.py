@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.errors import UsageError
+from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.plan import SamplingParams
 from expertctl.routing.presets import (
     DEFAULT_MAX_EXPERTS,
@@ -168,5 +168,5 @@ def test_a_blank_prompt_is_refused(prompt: str) -> None:
 
 def test_a_prompt_of_one_character_too_many_is_refused() -> None:
     check_prompt("x" * 500_000)
-    with pytest.raises(UsageError, match="500001 characters, at most 500000"):
+    with pytest.raises(ContextLengthError, match="500001 characters, at most 500000"):
         check_prompt("x" * 500_001)
