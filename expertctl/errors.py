@@ -98,7 +98,7 @@ class MisdirectedError(UsageError):
 class SlowBodyError(UsageError):
     """The body of a request did not come in the time that it may take."""
 
-    code = "timeout"
+    code = "slow_body"
 
 
 class NotFoundError(ExpertError):

@@ -25,6 +25,8 @@ CONTRACT = {
     "usage": 2,
     "media_type": 2,
     "context_length_exceeded": 2,
+    "misdirected": 2,
+    "slow_body": 2,
     "not_found": 3,
     "unknown_url": 3,
     "missing_dependency": 3,

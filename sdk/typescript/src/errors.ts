@@ -57,6 +57,16 @@ export class MediaTypeError extends UsageError {
   static override readonly code: string = "media_type";
 }
 
+/** The request names a server that this one is not. */
+export class MisdirectedError extends UsageError {
+  static override readonly code: string = "misdirected";
+}
+
+/** The body of a request did not come in the time that it may take. */
+export class SlowBodyError extends UsageError {
+  static override readonly code: string = "slow_body";
+}
+
 /** An expert, a base or a job does not exist. */
 export class NotFoundError extends ExpertError {
   static override readonly code: string = "not_found";
@@ -100,6 +110,11 @@ export class SignatureError extends TrustError {
 /** Bytes differ from the digest that was promised for them. */
 export class DigestError extends TrustError {
   static override readonly code: string = "digest";
+}
+
+/** A version of a package has another content than before. */
+export class ChangedVersionError extends DigestError {
+  static override readonly code: string = "changed";
 }
 
 /** A signature is demanded and absent. */
@@ -202,6 +217,8 @@ const CLASSES = [
   UsageError,
   ContextLengthError,
   MediaTypeError,
+  MisdirectedError,
+  SlowBodyError,
   NotFoundError,
   UnknownAddressError,
   MissingDependencyError,
@@ -211,6 +228,7 @@ const CLASSES = [
   TrustError,
   SignatureError,
   DigestError,
+  ChangedVersionError,
   UnsignedError,
   RevokedError,
   RegistryError,

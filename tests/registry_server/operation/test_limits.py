@@ -281,7 +281,7 @@ def test_a_body_that_stops_is_given_up(tmp_path: Path) -> None:
     piece = {"type": "http.request", "body": b"x", "more_body": True}
     sent = stalled(tmp_path, echo, piece)
     assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
-    assert b'"code": "timeout"' in sent[1]["body"]
+    assert b'"code": "slow_body"' in sent[1]["body"]
 
 
 def test_a_body_that_stops_after_the_answer_began_ends_the_connection(tmp_path: Path) -> None:
