@@ -75,6 +75,7 @@ def _cross_origin(settings: ServeSettings) -> list[Middleware]:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
+            allow_private_network=True,  # other origins do not come so far: `request_limits`
             expose_headers=(IGNORED_HEADER, "X-Request-Id", "Retry-After"),
         )
     ]

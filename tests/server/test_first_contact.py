@@ -87,10 +87,12 @@ def test_a_page_of_an_allowed_origin_asks_and_reads_the_answer(make_served: Make
         "Origin": PAGE,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Private-Network": "true",  # browsers say so of local addresses
     }
     before = client.options("/v1/chat/completions", headers=asked)
     assert before.status_code == 200
     assert before.headers["access-control-allow-origin"] == PAGE
+    assert before.headers["access-control-allow-private-network"] == "true"
     assert "authorization" in before.headers["access-control-allow-headers"].lower()
     answer = client.post("/v1/chat/completions", json=CHAT, headers={"Origin": PAGE})
     assert answer.status_code == 200
