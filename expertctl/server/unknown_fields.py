@@ -72,6 +72,12 @@ _NEVER_IGNORED: Mapping[str, str] = {
     "response_format": "this call does not take it; ask for a chat completion",
 }
 """Field → why it cannot be ignored: without it the answer would be another one."""
+_USUAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = {
+    "diagnostics": (None,),
+    "inference_geo": (None,),
+    "speed": (None, "standard"),
+}
+"""Known fields that only say how and where an answer is made; any other value is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +160,17 @@ def _remove(value: JsonValue, place: _Place, found: _Found) -> None:
 
 
 def _remove_of(value: JsonObject, struct: _Struct, place: _Place, found: _Found) -> None:
-    if struct.is_closed and not struct.names.issuperset(value):
-        for name in [name for name in value if name not in struct.names]:
+    if struct.is_closed:
+        for name in [name for name in value if _is_ignored(name, value[name], struct)]:
             found.add(place.path, name, value.pop(name))
     for name, nested in struct.nested.items():
         if name in value:
             _remove(value[name], nested, found)
+
+
+def _is_ignored(name: str, value: JsonValue, struct: _Struct) -> bool:
+    usual = _USUAL_VALUES.get(name)
+    return name not in struct.names or (usual is not None and value not in usual)
 
 
 @lru_cache

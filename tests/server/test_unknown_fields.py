@@ -81,6 +81,15 @@ def test_a_coding_agent_may_send_what_later_versions_of_the_api_know() -> None:
     }
 
 
+def test_how_and_where_an_answer_is_made_is_left_to_the_server_and_said() -> None:
+    read = message(speed="fast", inference_geo="us", diagnostics={"previous_message_id": None})
+    assert read.ignored == ("speed", "inference_geo", "diagnostics")
+    assert message(speed="standard", inference_geo=None).ignored == ()
+    body = {"model": "auto", "max_tokens": 9, "messages": HI, "speed": "fast"}
+    with pytest.raises(FieldError, match="speed"):  # a server with strict fields
+        parse_body(json.dumps(body).encode(), MessageRequest)
+
+
 def test_what_a_type_leaves_open_is_not_looked_at() -> None:
     schema = {"type": "object", "properties": {"image": {"type": "string"}}, "$defs": {}}
     tool = {"name": "f", "input_schema": schema}
