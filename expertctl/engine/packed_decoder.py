@@ -4,7 +4,8 @@ Programs and the room they compute in are made when they are first needed; plans
 them, so several may take turns or meet in one batch, and nothing is made anew for it. Any number of
 threads may call it: one call, or one stretch of a prompt, runs at a time, and scores are copied out
 before the next begins. Only the thread that reads a prompt may step other texts in the middle of
-it, between two layers; such steps have a room and programs of their own.
+it, between two layers and while its rows are scored; such steps have a room and programs of their
+own.
 """
 
 import threading
@@ -74,7 +75,7 @@ class PackedDecoder:
         self._lock = threading.RLock()
         self._programs = DecoderPrograms(base, self._experts, chunk=chunk)
         self._interleaved = DecoderPrograms(base, self._experts, chunk=chunk)
-        """What steps between two layers of a prompt are computed with."""
+        """What steps in the middle of a prompt are computed with."""
         self._is_inside_prefill = False
         self._times: LayerTimes | None = None
 
@@ -95,7 +96,7 @@ class PackedDecoder:
         of a cache and count like tokens. Other texts may be read between two stretches.
         ``between_layers`` may call `step` with other caches; a base of routed experts has none.
         ``scores`` gets the logits of every position, as many rows at a time as a step scores at
-        most.
+        most; ``between_layers`` is called between these, too.
 
         Raises:
             UsageError: for a prompt without tokens.
@@ -272,7 +273,9 @@ class PackedDecoder:
         cache.advance(count)
         last = 0
         if scores is not None:
-            last = self._score_all(program, room, deltas, first, count, scores, workers)
+            last = self._score_all(
+                program, room, deltas, first, count, scores, workers, between_layers
+            )
         elif logits is not None:
             self._run(program.score, workers)
         if logits is not None:
@@ -287,13 +290,17 @@ class PackedDecoder:
         count: int,
         scores: ScoreRows,
         workers: int | None,
+        between: Callable[[], None] | None,
     ) -> int:
         """Give the logits of ``count`` rows, as many at a time as the room scores.
 
-        Returns the row of the room that has the logits of the last.
+        ``between`` may step other texts between two of these times. Returns the row of the room
+        that has the logits of the last.
         """
         rows = 0
         for begin in range(0, count, room.size[1]):
+            if begin and between is not None:
+                self._step_others(between)
             rows = min(room.size[1], count - begin)
             room.hidden[:rows] = room.hidden[begin : begin + rows]
             program.set(rows, stretches_of([deltas] * rows))
@@ -331,13 +338,17 @@ class PackedDecoder:
         """Run stages layer by layer, and let others step in between."""
         assert self._experts is None, "routed experts are brought for one pass at a time"
         parts = [part for stage in stages for part in split_by_layer(stage.program)]
+        for number, part in enumerate(parts):
+            if number:
+                self._step_others(between_layers)
+            with self._workers(("layer", count)) as workers:
+                self._run(part, workers)
+
+    def _step_others(self, between: Callable[[], None]) -> None:
+        """Let others step in the middle of a prompt, in the room and programs that are theirs."""
         self._is_inside_prefill = True
         try:
-            for number, part in enumerate(parts):
-                if number:
-                    between_layers()
-                with self._workers(("layer", count)) as workers:
-                    self._run(part, workers)
+            between()
         finally:
             self._is_inside_prefill = False
 

@@ -22,6 +22,7 @@ from expertctl.engine.packed_base import pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import AdapterDtype, PackedDeltas
 from expertctl.engine.program_variant import variant
+from expertctl.engine.prompt_scores import PromptScores
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import FITTING, Oracle, build_oracle
@@ -349,6 +350,33 @@ def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_
     assert decoder.nbytes <= buffer_bytes(
         decoder.config, base, tokens=30, chunk=8, rows=2, width=widest, adapters=ADAPTERS
     )
+
+
+def test_texts_that_step_while_a_prompt_is_scored_change_no_score(
+    model: Oracle, crew: Crew
+) -> None:
+    decoder, alone = decoder_of(model, crew), decoder_of(model, crew)
+    prompt = [(11 * place) % 61 for place in range(30)]
+    wanted, found = PromptScores(prompt, top=3), PromptScores(prompt, top=3)
+    expected = alone.prefill(prompt, KVPages(alone.config, 40), scores=wanted.take).logits
+    caches = [KVPages(decoder.config, 300) for _ in range(2)]
+    for number, cache in enumerate(caches):
+        decoder.prefill(prompt_of(number), cache)
+    times = 0
+
+    def step() -> None:
+        nonlocal times
+        times += 1
+        decoder.step([StepRow(token_of(n, times), cache) for n, cache in enumerate(caches)])
+
+    result = decoder.prefill(
+        prompt, KVPages(decoder.config, 40), scores=found.take, between_layers=step
+    )
+    assert times > 4 * (decoder.config.layers - 1)  # of four chunks: others step there, too
+    assert torch.equal(result.logits, expected)
+    for place in range(1, len(prompt)):
+        assert found.logprob(place) == wanted.logprob(place)
+        assert found.likeliest(place) == wanted.likeliest(place)
 
 
 def test_a_prompt_that_is_stopped_between_two_layers_leaves_nothing(
