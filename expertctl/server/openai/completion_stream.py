@@ -5,6 +5,7 @@ holds the ``expertctl`` object.
 """
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +15,7 @@ from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
 from expertctl.routing.plan import Plan
+from expertctl.server.body import in_turn
 from expertctl.server.generation import Jobs, events_of_all
 from expertctl.server.openai.chat_stream import DONE
 from expertctl.server.openai.completion_answer import told
@@ -44,9 +46,16 @@ async def completion_lines(jobs: Jobs, call: CompletionCall) -> AsyncIterator[by
     stream = CompletionStream(call)
     async with events_of_all(jobs, call.jobs) as events:
         async for number, event in events:
-            for chunk in stream.chunks(number, event):
-                yield line(msgspec.json.encode(chunk))
+            encode = partial(_encoded, stream, number, event)
+            is_large = isinstance(event, Piece) and event.prompt is not None
+            for chunk in await in_turn(encode) if is_large else encode():
+                yield chunk
     yield DONE
+
+
+def _encoded(stream: "CompletionStream", number: int, event: Event) -> list[bytes]:
+    """Return the lines of an event; those of a scored prompt take a while."""
+    return [line(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
 
 
 class CompletionStream:
