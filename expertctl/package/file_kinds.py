@@ -68,6 +68,14 @@ def mlx_folder(names: Sequence[str], config: object) -> OtherKind | None:
 
 def _is_pickle(head: bytes) -> bool:
     """Recognise a pickle of protocol 2 to 5, and the zip archive that torch.save writes."""
-    return head.startswith(b"PK\x03\x04") or (
-        len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2:8] != bytes(6)
-    )
+    if head.startswith(b"PK\x03\x04"):
+        return True
+    return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5 and not _is_table(head)
+
+
+def _is_table(head: bytes) -> bool:
+    """Recognise a table of tensors: a length below 4 GiB in eight bytes, then a JSON object.
+
+    The length may begin with the two bytes of a pickle, as that of 66,176 bytes does.
+    """
+    return head[4:9] == bytes(4) + b"{"

@@ -5,13 +5,21 @@ import pickle
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from expertctl.package.file_kinds import HEAD_BYTES, mlx_folder, other_kind
 
+LIKE_PICKLES = st.builds(
+    lambda high, protocol: high << 16 | protocol << 8 | 0x80,
+    st.integers(0, 1 << 15),
+    st.integers(2, 5),
+)
+"""Lengths whose first two bytes are those of a pickle."""
 
-@given(st.integers(2, 4 << 20))
+
+@given(st.integers(2, 4 << 20) | LIKE_PICKLES)
+@example(0x10280)
 def test_no_length_of_a_header_looks_like_another_kind(length: int) -> None:
     head = struct.pack("<Q", length) + b'{"__metadata__":{"format":"pt"}}'
     assert other_kind(head, size=8 + length) is None
