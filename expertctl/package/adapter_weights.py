@@ -110,8 +110,9 @@ def _chunks(stream: BinaryIO, offset: int, tensor: TensorInfo, name: str) -> Ite
     stream.seek(offset + tensor.begin)
     left = tensor.end - tensor.begin
     while left:
-        data = stream.read(min(CHUNK, left))
-        if not data:
+        wanted = min(CHUNK, left)
+        data = stream.read(wanted)
+        if len(data) < wanted:  # a part of a number must not reach `widen`
             raise DigestError(
                 f"{name}: the file was cut short while it was being packed",
                 hint="build again when nothing writes to the directory",
