@@ -61,7 +61,7 @@ def _piped_job() -> str:
         UsageError: when nothing was piped.
     """
     text = read_text("the run").strip() if is_piped() else ""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         document = json.loads(text)
         text = (
             str(document["job_id"]) if isinstance(document, dict) and "job_id" in document else text

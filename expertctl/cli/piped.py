@@ -28,13 +28,17 @@ def read_text(what: str) -> str:
     """Return all of stdin as text, without its last line end; of a terminal, up to Ctrl-D.
 
     Raises:
-        UsageError: when stdin is closed, or longer than a prompt may be.
+        UsageError: when stdin is closed or cannot be read, or is longer than a prompt may be.
         InvalidPackageError: when it is not UTF-8.
     """
     if sys.stdin is None:
         raise UsageError(f"{what}: stdin is closed", hint="pipe a text, or give an argument")
     _wait_for_all(sys.stdin)
-    text = read_limited(sys.stdin.buffer, f"{what} on stdin")
+    try:
+        text = read_limited(sys.stdin.buffer, f"{what} on stdin")
+    except OSError as error:
+        message = f"{what}: stdin cannot be read: {error.strerror or error}"
+        raise UsageError(message, hint="pipe a text, or give an argument") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -83,16 +87,20 @@ def read_limited(stream: BinaryIO, what: str) -> str:
 
 def _wait_for_all(stdin: TextIO) -> None:
     """Have reading wait for the end, even where another program left the pipe non-blocking."""
-    with suppress(OSError, ValueError):  # replaced by an object without a descriptor
+    with suppress(OSError, ValueError, AttributeError):  # no descriptor; Windows before Python 3.12
         os.set_blocking(stdin.fileno(), True)
 
 
 def _readable_descriptor() -> int | None:
-    """Return the descriptor of a stdin that may hold text: a pipe, a file, a socket, a device."""
+    """Return the descriptor of a stdin that may hold text: a pipe, a file, a socket, a device.
+
+    A descriptor that can only be written to holds none: ``nohup`` gives such a stdin.
+    """
     if not is_piped():
         return None
     try:
         descriptor = sys.stdin.fileno()
+        os.read(descriptor, 0)
         mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError, io.UnsupportedOperation):  # replaced by an object without one
         return None
@@ -108,7 +116,9 @@ def _has_begun(descriptor: int, patience: float) -> bool:
     note("waiting for text on stdin; if there is none, end the command with < /dev/null")
     if _is_ready(descriptor, patience - silent):
         return True
-    warn([f"nothing came on stdin within {patience:g} s, so it is not read; - waits for it"])
+    warn(
+        [f"nothing came on stdin within {patience:g} s, so it is not read; `--body -` waits for it"]
+    )
     return False
 
 

@@ -50,6 +50,10 @@ class Stdin:
         """What ``< FILE`` gives."""
         self._use(os.open(path, os.O_RDONLY))
 
+    def unreadable(self) -> None:
+        """What ``nohup`` gives a command that a person starts: the null device, to write to."""
+        self._use(os.open(os.devnull, os.O_WRONLY))
+
     def terminal(self, typed: bytes = b"") -> None:
         """A terminal at which somebody has typed."""
         parent, child = pty.openpty()

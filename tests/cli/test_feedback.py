@@ -119,7 +119,9 @@ def test_a_run_is_piped_as_an_id_or_as_what_run_prints(
     assert expertctl("feedback", *words).out.startswith(f"job {a_job(1).job_id[:8]} was good")
 
 
-@pytest.mark.parametrize("data", [b"", b" \n", b"[]", b'{"text": "hi"}', b"\xff", b"zz"])
+@pytest.mark.parametrize(
+    "data", [b"", b" \n", b"[]", b'{"text": "hi"}', b"\xff", b"zz", b"[" * 100_000]
+)
 def test_what_names_no_run_is_refused(
     data: bytes, expertctl: Commands, catalogue: Catalogue, stdin: Stdin
 ) -> None:

@@ -95,6 +95,14 @@ def test_the_empty_stdin_that_cron_gives_leaves_the_prompt_alone(stdin: Stdin) -
     assert read_input(["x"], None) == PromptInput("x", None)
 
 
+def test_the_stdin_of_nohup_which_cannot_be_read_leaves_the_prompt_alone(stdin: Stdin) -> None:
+    stdin.unreadable()
+    assert read_input(["x"], None) == PromptInput("x", None)
+    for words, body in ((None, None), (["-"], None), (["x"], "-")):
+        with pytest.raises(UsageError, match="stdin cannot be read: Bad file descriptor"):
+            read_input(words, body)
+
+
 def test_an_endless_device_is_refused(stdin: Stdin) -> None:
     stdin.file(Path("/dev/zero"))
     with pytest.raises(UsageError, match="more than 2000000 bytes"):
