@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertctl.cli.opening import open_planner
 from expertctl.cli.output import note, progress
 from expertctl.errors import ConflictError, NotFoundError
 from expertctl.settings import Settings
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 def known_base(wanted: str | None, settings: Settings, *, as_json: bool) -> str | None:
     """Return the name of the base that an option means; None without the option.
 
-    A known name wins over a folder of the same name in the current directory.
+    A known name wins over a folder of the same name in the current directory. The demo comes with
+    the first run, so a new home gets it when it is named.
 
     Raises:
         NotFoundError: when there is neither such a base nor such a folder.
@@ -24,9 +26,12 @@ def known_base(wanted: str | None, settings: Settings, *, as_json: bool) -> str 
     """
     if wanted is None:
         return None
+    from expertctl.routing.base_choice import DEMO
     from expertctl.store.bases import BaseStore
 
     bases = BaseStore(settings.home.bases)
+    if wanted == DEMO and not bases.bases():
+        open_planner(settings, as_json=as_json)
     try:
         return bases.find(wanted).name
     except NotFoundError:

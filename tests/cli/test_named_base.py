@@ -8,8 +8,10 @@ import pytest
 
 from expertctl.cli.named_base import known_base
 from expertctl.errors import ConflictError, NotFoundError
+from expertctl.routing.base_choice import DEMO
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
+from expertctl.store.store import Store
 from tests.factories import write_base
 
 COMMANDS = ("run:route", "run:run", "chat:chat", "serve:serve", "evaluating:evaluate",
@@ -33,6 +35,16 @@ def ask(wanted: str | None, settings: Settings) -> str | None:
 def test_without_the_option_no_base_is_named(settings: Settings) -> None:
     assert ask(None, settings) is None
     assert not settings.home.bases.exists()
+
+
+def test_in_a_new_home_the_demo_is_there_as_soon_as_it_is_named(tmp_path: Path) -> None:
+    settings = Settings(Home(tmp_path / "home"), encoder="lexical")
+    assert ask(DEMO, settings) == DEMO
+    assert Store(settings.home.store).experts()
+    bases = BaseStore(settings.home.bases)
+    bases.remove(bases.find(DEMO))
+    with pytest.raises(NotFoundError, match="no base is called"):
+        ask(DEMO, settings)
 
 
 def test_a_folder_that_was_never_added_is_added_where_it_is(
