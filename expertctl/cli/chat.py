@@ -207,7 +207,10 @@ def chat(
 def _first_input(words: list[str] | None, body: str | None) -> PromptInput:
     """Return the first message, empty where it comes as the others do, and what follows it."""
     if words:
-        return read_input(words, body)
+        first = read_input(words, body)
+        if not first.prompt.strip():
+            raise UsageError("the first message is empty", hint="leave it out to read lines")
+        return first
     if body == "-":
         raise UsageError(
             "a body cannot come from stdin: that is where the messages come from",

@@ -67,6 +67,16 @@ def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
     assert (whole["prompt"], whole["text"]) == (f"{PROMPT}\n\n41, 17", turn["text"])
 
 
+@pytest.mark.parametrize(("words", "data"), [([""], b"41, 17\n"), ([" "], b""), (["-"], b"\n")])
+def test_an_empty_first_message_is_refused_and_what_is_piped_is_not_lost(
+    words: list[str], data: bytes, workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+) -> None:
+    stdin.pipe(data)
+    outcome = expertctl("chat", *words, *QUIET)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "the first message is empty" in outcome.err
+
+
 def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
     workshop: Workshop, expertctl: Expertctl, stdin: Stdin
 ) -> None:
