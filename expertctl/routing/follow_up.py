@@ -31,12 +31,17 @@ _PRONOUN = (
     r"|\s+(?:again|as|in|into|to|with|for|more|less|one|once|instead|please|shorter|longer)\b)"
 )
 _REFERRING = re.compile(
-    r"^\W*(?:and|but|or|also|again|instead|same|no|yes|und|aber|oder|auch|noch|et|mais|ou|encore|y"
-    r"|pero|ma|mas|maar|nog|(?:what|how)\s+about|what\s+if)\b"
-    rf"|\w+\s+{_PRONOUN}"
-    r"|\b(?:again|instead|shorter|longer|continue|go\s+on|(?:once|one)\s+more|another\s+one"
-    r"|the\s+same|the\s+(?:other|first|second|third|last|next|previous)\s+(?:way|one|two|order)"
-    r"|(?:your|the)\s+(?:last|previous|first)?\s*(?:answer|reply|result)|above|vice\s+versa"
+    r"^\W*(?:and|but|or|also|again|instead|same|und|aber|oder|auch|noch|et|mais|ou|encore|y"
+    r"|pero|mas|maar|nog|(?:what|how)\s+about|what\s+if"
+    r"|(?:no|yes)(?=\s*(?:$|[,.!;:])|\s+(?:i|but|not)\b))\b"
+    rf"|\w\s+{_PRONOUN}"
+    r"|^\W*(?:please\s+)?(?:continue|go\s+on)\b"
+    r"|\b(?:again|instead(?!\s+of)|(?<!no\s)(?:shorter|longer)(?!\s+than)|(?:once|one)\s+more"
+    r"|another\s+one|the\s+same|vice\s+versa"
+    r"|the\s+(?:other|first|second|third|last|next|previous)\s+(?:(?:way|one|order)|two(?!\s+\w))"
+    r"|your\s+(?:(?:last|previous|first)\s+)?(?:answer|reply|result)"
+    r"|the\s+(?:(?:last|previous|first)\s+)?(?:answer|reply|result)(?!\s+(?:of|to|when|if))"
+    r"|the\s+above|above(?=\s*(?:$|[.!?,;:)]))"
     r"|kürzer|länger|nochmals?|noch\s+einmal|stattdessen|umgekehrt"
     r"|plus\s+court|encore\s+une\s+fois|más\s+corto|otra\s+vez|de\s+nuevo"
     r"|più\s+corto|di\s+nuovo|mais\s+curto|korter|opnieuw|andersom)\b",

@@ -81,6 +81,12 @@ def test_an_expert_that_is_gone_is_named_with_the_way_out(
         "Write your answer in French",
         "Mach es bitte ein wenig kürzer",
         "No, I meant in ascending order",
+        "No I meant in ascending order",
+        "Please continue with the rest of the list",
+        "Use commas instead of semicolons in the last answer",
+        "And what is the result of that?",
+        "Sum up everything from above.",
+        "Now swap only the first two",
         "もう一度",
         "",
     ],
@@ -101,6 +107,15 @@ def test_a_short_or_referring_message_needs_what_was_said(prompt: str) -> None:
         "Wie hoch ist der Mont Blanc?",
         "フランスの首都はどこですか",
         "Hello, how are you today",
+        "What can I bake with instead of butter?",
+        "Is the Nile longer than the Amazon?",
+        "My printer no longer works with my laptop",
+        "What is the temperature above the Arctic circle?",
+        "Should my son continue studying law next year?",
+        "Who were the first two presidents of France?",
+        "What is the result of seven times eight?",
+        "No internet on my phone, what can I do?",
+        "Ma voiture est en panne, que faire ?",
         "Tell me the history of Rome again " + "and of the people who lived there " * 5,
     ],
 )
@@ -114,6 +129,17 @@ def test_a_message_that_suits_nobody_goes_back_to_the_base(
     assert refs(follow(planner, before, "What is the capital of France?")) == []
 
 
-@pytest.mark.parametrize("text", ["it " * 200_000, "a, " * 200_000, "\u3042" * 500_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it " * 200_000,
+        "a, " * 200_000,
+        "\u3042" * 500_000,
+        f"Which gene has this sequence: {'acgt' * 125_000}",
+        f"Say what the{' ' * 500_000}x means here",
+        f"Say what we{' ' * 500_000}x means here",
+    ],
+    ids=["words", "data", "Japanese", "one long word", "much space", "space behind any word"],
+)
 def test_a_very_long_message_is_looked_at_in_linear_time(text: str) -> None:
     assert is_follow_up(text) in {True, False}
