@@ -35,7 +35,7 @@ def evaluation_text(entry: Evaluation) -> str:
     if base is None or expert is None:
         values = f"{entry.expert:.4g}; base alone {entry.base:.4g}"
         return f"{values} ({entry.metric}, n = {n})"
-    share = percent(expert / n, n)
+    share = share_text(expert, n)
     interval = interval_text(share_interval(expert, n), n)
     return f"{expert} of {n} right ({share}, 95 % interval {interval}); base alone {base} of {n}"
 
@@ -50,7 +50,16 @@ def right_answers(entry: Evaluation, value: float) -> int | None:
 
 def count_text(right: int, n: int) -> str:
     """Return a count of right answers with its share: ``5 of 5 (100 %)``."""
-    return f"{right} of {n} ({percent(right / n, n)})"
+    return f"{right} of {n} ({share_text(right, n)})"
+
+
+def share_text(right: int, n: int) -> str:
+    """Return the share of right answers in per cent: 100 only for all of them, 0 only for none."""
+    least = 10.0 ** -_digits(n)
+    shown = 100 * right / n
+    if 0 < right < n:
+        shown = min(max(shown, least), 100 - least)
+    return percent(shown / 100, n)
 
 
 def interval_text(interval: Interval, n: int) -> str:
@@ -60,4 +69,8 @@ def interval_text(interval: Interval, n: int) -> str:
 
 def percent(share: float, n: int) -> str:
     """Return a share of ``n`` answers in per cent, with as many digits as so many allow."""
-    return f"{100 * share:.{1 if n >= 1000 else 0}f} %"
+    return f"{100 * share:.{_digits(n)}f} %"
+
+
+def _digits(n: int) -> int:
+    return 1 if n >= 1000 else 0

@@ -28,7 +28,11 @@ def entry(*, n: int, base: float, expert: float, metric: str = "exact_match") ->
         ),
         (
             entry(n=2000, base=0.5, expert=0.9995, metric="contains"),
-            "1999 of 2000 right (100.0 %, 95 % interval 99.7 to 100.0 %); base alone 1000 of 2000",
+            "1999 of 2000 right (99.9 %, 95 % interval 99.7 to 100.0 %); base alone 1000 of 2000",
+        ),
+        (
+            entry(n=300, base=0.0033, expert=0.9967),
+            "299 of 300 right (99 %, 95 % interval 98 to 100 %); base alone 1 of 300",
         ),
         (entry(n=20, base=0.1, expert=0.35, metric="bleu"), "0.35; base alone 0.1 (bleu, n = 20)"),
         (entry(n=20, base=31.5, expert=-2), "-2; base alone 31.5 (exact_match, n = 20)"),
@@ -44,4 +48,6 @@ def test_a_table_has_the_interval_of_the_expert_only_where_answers_were_counted(
     counted = summarise(entry(n=5, base=0, expert=1))
     assert (counted.base, counted.expert) == ("0 of 5 (0 %)", "5 of 5 (100 %)")
     assert counted.interval == "57 to 100 %"
+    nearly = summarise(entry(n=300, base=0.0033, expert=0.9967))
+    assert (nearly.base, nearly.expert) == ("1 of 300 (1 %)", "299 of 300 (99 %)")
     assert summarise(entry(n=20, base=0.1, expert=0.35, metric="bleu")).interval == ""
