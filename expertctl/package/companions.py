@@ -10,10 +10,11 @@ from pathlib import Path
 from expertctl.errors import ExpertError
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.source_files import SourceFile, source_file
+from expertctl.package.tokenizer_form import MAX_TOKENIZER_BYTES
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
 
 _CARD_BYTES = 64 << 10
-_MAX_BYTES = 32 << 20
+_MAX_BYTES = MAX_TOKENIZER_BYTES
 _UNFILLED = "[More Information Needed]"
 _MOST_UNFILLED = 10
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -48,8 +49,9 @@ def differences(directory: Path, base: BaseFacts | None, *, template: bool) -> l
             "the adapter's chat template differs from the base's, which will be used: to pack it, "
             "name it as decoding.chat_template in expert.json"
         )
-    added = sorted(_added_tokens(own) - _known_tokens(theirs))
-    if added:
+    known = _known_tokens(theirs)
+    added = sorted(_added_tokens(own) - known)
+    if known and added:  # without the base's vocabulary nothing is known of its tokens
         shown = ", ".join(repr(token[:40]) for token in added[:_MAX_SHOWN])
         more = f" and {len(added) - _MAX_SHOWN} more" if len(added) > _MAX_SHOWN else ""
         warnings.append(f"tokens of the adapter that the base does not know: {shown}{more}")
@@ -104,4 +106,7 @@ def _read_own(directory: Path, name: str) -> bytes | None:
 def _read_base(directory: Path, name: str) -> bytes | None:
     """Return a file of a base, which its owner added, whatever links it consists of."""
     path = directory / name
-    return read_bounded(path, max_bytes=_MAX_BYTES) if path.is_file() else None
+    try:
+        return read_bounded(path, max_bytes=_MAX_BYTES) if path.is_file() else None
+    except OSError:
+        return None

@@ -286,6 +286,18 @@ def test_added_tokens_that_the_base_does_not_know_are_warned_of(
     assert warning == "tokens of the adapter that the base does not know: '</tool>', '<tool>'"
 
 
+def test_nothing_is_said_of_tokens_where_the_bases_are_not_known(
+    lora: Path, base_dir: Path, tmp_path: Path
+) -> None:
+    gone = shutil.copytree(base_dir, tmp_path / "gone")
+    facts = read_base(gone, name="acme/tiny")
+    shutil.copy(base_dir / "tokenizer.json", lora / "tokenizer.json")
+    (lora / "added_tokens.json").write_text(json.dumps({"<tool>": 260}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (gone / name).write_text("[")
+    assert planned(lora, facts).warnings == ()
+
+
 def test_a_label_is_never_opened_and_a_path_in_it_never_packed(
     lora: Path, facts: BaseFacts, tmp_path: Path
 ) -> None:
