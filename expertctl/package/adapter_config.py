@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import shortened
 from expertctl.package.config_cleaning import clean_config, without_paths
 from expertctl.package.ia3_config import Ia3Config, ia3_config_of
 from expertctl.package.lora_config import LoraConfig, lora_config_of
@@ -86,7 +85,7 @@ def _schema_of(document: JsonObject, what: str) -> str:
 def _config_of(document: JsonObject, schema: str, what: str) -> AdapterConfig:
     problems = _refused(document, schema)
     if problems:
-        raise InvalidPackageError(what, shortened(problems))
+        raise InvalidPackageError(what, problems)
     match schema:
         case "adapter-config-lora":
             return lora_config_of(document, what=what)

@@ -252,6 +252,12 @@ def test_all_that_is_refused_is_said_at_once() -> None:
     assert "enable_lora" not in said
 
 
+def test_fields_with_the_same_fault_are_all_named() -> None:
+    said = refused(use_rslora="yes", fan_in_fan_out="yes", inference_mode="yes")
+    for field in ("use_rslora", "fan_in_fan_out", "inference_mode"):
+        assert f'{field}: "yes" is not' in said
+
+
 def test_the_configuration_of_a_model_that_was_merged_in_is_one_line() -> None:
     model = {"hidden_size": 2048, "model_type": "llama", "rope_scaling": None, "vocab_size": 32000}
     assert refused(**model) == (
