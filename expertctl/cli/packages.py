@@ -13,6 +13,7 @@ from expertctl.cli.package_view import (
     contents_document,
     inspect_document,
     inspect_text,
+    one_line,
 )
 from expertctl.cli.target import Target, read_target, reading, the_store
 from expertctl.durable import write_atomic
@@ -295,7 +296,8 @@ def _say_built(built: building.Built) -> None:
     for line in built.notes:
         note(line)
     if built.left_out:
-        note(f"left out, because nothing in the package needs them: {', '.join(built.left_out)}")
+        names = one_line(", ".join(built.left_out))
+        note(f"left out, because nothing in the package needs them: {names}")
     if built.signer is None:
         note("not signed; sign it with `expertctl sign FILE --key NAME`")
 

@@ -17,6 +17,7 @@ from expertctl.package.config_cleaning import clean_config, without_paths
 from expertctl.package.ia3_config import Ia3Config, ia3_config_of
 from expertctl.package.lora_config import LoraConfig, lora_config_of
 from expertctl.package.soft_prompt_config import SoftPromptConfig, soft_prompt_config_of
+from expertctl.plain_text import one_line
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.schema.validation import problems_of, schema_path
 
@@ -117,7 +118,8 @@ def _refused(document: JsonObject, schema: str) -> list[str]:
 
 def _unknown(document: JsonObject, unknown: list[str]) -> str:
     """Name the fields that the schema does not know, in one line."""
-    shown = ", ".join(f"{name[:80]} = {_shown(document[name])}" for name in unknown[:_MAX_SHOWN])
+    named = ((one_line(name[:80]), _shown(document[name])) for name in unknown[:_MAX_SHOWN])
+    shown = ", ".join(f"{name} = {value}" for name, value in named)
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f"not known here, and not neutral: {shown}{more}; remove what the adapter does not need"
 

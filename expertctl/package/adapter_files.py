@@ -5,6 +5,7 @@ configuration, and embeddings that are the base's own out of the weights; what i
 package is. The configuration and the weights are checked together.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ CONFIG_PATH = "adapter_config.json"
 SAVED_HINT = "name the directory that PEFT saved the adapter to"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"
+_PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LISTED = 10
 
 
@@ -127,12 +129,14 @@ def demand_adapter(directory: Path) -> None:
 def find_adapters_below(directory: Path) -> list[str]:
     """Return the ``checkpoint-N`` folders of a training run, or the snapshots of the hub's cache.
 
-    Only those that hold an adapter count, in the order of their numbers or names.
+    Only those that hold an adapter count, in the order of their numbers or names. Names that mean
+    something to a shell are passed over, because hints show them in commands.
     """
     checkpoints = [path for path in directory.glob("checkpoint-*") if path.name[11:].isdecimal()]
     checkpoints.sort(key=lambda path: (len(path.name), path.name))
     found = checkpoints or sorted(directory.glob("snapshots/*"))
-    return [str(path.relative_to(directory)) for path in found if (path / CONFIG_PATH).is_file()]
+    plain = [path for path in found if _PLAIN.fullmatch(path.name)]
+    return [str(path.relative_to(directory)) for path in plain if (path / CONFIG_PATH).is_file()]
 
 
 def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFile, SourceFile]:

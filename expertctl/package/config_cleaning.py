@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from expertctl.plain_text import one_line
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.schema.validation import schema_path
 
@@ -69,7 +70,7 @@ def clean_config(document: JsonObject, schema: str) -> CleanConfig:
         if why is None:
             kept[field] = value
         else:
-            dropped.append(f"{field[:_LONGEST]} ({why})")
+            dropped.append(f"{one_line(field[:_LONGEST])} ({why})")
     return CleanConfig(kept, tuple(dropped))
 
 

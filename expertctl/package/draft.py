@@ -22,6 +22,7 @@ from expertctl.package.config_cleaning import full_precision_label
 from expertctl.package.layout import name_problem
 from expertctl.package.source_files import cached_name, source_file
 from expertctl.package.tokenizer_form import FORM_VERSION
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
@@ -29,6 +30,8 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 DEFAULT_NAMESPACE = "local"
 DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
+_LONGEST_LABEL = 200
+"""How much of what an adapter calls its base is shown."""
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
 _LETTERS = str.maketrans(
     {
@@ -185,8 +188,9 @@ def base_problems(document: JsonObject) -> list[str]:
     absent = [k for k in ("arch", "tokenizer") if not (isinstance(base, Mapping) and base.get(k))]
     if not absent:
         return []
-    name = base.get("name") if isinstance(base, Mapping) else None
-    full = full_precision_label(name) if isinstance(name, str) else None
+    stated = base.get("name") if isinstance(base, Mapping) else None
+    name = one_line(stated[:_LONGEST_LABEL]) if isinstance(stated, str) else None
+    full = full_precision_label(name) if name is not None else None
     if full is not None:
         return [
             f"base {name} is a quantised copy of {full}, which is not known here, so its digests "

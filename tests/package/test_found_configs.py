@@ -20,7 +20,7 @@ from expertctl.package.adapter_config import find_config, parse_config
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.build import Plan, build, plan_build
 from expertctl.package.config_cleaning import full_precision_label, is_neutral
-from expertctl.package.draft import Overrides
+from expertctl.package.draft import Overrides, base_problems
 from expertctl.package.read import read_package
 from tests.peft_layout import lora_config
 
@@ -250,6 +250,17 @@ def test_all_that_is_refused_is_said_at_once() -> None:
     for part in ("bias =", "alpha = 16", "use_new = true", "r: 0", 'lora_alpha: "x"'):
         assert part in said
     assert "enable_lora" not in said
+
+
+def test_what_an_adapter_calls_its_fields_and_its_base_stays_in_its_line() -> None:
+    _, notes = found(**{"x\nerror: y": False})
+    assert notes == (
+        "left out of the package, because they have no effect: x error: y (unknown, false)",
+    )
+    assert 'x error: y = "z"; ' in refused(**{"x\nerror: y": "z"})
+    (problem,) = base_problems({"base": {"name": f"x\nhint: {'y' * 5000}"}})
+    assert "\n" not in problem
+    assert len(problem) < 400
 
 
 def test_fields_with_the_same_fault_are_all_named() -> None:

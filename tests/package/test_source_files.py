@@ -62,6 +62,17 @@ def test_the_folder_above_the_snapshots_names_them(
     assert caught.value.hint.endswith(f"expertctl build {snapshot(cache)}")
 
 
+@pytest.mark.parametrize("name", ["$(reboot)", "x\nhint: y", "a b", "--opt"])
+def test_no_name_that_a_shell_would_read_gets_into_a_hint(
+    name: str, tmp_path: Path, facts: BaseFacts
+) -> None:
+    (tmp_path / "snapshots" / name).mkdir(parents=True)
+    (tmp_path / "snapshots" / name / CONFIG_PATH).write_text("{}")
+    with pytest.raises(NotFoundError) as caught:
+        plan_build(tmp_path, Overrides(), base=facts)
+    assert name not in caught.value.message + caught.value.hint
+
+
 def test_a_snapshot_that_huggingface_hub_made_is_followed(tmp_path: Path) -> None:
     from huggingface_hub import file_download
 
