@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from expertctl.errors import ExpertError, NotFoundError
+from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.install.sources import Sources
-from expertctl.reference import Reference
+from expertctl.reference import PackageName, Reference
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.package_pages import search
 from expertctl.store.store import Store, near_names
@@ -40,4 +40,13 @@ def _offered(missing: Reference, sources: Sources) -> Iterator[str]:
     with suppress(ExpertError):
         api = ApiClient(sources.http, sources.address(missing, by_hand=True))
         for text in (missing.package.namespace, missing.package.name):
-            yield from (hit.name for hit in search(api, text, limit=_MOST_HITS).results)
+            found = (hit.name for hit in search(api, text, limit=_MOST_HITS).results)
+            yield from filter(is_package_name, found)
+
+
+def is_package_name(text: str) -> bool:
+    """Tell whether a text of a registry is the name of a package, and so may stand in a hint."""
+    try:
+        return str(PackageName.parse(text)) == text
+    except UsageError:
+        return False
