@@ -189,7 +189,8 @@ def evaluate_routing(
         decisions.append(_decision(prompt, planned.result, took))
         results.append((planned.base.name, planned.result.encoder))
         progress(1)
-    bases = [planner.bases.find(base)] if base else planner.bases.bases()
+    unnamed = RouteRequest(prompt=data.prompts[0].prompt)
+    bases = planner.rule.answering(unnamed, inventory.experts, named=base)
     idle = _never_chosen(data, inventory, bases)
     return RoutingEvaluation(
         data=data,

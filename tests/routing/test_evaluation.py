@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from expertctl.errors import NotFoundError
 from expertctl.package.proportion import share_interval
 from expertctl.reference import PackageName
+from expertctl.routing.base_choice import DEMO
 from expertctl.routing.evaluation import (
     ExpertScore,
     Latency,
@@ -223,6 +224,21 @@ def test_a_wanted_expert_for_another_base_is_warned_of_where_no_base_suits(
     found = evaluate_routing(planner, data, base="other-base")
     assert sum("is never chosen: refused:" in warning for warning in found.warnings) == 2
     assert found.coverage.right == 0
+
+
+def test_a_wanted_expert_for_the_demo_is_warned_of_once_there_is_a_real_base(
+    house: House, shop: Shop, tmp_path: Path
+) -> None:
+    house.trusting("acme")
+    house.bases.add(shop.base_dir, name=DEMO)
+    house.install(shop.package("acme/sorting", **SORTING))
+    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    data = labelled(tmp_path, (SORT, "acme/sorting"))
+    assert evaluate_routing(planner, data).warnings == ()
+    house.bases.add(write_base(tmp_path / "real", layers=2, hidden=16, heads=2, kv_heads=1, seed=9))
+    (warning,) = evaluate_routing(planner, data).warnings
+    assert warning.startswith("acme/sorting@1.0.0 is never chosen: refused:")
+    assert evaluate_routing(planner, data, base=DEMO).warnings == ()
 
 
 def test_a_revoked_expert_is_never_chosen_and_said_to_be(
