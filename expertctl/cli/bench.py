@@ -193,10 +193,12 @@ def _wanted(
 def _subject(
     asked: _Asked, wanted: "Wanted", settings: Settings, *, as_json: bool
 ) -> Iterator["Subject"]:
-    """Load what was asked for, else the newest base of this home, else a usual shape."""
+    """Load what was asked for, else the base that answers by default, else a usual shape."""
     from expertctl.engine.bench_subject import USUAL_SHAPE, drawn_bytes, random_subject
 
-    own = asked.base or _usual_base(settings)
+    own = asked.base
+    if asked.shape is None and not asked.experts:
+        own = own or _usual_base(settings)
     if asked.shape is None and (own or asked.experts):
         with _installed(asked, own, wanted, settings, as_json=as_json) as subject:
             yield subject
@@ -231,7 +233,7 @@ def _installed(
             loaded = installed_subject(
                 planner,
                 wanted,
-                base=None if asked.experts and not asked.base else base,
+                base=base,
                 experts=[parse_expert(text) for text in asked.experts],
                 dtype=asked.held.dtype,
                 adapter_dtype=asked.held.adapter_dtype,

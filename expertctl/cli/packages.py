@@ -254,7 +254,7 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
     found = bases.meant_by(label)
     if found is None:
         if names := ", ".join(known.name for known in bases.bases()):
-            note(f"the adapter names the base {label!r}; known here, for --base: {names}")
+            note(f"the adapter names the base {label[:200]!r}; known here, for --base: {names}")
         return None
     if found.name != label:
         note(f"the adapter's base {label!r} is taken to be {found.name}")

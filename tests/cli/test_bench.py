@@ -140,6 +140,15 @@ def test_what_cannot_be_measured_is_refused_before(
     assert "hint: " in err
 
 
+def test_a_shape_asks_for_no_base_so_the_setting_is_not_looked_up(
+    added: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_BASE", "gone")
+    assert "the setting base" in expertctl("bench", *QUICK, code=3).err
+    words = ("--shape", "my-base", "--memory-budget", "1MB", *QUICK)
+    assert "needed, but only" in expertctl("bench", *words, code=7).err
+
+
 def test_what_the_machine_cannot_hold_now_is_refused_before_anything_is_drawn(
     folder: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
