@@ -98,7 +98,8 @@ def test_the_empty_stdin_that_cron_gives_leaves_the_prompt_alone(stdin: Stdin) -
 def test_the_stdin_of_nohup_which_cannot_be_read_leaves_the_prompt_alone(stdin: Stdin) -> None:
     stdin.unreadable()
     assert read_input(["x"], None) == PromptInput("x", None)
-    for words, body in ((None, None), (["-"], None), (["x"], "-")):
+    wanted: list[tuple[list[str] | None, str | None]] = [(None, None), (["-"], None), (["x"], "-")]
+    for words, body in wanted:
         with pytest.raises(UsageError, match="stdin cannot be read: Bad file descriptor"):
             read_input(words, body)
 
