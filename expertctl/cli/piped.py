@@ -1,8 +1,8 @@
 """Text on stdin that is no terminal: of a pipe, a file or another program.
 
 A command that can do without stdin must not hang on one that it only inherited: a service, ssh or
-an editor may hold a pipe open and never write to it. So it waits for the first byte for
-`PATIENCE_SECONDS` only, and says so.
+an editor may hold a pipe open and never write to it. Nor may it leave out what a slow program is
+about to write. So it waits for the first byte for `PATIENCE_SECONDS`, and refuses to go on then.
 """
 
 import io
@@ -13,10 +13,10 @@ import sys
 from contextlib import suppress
 from typing import BinaryIO, TextIO
 
-from expertctl.cli.output import note, warn
+from expertctl.cli.output import note
 from expertctl.errors import InvalidPackageError, UsageError
 
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 60.0
 """How long to wait for the first byte where stdin may be of no use."""
 _SILENT_SECONDS = 2.0
 """How long to wait before a person is told what is waited for."""
@@ -55,11 +55,15 @@ def is_piped() -> bool:
 def waiting_text(what: str, *, patience: float = PATIENCE_SECONDS) -> str | None:
     """Return the text that was piped into a command that can do without; None if there is none.
 
-    Nothing is read of a terminal, nor of a stdin that stays silent. Raises as `read_text` does.
+    Nothing is read of a terminal. Raises as `read_text` does, and:
+
+    Raises:
+        UsageError: when nothing comes, although stdin is open.
     """
     descriptor = _readable_descriptor()
-    if descriptor is None or not _has_begun(descriptor, patience):
+    if descriptor is None:
         return None
+    _wait_for_begin(descriptor, what, patience)
     text = read_text(what)
     return text if text.strip() else None
 
@@ -108,18 +112,17 @@ def _readable_descriptor() -> int | None:
     return descriptor if any(is_kind(mode) for is_kind in kinds) else None
 
 
-def _has_begun(descriptor: int, patience: float) -> bool:
-    """Wait until there is a first byte or an end; False when neither comes."""
+def _wait_for_begin(descriptor: int, what: str, patience: float) -> None:
+    """Wait until there is a first byte or an end."""
     silent = min(_SILENT_SECONDS, patience)
     if _is_ready(descriptor, silent):
-        return True
+        return
     note("waiting for text on stdin; if there is none, end the command with < /dev/null")
-    if _is_ready(descriptor, patience - silent):
-        return True
-    warn(
-        [f"nothing came on stdin within {patience:g} s, so it is not read; `--body -` waits for it"]
-    )
-    return False
+    if not _is_ready(descriptor, patience - silent):
+        raise UsageError(
+            f"{what}: stdin is open, but nothing came within {patience:g} s",
+            hint="end the command with `< /dev/null` if there is no text; `--body -` waits for it",
+        )
 
 
 def _is_ready(descriptor: int, seconds: float) -> bool:

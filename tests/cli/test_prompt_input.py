@@ -133,10 +133,11 @@ def test_a_stdin_that_a_service_holds_open_and_never_writes_to_does_not_hang(
     socketed: bool, stdin: Stdin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdin.open_pipe(socketed=socketed)
-    assert waiting_text("the body", patience=0.01) is None
+    with pytest.raises(UsageError, match=r"the body: stdin is open, but nothing came") as caught:
+        waiting_text("the body", patience=0.01)
+    assert "--body -" in caught.value.hint
     told = capsys.readouterr().err
     assert "waiting for text on stdin; if there is none, end the command with < /dev/null" in told
-    assert "warning: nothing came on stdin within 0.01 s, so it is not read" in told
 
 
 def test_a_program_that_takes_a_while_to_write_is_waited_for(
