@@ -24,6 +24,7 @@ from expertctl.install.remove import remove_expert
 from expertctl.install.sources import Sources, open_sources
 from expertctl.install.worklist import (
     Worklist,
+    check_list,
     find_worklist,
     install_list,
     lock_list,
@@ -102,8 +103,8 @@ def install(
         elif references or files:
             needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
             lock = worklist.lock()
-            pins = lock.pins() if lock else {}
-            order = Order(needs, tuple(files), pins, age_of(settings))
+            locked_before = lock.experts if lock else ()
+            order = Order(needs, tuple(files), locked_before, age_of(settings))
             try:
                 done = install_order(order, target, sources, lend)
             except NotFoundError as error:
@@ -161,8 +162,10 @@ def _recorded(
     if save:
         worklist.file.save(wanted)
         resolved = resolve_list(worklist, target, sources, age_of(settings))
+        notices = dict.fromkeys([*done.notices, *check_list(resolved, target, sources)])
         lock_list(worklist, resolved)
-        return replace(done, notes=(*done.notes, *resolved.notes))
+        sources.accept_contents(resolved.chosen, target.accept_changed)
+        return replace(done, notes=(*done.notes, *resolved.notes), notices=tuple(notices))
     if not worklist.is_project:
         worklist.file.save(wanted)
     return done

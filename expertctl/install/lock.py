@@ -5,7 +5,7 @@ a person can read a change, but it has one form only, sorted, and every field mu
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -121,10 +121,6 @@ class Lock:
     def locked(self, package: PackageName) -> Locked | None:
         """Return the locked version of a package."""
         return next((locked for locked in self.experts if locked.package == package), None)
-
-    def pins(self) -> Mapping[PackageName, Pin]:
-        """Return the versions that the resolver is to prefer."""
-        return {locked.package: locked.pin for locked in self.experts}
 
     def demand_current(self, project: Project, *, what: str) -> None:
         """Demand that this is the lock of that project: nothing missing, nothing extra.

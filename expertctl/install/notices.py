@@ -199,9 +199,9 @@ def sound_notices(
 ) -> tuple[Notice, ...]:
     """Return what is known against a resolution and is no reason to refuse it.
 
-    ``locked`` are the entries of a lock file that were to be kept; ``accepted`` refs may have
-    another content. Of other installed versions of the same packages only revoked keys and changed
-    contents are returned.
+    ``locked`` are the entries of a lock file that must not be contradicted; ``accepted`` refs may
+    have another content. Of other installed versions of the same packages only revoked keys and
+    changed contents are returned.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.

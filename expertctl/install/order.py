@@ -1,7 +1,8 @@
 """Installing what references and files ask for: resolved, fetched, checked, published.
 
 What a file requires counts as installed if it is, or if another file brings it; only the rest is
-looked for in registries. What is installed already and whole is left as it is, without network.
+looked for in registries. What is installed already and whole is left as it is: its registry is
+asked what it says of it now, but need not answer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,8 +70,8 @@ class Order:
 
     needs: tuple[Need, ...] = ()
     files: tuple[Path, ...] = ()
-    pins: Mapping[PackageName, Pin] = field(default_factory=dict)
-    """Versions of a lock file, which are preferred."""
+    locked: tuple[Locked, ...] = ()
+    """The entries of a lock file: preferred, and not contradicted."""
     age: ReleaseAge = field(default_factory=ReleaseAge)
 
 
@@ -105,13 +106,21 @@ def install_order(order: Order, target: Target, sources: Sources, lend: Lend) ->
             sources.candidates,
             given=files,
             files=[direct.candidate for direct in directs],
-            locked=kept_pins(order.pins, target),
+            locked=kept_pins(order.locked, target),
             age=order.age,
         )
         sources.prefetch(_surely_asked(order, here, directs))
         chosen = resolve_and_ask(needs, universe, target, sources)
         sources.demand_claims(chosen)
-        done = install_chosen(chosen, target, sources, lend, files=staged, directs=directs)
+        done = install_chosen(
+            chosen,
+            target,
+            sources,
+            lend,
+            files=staged,
+            directs=directs,
+            locked=order.locked,
+        )
         return replace(done, notes=(*done.notes, *waiting(chosen, sources, order.age)))
 
 
@@ -133,13 +142,9 @@ def resolve_and_ask(
             return chosen
 
 
-def kept_pins(pins: Mapping[PackageName, Pin], target: Target) -> dict[PackageName, Pin]:
+def kept_pins(entries: Iterable[Locked], target: Target) -> dict[PackageName, Pin]:
     """Return the locked versions that are still preferred: not those whose change is accepted."""
-    return {
-        name: pin
-        for name, pin in pins.items()
-        if f"{name}@{pin.version}" not in target.accept_changed
-    }
+    return {entry.package: entry.pin for entry in entries if entry.ref not in target.accept_changed}
 
 
 def install_chosen(
@@ -240,9 +245,10 @@ def _surely_asked(
 ) -> list[tuple[Reference, bool]]:
     """Return the indexes needed in any case: none for installed versions that will do."""
     found = {direct.candidate.package for direct in directs}
+    pins = {entry.package: entry.pin for entry in order.locked}
     asked = []
     for need in order.needs:
-        pin = order.pins.get(need.package)
+        pin = pins.get(need.package)
         good = [c for c in here if (pin.is_met_by(c) if pin else need.names_one_version)]
         if need.package not in found and not any(c.fits(need.wanted) for c in good):
             asked.append((Reference(need.package, registry=need.wanted.registry), need.by_hand))

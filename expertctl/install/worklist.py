@@ -61,7 +61,7 @@ class Resolved:
     directs: tuple[Direct, ...]
     notes: tuple[str, ...]
     locked: tuple[Locked, ...]
-    """The entries of the lock file that were to be kept."""
+    """The entries of the lock file that were to be kept, or whose version was chosen again."""
 
 
 def find_worklist(home: Home, folder: Path) -> Worklist:
@@ -107,25 +107,25 @@ def resolve_list(
     project = worklist.file.read()
     needs = worklist.needs(project)
     lock = worklist.lock()
-    kept = tuple(
-        locked
-        for locked in (lock.experts if lock is not None and fresh is not None else ())
-        if locked.package not in set(fresh or ())
-    )
+    entries = lock.experts if lock is not None else ()
+    anew = {entry.package for entry in entries} if fresh is None else set(fresh)
+    kept = [entry for entry in entries if entry.package not in anew]
     directs = [found for need in needs if (found := find_direct(need, sources))]
     universe = Universe(
         lambda wanted, by_hand: sources.candidates(
             project.located(wanted), by_hand=by_hand and wanted.registry is not None
         ),
         files=[direct.candidate for direct in directs],
-        locked=kept_pins({locked.package: locked.pin for locked in kept}, target),
+        locked=kept_pins(kept, target),
         age=age,
         prefer_given=not worklist.is_project and fresh is not None,
     )
     chosen = resolve_and_ask(needs, universe, target, sources)
     sources.demand_claims(chosen)
     notes = [*_moved(project, sources), *waiting(chosen, sources, age)]
-    return Resolved(tuple(chosen), tuple(directs), tuple(notes), kept)
+    refs = {item.candidate.ref for item in chosen}
+    again = [entry for entry in entries if entry.package in anew and entry.ref in refs]
+    return Resolved(tuple(chosen), tuple(directs), tuple(notes), (*kept, *again))
 
 
 def check_list(resolved: Resolved, target: Target, sources: Sources) -> tuple[Notice, ...]:

@@ -154,7 +154,12 @@ def test_a_version_that_vanished_and_came_back_as_another_is_refused(scene: Scen
     scene.expertctl("install")
 
 
-@pytest.mark.parametrize("words", [["install"], ["lock"], ["install", "--locked"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [["install"], ["lock"], ["install", "--locked"], ["update"], ["update", "acme/one"],
+     ["install", "acme/one"], ["install", REF]],
+    ids=" ".join,
+)  # fmt: skip
 def test_a_lock_file_on_a_fresh_machine_is_not_overruled(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -174,6 +179,30 @@ def test_a_lock_file_on_a_fresh_machine_is_not_overruled(
     scene.expertctl("lock", ACCEPT, REF)
     scene.expertctl("install", "--locked")
     assert [e.content_digest for e in fresh.store.experts()] == [scene.after.content_digest]
+
+
+def test_saving_another_expert_does_not_overrule_the_lock_file(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.expertctl("lock")
+    lock = Path("expert.lock").read_text()
+    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    scene.liar.publish(scene.after, other)
+    fresh = House(tmp_path / "second-home")
+    fresh.trust.add_registry(scene.liar.known)
+    monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
+    said = scene.expertctl("install", "acme/two", "--save", code=TRUST)
+    assert f"expert.lock has {scene.before.content_digest}" in said.err
+    assert Path("expert.lock").read_text() == lock
+    scene.expertctl("install", "acme/two", "--save", ACCEPT, REF)
+    assert str(scene.after.content_digest) in Path("expert.lock").read_text()
+
+
+def test_update_to_another_version_does_not_look_at_what_was_locked(scene: Scene) -> None:
+    Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
+    scene.expertctl("lock")
+    scene.liar.publish(scene.after, version(scene.template, "next", "1.1.0"))
+    assert "~ acme/one@1.0.0 -> 1.1.0" in scene.expertctl("update").out
 
 
 def test_a_locked_range_does_not_drift_to_another_version(scene: Scene) -> None:
