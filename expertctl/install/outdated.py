@@ -76,9 +76,9 @@ def outdated(
     for candidate in current:
         asked = [need for need in needs if need.package == candidate.package]
         offered = _offered(candidate, sources, by_hand=not worklist.is_project)
-        if offered:
-            held = _held(candidate, lock, experts, sources)
-            found.append(_standing(candidate, asked, offered, age, notices_about(held, sources)))
+        notices = notices_about(_held(candidate, lock, experts, sources), sources)
+        if offered or notices:
+            found.append(_standing(candidate, asked, offered, age, notices))
     return found
 
 

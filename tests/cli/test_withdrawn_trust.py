@@ -8,6 +8,7 @@ import pytest
 from expertctl.registry.key_statement import sign_statement
 from expertctl.registry.retry import Retries
 from tests.cli.commands import Commands, expertctl
+from tests.install.liar import lying
 from tests.install.market import Market, market, market_at, template
 from tests.registry.hostile import Pauses
 from tests.registry_server.publishing.parcels import Template
@@ -72,6 +73,25 @@ def test_a_key_that_was_revoked_after_an_exact_install_is_reported(
         case _:
             assert document["error"]["code"] == "revoked"
     assert house.store.experts() == before
+
+
+def test_outdated_reports_a_revoked_key_of_a_package_that_its_registry_took_away(
+    expertctl: Commands,
+    home: Path,
+    template: Template,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with lying(template.parcel("zoo/ants", key=OLD)) as liar:
+        trust = House(home).trust
+        trust.add_registry(liar.known)
+        monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
+        expertctl("install", "zoo/ants")
+        trust.revoke(OLD.public.key_id, "laptop stolen")
+        liar.parcels.clear()
+        [entry] = expertctl("outdated", "--json", code=TRUST).document["experts"]
+    assert (entry["current"], entry["newest"], entry["revoked"]) == ("1.0.0", "1.0.0", True)
 
 
 def test_an_exact_version_of_the_users_own_list_is_asked_about_too(
