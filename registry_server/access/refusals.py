@@ -1,8 +1,9 @@
 """Audit rows of what was refused: failed logins, and changes that were not allowed or not possible.
 
 A refusal costs whoever causes it nothing, so the rows are bounded: one a minute for the same thing
-from the same place, and `PER_MINUTE` in all. What is not written is counted, and the next row says
-how many there were. They are written after the answer, without waiting for the disk.
+from the same place, and `PER_MINUTE` of each kind, so that failed logins, which anybody can cause,
+hide no refused change. What is not written is counted, and the next row says how many there were.
+They are written after the answer, without waiting for the disk.
 """
 
 import threading
@@ -19,7 +20,7 @@ from registry_server.database.connection import Database
 LOGIN = "login.refused"
 CHANGE = "change.refused"
 PER_MINUTE = 20
-"""Of one process."""
+"""Of each kind, `LOGIN` and `CHANGE`, by one process."""
 _CHANGING = {"PUT", "POST", "PATCH", "DELETE"}
 _PART_OF_A_TALK = {401, 408, 416, 421, 429}
 """Statuses that clients meet on their way: a challenge, a wrong offset, a limit, a broken body."""
@@ -33,7 +34,7 @@ class Refusals:
         """Begin with nothing refused."""
         self._database = database
         self._alike = Rates(1, clock)
-        self._all = Rates(PER_MINUTE, clock)
+        self._of_kind = Rates(PER_MINUTE, clock)
         self._unwritten = 0
         self._counting = threading.Lock()
 
@@ -50,7 +51,8 @@ class Refusals:
     def _write(self, identity: Identity, action: str, target: str, detail: str) -> None:
         who = identity.token_id or identity.address
         with self._counting:
-            if self._alike.take(f"{who} {action} {target}") or self._all.take(""):
+            alike = f"{who} {action} {target} {detail}"
+            if self._alike.take(alike) or self._of_kind.take(action):
                 self._unwritten += 1
                 return
             unwritten, self._unwritten = self._unwritten, 0

@@ -4,6 +4,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -24,6 +25,13 @@ CHALLENGES = {
     f'Bearer realm="{URL}/token",service="127.0.0.1:8080"',
     'Basic realm="expertctl registry"',
 }
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bucket fills again during a test, however slow the machine is."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("registry_server.access.authentication.time", clock)
 
 
 def basic(name: str, secret: str) -> dict[str, str]:
@@ -260,6 +268,19 @@ def test_what_was_not_written_down_is_counted(served: Served) -> None:
     assert rows[-1][3] == "5 refusals before this one were not written down"
 
 
+def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(served: Served) -> None:
+    refusals = Refusals(served.registry.database, lambda: 0.0)
+    for number in range(25):
+        refusals.login("192.0.2.7", f"xpt_{number:08}")
+    eve = served.identity(served.user("eve"))
+    refusals.change(eve, method="DELETE", path="/v2/acme/x/manifests/v1", status=403)
+    [row] = audited(served, "change.refused")
+    assert row[2:] == (
+        "/v2/acme/x/manifests/v1",
+        "DELETE: 403; 5 refusals before this one were not written down",
+    )
+
+
 def test_pushes_and_deletes_that_are_refused_leave_rows(served: Served) -> None:
     served.user("alice")
     served.namespace("acme", owner="alice")
@@ -278,6 +299,7 @@ def test_pushes_and_deletes_that_are_refused_leave_rows(served: Served) -> None:
     assert [(row[2], str(row[3]).partition(":")[0]) for row in rows] == [
         ("/v2/acme/x/blobs/uploads/", "POST"),
         ("/v2/acme/x/manifests/v1", "PUT"),
+        ("/v2/acme/x/manifests/v1", "DELETE"),
     ]
 
 
