@@ -1,7 +1,7 @@
 """How far an IP address reaches, so that a registry cannot lead a client into its own network.
 
-A redirect or the address of a login server may lead to any public address, and beyond that only to
-where the registry is itself: from this machine to this machine, from a private network into one.
+A redirect may lead to any public address, and beyond that only to where the registry is itself:
+from this machine to this machine, from a private network into one.
 """
 
 import ipaddress
@@ -14,6 +14,8 @@ from expertctl.registry.address import looks_numeric
 
 Scope = Literal["global", "private", "link-local", "loopback"]
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is assigned for the public network (RFC 4291 and IANA); `is_global` allows more."""
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -27,7 +29,7 @@ def scope_of_address(text: str) -> Scope:
         return "loopback"
     if address.is_link_local:
         return "link-local"
-    return "global" if address.is_global and not address.is_multicast else "private"
+    return "global" if _is_public(address) else "private"
 
 
 def scope_of_host(hostname: str) -> Scope | None:
@@ -48,6 +50,12 @@ def scope_of_host(hostname: str) -> Scope | None:
 def forbidden_address(addresses: Collection[str], allowed: Collection[Scope]) -> str | None:
     """Return the first address that may not be connected to; None when all may."""
     return next((a for a in addresses if scope_of_address(a) not in allowed), None)
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.is_global and address in _GLOBAL_UNICAST
+    return address.is_global and not address.is_multicast
 
 
 def _embedded(address: Address) -> Address:

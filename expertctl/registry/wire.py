@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from typing import Any
@@ -30,6 +31,8 @@ MIN_BYTES = 1024
 MAX_HEAD = 1 << 20
 """What may come before a body does: headers, and any number of ``100 Continue``."""
 MAX_CONNECTIONS = 16
+MAX_ADDRESSES = 4
+"""How many addresses of a host that a redirect leads to are tried."""
 _PoolKey = tuple[str, frozenset[Scope] | None]
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _READING = frozenset({"GET", "HEAD"})
@@ -307,9 +310,19 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.NetworkStream:
-        target = host if self._allowed is None else _checked_address(host, port, self._allowed)
-        stream = self._backend.connect_tcp(target, port, timeout, local_address, socket_options)
-        return self.watch(stream)
+        connect = partial(
+            self._backend.connect_tcp,
+            port=port,
+            timeout=timeout,
+            local_address=local_address,
+            socket_options=socket_options,
+        )
+        allowed = self._allowed
+        *others, last = [host] if allowed is None else _checked_addresses(host, port, allowed)
+        for target in others:
+            with suppress(httpcore2.ConnectError, httpcore2.ConnectTimeout):
+                return self.watch(connect(target))
+        return self.watch(connect(last))
 
     def watch(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
         """Remember a connection for as long as it is used."""
@@ -318,8 +331,8 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         return watched
 
 
-def _checked_address(host: str, port: int, allowed: frozenset[Scope]) -> str:
-    """Return the address to connect to: resolved once, so that it cannot change after the check."""
+def _checked_addresses(host: str, port: int, allowed: frozenset[Scope]) -> list[str]:
+    """Return the addresses to try: resolved once, so that they cannot change after the check."""
     try:
         found = getaddrinfo(host, port, type=SOCK_STREAM)
     except OSError as error:
@@ -331,7 +344,7 @@ def _checked_address(host: str, port: int, allowed: frozenset[Scope]) -> str:
             "elsewhere may lead",
             hint="nothing was sent there; tell whoever runs the registry",
         )
-    return addresses[0]
+    return list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
 
 def _scope_of(stream: "_WatchedStream") -> Scope:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import AF_INET, SOCK_STREAM, socket
+from socket import AF_INET, AF_INET6, SOCK_STREAM, socket
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -286,6 +287,10 @@ def test_a_redirect_to_nowhere_is_refused(serve: Serve, location: str) -> None:
         ("https://r.example", "https://[fd00::1]/x", False),
         ("https://r.example", "https://[::ffff:127.0.0.1]/x", False),
         ("https://r.example", "https://[64:ff9b::7f00:1]/x", False),
+        ("https://r.example", "https://[64:ff9b:1::7f00:1]/x", False),
+        ("https://r.example", "https://[fec0::1]/x", False),
+        ("https://r.example", "https://[::7f00:1]/x", False),
+        ("https://r.example", "https://[2606:4700::6810:84e5]/blob", True),
         ("https://r.example", "https://0x7f.1/x", False),
         ("https://r.example", "https://0.0.0.0/x", False),
         ("https://r.example", "https://93.184.215.14/blob", True),
@@ -362,6 +367,21 @@ def test_a_redirect_is_followed_to_the_address_that_was_checked(
     assert storage.seen[0].headers["host"] == f"storage.example:{storage.port}"
 
 
+def test_a_redirect_is_followed_where_the_first_address_of_a_host_cannot_be_reached(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a network whose IPv6 leads nowhere."""
+    storage = serve(reply(200, b"blob"))
+    found = [(AF_INET6, ("::1", storage.port, 0, 0)), (AF_INET, ("127.0.0.1", storage.port))]
+    monkeypatch.setattr(
+        "expertctl.registry.wire.getaddrinfo",
+        lambda *_, **__: [(kind, SOCK_STREAM, 0, "", place) for kind, place in found],
+    )
+    server = serve(reply(307, Location=f"http://storage.example:{storage.port}/blob"))
+    with client(server) as http:
+        assert get(http, server) == b"blob"
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 def test_what_writes_is_not_redirected(serve: Serve, method: str) -> None:
     thief = serve(reply(200))
@@ -433,20 +453,33 @@ def drip(_: Request) -> Iterator[bytes]:
         yield b"x" * 2000
 
 
-def test_a_body_that_comes_too_slowly_is_given_up(serve: Serve) -> None:
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds pass between two looks at the clock, however fast the machine is."""
+    clock = iter(range(0, 10**6, 10))
+    fake = SimpleNamespace(monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr("expertctl.registry.http.time", fake)
+
+
+def test_a_body_that_comes_too_slowly_is_given_up(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each read brings something, and never enough: 100 bytes a second would take for ever."""
     server = serve(drip)
+    slow_clock(monkeypatch)
     with (
-        client(server, attempts=1, stall=0.2, rate=1e9) as http,
+        client(server, attempts=1, rate=1e9) as http,
         pytest.raises(UnreachableError, match="comes too slowly"),
     ):
         get(http, server, max_bytes=10**10)
 
 
-def test_a_blob_that_comes_too_slowly_is_given_up(serve: Serve) -> None:
+def test_a_blob_that_comes_too_slowly_is_given_up(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(drip)
+    slow_clock(monkeypatch)
     with (
-        client(server, stall=0.2, rate=1e9) as http,
+        client(server, rate=1e9) as http,
         http.stream(Call("GET", server.address, "/x")) as answer,
         pytest.raises(UnreachableError, match="comes too slowly"),
     ):
