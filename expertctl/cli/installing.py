@@ -283,9 +283,10 @@ def target_of(
 def _exact_version(text: str) -> str:
     """Return ``namespace/name@version`` of a reference that names one version."""
     reference = Reference.parse(text)
-    if reference.constraint.pinned is None:
+    if reference.constraint.pinned is None or reference.registry is not None:
         hint = "for example --accept-changed acme/sql@1.2.0"
-        raise UsageError(f"{text}: --accept-changed takes one exact version", hint=hint)
+        fact = "--accept-changed takes one exact version, without a registry"
+        raise UsageError(f"{text}: {fact}", hint=hint)
     return f"{reference.package}@{reference.constraint.pinned}"
 
 

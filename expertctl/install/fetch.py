@@ -138,13 +138,13 @@ def _check_sizes(parcel: Parcel, layout: Layout) -> None:
         return
     form = parcel.release.form(parcel.package_digest)
     pairs = {
-        "its files": (sum(file.size for file in layout.files), parcel.release.size),
-        "its manifest": (len(layout.manifest), form.size if form else 0),
+        "its files have": (sum(file.size for file in layout.files), parcel.release.size),
+        "its manifest has": (len(layout.manifest), form.size if form else 0),
     }
     for what, (real, stated) in pairs.items():
         if real != stated:
             raise DigestError(
-                f"{parcel.what}: {what} have {real:,} bytes, the index says {stated:,}",
+                f"{parcel.what}: {what} {real:,} bytes, the index says {stated:,}",
                 hint="tell whoever runs the registry; nothing was installed",
             )
 

@@ -119,7 +119,9 @@ def test_only_the_version_that_is_named_is_accepted(scene: Scene) -> None:
     scene.expertctl("install")
     scene.liar.publish(scene.after)
     scene.refuses("install", ACCEPT, "acme/one@1.0.1")
-    assert "one exact version" in scene.expertctl("install", ACCEPT, "acme/one", code=USAGE).err
+    digest = f"acme/one@{scene.after.package_digest}"
+    for text in ("acme/one", "acme/one@^1", f"{scene.liar.host}/{REF}", digest):
+        assert "one exact version" in scene.expertctl("install", ACCEPT, text, code=USAGE).err
 
 
 def test_what_is_accepted_must_still_be_signed_by_a_key_that_counts(scene: Scene) -> None:
