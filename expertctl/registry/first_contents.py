@@ -15,7 +15,7 @@ from expertctl.package.version_content import VersionContent
 from expertctl.reference import Version
 from expertctl.registry.index_document import IndexDocument, Release
 from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import canonical, load_object
+from expertctl.schema.strict_json import load_object
 
 MAX_BYTES = 16 << 20
 _SCHEMA = 1
@@ -60,7 +60,7 @@ def encode_contents(contents: FirstContents) -> bytes:
         str(version): _StoredContent(str(content.digest), content.signers)
         for version, content in contents.items()
     }
-    return canonical(msgspec.to_builtins(_Stored(_SCHEMA, versions)))
+    return msgspec.json.encode(_Stored(_SCHEMA, versions), order="sorted")
 
 
 def parse_contents(data: bytes, *, host: str, what: str) -> FirstContents:

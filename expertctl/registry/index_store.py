@@ -94,8 +94,8 @@ class IndexStore:
         another process has remembered meanwhile is returned instead.
 
         Raises:
-            TrustError: when it is not signed as it must be, older than before, or changed without
-                a new revision.
+            TrustError: when it is not signed as it must be, older than before, changed without a
+                new revision, or changes too many versions.
             StoreError: when it cannot be remembered.
         """
         document = open_index(envelope, key=known.index_key, package=package)
@@ -156,12 +156,23 @@ class IndexStore:
         package: PackageName,
         change: Callable[[FirstContents], FirstContents],
     ) -> None:
-        """Change the file of first contents; the lock is held."""
+        """Change the file of first contents; the lock is held.
+
+        Raises:
+            TrustError: when it would become too large to be read again; it stays as it is.
+        """
         before = self.first_contents(known, package)
         after = change(before)
-        if after != before:
-            path = self.path(known, package).with_suffix(".first")
-            write_atomic(path, encode_contents(after), mode=0o600)
+        if after == before:
+            return
+        data = encode_contents(after)
+        if len(data) > MAX_BYTES:
+            raise TrustError(
+                f"{known.host} changed or took away {len(after):,} versions of {package}, more "
+                "than can be remembered",
+                hint="tell whoever runs the registry; what was believed before still is",
+            )
+        write_atomic(self.path(known, package).with_suffix(".first"), data, mode=0o600)
 
     def problems(self, known: KnownRegistry) -> list[StoreError]:
         """Return what cannot be read of what a registry said last."""

@@ -272,6 +272,21 @@ def test_first_contents_that_cannot_be_read_stop_their_package(store: IndexStore
     assert [problem.hint for problem in store.problems(KNOWN)] == [refused.value.hint]
 
 
+def test_more_changed_versions_than_can_be_remembered_are_refused(
+    store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a registry could make the file too large to be read, and have it moved away."""
+    monkeypatch.setattr(index_store, "MAX_BYTES", 300)
+    believe(store, said(1, release("1.0.0"), release("1.1.0")))
+    believe(store, said(2, release("1.1.0")))
+    assert list(first(store)) == ["1.0.0"]
+    with pytest.raises(TrustError, match=r"changed or took away 2 versions of acme/sql, more"):
+        believe(store, said(3, release("2.0.0")))
+    assert revision(store) == 2
+    assert list(first(store)) == ["1.0.0"]
+    store.check_integrity(KNOWN)
+
+
 def test_a_process_that_is_killed_after_the_first_contents_were_written_forgets_nothing(
     store: IndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
