@@ -6,6 +6,7 @@ import typer
 
 from expertctl.cli.exit_codes import FAILURE, UNTRUSTED
 from expertctl.cli.output import JsonFlag, counted, emit, human_size, note_once, progress
+from expertctl.errors import OfflineError
 from expertctl.install.doctor import Diagnosis, Finding, ask_registries, blob_bytes, examine
 from expertctl.install.sources import open_sources
 from expertctl.registry.index_store import IndexStore
@@ -70,6 +71,11 @@ def _health(settings: Settings, *, online: bool, as_json: bool) -> None:
 
 
 def _asked(settings: Settings, store: Store) -> tuple[Finding, ...]:
+    if settings.offline:
+        raise OfflineError(
+            "`doctor --online` asks registries, and expertctl is offline",
+            hint="leave out EXPERT_OFFLINE and the setting `offline`",
+        )
     with open_sources(settings, TrustStore(settings.home.trust), tell=note_once()) as sources:
         return ask_registries(store, sources)
 

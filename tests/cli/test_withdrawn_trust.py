@@ -141,6 +141,15 @@ def test_doctor_online_notes_a_yank_and_finds_nothing_broken(
     assert "note: acme/sql@1.0.0: it was yanked: wrong joins" in expertctl("doctor", "--online").out
 
 
+def test_doctor_does_not_say_that_all_is_well_without_asking(
+    expertctl: Commands, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expertctl("install")
+    monkeypatch.setenv("EXPERT_OFFLINE", "1")
+    said = expertctl("doctor", "--online", "--json", code=6)
+    assert said.document["error"]["code"] == "offline"
+
+
 def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
     expertctl: Commands, house: House, market: Market
 ) -> None:
