@@ -361,11 +361,12 @@ class Sources:
         self._say(heed(document, known, self._trust))
         days = document.overdue_days(datetime.now(UTC))
         if days is not None:
+            interval = document.interval_days
+            every = "day" if interval == 1 else f"{interval} days"
             self._say(
                 [
                     f"{WARNING}what {known.host} says of {package} is {days} days old, and it says "
-                    f"something new every {document.interval_days}: versions, yanks and "
-                    "revocations may be missing"
+                    f"something new every {every}: versions, yanks and revocations may be missing"
                 ]
             )
         self._record = pinned(self._record, document, known)
