@@ -175,6 +175,7 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `expertctl export` made.")],
     allow_unsigned: AllowUnsigned = False,
     allow_base_mismatch: AllowBaseMismatch = False,
+    accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Install experts that were exported together. All are verified first.
@@ -194,6 +195,7 @@ def import_(
             index=_index(settings),
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
+            accept_changed=frozenset(map(_exact_version, accept_changed or ())),
             progress=report,
         )
     warn(warning for item in installed for warning in item.warnings)

@@ -95,6 +95,24 @@ def test_a_set_goes_from_one_home_to_another(
     other.check()
 
 
+def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_accepted(
+    expertctl: Commands,
+    shop: Shop,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expertctl("export", "acme/low", "acme/top", "-o", "mine.experts")
+    monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "other-home"))
+    other = House(tmp_path / "other-home").trusting("acme")
+    other.install(shop.package("acme/low", seed=2))
+    said = expertctl("import", "mine.experts", code=5)
+    assert "`--accept-changed acme/low@1.0.0` takes the new content" in said.err
+    said = expertctl("import", "mine.experts", "--accept-changed", "acme/low@1.0.0")
+    assert "replaced: acme/low@1.0.0" in said.out
+    other.check()
+
+
 def test_several_experts_become_a_set_and_with_oci_its_tar(
     expertctl: Commands, house: House, work: Path
 ) -> None:
