@@ -371,6 +371,7 @@ class Sources:
             )
         self._record = pinned(self._record, document, known)
         self._documents[known.host, package] = document
+        self._unanswered.pop((known.host, package), None)  # it did, when it was asked again
 
     def _known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
         host, package = address.host, wanted.package

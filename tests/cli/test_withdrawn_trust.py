@@ -10,7 +10,7 @@ from expertctl.registry.retry import Retries
 from tests.cli.commands import Commands, expertctl
 from tests.install.liar import lying
 from tests.install.market import Market, market, market_at, template
-from tests.registry.hostile import Pauses
+from tests.registry.hostile import Pauses, Reply, Request, reply
 from tests.registry_server.publishing.parcels import Template
 from tests.store.shop import House, a_key
 
@@ -192,6 +192,31 @@ def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installe
     assert [notice["kind"] for notice in notices] == ["yanked", "unchecked"]
     offline = expertctl("update", "--offline", "--json").document["notices"]
     assert [notice["kind"] for notice in offline] == ["yanked"]
+
+
+def test_a_registry_that_answers_when_it_is_asked_again_has_answered(
+    expertctl: Commands,
+    home: Path,
+    template: Template,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("experts.toml").write_text('[experts]\n"zoo/ants" = "1.0.0"\n')
+    index = "/tuf/targets/index/zoo/ants.json"
+    with lying(template.parcel("zoo/ants", key=OLD)) as liar:
+        House(home).trust.add_registry(liar.known)
+        monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
+        expertctl("lock")
+
+        def once(_: Request) -> Reply:
+            del liar.answers[index]
+            return reply(503)
+
+        liar.answers[index] = once
+        said = expertctl("install", "--locked", "--json")
+    assert "cannot say" not in said.err
+    assert said.document["notices"] == []
 
 
 def test_what_was_pinned_is_told_and_in_the_document(
