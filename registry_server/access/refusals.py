@@ -52,9 +52,10 @@ class Refusals:
         who = identity.token_id or identity.address
         with self._counting:
             alike = f"{who} {action} {target} {detail}"
-            if self._alike.take(alike) or self._of_kind.take(action):
+            if self._of_kind.wait(action) or self._alike.take(alike):  # bounds what is remembered
                 self._unwritten += 1
                 return
+            self._of_kind.take(action)
             unwritten, self._unwritten = self._unwritten, 0
         more = f"{unwritten} refusals before this one were not written down" if unwritten else ""
         text = "; ".join(part for part in (detail, more) if part)

@@ -268,6 +268,14 @@ def test_what_was_not_written_down_is_counted(served: Served) -> None:
     assert rows[-1][3] == "5 refusals before this one were not written down"
 
 
+def test_long_paths_that_are_refused_do_not_fill_the_memory(served: Served) -> None:
+    refusals = Refusals(served.registry.database, lambda: 0.0)
+    eve = served.identity(served.user("eve"))
+    for number in range(100):
+        refusals.change(eve, method="DELETE", path=f"/{number}{'a' * 4000}", status=404)
+    assert len(refusals._alike) == 20
+
+
 def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(served: Served) -> None:
     refusals = Refusals(served.registry.database, lambda: 0.0)
     for number in range(25):
