@@ -101,7 +101,7 @@ class Wire(httpx2.BaseTransport):
         known: dict[str, Any] = {}
         if isinstance(stream, _WatchedStream):
             stream.body_begins()
-            known = {} if proxy else {"scope": _scope_of(stream)}
+            known = {} if proxy else {"scope": stream.scope}
         return httpx2.Response(
             answer.status,
             headers=answer.headers,
@@ -321,12 +321,15 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         *others, last = [host] if allowed is None else _checked_addresses(host, port, allowed)
         for target in others:
             with suppress(httpcore2.ConnectError, httpcore2.ConnectTimeout):
-                return self.watch(connect(target))
-        return self.watch(connect(last))
+                return self._watched(connect(target))
+        return self._watched(connect(last))
 
-    def watch(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
+    def _watched(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
+        return self.watch(stream, scope=_scope_of(stream))
+
+    def watch(self, stream: httpcore2.NetworkStream, *, scope: Scope) -> "_WatchedStream":
         """Remember a connection for as long as it is used."""
-        watched = _WatchedStream(stream, self._stall, self)
+        watched = _WatchedStream(stream, self._stall, self, scope=scope)
         self._streams.add(watched)
         return watched
 
@@ -347,8 +350,12 @@ def _checked_addresses(host: str, port: int, allowed: frozenset[Scope]) -> list[
     return list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
 
-def _scope_of(stream: "_WatchedStream") -> Scope:
-    peer = stream.get_extra_info("server_addr")
+def _scope_of(stream: httpcore2.NetworkStream) -> Scope:
+    """Return where a new connection leads; public, which allows the least, if it broke already."""
+    try:
+        peer = stream.get_extra_info("server_addr")
+    except OSError:
+        return "global"
     return scope_of_address(str(peer[0])) if peer else "global"
 
 
@@ -359,8 +366,14 @@ class _WatchedStream(httpcore2.NetworkStream):
     """
 
     def __init__(
-        self, stream: httpcore2.NetworkStream, stall: float, backend: _WatchedBackend
+        self,
+        stream: httpcore2.NetworkStream,
+        stall: float,
+        backend: _WatchedBackend,
+        *,
+        scope: Scope,
     ) -> None:
+        self.scope = scope
         self._stream = stream
         self._stall = stall
         self._backend = backend
@@ -398,7 +411,7 @@ class _WatchedStream(httpcore2.NetworkStream):
         timeout: float | None = None,
     ) -> httpcore2.NetworkStream:
         stream = self._stream.start_tls(ssl_context, server_hostname, timeout)
-        return self._backend.watch(stream)
+        return self._backend.watch(stream, scope=self.scope)
 
     def interrupt(self) -> None:
         """Wake the thread that waits in `read`: closing alone would not."""

@@ -5,12 +5,13 @@ The server is `127.0.0.1` to the client, and under the name `localhost` another 
 
 import base64
 import gzip
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import AF_INET, AF_INET6, SOCK_STREAM, socket
+from socket import AF_INET, AF_INET6, SO_LINGER, SOCK_STREAM, SOL_SOCKET, socket
 from types import SimpleNamespace
 
 import httpx2
@@ -28,6 +29,7 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
 )
+from expertctl.registry import wire as wire_module
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import Credential, CredentialStore, OneCredential
 from expertctl.registry.http import MAX_REDIRECTS, Call, Http, open_http
@@ -380,6 +382,39 @@ def test_a_redirect_is_followed_where_the_first_address_of_a_host_cannot_be_reac
     server = serve(reply(307, Location=f"http://storage.example:{storage.port}/blob"))
     with client(server) as http:
         assert get(http, server) == b"blob"
+
+
+def test_an_answer_whose_connection_was_reset_behind_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that refuses an upload early answers, and closes with bytes that it never read."""
+    with socket(AF_INET, SOCK_STREAM) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        place = listening.getsockname()
+
+        def refuse() -> None:
+            there, _ = listening.accept()
+            there.settimeout(30)
+            there.recv(100)
+            there.sendall(reply(413, b"too large"))
+            there.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+            there.close()
+
+        begin = wire_module._WatchedStream.body_begins
+
+        def late(stream: wire_module._WatchedStream) -> None:
+            refusing.result(timeout=30)  # the reset is here before the answer is looked at
+            begin(stream)
+
+        monkeypatch.setattr(wire_module._WatchedStream, "body_begins", late)
+        wire = Wire(timeouts=Timeouts(), ca_file=None, environment={})
+        with ThreadPoolExecutor(1) as pool:
+            refusing = pool.submit(refuse)
+            url = f"http://{place[0]}:{place[1]}/x"
+            answer = wire.handle_request(httpx2.Request("PUT", url, content=b"x" * 10))
+        assert answer.status_code == 413
+        wire.close()
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
