@@ -338,7 +338,7 @@ def _checked_addresses(host: str, port: int, allowed: frozenset[Scope]) -> list[
     """Return the addresses to try: resolved once, so that they cannot change after the check."""
     try:
         found = getaddrinfo(host, port, type=SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no DNS name, as a..example
         raise httpcore2.ConnectError(str(error)) from error
     addresses = [str(entry[4][0]) for entry in found]
     if outside := forbidden_address(addresses, allowed):

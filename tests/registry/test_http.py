@@ -369,6 +369,13 @@ def test_a_redirect_is_followed_to_the_address_that_was_checked(
     assert storage.seen[0].headers["host"] == f"storage.example:{storage.port}"
 
 
+@pytest.mark.parametrize("host", ["a..example", f"{'a' * 64}.example", ".example"])
+def test_a_redirect_to_what_is_no_name_is_an_error(serve: Serve, host: str) -> None:
+    server = serve(reply(307, Location=f"https://{host}/x"))
+    with client(server, attempts=1) as http, pytest.raises(UnreachableError, match="no connection"):
+        get(http, server)
+
+
 def test_a_redirect_is_followed_where_the_first_address_of_a_host_cannot_be_reached(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
