@@ -123,8 +123,8 @@ def refuse_changes(name: str, problems: list[str]) -> None:
     if problems:
         raise BaseMismatchError(
             f"the base {name} is not what was added: {'; '.join(problems)}",
-            hint="restore the files; or `expertctl base add DIR` again if the tokenizer was only "
-            f"saved again, else after `expertctl base remove {name} --force`",
+            hint=f"restore the files; or `expertctl base remove {name} --force` and add it again; "
+            "where only the tokenizer was saved again, `expertctl base add DIR` is enough",
         )
 
 

@@ -121,7 +121,7 @@ def test_what_does_not_count_for_routing_is_refused(
         ((), "FILE|REF is missing"),
         (("acme/sorting",), "--data is missing"),
         (("acme/sorting", "--data", "x", "--min-accuracy", "0"), "--min-accuracy: without"),
-        (("--routing", "x", "--min-accuracy", "1.1"), "less than or equal to 1"),
+        (("--routing", "x", "--min-accuracy", "1.1"), "1.1 is more than 1"),
     ],
 )
 def test_a_call_that_says_too_little_or_too_much_is_refused(

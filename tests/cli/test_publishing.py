@@ -1,5 +1,6 @@
 """``publish`` and ``yank`` through the entry point, against a live registry."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -329,12 +330,15 @@ def test_a_key_of_somebody_else_is_not_taken_for_ones_own(
 def test_a_namespace_that_is_known_from_two_registries_needs_one_to_be_named(
     expertctl: Commands, live: Live, key: str, workshop: Workshop, trust: TrustStore
 ) -> None:
-    """Nothing is published to whichever comes first."""
+    """Nothing is published to whichever comes first, where an older release pinned both alike."""
     index_key = PrivateKey.generate().public
     for host in ("a.example", "b.example"):
-        known = KnownRegistry(host, f"https://{host}", index_key)
-        trust.add_registry(known)
-        trust.change(lambda record, host=host: record.with_pins(host, "acme", [index_key]))  # type: ignore[misc]
+        trust.add_registry(KnownRegistry(host, f"https://{host}", index_key))
+    trust.change(
+        lambda record: replace(
+            record, registries=tuple(replace(r, pinned=("acme",)) for r in record.registries)
+        )
+    )
     path = workshop.package()
     said = expertctl("publish", path, code=2)
     assert "a.example, b.example" in said.err

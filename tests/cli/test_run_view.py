@@ -111,9 +111,14 @@ def test_the_form_of_an_answer_is_told_as_it_is(passed: bool | None, text: str, 
 @pytest.mark.parametrize(
     ("tokens", "steps", "told"),
     [
-        (0, 0, "32 tokens read, nothing written (stop), 90 ms in all"),
-        (1, 0, "32 tokens read, 1 written (stop), first after 80 ms, 90 ms in all"),
-        (3, 2, "32 tokens read, 3 written (stop), 20 tokens/s, first after 80 ms, 90 ms in all"),
+        (0, 0, "32 tokens read, nothing written (stop), on tiny, 90 ms in all"),
+        (1, 0, "32 tokens read, 1 written (stop), on tiny, first after 80 ms, 90 ms in all"),
+        (
+            3,
+            2,
+            "32 tokens read, 3 written (stop), on tiny, 20 tokens/s, first after 80 ms, "
+            "90 ms in all",
+        ),
     ],
 )
 def test_the_figures_say_only_what_there_was(tokens: int, steps: int, told: str) -> None:
@@ -121,5 +126,8 @@ def test_the_figures_say_only_what_there_was(tokens: int, steps: int, told: str)
         tokens=(7,) * tokens, finish_reason="stop", decode_steps=steps, tokens_per_s=20.0
     )
     times = {"ttft": 80.0, "total": 90.0}
-    result: Any = SimpleNamespace(prompt_tokens=32, generated=generated, timings_ms=times)
+    planned = SimpleNamespace(result=SimpleNamespace(plan=SimpleNamespace(base="tiny")))
+    result: Any = SimpleNamespace(
+        prompt_tokens=32, generated=generated, timings_ms=times, planned=planned
+    )
     assert _figures(result).strip() == told

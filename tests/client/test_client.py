@@ -135,7 +135,7 @@ def test_every_option_reaches_the_server(client: ExpertClient) -> None:
     params = result.plan.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 10, 0.01)
     assert (params.repetition_penalty, params.max_tokens, params.stop) == (1.2, 3, ("END",))
-    assert (result.seed, result.validation_passed) == (11, False)
+    assert (result.seed, result.validation_passed) == (11, None)  # the answer was cut
 
 
 def test_a_stream_gives_chunks_and_then_the_result(client: ExpertClient) -> None:

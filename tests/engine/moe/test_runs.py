@@ -130,7 +130,7 @@ def test_the_other_engine_refuses_an_adapter_on_routed_experts(
     lora = {"targets": ("experts.1.down_proj",), "scale": 0.6}
     house.install(market.package(adapters=[("lora", lora)], seed=6))
     with pytest.raises(
-        IncompatibleError, match=r"experts\.1\.down_proj: the base has no such layer"
+        IncompatibleError, match=r"experts\.1\.down_proj and 1 more: the base has no such layer"
     ):
         run(engine_of(house), request(SQL, route={"engine": "transformers"}))
 

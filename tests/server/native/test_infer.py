@@ -197,18 +197,26 @@ def test_a_context_that_is_asked_for_holds_prompt_and_answer(served: Served) -> 
 
 
 def test_a_stop_string_ends_the_answer_and_is_named(served: Served) -> None:
-    whole = ask(served, **GREEDY)
-    stop = next(c for c in whole["text"][2:] if c.isprintable() and c != "\ufffd")
+    whole, stop = ask(served, **GREEDY), stop_in(served)
     cut = ask(served, **GREEDY, stop=[stop])
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
     assert (cut["finish_reason"], cut["stopped_by"]) == ("stop", stop)
 
 
+def stop_in(served: Served) -> str:
+    """A letter at which the greedy answer stops, which its limit of tokens would cut."""
+    whole = ask(served, **GREEDY)
+    return next(c for c in whole["text"][2:] if c.isprintable() and c != "\ufffd")
+
+
 @pytest.mark.parametrize("kind", ["json", "json_object", "sql", "python"])
 def test_a_form_that_the_answer_has_not_is_told(served: Served, kind: str) -> None:
-    found = ask(served, **GREEDY, response_format={"type": kind})
+    wanted = {"type": kind}
+    found = ask(served, **GREEDY, stop=[stop_in(served)], response_format=wanted)
     assert found["validation_passed"] is False
     assert any("the answer is not" in warning for warning in found["warnings"])
+    cut = ask(served, **GREEDY, response_format=wanted)
+    assert (cut["finish_reason"], cut["validation_passed"]) == ("length", None)
 
 
 def test_validators_of_the_operator_are_asked_by_name(make_served: MakeServed) -> None:
@@ -216,8 +224,9 @@ def test_validators_of_the_operator_are_asked_by_name(make_served: MakeServed) -
         [f"any={sys.executable} -c pass", f"none={sys.executable} -c 'exit(\"no such thing\")'"]
     )
     served = make_served(ServeSettings(validators=commands, batch=BatchSettings(budget=64 << 20)))
+    stop = [stop_in(served)]
     passed = ask(served, **GREEDY, response_format={"type": "custom", "name": "any"})
-    failed = ask(served, **GREEDY, response_format={"type": "custom", "name": "none"})
+    failed = ask(served, **GREEDY, stop=stop, response_format={"type": "custom", "name": "none"})
     assert (passed["validation_passed"], failed["validation_passed"]) == (True, False)
     assert "the validator none refuses the answer: no such thing" in failed["warnings"]
     status, error = refusal(
