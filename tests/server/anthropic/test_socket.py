@@ -89,7 +89,7 @@ def test_errors_have_their_classes(talking: str) -> None:
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(messages=HI, **{**ASK, "model": "gpt-9"})
         with pytest.raises(anthropic.BadRequestError, match="top_k"):
-            client.messages.create(messages=HI, **{**ASK, "extra_body": {"top_k": -1}})
+            client.messages.create(messages=HI, **{**ASK, "extra_body": {"top_k": -2}})
 
 
 def test_a_stream_that_is_closed_frees_the_row(narrow: str) -> None:

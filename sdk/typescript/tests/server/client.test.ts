@@ -86,7 +86,7 @@ describe("infer", () => {
     );
     assert.deepEqual(params.stop, ["never", "ever"]);
     assert.equal(result.seed, 7);
-    assert.equal(typeof result.validationPassed, "boolean");
+    assert.equal(result.validationPassed, null); // the limit cut the answer
   });
 
   it("ends with what is there when its time is over", async () => {
