@@ -353,6 +353,7 @@ def test_a_planned_build_is_evaluated_and_nothing_stays(
         evaluate_build(planner, plan, data, beside=tmp_path / "nowhere" / "one.expert")
 
 
+@pytest.mark.usefixtures("pair")  # writes the directory
 def test_a_build_for_a_base_that_was_not_added_is_refused(
     house: House, written: Written, market: Market, tmp_path: Path
 ) -> None:

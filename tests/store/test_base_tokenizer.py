@@ -153,7 +153,7 @@ def test_a_base_that_was_saved_again_in_place_says_how_to_go_on(
     save_again(directory)
     with pytest.raises(BaseMismatchError, match=r"tokenizer\.json") as caught:
         bases.check(base)
-    assert "`expertctl base add DIR` again" in caught.value.hint
+    assert "`expertctl base add DIR` is enough" in caught.value.hint
 
 
 def test_the_digest_goes_with_its_base(bases: BaseStore, directory: Path) -> None:
