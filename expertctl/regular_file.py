@@ -25,6 +25,12 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         raise NotFoundError(f"{path}: no such file", hint=hint) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise InvalidPackageError(str(path), ["not a regular file"])
+        raise InvalidPackageError(str(path), ["not a regular file"], hint=_folder_hint(path))
     with os.fdopen(handle, "rb", buffering=0) as stream:
         yield stream
+
+
+def _folder_hint(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return f"that is a folder with an adapter: `expertctl build {path}` packs it"
+    return ""

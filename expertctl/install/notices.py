@@ -163,7 +163,10 @@ def _yanked(held: Held, release: Release) -> Iterator[Notice]:
     if release.yanked is not None:
         why = f": {release.yanked}" if release.yanked else ""
         message = f"{held.ref} was yanked{why}"
-        way_out = "`expertctl update` finds another"
+        way_out = (
+            "`expertctl update` finds another, and "
+            f"`expertctl remove {held.ref}` takes this one out of use"
+        )
         yield Notice("yanked", held.ref, held.registry, message, way_out, release.yanked)
 
 

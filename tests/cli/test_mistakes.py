@@ -196,3 +196,14 @@ def test_a_grant_is_kept_where_trust_is(home: Path, expertctl: Commands) -> None
     said = expertctl("keys", "grant", "me", "--namespace", "acme").out
     assert "trusted for acme/*, local/*" in said
     assert TrustStore(Home(home).trust).find("me").namespaces == ("acme", "local")
+
+
+def test_a_folder_with_an_adapter_where_an_expert_is_meant_leads_to_build(
+    tmp_path: Path, expertctl: Commands
+) -> None:
+    folder = tmp_path / "upper"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    for words in (["install", folder], ["run", "--expert", folder, "hello"]):
+        said = expertctl(*words, code=8)
+        assert f"`expertctl build {folder}` packs it" in said.err
