@@ -174,12 +174,17 @@ def _made_with(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]
     found = list[list[str]]()
     for other in _variations(request):
         with suppress(ExpertError):  # such as an engine that does not run this base
-            if plan_identity(_settings_of(other, base), experts) == plan.identity:
+            if plan_identity(request_settings(other, base), experts) == plan.identity:
                 found.append(_differing(other, request, base))
     return min(found, key=len, default=[])
 
 
-def _settings_of(request: RouteRequest, base: StoredBase) -> NumericSettings:
+def request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
+    """Return the numeric settings that a request leads to on a base.
+
+    Raises:
+        ExpertError: as `numeric_settings`.
+    """
     return numeric_settings(
         base,
         dtype=request.dtype,
@@ -215,7 +220,7 @@ def _variations(request: RouteRequest) -> Iterator[RouteRequest]:
 
 def _differing(other: RouteRequest, request: RouteRequest, base: StoredBase) -> list[str]:
     """Return the options of another request that give other numbers than those of this one."""
-    dtype = _settings_of(request, base).dtype
+    dtype = request_settings(request, base).dtype
     deterministic = "--deterministic" if other.deterministic else "--no-deterministic"
     return [
         *([f"--dtype {other.dtype}"] if other.dtype != dtype else []),

@@ -30,7 +30,7 @@ from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features, features_of
 from expertctl.routing.found import Found
 from expertctl.routing.index import FOUND, RoutingIndex, Similarity
-from expertctl.routing.numerics import context_of, numeric_settings
+from expertctl.routing.numerics import context_of, request_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
 from expertctl.routing.presets import resolve
 from expertctl.routing.prompt_view import view
@@ -337,16 +337,7 @@ def plan_of(
     base: StoredBase,
 ) -> Plan:
     """Return the plan of some experts: its identity, and the settings that they recommend."""
-    numerics = numeric_settings(
-        base,
-        dtype=request.dtype,
-        adapter_dtype=request.adapter_dtype,
-        engine=request.engine,
-        deterministic=request.deterministic,
-        device=request.device,
-        moe_miss=request.moe_miss,
-        moe_skip_cap=request.moe_skip_cap,
-    )
+    numerics = request_settings(request, base)
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(
         identity=plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),
