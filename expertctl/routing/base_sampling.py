@@ -15,6 +15,7 @@ from typing import Any
 
 from expertctl.errors import InvalidPackageError
 from expertctl.routing.presets import LIMITS, is_within
+from expertctl.schema.strict_json import read_bounded
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 1 << 20
@@ -56,8 +57,7 @@ def read_base_sampling(directory: Path) -> BaseSampling:
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
-    with path.open("rb") as stream:
-        data = stream.read(_MAX_BYTES + 1)
+    data = read_bounded(path, max_bytes=_MAX_BYTES)
     if len(data) > _MAX_BYTES:
         raise InvalidPackageError(str(path), [f"more than {_MAX_BYTES} bytes"])
     try:
