@@ -8,11 +8,21 @@ from collections.abc import Callable
 from starlette.applications import Starlette
 from starlette.types import Lifespan
 
+from expertctl.engine.message import UserMessage
+from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch_engine import BatchEngine
-from expertctl.errors import ExpertError
+from expertctl.errors import (
+    ExpertError,
+    IncompatibleError,
+    NotFoundError,
+    RevokedError,
+    UsageError,
+)
 from expertctl.routing.planner import Planner
-from expertctl.server.aliases import check_served
+from expertctl.routing.request import RouteRequest
+from expertctl.server.aliases import check_served, named_experts
 from expertctl.server.app import create_app
+from expertctl.server.model_name import Choice
 from expertctl.server.readiness import Readiness
 from expertctl.server.service import service_of
 from expertctl.server.settings import ServeSettings
@@ -21,6 +31,8 @@ from expertctl.telling import WARNING
 
 LOG = logging.getLogger("expertctl.server")
 LAST_WORDS_SECONDS = 1.0
+_ANY_PROMPT = "?"
+"""A plan of named experts does not depend on the prompt."""
 Tell = Callable[[ExpertError | None], None]
 """Gets None when jobs are accepted, or the error for which none ever will be."""
 
@@ -89,6 +101,29 @@ class Opening:
         if aliases := service.settings.aliases:
             bases = {base.name for base in service.planner.bases.bases()}
             check_served(aliases, base=self._engine.base_name, bases=bases)
+            for alias, model in aliases.items():
+                self._check_plan(alias, named_experts(alias, model))
+
+    def _check_plan(self, alias: str, choice: Choice | None) -> None:
+        """Check that the base can answer with the experts that an alias stands for, if any.
+
+        A revoked expert is only warned of: other models go on being served.
+
+        Raises:
+            NotFoundError: when an expert that is required is not installed.
+            IncompatibleError: when they do not fit the base or each other.
+        """
+        if choice is None:
+            return
+        route = RouteRequest(prompt=_ANY_PROMPT)
+        message = UserMessage(prompt=_ANY_PROMPT)
+        try:
+            request = RunRequest(message=message, route=route, experts=choice.force)
+            self._engine.plan(request).result()
+        except RevokedError as error:
+            LOG.warning("requests for the alias %s are refused: %s", alias, error.message)
+        except (UsageError, NotFoundError, IncompatibleError) as error:
+            raise type(error)(f"the alias {alias}: {error.message}", hint=error.hint) from error
 
     def _break(self) -> None:
         """End the broken worker, a moment later, so that its clients are still told."""

@@ -23,13 +23,14 @@ from expertctl.errors import ExpertError, RegistryError
 from expertctl.http.hosting import Hosting, new_server, run
 from expertctl.http.listening import Listening, held_address
 from expertctl.http.log import log_config
-from expertctl.server.aliases import check_bases
+from expertctl.server.aliases import check_bases, check_installed
 from expertctl.server.api_keys import ApiKeys
 from expertctl.server.exposure import demand_secure
 from expertctl.server.heap import bound_arenas, return_free_pages
 from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Settings
 from expertctl.store.bases import BaseStore
+from expertctl.store.store import Store
 
 DRAIN_SECONDS = 30
 _LAST_SECONDS = 15
@@ -56,7 +57,8 @@ def serve(
 
     Raises:
         UsageError: when others could reach the server without keys, or read keys on the way; or
-            when an alias hides a base or stands for no model.
+            when an alias hides a base.
+        NotFoundError: when an alias stands for a model or an expert that is not installed.
         RegistryError: when the address cannot be used, or the worker died.
         ExpertError: when the base cannot be served.
     """
@@ -85,6 +87,7 @@ def _check_aliases(settings: ServeSettings, home: Settings) -> None:
     if settings.aliases:
         known = BaseStore(home.home.bases).bases()
         check_bases(settings.aliases, {base.name for base in known})
+        check_installed(settings.aliases, Store(home.home.store))
 
 
 @dataclass(slots=True)

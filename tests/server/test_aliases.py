@@ -1,18 +1,36 @@
 """Aliases: names of models that a client knows, for those that are here."""
 
+from pathlib import Path
+from queue import SimpleQueue
+
 import openai
 import pytest
 
 from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.errors import UsageError
-from expertctl.server.aliases import check_bases, check_names, check_served, parse_aliases
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
+from expertctl.server.aliases import (
+    check_bases,
+    check_installed,
+    check_names,
+    check_served,
+    parse_aliases,
+)
 from expertctl.server.model_name import ModelNotFoundError, chosen
+from expertctl.server.opening import Opening
 from expertctl.server.settings import ServeSettings, check_settings
+from expertctl.settings import Home, Settings
+from tests.factories import write_base
 from tests.server.conftest import MakeServed
 from tests.server.openai.clients import a_client
-from tests.server.served import BASE
+from tests.server.served import BASE, Stock
+from tests.store.shop import House
 
 ALIASES = {"gpt-4o-mini": "auto", "claude-haiku": BASE, "gpt-sql": "acme/sql:0.5+acme/json"}
+
+
+@pytest.fixture(scope="module")
+def stocked(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> House:
+    return stock.house(tmp_path_factory.mktemp("aliases") / "home")
 
 
 def test_aliases_are_read_as_they_are_typed() -> None:
@@ -48,6 +66,10 @@ def test_an_alias_given_twice_is_refused() -> None:
         ({"a" * 201: "auto"}, "not the name of a model"),
         ({"a": "b", "b": "auto"}, "an alias itself"),
         ({"a": "a"}, "an alias itself"),
+        ({"a": "acme/sql:0.5.5"}, "the alias a: '0.5.5' in .* is not a weight"),
+        ({"a": "acme/sql:99"}, "the alias a: weight"),
+        ({"a": "acme/sql@>>1"}, "the alias a: "),
+        ({"a": "+".join(f"acme/e{n}" for n in range(40))}, "the alias a: 40 experts"),
         ({f"a{n}": "auto" for n in range(101)}, "at most 100"),
     ],
 )
@@ -64,8 +86,73 @@ def test_an_alias_neither_hides_a_base_nor_stands_for_nothing() -> None:
     check_bases(ALIASES, {BASE, "other"})
     with pytest.raises(UsageError, match="would hide the base other"):
         check_bases({"other": "auto"}, {BASE, "other"})
-    with pytest.raises(UsageError, match="'gone', which is no model"):
+    with pytest.raises(NotFoundError, match="'gone', which is no model"):
         check_bases({"gpt": "gone"}, {BASE})
+    with pytest.raises(NotFoundError) as refused:
+        check_bases({"gpt": "tinny"}, {BASE})
+    assert "did you mean tiny?" in refused.value.hint
+
+
+def test_an_alias_of_what_is_installed_is_served(stocked: House) -> None:
+    check_installed({**ALIASES, "gpt-old": "acme/sql@^1"}, stocked.store)
+
+
+@pytest.mark.parametrize(
+    ("model", "fact", "hint"),
+    [
+        ("acme/sqll", "the alias q: acme/sqll is not installed", "did you mean acme/sql?"),
+        ("acme/sql+acme/datse", "acme/datse is not installed", "did you mean acme/dates?"),
+        ("acme/sql@^2", "no installed version fits acme/sql@^2", "installed: 1.0.0"),
+        ("other/thing", "other/thing is not installed", "`expertctl list`"),
+    ],
+)
+def test_an_alias_of_an_expert_that_is_not_installed_is_refused(
+    stocked: House, model: str, fact: str, hint: str
+) -> None:
+    with pytest.raises(NotFoundError) as refused:
+        check_installed({"q": model}, stocked.store)
+    assert fact in refused.value.message
+    assert hint in refused.value.hint
+    missing = model.rpartition("+")[2]
+    assert f"`expertctl install {missing}`" in refused.value.hint
+
+
+def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
+    stock: Stock, tmp_path: Path
+) -> None:
+    house = stock.house(tmp_path / "home")
+    other = write_base(tmp_path / "other", seed=9, hidden_size=48)
+    house.bases.add(other, name="other")
+    settings = ServeSettings(
+        aliases={"q": "acme/sql"}, batch=BatchSettings(base="other", budget=64 << 20)
+    )
+    opening = Opening(settings, Settings(Home(house.root), encoder="lexical"))
+    told = SimpleQueue[ExpertError | None]()
+    opening.begin(told.put)
+    error = told.get()
+    opening.end()
+    assert isinstance(error, IncompatibleError)
+    assert error.message.startswith("the alias q: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_expert_that_was_removed_since_is_missed_in_the_words_of_the_client(
+    make_served: MakeServed, path: str
+) -> None:
+    settings = ServeSettings(aliases={"q": "acme/sql"}, batch=BatchSettings(budget=64 << 20))
+    served = make_served(settings)
+    body = {"model": "q", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+    assert served.client().post(path, json=body).status_code == 200
+    store = served.house.store
+    store.remove(next(one for one in store.experts() if str(one.package) == "acme/sql"))
+    answer = served.client().post(path, json=body)
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert "acme/sql is not installed" in error["message"]
+    if path == "/v1/messages":
+        assert (answer.json()["type"], error["type"]) == ("error", "not_found_error")
+    else:
+        assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
 
 
 def test_an_alias_stands_for_the_base_that_is_served_and_for_no_other() -> None:
