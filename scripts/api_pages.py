@@ -45,15 +45,15 @@ OpenAPI 3.1, at `/openapi.json`; this page is made from the same document. The a
 and Anthropic are as those publish them, and take further fields of ours; `/v1/infer` is our own and
 tells all.
 
-Bodies and answers are JSON, and a body must say so. In the calls of OpenAI and Anthropic, fields
-that are not named here are ignored: `x-expertctl-ignored` names them, and so does a warning in
-`expertctl.warnings`. Fields that would change what the answer is, such as `guided_json` or
-`images`, are refused by name, as are all unknown fields in our own calls and wherever the server
-was started with `--strict-fields`. A slash at the end of a path changes nothing. As soon as there
-is an API key, every call demands one but those that anybody may ask; it comes as
-`Authorization: Bearer KEY` or as `x-api-key`. Without keys, anybody on the server's own machine may
-ask all. With `"stream": true` an answer comes as server-sent events; an error on the way is the
-last of them.
+Bodies and answers are JSON, and a body must say so. In the calls of OpenAI and Anthropic,
+and in `/v1/infer` and `/v1/jobs`, fields that are not named here are ignored: `x-expertctl-ignored`
+names them, and so does a warning in `expertctl.warnings`, of our own calls in `warnings`. Fields
+that would change what the answer is, such as `guided_json` or `images`, are refused by name.
+`--strict-fields` refuses all unknown fields, as our other calls always do. A slash at the end of a
+path changes nothing. As soon as there is an API key, every call demands one but those that anybody
+may ask; it comes as `Authorization: Bearer KEY` or as `x-api-key`. Without keys, anybody on the
+server's own machine may ask all. With `"stream": true` an answer comes as server-sent events; an
+error on the way is the last of them.
 
 An error has the form of the API that was asked: ours is `{"error": {"code", "message", "hint"}}`.
 A conversation that is longer than the context has the code `context_length_exceeded`, with

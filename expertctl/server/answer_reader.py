@@ -90,11 +90,7 @@ class AnswerReader:
         told = list[str]()
         if self.calls_left_out:
             told.append(f"calls of tools left out, since one was asked for: {self.calls_left_out}")
-        if self._json is not None and self._json.removed_fence:
-            told.append("a Markdown fence around the JSON was removed")
-        if self._json is not None and self._json.left_out:
-            told.append("text after the JSON was left out")
-        return tuple(told)
+        return (*told, *(self._json.warnings if self._json is not None else ()))
 
     def _read(self, parts: Iterable[Thinking]) -> Iterator[Read]:
         for part in parts:

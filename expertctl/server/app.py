@@ -23,6 +23,7 @@ from expertctl.server.error_bodies import error_response
 from expertctl.server.guard import OPEN, Guard, request_limits
 from expertctl.server.native import routes as native
 from expertctl.server.openai import routes as openai
+from expertctl.server.rate_headers import HEADER_NAMES
 from expertctl.server.request_log import request_log
 from expertctl.server.service import Service
 from expertctl.server.settings import ServeSettings
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 
 LEFT = 499
 """The status, in the log alone, of a request whose client went away before the answer."""
+_EXPOSED = (
+    IGNORED_HEADER,
+    *("X-Request-Id", "request-id", "Retry-After", "x-should-retry", "Location"),
+    *HEADER_NAMES,
+)
+"""The headers of answers that pages of the allowed origins may read."""
 _OPEN = frozenset({*OPEN, *status_page.OPEN, "/"})
 
 
@@ -76,7 +83,7 @@ def _cross_origin(settings: ServeSettings) -> list[Middleware]:
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,  # other origins do not come so far: `request_limits`
-            expose_headers=(IGNORED_HEADER, "X-Request-Id", "Retry-After"),
+            expose_headers=_EXPOSED,
         )
     ]
 

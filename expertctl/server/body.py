@@ -5,9 +5,10 @@ The size of the body and its pace are checked earlier: see `expertctl.server.gua
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -52,15 +53,21 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
 
 
 async def read_lenient_body(
-    request: Request, kind: type[_Kind], *, strict: bool = False
+    request: Request,
+    kind: type[_Kind],
+    *,
+    strict: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Body[_Kind]:
     """Return the body of a request whose unknown fields are ignored, unless it is ``strict``.
+
+    ``refused`` are unknown fields that are not ignored, and why, besides those of every call.
 
     Raises as `read_body` does, and `FieldError` for an unknown field that cannot be ignored.
     """
     if strict:
         return Body(await read_body(request, kind))
-    return await _read(request, lambda data: parse_lenient_body(data, kind))
+    return await _read(request, lambda data: parse_lenient_body(data, kind, refused=refused))
 
 
 async def _read(request: Request, parse: Callable[[bytes], _Result]) -> _Result:
@@ -86,10 +93,12 @@ def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
     return _shaped(_object(data), kind)
 
 
-def parse_lenient_body(data: bytes, kind: type[_Kind]) -> Body[_Kind]:
+def parse_lenient_body(
+    data: bytes, kind: type[_Kind], *, refused: Mapping[str, str] = MappingProxyType({})
+) -> Body[_Kind]:
     """Read a JSON object without its unknown fields; raises as `read_lenient_body` does."""
     fields = _object(data)
-    ignored = remove_unknown_fields(fields, kind)
+    ignored = remove_unknown_fields(fields, kind, refused=refused)
     return Body(_shaped(fields, kind), ignored)
 
 

@@ -60,6 +60,13 @@ class JsonFilter:
         held = self._give(len(self._held))
         return "" if is_closed else held
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say what of the text was left out: a fence, text after the JSON."""
+        fence = ("a Markdown fence around the JSON was removed",) if self.removed_fence else ()
+        rest = ("text after the JSON was left out",) if self.left_out else ()
+        return (*fence, *rest)
+
     def _begin(self) -> bool:
         """Decide whether the answer begins with a fence; return False if more must come first."""
         opening = _OPENING.match(self._held[: MAX_SPACE + 1])

@@ -10,6 +10,13 @@ from datetime import UTC, datetime, timedelta
 from expertctl.server.quotas import RateLimits, Standing
 
 Header = tuple[str, str]
+_FACTS = ("limit", "remaining", "reset")
+_KINDS = ("requests", "tokens")
+HEADER_NAMES = (
+    *(f"x-ratelimit-{fact}-{kind}" for fact in _FACTS for kind in _KINDS),
+    *(f"anthropic-ratelimit-{kind}-{fact}" for kind in _KINDS for fact in _FACTS),
+)
+"""All of these headers, which browsers show to pages only where they are named."""
 
 
 def openai_headers(limits: RateLimits) -> Iterator[Header]:

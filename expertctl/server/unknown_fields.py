@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 
 import msgspec.inspect as types
 
@@ -107,10 +108,11 @@ class _Place:
 class _Found:
     """The paths of unknown fields, each once and in order, one more than are told."""
 
+    never_ignored: Mapping[str, str]
     paths: dict[str, None] = field(default_factory=dict)
 
     def add(self, path: str, name: str, value: JsonValue) -> None:
-        reason = _NEVER_IGNORED.get(name)
+        reason = self.never_ignored.get(name)
         whole = f"{path}.{name}" if path else name
         if reason is not None and value not in (None, False, "", [], {}):
             raise FieldError(f"{whole}: {reason}", field=whole, hint="leave it out")
@@ -118,13 +120,17 @@ class _Found:
             self.paths[whole] = None
 
 
-def remove_unknown_fields(body: JsonObject, kind: type) -> tuple[str, ...]:
+def remove_unknown_fields(
+    body: JsonObject, kind: type, *, refused: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
     """Remove from a body the fields that a type does not know; return their names.
+
+    ``refused`` are further fields that would change what the answer is, and why.
 
     Raises:
         FieldError: for an unknown field that would change what the answer is.
     """
-    found = _Found()
+    found = _Found({**_NEVER_IGNORED, **refused})
     place = _place_of(kind)
     assert place is not None
     _remove(body, place, found)

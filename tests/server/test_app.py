@@ -95,9 +95,8 @@ def asked_at(path: str) -> dict[str, Any]:
     return {"model": BASE, "max_tokens": 3, "temperature": 0, **said}
 
 
-@pytest.mark.parametrize("path", POSTS[3:])
-def test_a_field_that_nobody_knows_is_refused_by_our_own_api(served: Served, path: str) -> None:
-    answer = served.client().post(path, json={"prompt": "x", **FOREIGN})
+def test_a_field_that_nobody_knows_is_refused_where_a_plan_is_asked_for(served: Served) -> None:
+    answer = served.client().post("/v1/route", json={"prompt": "x", **FOREIGN})
     assert answer.status_code == 400
     assert "lora_path" in answer.text
     assert "/etc/passwd" not in answer.text
@@ -129,6 +128,7 @@ def test_a_server_with_strict_fields_refuses_what_it_does_not_know(
     assert "lora_path" in error_of(answer.json())
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert schemas["InferRequest"]["additionalProperties"] is False
 
 
 def test_counting_tokens_ignores_what_it_does_not_know(served: Served) -> None:
@@ -142,9 +142,10 @@ def test_counting_tokens_ignores_what_it_does_not_know(served: Served) -> None:
 
 def test_the_openapi_document_allows_what_is_ignored(served: Served) -> None:
     schemas = served.client().get("/openapi.json").json()["components"]["schemas"]
-    for name in ("ChatRequest", "CompletionRequest", "MessageRequest", "CountRequest", "Tool"):
+    bodies = ("ChatRequest", "CompletionRequest", "MessageRequest", "CountRequest", "InferRequest")
+    for name in (*bodies, "Tool"):
         assert "additionalProperties" not in schemas[name]
-    assert schemas["InferRequest"]["additionalProperties"] is False
+    assert schemas["RouteFields"]["additionalProperties"] is False
 
 
 def test_a_wrong_type_is_refused_by_the_name_of_its_field(served: Served) -> None:

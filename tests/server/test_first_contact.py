@@ -67,6 +67,22 @@ def test_slashes_that_two_programs_could_read_differently_are_refused(
     assert served.client().get(path).status_code == 400
 
 
+def test_a_page_of_an_allowed_origin_may_read_limits_and_ignored_fields(
+    make_served: MakeServed,
+) -> None:
+    origin = "http://localhost:3000"
+    served = make_served(ServeSettings(allowed_origins=(origin,), batch=SMALL))
+    secret = served.service.keys.make("page", now=0.0, requests_per_minute=9).secret
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = {**CHAT, "keep_alive": "5m"}
+        answer = served.client(secret).post(path, json=body, headers={"Origin": origin})
+        assert answer.status_code == 200
+        exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
+        ours = [name for name in answer.headers if "ratelimit" in name or "expertctl" in name]
+        assert len(ours) == 4
+        assert set(ours) < set(exposed)
+
+
 def test_a_container_may_use_the_name_that_its_settings_allow(make_served: MakeServed) -> None:
     named = {"Host": "host.docker.internal:8000"}
     refused = make_served().client().post("/v1/chat/completions", json=CHAT, headers=named)

@@ -3,15 +3,20 @@
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Finished, Piece, Started
 from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.json_filter import JsonFilter
 from expertctl.server.native.call import Call
+from expertctl.server.unknown_fields import ignored_warning
 
 
 def answer_of(call: Call, finished: Finished) -> JsonObject:
     """Return the document (``schemas/infer.schema.json``)."""
     [result] = finished.results
+    text, warnings = _said(call, result.generated.text)
     experts = result.planned.result.plan.experts
     return {
         **result.to_json(),
+        "text": text,
+        "warnings": [*ignored_warning(call.ignored), *result.warnings, *warnings],
         "submitted_at": call.submitted_at,
         "tokens_generated": len(result.generated.tokens),
         "experts_used": list[JsonValue](expert.ref for expert in experts),
@@ -34,6 +39,14 @@ def started_of(call: Call, event: Started) -> JsonObject:
 def piece_of(event: Piece) -> JsonObject:
     """Return an event with more of the text."""
     return {"text": event.text}
+
+
+def _said(call: Call, text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text that is given out, and warnings of what was removed from it."""
+    if not call.json_asked:
+        return text, ()
+    json = JsonFilter()
+    return json.push(text) + json.finish(), json.warnings
 
 
 def _stages(call: Call, result: RunResult) -> JsonObject:

@@ -2,14 +2,17 @@
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Event, Finished, Job, Piece, Sink
 from expertctl.errors import UsageError
 from expertctl.server.caller import Caller
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
+from expertctl.server.json_filter import JsonFilter, json_of
 from expertctl.server.native.infer_request import InferRequest
 from expertctl.server.post_processing.check import Commands, check_of
 from expertctl.server.settings import ServeSettings
@@ -35,6 +38,22 @@ class Call:
     job: Job
     arrival: Arrival
     reception_ms: float
+    json_asked: bool = False
+    """Whether the answer was to be JSON, so that what stands around it is removed."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
+
+    def filtered(self, sink: Sink) -> Sink:
+        """Return a sink that passes the events of the job on, with the text that is given out."""
+        if not self.json_asked:
+            return sink
+        json = JsonFilter()
+
+        def pass_on(event: Event) -> None:
+            for one in given_out(event, json):
+                sink(one)
+
+        return pass_on
 
     @property
     def submitted_at(self) -> str:
@@ -42,10 +61,27 @@ class Call:
         return moment(self.arrival.at)
 
 
+def given_out(event: Event, json: JsonFilter) -> tuple[Event, ...]:
+    """Return an event of an answer as a filter leaves it, behind what the filter held back."""
+    match event:
+        case Piece():
+            return (replace(event, text=json.push(event.text)),)
+        case Finished():
+            rest = json.finish()
+            return (Piece(0, rest), event) if rest else (event,)
+        case _:
+            return (event,)
+
+
 def call_of(
-    body: InferRequest, *, caller: Caller, settings: ServeSettings, arrival: Arrival
+    body: InferRequest,
+    *,
+    caller: Caller,
+    settings: ServeSettings,
+    arrival: Arrival,
+    ignored: Sequence[str] = (),
 ) -> Call:
-    """Make a job of a request.
+    """Make a job of a request; ``ignored`` fields were left out of it.
 
     Raises:
         UsageError: when fields do not fit together.
@@ -59,7 +95,14 @@ def call_of(
         deadline=deadline_of(body.timeout_ms, usual=settings.timeout),
         check=_check(body, settings.validators),
     )
-    return Call(job=job, arrival=arrival, reception_ms=arrival.since_ms)
+    form = body.response_format
+    return Call(
+        job=job,
+        arrival=arrival,
+        reception_ms=arrival.since_ms,
+        json_asked=form is not None and form.is_json,
+        ignored=tuple(ignored),
+    )
 
 
 def moment(seconds: float) -> str:
@@ -69,7 +112,15 @@ def moment(seconds: float) -> str:
 
 
 def _check(body: InferRequest, commands: Commands) -> Check | None:
+    form = body.response_format
     try:
-        return check_of(body.response_format, commands=commands)
+        check = check_of(form, commands=commands)
     except UsageError as error:
         raise FieldError(error.message, field="response_format", hint=error.hint) from error
+    if check is None or form is None or not form.is_json:
+        return check
+
+    def check_json(text: str) -> Checked:
+        return check(json_of(text))
+
+    return check_json

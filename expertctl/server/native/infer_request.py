@@ -1,10 +1,11 @@
 """The bodies of ``/v1/route``, ``/v1/infer`` and ``/v1/jobs``.
 
-A field that is not listed here is refused. Experts are named by reference or digest, and must be
+A field that is not listed here is ignored and reported, or refused where it would change what the
+answer is; ``/v1/route`` refuses all of them. Experts are named by reference or digest, and must be
 installed: there is no way to name a file or an address.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
@@ -30,6 +31,17 @@ from expertctl.server.sampling_fields import within
 MAX_EXCLUDED = 100
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
+_NAMED_BY = "experts are named by force_experts"
+_ONE_PROMPT = "this call takes a prompt; ask for a chat completion"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "expert", "experts", "force_expert", "plan"), _NAMED_BY),
+    **dict.fromkeys(("exclude", "exclude_expert"), "experts are excluded by exclude_experts"),
+    **dict.fromkeys(
+        ("messages", "system", "tools", "tool_choice", "functions", "suffix"), _ONE_PROMPT
+    ),
+    "base": "a server has one base",
+}
+"""Unknown fields of ``/v1/infer`` without which the answer would be another one, and why."""
 _Named = TypeVar("_Named")
 
 

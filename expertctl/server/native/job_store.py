@@ -230,7 +230,7 @@ def _finished(entry: _Entry, event: Finished) -> StoredJob:
     return replace(
         entry.job,
         is_called_off=called_off,
-        text=result.generated.text,
+        text=str(document["text"]),
         result=msgspec.Raw(msgspec.json.encode(document)),
     )
 

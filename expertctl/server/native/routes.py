@@ -14,14 +14,14 @@ from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
 from expertctl.routing.planner import Planned
-from expertctl.server.body import read_body
+from expertctl.server.body import Body, read_body, read_lenient_body
 from expertctl.server.caller import caller_of, demand_manager
 from expertctl.server.field_error import FieldError
 from expertctl.server.generation import finished
 from expertctl.server.native.answer import answer_of
 from expertctl.server.native.call import Arrival, Call, call_of
 from expertctl.server.native.expert_document import experts_document
-from expertctl.server.native.infer_request import InferRequest, RouteFields
+from expertctl.server.native.infer_request import REFUSED, InferRequest, RouteFields
 from expertctl.server.native.job_document import document_of
 from expertctl.server.native.job_store import JobStore, StoredJob
 from expertctl.server.native.observing import ObserveRequest
@@ -29,6 +29,7 @@ from expertctl.server.native.stream import infer_lines
 from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
 from expertctl.server.sse import event_stream, while_connected
+from expertctl.server.unknown_fields import ignored_headers
 
 INFER = "/v1/infer"
 JOBS = "/v1/jobs"
@@ -69,19 +70,20 @@ class _Wire:
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
         arrival = Arrival()
-        body = await read_body(request, InferRequest)
+        body = await self._body(request)
         call, engine = self._call(request, body, arrival), self._service.engine
-        if body.stream:
-            return event_stream(request, infer_lines(engine, call, request.scope))
-        return json_reply(
-            answer_of(call, await while_connected(request, finished(engine, call.job)))
-        )
+        headers = ignored_headers(call.ignored)
+        if body.value.stream:
+            lines = infer_lines(engine, call, request.scope)
+            return event_stream(request, lines, headers=headers)
+        answer = answer_of(call, await while_connected(request, finished(engine, call.job)))
+        return json_reply(answer, headers=headers)
 
     async def submit(self, request: Request) -> Response:
         """Begin a background job."""
         arrival = Arrival()
-        body = await read_body(request, InferRequest)
-        if body.stream:
+        body = await self._body(request)
+        if body.value.stream:
             raise FieldError(
                 "stream: a job has none",
                 field="stream",
@@ -96,12 +98,13 @@ class _Wire:
             describe=partial(answer_of, call),
         )
         try:
-            engine.submit(call.job, partial(self._jobs.hear, job.id))
+            engine.submit(call.job, call.filtered(partial(self._jobs.hear, job.id)))
         except ExpertError:
             self._jobs.drop(job.id)
             raise
         document = document_of(job, expected_wait=expected_wait)
-        return json_reply(document, status=202, headers={"Location": f"{JOBS}/{job.id}"})
+        headers = {"Location": f"{JOBS}/{job.id}", **ignored_headers(call.ignored)}
+        return json_reply(document, status=202, headers=headers)
 
     async def job(self, request: Request) -> Response:
         """Answer with the state of a job."""
@@ -172,9 +175,17 @@ class _Wire:
             engine.adopt(body.document, body.wishes)
         return engine.observe(mode=body.mode, reset=body.reset)
 
-    def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:
+    async def _body(self, request: Request) -> Body[InferRequest]:
+        strict = self._service.settings.strict_fields
+        return await read_lenient_body(request, InferRequest, strict=strict, refused=REFUSED)
+
+    def _call(self, request: Request, body: Body[InferRequest], arrival: Arrival) -> Call:
         return call_of(
-            body, caller=caller_of(request), settings=self._service.settings, arrival=arrival
+            body.value,
+            ignored=body.ignored,
+            caller=caller_of(request),
+            settings=self._service.settings,
+            arrival=arrival,
         )
 
     def _told(self, job: StoredJob) -> Response:

@@ -10,8 +10,9 @@ from expertctl.errors import ExpertError
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.error_bodies import error_body
 from expertctl.server.generation import Jobs, events_of
+from expertctl.server.json_filter import JsonFilter
 from expertctl.server.native.answer import answer_of, piece_of, started_of
-from expertctl.server.native.call import Call
+from expertctl.server.native.call import Call, given_out
 from expertctl.server.sse import named_event
 
 
@@ -21,13 +22,14 @@ async def infer_lines(jobs: Jobs, call: Call, scope: Scope) -> AsyncIterator[byt
     Raises:
         ExpertError: when it is refused, or fails before its first event was sent.
     """
-    begun = False
+    begun, json = False, JsonFilter() if call.json_asked else None
     try:
         async with events_of(jobs, call.job) as events:
             async for event in events:
-                if line := _line(call, event):
-                    yield line
-                    begun = True
+                for one in (event,) if json is None else given_out(event, json):
+                    if line := _line(call, one):
+                        yield line
+                        begun = True
     except ExpertError as error:
         if not begun:
             raise

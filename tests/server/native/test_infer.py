@@ -243,7 +243,6 @@ HOSTILE: list[dict[str, Any]] = [
     {"prompt": " \n"},
     {"prompt": 5},
     {"prompt": "x" * 500_001},
-    {"prompt": "x", "unknown": 1},
     {"prompt": "x", "temperature": -0.1},
     {"prompt": "x", "temperature": 2.1},
     {"prompt": "x", "temperature": "hot"},

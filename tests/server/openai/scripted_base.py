@@ -27,6 +27,7 @@ BOTH = ("<tool_call>\n", ROME, "\n</tool_call>", "\n<tool_call>", f" {PARIS}", "
 ANSWER = ("It is ", "sunny", " in Paris")
 OBJECT = ('{"sorted": ', "[1, 2, 3]", " }")
 BROKEN = ('{"sorted"', ": [1, 2")
+FENCED = ("```json\n", '{"fenced": true}', "\n```", "\nThat is it.")
 FOREVER = ("On", " and")
 """The last word is followed by the first."""
 SCRIPTS = {
@@ -38,6 +39,7 @@ SCRIPTS = {
     "[answer]": ANSWER,
     "[object]": OBJECT,
     "[broken]": BROKEN,
+    "[fenced]": FENCED,
     "[forever]": FOREVER,
 }
 CONTEXT = 16_384
@@ -57,6 +59,7 @@ TEMPLATE = """\
 {%- elif tools and 'both' in said %}[both]
 {%- elif tools %}[call]
 {%- elif 'broken' in said %}[broken]
+{%- elif 'fenced' in said %}[fenced]
 {%- elif 'forever' in said %}[forever]
 {%- elif 'JSON' in said %}[object]
 {%- elif enable_thinking is defined and enable_thinking == 'inside' %}[inside]<think>
