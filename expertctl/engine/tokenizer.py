@@ -297,15 +297,16 @@ class TextStream:
     where the text ends within it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin with no token."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, raw: bool = False) -> None:
+        """Begin with no token; a ``raw`` text has control tokens as they are spelled."""
+        self._tokenizer, self._raw = tokenizer, raw
+        self._decode = tokenizer.decode_raw if raw else tokenizer.decode
         self._context: list[int] = []  # tokens of the last text given out
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
         """Take one token, return the text that is certain now."""
-        if not self._tokenizer.has_text(token):
+        if not (self._raw or self._tokenizer.has_text(token)):
             return ""
         self._held.append(token)
         text = self._new_text()
@@ -335,11 +336,11 @@ class TextStream:
         return unfinished
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        both = self._tokenizer.decode(self._context + self._held)
+        before = self._decode(self._context)
+        both = self._decode(self._context + self._held)
         if both.startswith(before):
             return both[len(before) :]
-        return self._tokenizer.decode(self._held)  # broken bytes spoilt what stood before
+        return self._decode(self._held)  # broken bytes spoilt what stood before
 
 
 def _unfinished(data: bytes) -> int:

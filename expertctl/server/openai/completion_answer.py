@@ -11,7 +11,12 @@ from expertctl.server.openai.completion_document import (
     CompletionLogprobs,
     PromptExtensions,
 )
-from expertctl.server.openai.logprobs import completion_logprobs, joined, prompt_logprobs
+from expertctl.server.openai.logprobs import (
+    TextPlaces,
+    completion_logprobs,
+    joined,
+    prompt_logprobs,
+)
 from expertctl.server.openai.outcome import (
     Answered,
     Extension,
@@ -77,5 +82,6 @@ def _scores(
     """
     if call.jobs[0].logprobs is None or (call.scores_prompt and prompt is None):
         return None
-    scores = completion_logprobs(drawn, call.tokenizer.spell, start=start)
+    places = TextPlaces(call.tokenizer, start=start)
+    scores = completion_logprobs(drawn, call.tokenizer.spell, places)
     return scores if prompt is None else joined(prompt, scores)

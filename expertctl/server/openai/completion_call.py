@@ -52,7 +52,7 @@ class CompletionCall:
 
     def head(self, number: int) -> str:
         """Return the text that the answers to a prompt begin with: the prompt with ``echo``."""
-        return self.prompts[number].shown(self.tokenizer) if self.echo else ""
+        return self.prompts[number].text if self.echo else ""
 
     @property
     def scores_prompt(self) -> bool:
@@ -71,7 +71,8 @@ def completion_call(
 ) -> CompletionCall:
     """Read a completion request to a server of one base; ``ignored`` fields were left out of it.
 
-    Prompts whose log-probabilities are wanted are tokenised here, which may take a while.
+    Prompts whose log-probabilities are wanted are tokenised here, and prompts of tokens decoded,
+    which may take a while.
 
     Raises:
         FieldError: when a field asks for what is not done here.

@@ -30,12 +30,8 @@ class CompletionPrompt:
     raw: RawPrompt
     routed_by: str
     """The text that experts are chosen by."""
-    text: str | None
-    """The text that was given; None where tokens were."""
-
-    def shown(self, tokenizer: Tokenizer) -> str:
-        """Return the text that ``echo`` puts before the answer."""
-        return tokenizer.decode_raw(self.raw.ids or ()) if self.text is None else self.text
+    text: str
+    """The text that ``echo`` puts before the answer: as given, or that of the tokens."""
 
 
 def read_prompts(
@@ -60,7 +56,7 @@ def read_prompts(
         add_special_tokens=_first(request.add_special_tokens, True),
         is_continued=request.max_tokens != 0,
     )
-    prompts = [_prompt(one, raw, tokenizer) for one in given]
+    prompts = [_prompt(one, raw, tokenizer, echo=bool(request.echo)) for one in given]
     return _scored(request, prompts, tokenizer) if request.scores_prompt else prompts
 
 
@@ -80,8 +76,9 @@ def _split(prompt: str | Sequence[str | int | list[int]]) -> list[str | tuple[in
 
 
 def _prompt(
-    given: str | tuple[int, ...], usual: RawPrompt, tokenizer: Tokenizer
+    given: str | tuple[int, ...], usual: RawPrompt, tokenizer: Tokenizer, *, echo: bool
 ) -> CompletionPrompt:
+    """Read one prompt; the text of tokens is needed for ``echo`` only."""
     if isinstance(given, str):
         return _text(given, usual)
     if usual.suffix is not None:
@@ -97,7 +94,8 @@ def _prompt(
         )
     routed_by = tokenizer.decode(given[:_ROUTED_TOKENS])[:MAX_PROMPT_CHARACTERS]
     raw = replace(usual, ids=given)
-    return CompletionPrompt(raw, routed_by if routed_by.strip() else _NO_TEXT, None)
+    text = tokenizer.decode_raw(given) if echo else ""
+    return CompletionPrompt(raw, routed_by if routed_by.strip() else _NO_TEXT, text)
 
 
 def _text(given: str, usual: RawPrompt) -> CompletionPrompt:

@@ -29,6 +29,12 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     @property
+    def has_token_prompts(self) -> bool:
+        """Whether a prompt is given as tokens, whose text takes a while to read."""
+        prompt = self.prompt
+        return not isinstance(prompt, str) and any(not isinstance(one, str) for one in prompt)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompts' tokens are wanted."""
         return bool(self.echo) and self.logprobs is not None

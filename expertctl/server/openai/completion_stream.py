@@ -25,7 +25,7 @@ from expertctl.server.openai.completion_document import (
     CompletionChoice,
     CompletionLogprobs,
 )
-from expertctl.server.openai.logprobs import completion_logprobs, prompt_logprobs
+from expertctl.server.openai.logprobs import TextPlaces, completion_logprobs, prompt_logprobs
 from expertctl.server.openai.outcome import (
     EndReason,
     RunningUsage,
@@ -68,7 +68,8 @@ class CompletionStream:
         self._begun: set[int] = set()
         self._held: dict[int, list[Piece]] = {}
         """Pieces of jobs whose prompts have no log-probabilities yet, which come first."""
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, TextPlaces] = {}
+        """Index of an answer → where its next token begins."""
         self._results: dict[int, tuple[RunResult, ...]] = {}
         self._running = RunningUsage() if call.with_running_usage else None
 
@@ -105,7 +106,7 @@ class CompletionStream:
         told = None if scores is None else prompt_logprobs(scores, head, self._call.tokenizer)
         for index in range(self._call.jobs[number].texts):
             place = self._call.index(number, index)
-            self._offsets[place] = len(head)
+            self._places[place] = TextPlaces(self._call.tokenizer, start=len(head))
             yield self._grown(place, head, scores=told)
 
     def _grow(self, number: int, piece: Piece) -> Iterator[Completion]:
@@ -131,9 +132,8 @@ class CompletionStream:
             self._running.written[place] = piece.written
         scores = None
         if piece.drawn:
-            start = self._offsets.get(place, 0)
-            scores = completion_logprobs(piece.drawn, self._call.tokenizer.spell, start=start)
-            self._offsets[place] = start + sum(len(one.chosen.text) for one in piece.drawn)
+            places = self._places.setdefault(place, TextPlaces(self._call.tokenizer))
+            scores = completion_logprobs(piece.drawn, self._call.tokenizer.spell, places)
         yield self._grown(place, piece.text, scores=scores)
 
     def _ended(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:

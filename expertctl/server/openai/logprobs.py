@@ -1,13 +1,11 @@
 """How likely the tokens of an answer were, in the form of each API call."""
 
-from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import accumulate
 
 from expertctl.engine.prompt_scores import PromptScores
 from expertctl.engine.serving.job import Drawn, Likely
-from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.tokenizer import TextStream, Tokenizer
 from expertctl.server.openai.chat_document import ChatLogprobs, DrawnScore, TokenScore
 from expertctl.server.openai.completion_document import CompletionLogprobs
 
@@ -22,15 +20,32 @@ def chat_logprobs(drawn: Iterable[Drawn], bytes_of: BytesOf) -> ChatLogprobs:
     return ChatLogprobs(content=[_drawn(one, bytes_of) for one in drawn], refusal=None)
 
 
-def completion_logprobs(drawn: Sequence[Drawn], spell: Spell, *, start: int) -> CompletionLogprobs:
-    """Return the ``logprobs`` of a choice of a completion; ``start`` is where its text begins."""
-    tokens = [spell(one.chosen.token) for one in drawn]
-    lengths = (len(one.chosen.text) for one in drawn[:-1])
+class TextPlaces:
+    """Where the tokens of an answer begin in its text, counted in characters, as they come.
+
+    The tokens of one character begin where it does, and control tokens take no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, start: int = 0) -> None:
+        """Begin at ``start``."""
+        self._stream, self._place = TextStream(tokenizer), start
+
+    def pass_token(self, token: int) -> int:
+        """Return where a token begins, and go on behind it."""
+        place = self._place
+        self._place += len(self._stream.push(token))
+        return place
+
+
+def completion_logprobs(
+    drawn: Sequence[Drawn], spell: Spell, places: TextPlaces
+) -> CompletionLogprobs:
+    """Return the ``logprobs`` of a choice of a completion, or of what it grows by."""
     return CompletionLogprobs(
-        tokens=tokens,
+        tokens=[spell(one.chosen.token) for one in drawn],
         token_logprobs=[one.chosen.logprob for one in drawn],
         top_logprobs=[_by_text(one, spell) for one in drawn],
-        text_offset=list(accumulate(lengths, initial=start)) if tokens else [],
+        text_offset=[places.pass_token(one.chosen.token) for one in drawn],
     )
 
 
@@ -61,21 +76,19 @@ def joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogp
 
 
 def _offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return where tokens begin in a text; one that the text does not spell takes no room."""
-    place, found = 0, list[int]()
-    for piece in _pieces(ids, tokenizer):
-        found.append(place)
-        shown = piece.removeprefix(" ") if not text.startswith(piece, place) else piece
-        place += len(shown) if text.startswith(shown, place) else 0
-    return found
+    """Return where tokens begin in a text; a control token that it does not spell takes no room.
 
-
-def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the letters that each token completes; of a letter in several, the last has it."""
-    decoder = getincrementaldecoder("utf-8")("replace")
+    Where a tokenizer changes a text, by lower case say, other tokens take the room of their own
+    characters.
+    """
+    stream, place, found = TextStream(tokenizer, raw=True), 0, list[int]()
     for token in ids:
-        raw = None if token in tokenizer.added_ids else tokenizer.bytes_of(token)
-        yield tokenizer.spell(token) if raw is None else decoder.decode(raw)
+        found.append(place)
+        piece = stream.push(token)
+        shown = piece if text.startswith(piece, place) else piece.removeprefix(" ")
+        if text.startswith(shown, place) or token not in tokenizer.control_ids:
+            place = min(place + len(shown), len(text))
+    return found
 
 
 def _drawn(one: Drawn, bytes_of: BytesOf) -> DrawnScore:

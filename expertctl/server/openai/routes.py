@@ -78,7 +78,8 @@ class _Wire:
             tokenizer=engine.tokenizer,
             settings=self._service.settings,
         )
-        call = await in_turn(read) if body.value.scores_prompt else read()
+        takes_long = body.value.scores_prompt or body.value.has_token_prompts
+        call = await in_turn(read) if takes_long else read()
         headers = ignored_headers(call.ignored)
         if body.value.stream:
             return event_stream(request, completion_lines(engine, call), headers=headers)

@@ -1,7 +1,9 @@
 """Log-probabilities of prompts, as evaluation harnesses ask for them, against transformers."""
 
+import asyncio
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,3 +267,79 @@ def test_tokens_that_the_base_does_not_have_are_refused(http: Any) -> None:
     status, said = refused(http, [1, BYTE_TOKENS + 3])
     assert status == 400
     assert f"no token {BYTE_TOKENS + 3}" in said
+
+
+LETTERS = "a — 日本 🙂🙂 ünï ok"
+CUT = "🙂".encode()[:2]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True], ids=["text", "tokens"])
+def test_the_bytes_of_a_letter_begin_where_it_does_and_no_later_token_is_moved(
+    http: Any, oracle: Oracle, as_tokens: bool
+) -> None:
+    ids = oracle.ids(LETTERS)
+    [choice] = complete(http, ids if as_tokens else LETTERS, max_tokens=0)["choices"]
+    begun = [oracle.tokenizer.decode(ids[:count]).rstrip("\ufffd") for count in range(len(ids))]
+    assert choice["text"] == LETTERS
+    assert choice["logprobs"]["text_offset"] == [len(text) for text in begun]
+
+
+def test_a_letter_that_a_control_token_cuts_moves_no_later_token(http: Any, oracle: Oracle) -> None:
+    [mark] = oracle.ids("<|im_start|>")
+    [choice] = complete(http, [*b"a", *CUT, mark, *b"bc"], max_tokens=0)["choices"]
+    shown, offsets = choice["text"], choice["logprobs"]["text_offset"]
+    assert shown == oracle.tokenizer.decode([*b"a", *CUT, mark, *b"bc"])
+    assert [shown[place] for place in offsets[-2:]] == ["b", "c"]
+    assert offsets[:3] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_offsets_of_an_answer_are_those_of_its_text(
+    http: Any, served: Served, oracle: Oracle, stream: bool, echo: bool
+) -> None:
+    """The random base writes parts of letters, which may stay broken."""
+    asked: dict[str, Any] = {"temperature": 1.5, "max_tokens": 60, "logprobs": 0, "echo": echo}
+    with a_client(served) as client:
+        if stream:
+            chunks = client.completions.create(
+                model="tiny", prompt="ab 🙂", stream=True, seed=3, **asked
+            )
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+        else:
+            choices = client.completions.create(
+                model="tiny", prompt="ab 🙂", seed=3, **asked
+            ).choices
+    text = "".join(choice.text for choice in choices)
+    told = [one.logprobs for one in choices if one.logprobs is not None]
+    tokens = [token for one in told for token in one.tokens or []]
+    offsets = [offset for one in told for offset in one.text_offset or []]
+    assert offsets == sorted(offsets)
+    assert len(tokens) == len(offsets)
+    broken = sum(token.startswith("bytes:") for token in tokens)
+    assert 0 < broken < len(tokens)
+    for place, token in zip(offsets, tokens, strict=True):
+        if len(token) == 1 and token in text:
+            assert text[place] == token or text[place] == "\ufffd"
+
+
+def test_prompts_of_tokens_are_decoded_beside_the_event_loop(
+    http: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt of 200,000 tokens that takes a tenth of a second, in which nobody is answered."""
+    in_loop = list[bool]()
+    for name in ("decode", "decode_raw"):
+        real = getattr(type(served.engine.tokenizer), name)
+
+        def decode(self: Any, ids: Any, real: Any = real) -> str:
+            with suppress(RuntimeError):
+                asyncio.get_running_loop()
+                in_loop.append(len(list(ids)) > 100)
+            return str(real(self, ids))
+
+        monkeypatch.setattr(type(served.engine.tokenizer), name, decode)
+    ids = [1 + n % 200 for n in range(500)]
+    for fields in ({"echo": False, "logprobs": None}, {"logprobs": None}, {}):
+        complete(http, ids, **fields)
+        complete(http, [ids, ids], **fields)
+    assert not any(in_loop)

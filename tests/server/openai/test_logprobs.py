@@ -5,7 +5,8 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
 from expertctl.engine.serving.job import Drawn, Likely
-from expertctl.server.openai.logprobs import chat_logprobs, completion_logprobs
+from expertctl.server.openai.logprobs import TextPlaces, chat_logprobs, completion_logprobs
+from tests.server.served import Served
 
 DRAWN = (
     Drawn(Likely(1, "Hé", -0.25), (Likely(1, "Hé", -0.25), Likely(2, "He", -2.0))),
@@ -34,11 +35,17 @@ def test_a_token_that_is_part_of_a_letter_has_bytes_where_they_are_known() -> No
     assert part.top_logprobs[0].bytes is None
 
 
-def test_a_completion_tells_columns_and_where_tokens_begin() -> None:
-    spelled = {1: "Hé", 2: "He", 3: "bytes:\\xc3", 4: "!"}
-    told = msgspec.to_builtins(completion_logprobs(DRAWN, spelled.__getitem__, start=3))
+def test_a_completion_tells_columns_and_where_tokens_begin(served: Served) -> None:
+    tokenizer = served.engine.tokenizer
+    ids = tokenizer.encode("Hé!")
+    drawn = [
+        Drawn(Likely(token, "", -float(n)), (Likely(0, "", -9.0),)) for n, token in enumerate(ids)
+    ]
+    places = TextPlaces(tokenizer, start=3)
+    told = msgspec.to_builtins(completion_logprobs(drawn, tokenizer.spell, places))
     scores = Logprobs.model_validate(told, strict=True)
-    assert scores.tokens == ["Hé", "bytes:\\xc3"]
-    assert scores.token_logprobs == [-0.25, -3.0]
-    assert scores.text_offset == [3, 5]
-    assert scores.top_logprobs == [{"Hé": -0.25, "He": -2.0}, {"bytes:\\xc3": -3.0, "!": -0.5}]
+    assert scores.tokens == ["H", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert scores.token_logprobs == [0.0, -1.0, -2.0, -3.0]
+    assert scores.text_offset == [3, 4, 4, 5]
+    assert scores.top_logprobs is not None
+    assert scores.top_logprobs[0] == {"H": 0.0, tokenizer.spell(0): -9.0}
