@@ -61,6 +61,7 @@ CONFIG_KEYS = {
     "serve_allowed_hosts": "EXPERT_SERVE_ALLOWED_HOSTS",
     "serve_allowed_origins": "EXPERT_SERVE_ALLOWED_ORIGINS",
     "serve_strict_fields": "EXPERT_SERVE_STRICT_FIELDS",
+    "serve_json_instruction": "EXPERT_SERVE_JSON_INSTRUCTION",
     "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
     "serve_tls_key": "EXPERT_SERVE_TLS_KEY",
 }
@@ -295,6 +296,7 @@ class ServeChoices:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     strict_fields: bool = False
+    json_instruction: bool | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -399,6 +401,7 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
         allowed_hosts=parse_list(values.get("serve_allowed_hosts", "")),
         allowed_origins=parse_list(values.get("serve_allowed_origins", "")),
         strict_fields=parse_switch("serve_strict_fields", values.get("serve_strict_fields", "no")),
+        json_instruction=switch("serve_json_instruction"),
         tls_cert=path("serve_tls_cert"),
         tls_key=path("serve_tls_key"),
     )

@@ -94,6 +94,14 @@ def serve(
             "--strict-fields", help="Refuse fields that are not implemented, not ignore them."
         ),
     ] = None,
+    json_instruction: Annotated[
+        bool | None,
+        typer.Option(
+            "--json-instruction/--no-json-instruction",
+            help="Tell the model the form of JSON that a request asks for by a schema.",
+            show_default="--json-instruction",
+        ),
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="How many texts are written at a time.", show_default="16")
     ] = None,
@@ -201,6 +209,7 @@ def serve(
         allowed_origins=_lower(allow_origin or kept.allowed_origins),
         aliases=parse_aliases(alias or kept.aliases),
         strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
+        json_instruction=_first(json_instruction, kept.json_instruction, usual.json_instruction),
         certificate=tls_cert or kept.tls_cert,
         private_key=tls_key or kept.tls_key,
         timeout=_first(timeout, kept.timeout, usual.timeout),

@@ -39,6 +39,8 @@ class ServeSettings:
     """Further names of models: ``gpt-4o-mini`` → ``auto``."""
     strict_fields: bool = False
     """Whether a field that is not implemented here is refused instead of ignored."""
+    json_instruction: bool = True
+    """Whether a model is told the form of JSON that a request asks for by a schema."""
     certificate: Path | None = None
     private_key: Path | None = None
     body_bytes: int = BODY_BYTES

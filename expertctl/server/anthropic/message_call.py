@@ -33,6 +33,7 @@ from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
+from expertctl.server.json_instruction import ADDED, instruct
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
@@ -50,8 +51,12 @@ class Asked:
     """A conversation in the form that the chat template takes."""
 
     messages: tuple[Message, ...]
+    """What the model reads."""
+    routed_by: str
+    """The text that experts are chosen by."""
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
+    warnings: tuple[str, ...] = ()
 
     @property
     def end(self) -> ChatEnd:
@@ -84,7 +89,7 @@ class MessageCall:
         return f"msg_{self.job.id}"
 
 
-def asked_of(request: CountRequest, text: BaseText) -> Asked:
+def asked_of(request: CountRequest, text: BaseText, *, json_instruction: bool) -> Asked:
     """Read the conversation, tools and variables that the model gets.
 
     Raises:
@@ -101,7 +106,16 @@ def asked_of(request: CountRequest, text: BaseText) -> Asked:
         check_tools(told)
         variables["tools"] = list[JsonValue](told)
     messages = with_known_ids(messages_of(request.system, request.messages), text.form)
-    return Asked(messages=messages, tools=tools, variables=variables)
+    wanted = request.output_config.format if request.output_config else None
+    shown = wanted is not None and json_instruction and not tools
+    told = instruct(messages, wanted.schema) if wanted and shown else messages
+    return Asked(
+        messages=told,
+        routed_by=routed_by(messages),
+        tools=tools,
+        variables=variables,
+        warnings=(ADDED,) if told != messages else (),
+    )
 
 
 def message_call(
@@ -122,7 +136,7 @@ def message_call(
     """
     check_thinking(request)
     choice = chosen(request.model, base_name=base_name, aliases=settings.aliases)
-    asked = asked_of(request, text)
+    asked = asked_of(request, text, json_instruction=settings.json_instruction)
     reading = _reading(request, asked, text)
     job = Job(
         id=uuid.uuid4().hex,
@@ -139,7 +153,7 @@ def message_call(
         model=request.model,
         shows_thinking=request.shows_thinking,
         stop_sequences=tuple(request.stop_sequences or ()),
-        warnings=(*ignored_warning(ignored), *_not_enforced(request)),
+        warnings=(*ignored_warning(ignored), *asked.warnings, *_not_enforced(request)),
         ignored=tuple(ignored),
     )
 
@@ -171,7 +185,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
 def _run_request(
     request: MessageRequest, asked: Asked, choice: Choice, caller: Caller
 ) -> RunRequest:
-    prompt = routed_by(asked.messages)
+    prompt = asked.routed_by
     most = request.max_experts
     route = RouteRequest(
         prompt=prompt,

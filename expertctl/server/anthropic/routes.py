@@ -77,7 +77,7 @@ class _Wire:
             aliases=service.settings.aliases,
         )
         text = self._text()
-        asked = asked_of(body.value, text)
+        asked = asked_of(body.value, text, json_instruction=service.settings.json_instruction)
         counting = partial(text.count, asked.messages, asked.variables, end=asked.end)
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)

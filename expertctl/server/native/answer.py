@@ -5,7 +5,6 @@ from expertctl.engine.serving.job import Finished, Piece, Started
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.json_filter import JsonFilter
 from expertctl.server.native.call import Call
-from expertctl.server.unknown_fields import ignored_warning
 
 
 def answer_of(call: Call, finished: Finished) -> JsonObject:
@@ -16,7 +15,7 @@ def answer_of(call: Call, finished: Finished) -> JsonObject:
     return {
         **result.to_json(),
         "text": text,
-        "warnings": [*ignored_warning(call.ignored), *result.warnings, *warnings],
+        "warnings": [*call.warnings, *result.warnings, *warnings],
         "submitted_at": call.submitted_at,
         "tokens_generated": len(result.generated.tokens),
         "experts_used": list[JsonValue](expert.ref for expert in experts),

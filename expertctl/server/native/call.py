@@ -13,9 +13,11 @@ from expertctl.server.caller import Caller
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.json_filter import JsonFilter, json_of
+from expertctl.server.json_instruction import ADDED
 from expertctl.server.native.infer_request import InferRequest
 from expertctl.server.post_processing.check import Commands, check_of
 from expertctl.server.settings import ServeSettings
+from expertctl.server.unknown_fields import ignored_warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Call:
     """Whether the answer was to be JSON, so that what stands around it is removed."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that are ignored."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of reading the request."""
 
     def filtered(self, sink: Sink) -> Sink:
         """Return a sink that passes the events of the job on, with the text that is given out."""
@@ -87,9 +91,10 @@ def call_of(
         UsageError: when fields do not fit together.
         FieldError: when a field names something that does not exist.
     """
+    instruction = body.instruction() if settings.json_instruction else None
     job = Job(
         id=uuid.uuid4().hex,
-        request=body.asked(caller),
+        request=body.asked(caller, instruction=instruction),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
         deadline=deadline_of(body.timeout_ms, usual=settings.timeout),
@@ -102,6 +107,7 @@ def call_of(
         reception_ms=arrival.since_ms,
         json_asked=form is not None and form.is_json,
         ignored=tuple(ignored),
+        warnings=(*ignored_warning(ignored), *([ADDED] if instruction else [])),
     )
 
 

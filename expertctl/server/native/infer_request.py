@@ -25,6 +25,7 @@ from expertctl.routing.request import RouteRequest, check_request, parse_forced,
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
+from expertctl.server.json_instruction import json_instruction, shows_form
 from expertctl.server.post_processing.response_format import ResponseFormat
 from expertctl.server.sampling_fields import within
 
@@ -122,14 +123,29 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
     timeout_ms: TimeoutMs | None = None
     stream: bool = False
 
-    def asked(self, caller: Caller) -> RunRequest:
-        """Return the request that is answered.
+    def instruction(self) -> str | None:
+        """Return what the model is told of the form of the JSON that is asked for, if anything.
+
+        A template says itself what the model reads, so nothing is added to one.
+        """
+        schema = self.response_format and self.response_format.shown_schema
+        if not schema or self.template is not None:
+            return None
+        return (
+            None
+            if shows_form((self.prompt, self.body or ""), schema)
+            else (json_instruction(schema))
+        )
+
+    def asked(self, caller: Caller, *, instruction: str | None = None) -> RunRequest:
+        """Return the request that is answered; the message ends with the instruction, if any.
 
         Raises:
             UsageError: when fields do not fit together.
             FieldError: when an expert is named wrongly.
         """
-        message = UserMessage(prompt=self.prompt, body=self.body, template=self.template)
+        body = "\n\n".join(filter(None, (self.body, instruction))) if instruction else self.body
+        message = UserMessage(prompt=self.prompt, body=body, template=self.template)
         message.text()
         return RunRequest(
             message=message,

@@ -42,6 +42,7 @@ def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> Cha
                 for index, (result, one) in enumerate(zip(came.results, read, strict=True))
             ],
             ignored=call.ignored,
+            warnings=call.warnings,
         ),
     )
 

@@ -26,6 +26,7 @@ from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
+from expertctl.server.json_instruction import ADDED, instruct
 from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of
@@ -62,6 +63,8 @@ class ChatCall:
     with_running_usage: bool = False
     ignored: tuple[str, ...] = ()
     """Fields of the request that are ignored."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of reading the request."""
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token; None if they cannot be known."""
@@ -99,6 +102,7 @@ def chat_call(
     tools = _tools(request, text)
     variables = _variables(request, tools)
     turns = with_known_ids(messages_of(request.messages), text.form)
+    told = _told(request, turns, tools, settings)
     end = _chat_end(request, turns[-1])
     reading = _reading(
         request,
@@ -112,7 +116,7 @@ def chat_call(
         message=UserMessage(prompt=prompt),
         route=route_of(request, prompt, choice, max_tokens=_max_tokens(request)),
         experts=choice.force,
-        turns=turns,
+        turns=told,
         variables=variables,
         chat_end=end,
         cache_key=_cache_key(request, caller),
@@ -126,7 +130,19 @@ def chat_call(
         with_usage=request.with_usage,
         with_running_usage=request.with_running_usage,
         ignored=(*ignored, *not_done),
+        warnings=(ADDED,) if told != turns else (),
     )
+
+
+def _told(
+    request: ChatRequest,
+    turns: tuple[Message, ...],
+    tools: Sequence[Tool],
+    settings: ServeSettings,
+) -> tuple[Message, ...]:
+    """Return the conversation that is read; it may say the form of JSON that is asked for."""
+    schema = request.response_format and request.response_format.shown_schema
+    return instruct(turns, schema) if schema and settings.json_instruction and not tools else turns
 
 
 def _reading(

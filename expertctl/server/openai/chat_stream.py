@@ -135,7 +135,9 @@ class ChatStream:
         *others, last = ends
         yield from others
         answered = [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
-        yield replace(last, expertctl=extension_of(answered, ignored=self._call.ignored))
+        call = self._call
+        extension = extension_of(answered, ignored=call.ignored, warnings=call.warnings)
+        yield replace(last, expertctl=extension)
 
     def _end(self, index: int, result: RunResult) -> ChatChunk:
         calls = self._readers[index].calls

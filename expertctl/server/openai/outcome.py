@@ -120,7 +120,9 @@ class RunningUsage:
         )
 
 
-def extension_of(answers: Sequence[Answered], *, ignored: Sequence[str] = ()) -> Extension:
+def extension_of(
+    answers: Sequence[Answered], *, ignored: Sequence[str] = (), warnings: Sequence[str] = ()
+) -> Extension:
     """Return the ``expertctl`` object for the answers to one prompt."""
     first = answers[0].result
     of_answers = (text for one in answers for text in (*one.result.warnings, *one.warnings))
@@ -129,7 +131,7 @@ def extension_of(answers: Sequence[Answered], *, ignored: Sequence[str] = ()) ->
         plan=first.planned.result.plan.to_json(),
         notes=list(first.planned.result.notes),
         validation_passed=_passed(one.result.validation_passed for one in answers),
-        warnings=list(dict.fromkeys((*ignored_warning(ignored), *of_answers))),
+        warnings=list(dict.fromkeys((*ignored_warning(ignored), *warnings, *of_answers))),
         timings_ms={name: round(ms, 3) for name, ms in first.timings_ms.items()},
         answers=[_answer(one) for one in answers],
     )

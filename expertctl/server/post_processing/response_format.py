@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from expertctl.schema.strict_json import JsonObject
+
 FormatType = Literal["text", "json", "json_object", "json_schema", "python", "sql", "custom"]
 _Name = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -28,6 +30,13 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None
     json_schema: NamedSchema | None = None
     name: _Name | None = None
+
+    @property
+    def shown_schema(self) -> JsonObject | None:
+        """The schema that a model may be shown; None without one."""
+        if self.type != "json_schema":
+            return None
+        return self.schema or (self.json_schema.schema if self.json_schema else None)
 
     @property
     def is_json(self) -> bool:

@@ -1,0 +1,263 @@
+"""What a model is told of the JSON that a request asks for by a schema."""
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.engine.message import Message
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.server.json_instruction import (
+    ADDED,
+    MAX_CHARACTERS,
+    WORDS,
+    instruct,
+    json_instruction,
+)
+from expertctl.server.settings import ServeSettings
+from tests.server.conftest import MakeServed
+from tests.server.served import BASE, Served
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": TEXT, "age": WHOLE},
+    "required": ["name", "age"],
+}
+INSTRUCTION = f'{WORDS}\n{{"name": "<name>", "age": 12}}'
+
+
+def example(schema: dict[str, Any]) -> Any:
+    told = json_instruction(schema)
+    assert told is not None
+    words, _, line = told.partition("\n")
+    assert words == WORDS
+    return json.loads(line)
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+CASES: list[tuple[dict[str, Any], Any]] = [
+    (PERSON, {"name": "<name>", "age": 12}),
+    (of(price={"type": "number"}, sold={"type": "boolean"}), {"price": 12.5, "sold": False}),
+    (of(kind={"enum": ["bug", "question"]}), {"kind": "bug"}),
+    (of(version={"const": 3}), {"version": 3}),
+    (of(name={"type": "string", "examples": ["Ada"]}), {"name": "Ada"}),
+    (of(tags={"type": "array", "items": TEXT}), {"tags": ["<tags>", "<tags>"]}),
+    (of(one={"type": "array", "items": TEXT, "maxItems": 1}), {"one": ["<one>"]}),
+    (of(rgb={"type": "array", "items": WHOLE, "minItems": 3}), {"rgb": [12, 12, 12]}),
+    (of(at={"type": "array", "prefixItems": [TEXT, WHOLE]}), {"at": ["<at>", 12]}),
+    (of(stars={"type": "integer", "minimum": 1, "maximum": 5}), {"stars": 5}),
+    (of(year={"type": "integer", "minimum": 1900}), {"year": 1900}),
+    (of(note={"type": ["null", "string"]}), {"note": "<note>"}),
+    (of(note={"anyOf": [{"type": "null"}, TEXT]}), {"note": "<note>"}),
+    (of(nothing={"type": "null"}), {"nothing": None}),
+    (
+        {**of(who={"$ref": "#/$defs/P"}), "$defs": {"P": of(name=TEXT)}},
+        {"who": {"name": "<name>"}},
+    ),
+    ({"$ref": "#/$defs/P", "$defs": {"P": of(name=TEXT)}}, {"name": "<name>"}),
+    ({"allOf": [of(name=TEXT)]}, {"name": "<name>"}),
+    ({"properties": {"name": TEXT}}, {"name": "<name>"}),
+    ({"type": "array", "items": of(n=WHOLE)}, [{"n": 12}, {"n": 12}]),
+]
+
+
+@pytest.mark.parametrize(("schema", "wanted"), CASES, ids=str)
+def test_an_example_has_the_form_of_the_schema(schema: dict[str, Any], wanted: Any) -> None:
+    assert example(schema) == wanted
+    assert jsonschema_rs.is_valid(schema, wanted)
+
+
+TREE = {**of(name=TEXT, children={"type": "array", "items": {"$ref": "#"}})}
+WIDE = {**of(**{f"p{n}": TEXT for n in range(300)})}
+POWER = {
+    "$defs": {
+        f"d{n}": of(a={"$ref": f"#/$defs/d{n + 1}"}, b={"$ref": f"#/$defs/d{n + 1}"})
+        for n in range(11)
+    },
+    "$ref": "#/$defs/d0",
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "string"},
+        {"type": "object"},
+        {"type": "array", "maxItems": 0},
+        TREE,
+        WIDE,
+        POWER,
+        {"$ref": "#"},
+        of(**{"x" * (MAX_CHARACTERS // 2): TEXT}),
+    ],
+    ids=lambda schema: str(schema)[:60],
+)
+def test_where_no_example_of_useful_size_can_be_made_nothing_is_said(
+    schema: dict[str, Any],
+) -> None:
+    assert json_instruction(schema) is None
+    messages = (Message("user", "Hi"),)
+    assert instruct(messages, schema) == messages
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "type",
+                        "properties",
+                        "items",
+                        "$ref",
+                        "anyOf",
+                        "enum",
+                        "minItems",
+                        "prefixItems",
+                    ]
+                ),
+                inner | st.sampled_from(["object", "array", "integer", "#/properties/items"]),
+                max_size=4,
+            )
+        ),
+        max_leaves=20,
+    )
+)
+def test_a_malformed_schema_breaks_nothing_and_says_the_same_twice(value: Any) -> None:
+    schema = value if isinstance(value, dict) else {"properties": value}
+    assert json_instruction(schema) == json_instruction(schema)
+
+
+def test_the_last_message_of_the_user_says_the_form() -> None:
+    before = (Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Hello"))
+    begun = Message("assistant", "{")
+    asked = (*before, Message("user", "Who wrote Hamlet?"), begun)
+    told = instruct(asked, PERSON)
+    assert told == (*before, Message("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}"), begun)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_shown"),
+    [
+        ('Answer like {"name": "Ada", "age": 36}.', True),
+        ("Answer with the keys name and age.", False),
+        ('Answer like {"name": "Ada"}.', False),
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_nothing_is_added_to_messages_that_show_the_form(
+    role: Any, said: str, is_shown: bool
+) -> None:
+    messages = (Message(role, said), Message("user", "Who wrote Hamlet?"))
+    assert (instruct(messages, PERSON) == messages) is is_shown
+
+
+QUESTION = "Who wrote Hamlet?"
+CHAT: dict[str, Any] = {
+    "model": BASE,
+    "max_tokens": 4,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": QUESTION}],
+}
+TOLD: dict[str, Any] = {
+    "/v1/chat/completions": {
+        **CHAT,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": PERSON},
+        },
+    },
+    "/v1/messages": {
+        **CHAT,
+        "output_config": {"format": {"type": "json_schema", "schema": PERSON}},
+    },
+    "/v1/infer": {
+        "prompt": QUESTION,
+        "max_tokens": 4,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "schema": PERSON},
+    },
+}
+
+
+def prompt_tokens(document: Any) -> int:
+    if "tokens" in document:
+        return int(document["tokens"]["prompt"])
+    usage = document["usage"]
+    kept = usage.get("cache_read_input_tokens") or 0
+    return int(usage.get("prompt_tokens") or usage["input_tokens"] + kept)
+
+
+def chat_prompt(served: Served, text: str) -> int:
+    message = {"role": "user", "content": text}
+    answer = served.client().post("/v1/chat/completions", json={**CHAT, "messages": [message]})
+    return prompt_tokens(answer.json())
+
+
+@pytest.mark.parametrize("path", TOLD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_api_tells_the_model_the_form_and_the_client_that_it_did(
+    served: Served, path: str, stream: bool
+) -> None:
+    answer = served.client().post(path, json={**TOLD[path], "stream": stream})
+    assert answer.status_code == 200
+    assert ADDED in answer.text
+    if not stream:
+        assert prompt_tokens(answer.json()) == chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}")
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_a_server_can_leave_it_out(make_served: MakeServed, path: str) -> None:
+    batch = BatchSettings(budget=64 << 20)
+    served = make_served(ServeSettings(json_instruction=False, batch=batch))
+    answer = served.client().post(path, json=TOLD[path])
+    assert ADDED not in answer.text
+    assert prompt_tokens(answer.json()) == chat_prompt(served, QUESTION)
+
+
+def test_counted_tokens_are_those_that_are_read(served: Served) -> None:
+    body = {k: v for k, v in TOLD["/v1/messages"].items() if k not in {"max_tokens", "temperature"}}
+    counted = served.client().post("/v1/messages/count_tokens", json=body).json()
+    read = served.client().post("/v1/messages", json=TOLD["/v1/messages"]).json()
+    assert counted["input_tokens"] == prompt_tokens(read)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "now"}}]},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "text"}},
+    ],
+    ids=lambda more: str(more)[:40],
+)
+def test_nothing_is_added_beside_tools_or_without_a_schema(served: Served, more: Any) -> None:
+    body = {**TOLD["/v1/chat/completions"], **more}
+    answer = served.client().post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert ADDED not in answer.text
+
+
+def test_neither_the_route_nor_the_plan_depends_on_it(served: Served) -> None:
+    body = {"prompt": QUESTION, "max_tokens": 2, "seed": 1}
+    plain = served.client().post("/v1/infer", json=body).json()
+    told = served.client().post("/v1/infer", json={**TOLD["/v1/infer"], **body}).json()
+    assert told["plan"]["identity"] == plain["plan"]["identity"]
+    assert told["plan"]["experts"] == plain["plan"]["experts"]
+
+
+def test_a_template_of_the_request_is_not_added_to(served: Served) -> None:
+    body = {**TOLD["/v1/infer"], "template": "Say: {prompt}"}
+    answer = served.client().post("/v1/infer", json=body).json()
+    assert ADDED not in answer["warnings"]
+    assert answer["tokens"]["prompt"] == chat_prompt(served, f"Say: {QUESTION}")
