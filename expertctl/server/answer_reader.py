@@ -52,6 +52,8 @@ class Reading:
     """Whether the request asked for JSON, so that what stands around it is removed."""
     before: str = ""
     """The beginning of the answer, without thoughts, where the request contains it."""
+    tag_begin: str = ""
+    """The first part of a tag of thoughts with which the prompt ends."""
 
     def whole(self, text: str) -> WholeAnswer:
         """Split a whole answer."""
@@ -67,11 +69,13 @@ class AnswerReader:
         """Begin at its start."""
         self.calls = self.calls_left_out = 0
         self._one_call = reading.one_call
-        self._thinking = ThinkingFilter(opened=reading.opened)
+        self._thinking = ThinkingFilter(opened=reading.opened, begun=reading.tag_begin)
         self._json: JsonFilter | None = None
+        before = reading.before
         if reading.json_asked:
-            self._json = JsonFilter(ends=not reading.tools, before=reading.before)
-        self._scanner = ToolCallScanner(reading.form, reading.tools)
+            self._json = JsonFilter(ends=not reading.tools, before=before)
+            before = JsonFilter(ends=not reading.tools).push(before)
+        self._scanner = ToolCallScanner(reading.form, reading.tools, before=before)
 
     def push(self, text: str) -> list[Read]:
         """Take the next piece; return the parts that are certain now."""

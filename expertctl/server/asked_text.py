@@ -8,7 +8,7 @@ from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.base_text import BaseText
 from expertctl.server.field_error import FieldError
-from expertctl.server.thinking import ends_thinking, thoughts_of
+from expertctl.server.thinking import ends_thinking, thoughts_of, unfinished_tag
 
 
 def check_length(messages: Sequence[Message]) -> None:
@@ -86,3 +86,8 @@ def opens_thinking(
 def answer_begin(last: Message, *, end: ChatEnd) -> str:
     """Return the beginning of the answer, without thoughts, where the last message is continued."""
     return thoughts_of(last.content)[0] if end == "continue" else ""
+
+
+def tag_begin(last: Message, *, end: ChatEnd) -> str:
+    """Return the first part of a tag of thoughts with which a continued message ends."""
+    return unfinished_tag(last.content) if end == "continue" else ""

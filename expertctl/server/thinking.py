@@ -49,13 +49,24 @@ def ends_thinking(text: str) -> bool:
     return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
+def unfinished_tag(text: str) -> str:
+    """Return the end of the beginning of an answer that may be the first part of a tag."""
+    count = _overlap(text, CLOSE if ends_thinking(text) else OPEN)
+    return text[len(text) - count :]
+
+
 class ThinkingFilter:
     """Splits one text into answer and thoughts."""
 
-    def __init__(self, *, opened: bool = False) -> None:
-        """Begin in the answer, or inside a block that the prompt opened."""
+    def __init__(self, *, opened: bool = False, begun: str = "") -> None:
+        """Begin in the answer, or inside a block that the prompt opened.
+
+        ``begun`` is the first part of a tag with which the prompt ends; it is not given out.
+        """
         self._thinking = opened
-        self._held = ""
+        self._held = begun
+        self._silent = len(begun)
+        """How much of what is held belongs to ``begun``."""
         self._space = ""
         self._fresh = opened
         """Whether white space that comes next belongs to the last tag."""
@@ -66,18 +77,17 @@ class ThinkingFilter:
         self._held += text
         parts: list[Part] = []
         while (at := self._held.find(self._tag)) >= 0:
-            parts += self._give(self._held[:at])
-            self._held = self._held[at + len(self._tag) :]
+            parts += self._give(self._take(at))
+            self._take(len(self._tag))
             self._turn()
         certain = len(self._held) - _overlap(self._held, self._tag)
-        parts += self._give(self._held[:certain])
-        self._held = self._held[certain:]
+        parts += self._give(self._take(certain))
         return parts
 
     def finish(self) -> list[Part]:
         """Return what was held back."""
-        parts = self._give(self._held)
-        space, self._held, self._space = self._space, "", ""
+        parts = self._give(self._take(len(self._held)))
+        space, self._space = self._space, ""
         return parts if self._thinking or not space else [*parts, Answer(space)]
 
     @property
@@ -88,6 +98,12 @@ class ThinkingFilter:
         """Go past a tag, and drop the white space that was held back."""
         self._thinking, self._space = not self._thinking, ""
         self._fresh = self._thinking or not self._answered
+
+    def _take(self, count: int) -> str:
+        """Take so many characters from what is held; return those that are not of ``begun``."""
+        text, self._held = self._held[self._silent : count], self._held[count:]
+        self._silent = max(0, self._silent - count)
+        return text
 
     def _give(self, text: str) -> list[Part]:
         """Return text as a part; hold back white space that may belong to a following tag."""

@@ -28,6 +28,7 @@ from expertctl.server.asked_text import (
     check_tools,
     opens_thinking,
     routed_by,
+    tag_begin,
 )
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
@@ -179,6 +180,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         opened=opens_thinking(text, asked.variables, asked.messages[-1], end=asked.end),
         json_asked=bool(request.output_config and request.output_config.format),
         before=answer_begin(asked.messages[-1], end=asked.end),
+        tag_begin=tag_begin(asked.messages[-1], end=asked.end),
     )
 
 

@@ -21,6 +21,7 @@ from expertctl.server.asked_text import (
     check_tools,
     opens_thinking,
     routed_by,
+    tag_begin,
 )
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
@@ -110,6 +111,7 @@ def chat_call(
         tools,
         opened=opens_thinking(text, variables, turns[-1], end=end),
         before=answer_begin(turns[-1], end=end),
+        tag_begin=tag_begin(turns[-1], end=end),
     )
     prompt = routed_by(turns)
     asked = RunRequest(
@@ -146,7 +148,13 @@ def _told(
 
 
 def _reading(
-    request: ChatRequest, text: BaseText, tools: Sequence[Tool], *, opened: bool, before: str
+    request: ChatRequest,
+    text: BaseText,
+    tools: Sequence[Tool],
+    *,
+    opened: bool,
+    before: str,
+    tag_begin: str,
 ) -> Reading:
     form = request.response_format
     return Reading(
@@ -157,6 +165,7 @@ def _reading(
         opened=opened,
         json_asked=form is not None and form.is_json,
         before=before,
+        tag_begin=tag_begin,
     )
 
 

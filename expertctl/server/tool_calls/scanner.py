@@ -5,7 +5,8 @@ written. White space around a call belongs to the call. If an answer ends inside
 only the end mark is missing, the call counts. An answer that is nothing but the JSON of one call
 counts, too, where the format demands a mark: models forget it, or have it as a control token. How
 the text is cut into pieces does not matter, and no more is held back than the longest call may
-have.
+have. Where the request contains the beginning of the answer, that is followed first, and none of it
+is given out: a call may begin in it.
 """
 
 import re
@@ -49,8 +50,8 @@ class _Candidate:
 class ToolCallScanner:
     """Splits one answer into text and calls."""
 
-    def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
-        """Look for calls of these tools."""
+    def __init__(self, form: CallFormat, tools: Collection[str], *, before: str = "") -> None:
+        """Look for calls of these tools, behind ``before``."""
         self._form, self._tools = form, frozenset(tools)
         self._marked = tuple(form.openings(sorted(self._tools), bare=False))
         usual = form.openings(sorted(self._tools), bare=True)
@@ -60,6 +61,11 @@ class ToolCallScanner:
         self._candidate: _Candidate | None = None
         self._mark_may_miss = True
         self._behind_call = False
+        self._silent = 0
+        """How much of what is held belongs to ``before`` and is not given out."""
+        if before and self._tools:
+            self.push(before)
+            self._silent, self._space = len(self._held), ""
 
     def push(self, text: str) -> list[Part]:
         """Take the next piece; return the parts that are certain now."""
@@ -120,7 +126,8 @@ class ToolCallScanner:
         calls = None if end is None else self._calls(self._candidate)
         if end is None or calls is None:
             return self._refuse(self._candidate)
-        self._held, self._space, self._candidate = self._held[end:], "", None
+        self._take(end)
+        self._space, self._candidate = "", None
         self._behind_call, self._mark_may_miss = True, self._form.bare
         return list(calls)
 
@@ -136,13 +143,19 @@ class ToolCallScanner:
 
     def _give(self, count: int) -> list[Part]:
         """Return ``count`` held characters as text; keep back the white space at their end."""
-        text, self._held = self._space + self._held[:count], self._held[count:]
+        text = self._space + self._take(count)
         text = text.lstrip(_SPACE) if self._behind_call else text
         body = len(text.rstrip(_SPACE))
         self._behind_call = self._behind_call and body == 0
         certain = max(body, len(text) - MAX_SPACE)
         self._space = text[certain:]
         return [Text(text[:certain])] if certain else []
+
+    def _take(self, count: int) -> str:
+        """Take so many characters from what is held; return those that are not of ``before``."""
+        text, self._held = self._held[self._silent : count], self._held[count:]
+        self._silent = max(0, self._silent - count)
+        return text
 
 
 def parted(text: str, form: CallFormat, tools: Collection[str]) -> list[Part]:
