@@ -9,6 +9,7 @@ as the file says. A raw prompt, which no template reads, may spell control token
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,10 +77,8 @@ class Tokenizer:
             raise NotFoundError(f"{path} is missing", hint="the base must have a tokenizer.json")
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise InvalidPackageError(str(path), [f"{size} bytes, at most {_MAX_BYTES} allowed"])
-        try:
+        with _failing_as_package(str(path), "not a tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no other
-            raise InvalidPackageError(str(path), [f"not a tokenizer: {error}"]) from error
         backend.no_truncation()  # a prompt is never cut silently
         backend.no_padding()
         return cls(backend, read_tokenizer_config(directory))
@@ -93,9 +92,9 @@ class Tokenizer:
         """
         _check_unicode(text)
         if not self._controls(text):
-            return list(self._backend.encode(text).ids)
+            return _ids(self._backend, text)
         self._letters(text, after="")
-        return list(self._letter_backend.encode(text).ids)
+        return _ids(self._letter_backend, text)
 
     def encode_raw(self, text: str, *, parse_special: bool, add_special_tokens: bool) -> list[int]:
         """Read a text that may spell control tokens, if ``parse_special``; else as letters.
@@ -112,7 +111,7 @@ class Tokenizer:
         begin = list(self.begin_ids)
         if not add_special_tokens or (begin and ids[: len(begin)] == begin):
             return ids
-        return list(self._backend.encode(text).ids)
+        return _ids(self._backend, text)
 
     def encode_part(self, text: str, *, parse_special: bool, is_first: bool) -> list[int]:
         """Read a part of a text and add nothing; only the first may get a space before it.
@@ -133,7 +132,7 @@ class Tokenizer:
             UsageError: when a marked part cannot be read as letters.
         """
         if marks is None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            return _ids(self._backend, text, add_special_tokens=False)
         ids: list[int] = []
         for number, (piece, marked) in enumerate(marks.pieces(text)):
             after = _ANCHOR if number else ""
@@ -164,11 +163,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        return _decoded(self._backend, ids, skip_special_tokens=True)
 
     def decode_raw(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, control tokens as they are spelled."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        return _decoded(self._backend, ids, skip_special_tokens=False)
 
     def spell(self, token: int) -> str:
         r"""Return how a token looks alone: control tokens by name, parts of letters as bytes.
@@ -213,8 +212,8 @@ class Tokenizer:
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
         """The tokens that the file puts before a text, mostly one or none."""
-        ids = list(self._backend.encode(_ANY_LETTER).ids)
-        plain = list(self._backend.encode(_ANY_LETTER, add_special_tokens=False).ids)
+        ids = _ids(self._backend, _ANY_LETTER)
+        plain = _ids(self._backend, _ANY_LETTER, add_special_tokens=False)
         places = range(len(ids) - len(plain) + 1)
         found = next((n for n in places if ids[n : n + len(plain)] == plain), 0)
         return tuple(ids[:found])
@@ -222,7 +221,7 @@ class Tokenizer:
     @cached_property
     def _begins_as_it_goes_on(self) -> bool:
         """Whether a text gets no space before it, so that it may be read apart."""
-        alone = list(self._backend.encode(_ANY_LETTER, add_special_tokens=False).ids)
+        alone = _ids(self._backend, _ANY_LETTER, add_special_tokens=False)
         return alone == self._plain(_ANY_LETTER, after=_ANCHOR)
 
     @cached_property
@@ -242,7 +241,7 @@ class Tokenizer:
         """Where the text would become control tokens."""
         if self._suspect is not None and not self._suspect.search(text):
             return []
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = _encoded(self._backend, text, add_special_tokens=False)
         spans = zip(encoding.ids, encoding.offsets, strict=True)
         return [span for i, span in spans if i in self.control_ids]
 
@@ -258,6 +257,41 @@ class Tokenizer:
             "cannot read as letters",
             hint="leave it out of the prompt",
         )
+
+
+@contextmanager
+def _failing_as_package(name: str, fact: str) -> Iterator[None]:
+    """Raise what the library raises, a panic too, as an error of the file that it was made from.
+
+    Raises:
+        InvalidPackageError: naming what the library says.
+    """
+    try:
+        yield
+    except Exception as error:  # the library raises no other
+        raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
+    except BaseException as error:  # a panic is no `Exception`, and has no class to import
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
+
+
+def _encoded(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True
+) -> tokenizers.Encoding:
+    with _failing_as_package(TOKENIZER_FILE, "a text cannot be read by it"):
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    return list(_encoded(backend, text, add_special_tokens=add_special_tokens).ids)
+
+
+def _decoded(
+    backend: tokenizers.Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool
+) -> str:
+    with _failing_as_package(TOKENIZER_FILE, "tokens cannot be written by it"):
+        return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def _check_unicode(text: str) -> None:
@@ -282,10 +316,10 @@ def _ids_behind(backend: tokenizers.Tokenizer, text: str, *, after: str) -> list
 
     Some tokenizers put a space before whatever begins a text; a piece is no beginning.
     """
-    ids = list(backend.encode(after + text, add_special_tokens=False).ids)
-    anchor = list(backend.encode(after, add_special_tokens=False).ids)
+    ids = _ids(backend, after + text, add_special_tokens=False)
+    anchor = _ids(backend, after, add_special_tokens=False)
     if ids[: len(anchor)] != anchor:
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        return _ids(backend, text, add_special_tokens=False)
     return ids[len(anchor) :]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
+from expertctl.package.tokenizer_limits import tokenizer_problems
 from expertctl.schema.strict_json import JsonObject, JsonValue, canonical, load_object
 
 FORM_VERSION = 2
@@ -69,12 +70,14 @@ def canonical_tokenizer(data: bytes, *, what: str) -> bytes:
     """Return the canonical form of a ``tokenizer.json``.
 
     Raises:
-        InvalidPackageError: when it is too large, is not strict JSON, or has merges that the
-            library does not read.
+        InvalidPackageError: when it is too large, is not strict JSON, has merges that the
+            library does not read, or would end the process there.
     """
     if data.count(b",") >= MAX_ITEMS:
         raise InvalidPackageError(what, [f"more than {MAX_ITEMS:,} values"])
     document = load_object(data, what=what, max_bytes=MAX_TOKENIZER_BYTES)
+    if problems := tokenizer_problems(document):
+        raise InvalidPackageError(what, problems)
     try:
         return canonical(_form(document))
     except _RefusedError as error:

@@ -4,6 +4,7 @@ import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -464,3 +465,24 @@ def test_half_a_character_in_a_prompt_is_refused(folders: dict[str, Path]) -> No
         tokenizer.encode("a\udcff")
     with pytest.raises(UsageError, match="not Unicode"):
         tokenizer.marks_for(["fine", "\ud800"])
+
+
+PANICS: dict[str, Any] = {
+    "while it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    "on a text": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "on tokens": {"decoder": {"type": "Strip", "content": "a", "start": 1 << 60, "stop": 1 << 60}},
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_a_panic_of_the_library_is_an_error_of_the_file(tmp_path: Path, when: str) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    document = {"version": "1.0", "added_tokens": [], "model": model, **PANICS[when]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+
+    def there_and_back() -> None:
+        tokenizer = Tokenizer.open(tmp_path)
+        tokenizer.decode(tokenizer.encode("ab"))
+
+    with pytest.raises(InvalidPackageError, match=r"tokenizer\.json"):
+        there_and_back()

@@ -157,7 +157,7 @@ def test_an_empty_prefix_of_subwords_is_none() -> None:
         opened(empty).encode(p).ids for p in PROBES
     ]
     assert digest(none) == digest(empty)
-    assert digest(none) != digest(bpe([["a", "b"]], continuing_subword_prefix="##"))
+    assert digest(bpe([])) != digest(bpe([], continuing_subword_prefix="##"))
 
 
 def test_a_prefix_space_that_disagrees_with_its_scheme_is_kept() -> None:
@@ -272,7 +272,7 @@ FLAGS: dict[str, list[Any]] = {
     "byte_fallback": [None, False, True],
     "ignore_merges": [None, False, True],
     "unk_token": [None, "a", "c"],
-    "continuing_subword_prefix": [None, ""],  # of others the library aborts the process
+    "continuing_subword_prefix": [None, ""],  # others are refused beside these merges
     "end_of_word_suffix": [None, "", "b"],
     "dropout": [None],
 }
