@@ -172,6 +172,14 @@ def test_control_tokens_of_completions_are_text_where_a_team_has_settled_that(
     assert serve.completions_special_tokens is expected
 
 
+@pytest.mark.parametrize(("text", "expected"), [("no", False), ("1", True), (None, None)])
+def test_models_are_not_told_the_form_of_json_where_a_team_has_settled_that(
+    text: str | None, expected: bool | None, home: Path
+) -> None:
+    kept = {} if text is None else {"EXPERT_SERVE_JSON_INSTRUCTION": text}
+    assert load_settings({"EXPERT_HOME": str(home), **kept}).serve.json_instruction is expected
+
+
 @pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "100001", "9" * 30, "\u0661"])
 def test_what_is_no_count_is_refused(key: str, text: str, home: Path) -> None:

@@ -259,7 +259,7 @@ def test_the_form_of_an_answer_is_checked_afterwards(client: Client, form: Any) 
     assert whole.choices[0].finish_reason == "stop"
     cut = ask(client, "Sort, broken", response_format=form)
     assert told(cut)["validation_passed"] is False
-    assert "not JSON" in told(cut)["warnings"][0]
+    assert any("not JSON" in warning for warning in told(cut)["warnings"])
     assert cut.choices[0].message.content == '{"sorted": [1, 2'
     assert cut.choices[0].finish_reason == "stop"
 

@@ -58,6 +58,17 @@ def test_the_beginning_of_an_answer_is_read_without_its_thoughts(text: BaseText)
     assert call(text).reading.before == ""
 
 
+@pytest.mark.parametrize(
+    ("content", "tag"), [("Yes <thi", "<thi"), ("<think>Hm</th", "</th"), ("Yes", ""), ("a <b", "")]
+)
+def test_a_tag_that_the_beginning_of_an_answer_cuts_is_read_on(
+    text: BaseText, content: str, tag: str
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    assert call(text, messages=turns).reading.tag_begin == tag
+    assert call(text, messages=turns, add_generation_prompt=True).reading.tag_begin == ""
+
+
 def test_experts_are_forced_in_the_order_of_the_model(text: BaseText) -> None:
     named = job(text, model="acme/sql:0.5+acme/json", max_experts=2, exclude_experts=["acme/go"])
     assert named.request.experts == (
