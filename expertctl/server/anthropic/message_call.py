@@ -53,8 +53,8 @@ class Asked:
 
     messages: tuple[Message, ...]
     """What the model reads."""
-    routed_by: str
-    """The text that experts are chosen by."""
+    sent: tuple[Message, ...]
+    """What the client sent, which experts are chosen by."""
     tools: tuple[OfferedTool, ...]
     variables: JsonObject
     warnings: tuple[str, ...] = ()
@@ -109,13 +109,13 @@ def asked_of(request: CountRequest, text: BaseText, *, json_instruction: bool) -
     messages = with_known_ids(messages_of(request.system, request.messages), text.form)
     wanted = request.output_config.format if request.output_config else None
     shown = wanted is not None and json_instruction and not tools
-    told = instruct(messages, wanted.schema) if wanted and shown else messages
+    read = instruct(messages, wanted.schema) if wanted and shown else messages
     return Asked(
-        messages=told,
-        routed_by=routed_by(messages),
+        messages=read,
+        sent=messages,
         tools=tools,
         variables=variables,
-        warnings=(ADDED,) if told != messages else (),
+        warnings=(ADDED,) if read != messages else (),
     )
 
 
@@ -187,7 +187,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
 def _run_request(
     request: MessageRequest, asked: Asked, choice: Choice, caller: Caller
 ) -> RunRequest:
-    prompt = asked.routed_by
+    prompt = routed_by(asked.sent)
     most = request.max_experts
     route = RouteRequest(
         prompt=prompt,

@@ -126,7 +126,7 @@ def _check(body: InferRequest, commands: Commands) -> Check | None:
     if check is None or form is None or not form.is_json:
         return check
 
-    def check_json(text: str) -> Checked:
+    def check_json(text: str) -> Checked | str:
         return check(json_of(text))
 
     return check_json
