@@ -13,7 +13,6 @@ from expertctl.cli.package_view import (
     contents_document,
     inspect_document,
     inspect_text,
-    one_line,
 )
 from expertctl.cli.target import Target, read_target, reading, the_store
 from expertctl.durable import write_atomic
@@ -37,6 +36,7 @@ from expertctl.package.spool import sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
 from expertctl.package.write import check_place
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
