@@ -104,6 +104,9 @@ def route(
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
     allow_base_mismatch: Mismatch = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show experts of other bases one by one.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which experts would answer a prompt, and why. Nothing is loaded.
@@ -150,7 +153,7 @@ def route(
         request, base=known_base(base, settings, as_json=as_json)
     )
     warn(planned.warnings)
-    shown = routing_text(planned.result, width=terminal_width(sys.stdout))
+    shown = routing_text(planned.result, width=terminal_width(sys.stdout), verbose=verbose)
     emit(planned.result.to_json(), shown, as_json=as_json)
 
 
