@@ -80,7 +80,7 @@ def describe_mismatch(
 def add_base_hint(required: BaseRequirement) -> str:
     """Return the command that adds the base that is required, and where to get it if that shows."""
     name = required.name
-    if not is_hub_name(name):
+    if "/" not in name or not is_hub_name(name):
         return f"add the base {label(name, required.revision)} with `expertctl base add DIR`"
     revision = f" --revision {shlex.quote(required.revision)}" if required.revision else ""
     return (
