@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter_files import SAVED_HINT, AdapterFiles, demand_adapter, read_adapter
+from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter_files import (
+    AdapterFiles,
+    demand_adapter,
+    demand_directory,
+    read_adapter,
+)
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.companions import differences, is_empty_card
 from expertctl.package.compatibility import check_base, check_tensors
@@ -138,10 +143,10 @@ def plan_build(
 
     Raises:
         NotFoundError: when the directory or its adapter is missing.
+        UsageError: when it is a file.
         InvalidPackageError: with every problem.
     """
-    if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
+    demand_directory(directory)
     existing = read_draft(directory)
     if "adapters" not in existing:
         demand_adapter(directory)
