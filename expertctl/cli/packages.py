@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.evaluating import MetricOption, measured
+from expertctl.cli.named_base import base_or_folder
 from expertctl.cli.output import JsonFlag, emit, note, progress, warn
 from expertctl.cli.package_view import (
     built_document,
@@ -70,7 +71,8 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base it was trained on: one you added, or a Hugging Face directory.",
+        help="The base it was trained on: one you added, or a Hugging Face directory; "
+        "./NAME is always the directory.",
     ),
 ]
 
@@ -242,13 +244,14 @@ def _overrides(
 
 
 def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
-    """Find the base: a named directory, else a base that was added; None if unknown."""
+    """Find the base: the one that is named, else the one that the adapter names, if known."""
     label = base_label(directory)
-    if base is not None and Path(base).is_dir():
-        return _read_base(Path(base), label, as_json=as_json)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
-        return _facts_of(bases.find(base))
+        named = base_or_folder(bases, base)
+        if isinstance(named, Path):
+            return _read_base(named, label, as_json=as_json)
+        return _facts_of(named)
     if label is None:
         return None
     found = bases.meant_by(label)

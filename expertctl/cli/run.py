@@ -149,9 +149,8 @@ def route(
         allow_base_mismatch=allow_base_mismatch,
     )
     check_request(request)
-    planned = open_planner(settings, as_json=as_json).plan(
-        request, base=known_base(base, settings, as_json=as_json)
-    )
+    named = known_base(base, settings, as_json=as_json)
+    planned = open_planner(settings, as_json=as_json).plan(request, base=named)
     warn(planned.warnings)
     shown = routing_text(planned.result, width=terminal_width(sys.stdout), verbose=verbose)
     emit(planned.result.to_json(), shown, as_json=as_json)
