@@ -108,8 +108,16 @@ class Built:
     notes: tuple[str, ...]
 
 
-def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> JsonObject:
+def draft(
+    directory: Path,
+    overrides: Overrides,
+    *,
+    base: BaseFacts | None,
+    examples: Sequence[str] = (),
+) -> JsonObject:
     """Return a draft of ``expert.json`` for a directory, complete as far as can be known.
+
+    ``examples`` are prompts that the router should send to the expert.
 
     Raises:
         NotFoundError: when there is no adapter in the directory.
@@ -121,15 +129,18 @@ def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> J
         for weights, config in named_adapters(existing.get("adapters"))
     ]
     document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
-    for name, value in _TO_FILL_IN.items():
+    to_fill_in: Mapping[str, JsonObject] = {
+        "routing": {
+            "task": "default",
+            "languages": [],
+            "examples": list(examples),
+            "keywords": [],
+        },
+        "composition": {"requires": [], "conflicts": []},
+    }
+    for name, value in to_fill_in.items():
         document.setdefault(name, value)
     return document
-
-
-_TO_FILL_IN: Mapping[str, JsonObject] = {
-    "routing": {"task": "default", "languages": [], "examples": [], "keywords": []},
-    "composition": {"requires": [], "conflicts": []},
-}
 
 
 def plan_build(
