@@ -75,15 +75,15 @@ _DEFAULTS = {
 }
 """What counts where a setting is not set, written as it could be set."""
 _DEPENDING_DEFAULTS = {
-    "base": "the newest base, the demo last",
+    "base": "newest, the demo last",
     "memory_budget": "80% of the memory",
-    "dtype": "bf16 where the base stores it, else float32",
-    "encoder": "minilm where its weights are here, else lexical",
-    "serve_base": "as for `run`",
-    "serve_url": "made of host and port",
-    "serve_prefix_cache_memory": "a quarter of the memory budget",
+    "dtype": "bf16 or float32",
+    "encoder": "minilm, else lexical",
+    "serve_base": "as for run",
+    "serve_url": "from host and port",
+    "serve_prefix_cache_memory": "a quarter of the budget",
 }
-"""The same for those that depend on something else, for people."""
+"""The same for those that depend on something else, for people: short, for a table."""
 _NO_DEFAULT = "none"
 
 
