@@ -55,6 +55,36 @@ _READERS: dict[str, Callable[[str], object]] = {
 }
 """Refuses a value that is not valid for its setting."""
 LOCK_SECONDS = 30.0
+_DEFAULTS = {
+    "offline": "no",
+    "allow_http": "no",
+    "minimum_release_age": "0",
+    "device": "cpu",
+    "adapter_dtype": "published",
+    "deterministic": "no",
+    "moe_cold": "auto",
+    "moe_warmup": "hybrid",
+    "moe_learn": "yes",
+    "serve_host": "127.0.0.1",
+    "serve_port": "8000",
+    "serve_rows": "16",
+    "serve_queue": "128",
+    "serve_behind": "60",
+    "serve_completions_special_tokens": "yes",
+    "serve_strict_fields": "no",
+}
+"""What counts where a setting is not set, written as it could be set."""
+_DEPENDING_DEFAULTS = {
+    "base": "newest, the demo last",
+    "memory_budget": "80% of the memory",
+    "dtype": "bf16 or float32",
+    "encoder": "minilm, else lexical",
+    "serve_base": "as for run",
+    "serve_url": "from host and port",
+    "serve_prefix_cache_memory": "a quarter of the budget",
+}
+"""The same for those that depend on something else, for people: short, for a table."""
+_NO_DEFAULT = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +95,21 @@ class Setting:
     value: str | None
     source: str
     """``environment``, ``file`` or ``default``."""
+
+    @property
+    def default(self) -> str | None:
+        """The value that counts where none is set; ``None`` where that depends, or is nothing."""
+        return _DEFAULTS.get(self.key)
+
+    def describe(self) -> str:
+        """Return the value for people; a default is marked."""
+        if self.value is not None:
+            return self.value
+        return f"{self.describe_default()} (default)"
+
+    def describe_default(self) -> str:
+        """Return the default for people, in words where it depends on something else."""
+        return self.default or _DEPENDING_DEFAULTS.get(self.key, _NO_DEFAULT)
 
 
 def read_settings(path: Path, environment: Mapping[str, str]) -> list[Setting]:

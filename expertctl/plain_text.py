@@ -11,7 +11,7 @@ import re
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_UNSAFE}]")
-_IN_LINE = re.compile(f"[\t\n\u2028\u2029{_UNSAFE}]")
+_LINE_END = re.compile("[\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029]")
 
 
 def replace_unsafe(text: str, by: str = REPLACEMENT) -> str:
@@ -19,6 +19,9 @@ def replace_unsafe(text: str, by: str = REPLACEMENT) -> str:
     return _IN_TEXT.sub(by, text)
 
 
-def one_line(text: str, by: str = " ") -> str:
-    """Return a text of the same length with nothing in it that ends a line."""
-    return _IN_LINE.sub(by, text)
+def one_line(text: str, by: str = REPLACEMENT) -> str:
+    """Return a text of the same length on one line: tabs and what ends a line become spaces.
+
+    A second line of foreign text could pose as one of ours.
+    """
+    return replace_unsafe(_LINE_END.sub(" ", text), by)

@@ -58,6 +58,11 @@ def test_one_line_stays_one_line(end: str) -> None:
     assert one_line(f"a{end}b") == "a b"
 
 
+def test_a_control_character_in_a_line_is_shown_as_replaced_not_as_a_space() -> None:
+    assert one_line("red\x1b[31m\nnext") == "red\N{REPLACEMENT CHARACTER}[31m next"
+    assert one_line("red\x1b[31m", "?") == "red?[31m"
+
+
 def test_the_sdk_which_imports_nothing_of_ours_replaces_the_same_characters() -> None:
     every = [chr(number) for number in range(sys.maxunicode + 1)]
     ours = {c for c in every if one_line(c) != c}

@@ -38,7 +38,10 @@ def add(
     ] = False,
     compile_kernels: Annotated[
         bool,
-        typer.Option("--compile", help="Compile its kernels now, so that no answer waits for it."),
+        typer.Option(
+            "--compile",
+            help="Compile its kernels now, for run and serve: no answer waits.",
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -90,7 +93,11 @@ def _compiled(base: StoredBase, *, as_json: bool) -> bool:
     with progress("compiling", None, as_json=as_json):
         planner = Planner.open(settings, tell=note)
         found = compile_ahead(planner, base, like, budget=settings.memory_budget, tell=note)
-    note("its kernels are compiled" if found else f"{base.name} is run without kernels of its own")
+    note(
+        "the kernels of `run` and `serve` are compiled"
+        if found
+        else f"{base.name} is run without kernels of its own"
+    )
     return found
 
 

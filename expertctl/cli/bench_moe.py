@@ -232,8 +232,9 @@ def _measured(
 ) -> "RoutedMeasured":
     from expertctl.engine.routed_bench import measure_routed
 
+    named = known_base(base, settings, as_json=as_json)
     planner = open_planner(settings, as_json=as_json)
-    name = known_base(base, settings, as_json=as_json) or _first_routed(planner.rule.ordered())
+    name = named or _first_routed(planner.rule.ordered())
     with counting("measuring", wanted.runs, as_json=as_json) as report:
         return measure_routed(planner, wanted, base=name, budget=budget, progress=report, tell=note)
 

@@ -28,7 +28,7 @@ def get(key: Key, as_json: JsonFlag = False) -> None:
     check_key(key)
     found = next(setting for setting in _settings() if setting.key == key)
     if found.value is None:
-        note(f"{key} is not set")
+        note(f"{key} is not set; the default is {found.describe_default()}")
     emit(_document(found), found.value or "", as_json=as_json)
 
 
@@ -65,12 +65,12 @@ def unset(key: Key, as_json: JsonFlag = False) -> None:
 
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
-    """List all settings and where each comes from.
+    """List all settings, with where each comes from or its default.
 
     Example: expertctl config list
     """
     found = _settings()
-    rows = [[s.key, s.value if s.value is not None else "-", s.source] for s in found]
+    rows = [[s.key, s.describe(), "-" if s.source == "default" else s.source] for s in found]
     document = {"settings": [_document(setting) for setting in found]}
     emit(document, table(["KEY", "VALUE", "SOURCE"], rows), as_json=as_json)
 
@@ -80,4 +80,9 @@ def _settings() -> list[Setting]:
 
 
 def _document(setting: Setting) -> dict[str, object]:
-    return {"key": setting.key, "value": setting.value, "source": setting.source}
+    return {
+        "key": setting.key,
+        "value": setting.value,
+        "source": setting.source,
+        "default": setting.default,
+    }

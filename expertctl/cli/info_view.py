@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from expertctl.cli.output import human_size, table
-from expertctl.cli.package_view import manifest_rows, one_line
+from expertctl.cli.package_view import manifest_rows
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, TrustError
 from expertctl.package.compatibility import check_base
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName
 from expertctl.registry.package_pages import PackagePage, Release, VersionPage
 from expertctl.routing.suspicion import flags

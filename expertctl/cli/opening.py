@@ -37,6 +37,16 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     return planner
 
 
+def open_with_demo(settings: Settings, *, as_json: bool) -> None:
+    """Install the starter pack where neither its base nor any of its experts is here."""
+    from expertctl.install.first_run import lacks_starter
+    from expertctl.routing.planner import Planner
+
+    planner = Planner.open(settings)
+    if lacks_starter(planner.store, planner.bases):
+        _install_starter(planner, settings.home.root / UNFINISHED, as_json=as_json)
+
+
 def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> None:
     from expertctl.durable import make_folders, write_atomic
     from expertctl.install.starter import install_starter

@@ -10,6 +10,7 @@ from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, 
 from expertctl.package.build import Built
 from expertctl.package.evaluation_summary import evaluation_text
 from expertctl.package.read import PackageContents
+from expertctl.plain_text import one_line
 from expertctl.schema.manifest import Manifest
 from expertctl.trust.bundle import read_bundle
 
@@ -89,11 +90,6 @@ def inspect_text(contents: PackageContents) -> str:
     width = max(len(row[0]) for row in rows)
     head = "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in rows)
     return f"{head}\n\n{table(['file', 'size', 'digest'], files)}"
-
-
-def one_line(text: str) -> str:
-    """Put a package's text on one line: a line of it could pose as one of ours."""
-    return " ".join(text.split())
 
 
 def manifest_rows(manifest: Manifest) -> list[list[str]]:

@@ -1,11 +1,13 @@
 """Make and inspect packages, from ``init`` to ``unpack``."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from expertctl.cli.evaluating import MetricOption, measured
+from expertctl.cli.named_base import base_or_folder
 from expertctl.cli.output import JsonFlag, emit, note, progress, warn
 from expertctl.cli.package_view import (
     built_document,
@@ -13,11 +15,10 @@ from expertctl.cli.package_view import (
     contents_document,
     inspect_document,
     inspect_text,
-    one_line,
 )
 from expertctl.cli.target import Target, read_target, reading, the_store
 from expertctl.durable import write_atomic
-from expertctl.errors import UsageError
+from expertctl.errors import ExpertError, UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.config_cleaning import is_hub_name
@@ -30,6 +31,7 @@ from expertctl.package.draft import (
     read_draft,
 )
 from expertctl.package.evaluation_data import read_data
+from expertctl.package.example_prompts import read_examples
 from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.numbers import doubts
 from expertctl.package.read import names_file
@@ -37,13 +39,14 @@ from expertctl.package.spool import sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
 from expertctl.package.write import check_place
+from expertctl.plain_text import one_line
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.contents import opened
-from expertctl.store.store import parse_wanted
+from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.publisher import Publisher
@@ -70,7 +73,8 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="NAME|DIR",
-        help="The base it was trained on: one you added, or a Hugging Face directory.",
+        help="The base it was trained on: one you added, or a Hugging Face directory; "
+        "./NAME is always the directory.",
     ),
 ]
 
@@ -82,6 +86,13 @@ def init(
     description: Description = None,
     license_: License = None,
     base: Base = None,
+    examples: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts that are for it, one a line or JSON Lines with a prompt.",
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a draft of expert.json beside an adapter. It is filled in as far as the files tell.
@@ -92,8 +103,9 @@ def init(
     path = directory / MANIFEST_PATH
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
+    prompts = read_examples(examples) if examples is not None else []
     facts = _base_facts(directory, base, as_json=as_json)
-    draft = building.draft(directory, overrides, base=facts)
+    draft = building.draft(directory, overrides, base=facts, examples=prompts)
     _note_name(directory, overrides)
     write_atomic(path, encode(draft))
     missing = base_problems(draft)
@@ -157,9 +169,13 @@ def build(
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
         built = building.build(plan, target, key=key, level=level, progress=report)
     _say_built(built)
+    doubts_of_router = _routing_doubts(settings, plan)
+    for line in doubts_of_router:
+        note(line)
     if sign:
         _warn_of_grant(settings, sign, built.manifest.package)
-    emit(built_document(built), built_text(built), as_json=as_json)
+    document = {**built_document(built), "warnings": [*built.warnings, *doubts_of_router]}
+    emit(document, built_text(built), as_json=as_json)
 
 
 def sign(
@@ -242,13 +258,14 @@ def _overrides(
 
 
 def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
-    """Find the base: a named directory, else a base that was added; None if unknown."""
+    """Find the base: the one that is named, else the one that the adapter names, if known."""
     label = base_label(directory)
-    if base is not None and Path(base).is_dir():
-        return _read_base(Path(base), label, as_json=as_json)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
-        return _facts_of(bases.find(base))
+        named = base_or_folder(bases, base)
+        if isinstance(named, Path):
+            return _read_base(named, label, as_json=as_json)
+        return _facts_of(named)
     if label is None:
         return None
     found = bases.meant_by(label)
@@ -289,6 +306,30 @@ def _warn_of_grant(settings: Settings, name: str, package: PackageName) -> None:
     if any(key.name == name and namespace not in key.namespaces for key in keys):
         grant = f"`expertctl keys grant {name} --namespace {namespace}`"
         warn([f"your key {name} is not trusted for {namespace}/* here; {grant} changes that"])
+
+
+def _routing_doubts(settings: Settings, plan: building.Plan) -> list[str]:
+    """Return what keeps the router from choosing an expert, here or where others install it."""
+    from expertctl.install.own_packages import own_packages
+    from expertctl.routing.advice import advice, without_examples
+    from expertctl.routing.encoder import open_encoder
+    from expertctl.routing.index import RoutingIndex
+    from expertctl.routing.vetting import advise
+
+    manifest, told = plan.manifest, list[str]()
+    if not manifest.routing.examples:
+        add = f"add some with `expertctl init {shlex.quote(str(plan.directory))} --examples FILE`"
+        if (plan.directory / MANIFEST_PATH).exists():
+            add = f"add some to {plan.directory / MANIFEST_PATH}"
+        named = f"`--expert {manifest.package}`"
+        told.append(without_examples(manifest.name, named=named, add=add))
+    try:
+        home = settings.home
+        index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
+        own = own_packages(Store(home.store).experts(), KeyRing(home.keys))
+        return [*told, *advice(manifest, advise(manifest, index, own=own))]
+    except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
+        return told
 
 
 def _say_built(built: building.Built) -> None:

@@ -6,8 +6,8 @@ import typer
 
 from expertctl.cli.connection import RegistryOption, connected
 from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
-from expertctl.cli.package_view import one_line
 from expertctl.errors import UsageError
+from expertctl.plain_text import one_line
 from expertctl.registry import people
 from expertctl.registry.people import Namespace, Read, Role, User
 from expertctl.schema.strict_json import JsonObject

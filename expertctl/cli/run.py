@@ -104,6 +104,9 @@ def route(
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
     allow_base_mismatch: Mismatch = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show experts of other bases one by one.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which experts would answer a prompt, and why. Nothing is loaded.
@@ -146,11 +149,10 @@ def route(
         allow_base_mismatch=allow_base_mismatch,
     )
     check_request(request)
-    planned = open_planner(settings, as_json=as_json).plan(
-        request, base=known_base(base, settings, as_json=as_json)
-    )
+    named = known_base(base, settings, as_json=as_json)
+    planned = open_planner(settings, as_json=as_json).plan(request, base=named)
     warn(planned.warnings)
-    shown = routing_text(planned.result, width=terminal_width(sys.stdout))
+    shown = routing_text(planned.result, width=terminal_width(sys.stdout), verbose=verbose)
     emit(planned.result.to_json(), shown, as_json=as_json)
 
 

@@ -25,18 +25,31 @@ _FORMS = {True: "as called for", False: "not as called for", None: "none called 
 _EMPTY = "the answer is empty"
 
 
-def routing_text(result: "RoutingResult", *, width: int) -> str:
+def routing_text(result: "RoutingResult", *, width: int, verbose: bool = False) -> str:
     """Return the plan, then the best candidates, each with its figures and the decision.
 
-    The closest text of an expert is cut where a line of ``width`` columns ends; 0: without limit.
+    Experts of other bases are only counted, unless ``verbose``. The closest text of an expert is
+    cut where a line of ``width`` columns ends; 0: without limit.
     """
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_plan_lines(result)]
-    shown = [c for n, c in enumerate(result.candidates) if c.chosen or n < _SHOWN_CANDIDATES]
+    looked_at = [c for c in result.candidates if verbose or not c.other_base]
+    shown = [c for n, c in enumerate(looked_at) if c.chosen or n < _SHOWN_CANDIDATES]
     if shown:
         lines += ["", _candidate_table(shown, width)]
-    if more := len(result.candidates) - len(shown):
+    if more := len(looked_at) - len(shown):
         lines += [f"and {more} more, which --json shows"]
+    if not verbose and result.other_bases:
+        lines += ["", *_of_other_bases(result.other_bases, result.plan.base)]
     return "\n".join(lines)
+
+
+def _of_other_bases(counts: Mapping[str, int], here: str) -> list[str]:
+    """Return a line for each base that experts were made for and that does not answer."""
+    return [
+        f"{counted(count, 'expert')} {'is' if count == 1 else 'are'} for "
+        + (f"{name}, not {here}" if name != here else f"another {name} than the one here")
+        for name, count in sorted(counts.items())
+    ]
 
 
 def _candidate_table(candidates: Sequence["Candidate"], width: int) -> str:

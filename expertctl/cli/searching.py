@@ -9,9 +9,9 @@ import typer
 from expertctl.cli.connection import Connection, RegistryOption, connected, is_any_meant
 from expertctl.cli.info_view import Offer, info_document, info_text, judged
 from expertctl.cli.output import JsonFlag, emit, note, table
-from expertctl.cli.package_view import one_line
 from expertctl.errors import NotFoundError, RegistryError, UsageError
 from expertctl.package.read import names_file
+from expertctl.plain_text import one_line
 from expertctl.reference import Reference, Version
 from expertctl.registry.package_pages import Hit, package_page, version_page
 from expertctl.registry.package_pages import search as find

@@ -6,7 +6,7 @@ import typer
 
 from expertctl.cli.connection import RegistryOption, connected
 from expertctl.cli.output import JsonFlag, emit, note, table
-from expertctl.cli.package_view import one_line
+from expertctl.plain_text import one_line
 from expertctl.registry.tokens import Token, new_token, parse_lifetime, revoke_token, tokens
 from expertctl.settings import load_settings
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
 from expertctl.errors import ExpertError, RevokedError, TrustError
 from expertctl.install.notices import REFUSED, ask_about, held_in_store, notices_about
+from expertctl.install.own_packages import own_packages
 from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.install.sources import Sources
@@ -19,6 +20,7 @@ from expertctl.routing.index import DEEP_FOLDER
 from expertctl.routing.suspicion import RULES, flags
 from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
 from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -30,6 +32,7 @@ from expertctl.store.store import Store
 from expertctl.store.suspicions import Suspicions
 from expertctl.store.transaction import abandoned, required_base, stored_blobs
 from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.trust.keys import KeyRing
 from expertctl.trust.policy import TrustStore
 
 _THREADS = 4
@@ -331,7 +334,10 @@ def _suspicion_findings(
         )
         hint = "`expertctl reindex` judges them again"
         yield Finding(str(suspicions.path), problem, hint, broken=False)
+    own = own_packages(now.experts, KeyRing(Home(suspicions.path.parent).keys))
     for expert in now.experts:
+        if expert.content_digest in own:
+            continue
         verdict = known.get(expert.content_digest)
         found = verdict.flags if verdict else _flags_now(expert, store, suspicions)
         if found:

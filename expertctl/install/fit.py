@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from expertctl.errors import BaseMismatchError
 from expertctl.package.compatibility import check_base, check_tensors
 from expertctl.package.read import PackageContents
+from expertctl.routing.base_choice import widths_of
 from expertctl.store.base_record import StoredBase
 from expertctl.store.ref import MISMATCH
 
@@ -31,8 +32,14 @@ def fit(
     namesake = next((base for base in bases if base.name == manifest.base.name), None)
     if namesake is None:
         return [], [_not_added(contents)]
-    warnings = check_base(manifest, namesake.identity, allow_mismatch=allow_mismatch)
     problems = _tensor_problems(contents, namesake)
+    warnings = check_base(
+        manifest,
+        namesake.identity,
+        allow_mismatch=allow_mismatch,
+        shapes_agree=not problems,
+        widths=widths_of(bases),
+    )
     return warnings + [f"{manifest.ref}: {MISMATCH}: {problem}" for problem in problems], []
 
 

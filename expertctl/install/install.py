@@ -25,6 +25,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.install.fit import fit
+from expertctl.install.own_packages import own_packages
 from expertctl.install.requirements import (
     Claims,
     check_conflicts,
@@ -42,16 +43,19 @@ from expertctl.package.verify import (
     verify_contents,
 )
 from expertctl.reference import Reference
+from expertctl.routing.advice import ways_out, without_examples
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.vetting import vet
 from expertctl.schema.manifest import Manifest
+from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.flags import suspicion_of
+from expertctl.store.flags import Flag, suspicion_of
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
 from expertctl.store.transaction import Outcome, Transaction
+from expertctl.trust.keys import KeyRing
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
@@ -456,9 +460,19 @@ def _index(manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex) -> d
     """Make experts known to the router, and judge what they say of themselves."""
     by_digest = {expert.content_digest: manifest for expert, manifest in manifests.items()}
     index.add(by_digest)
-    found = vet(by_digest, index)
+    own = own_packages(manifests, KeyRing(Home(index.folder).keys))
+    found = vet(by_digest, index, own=own)
     return {
-        expert.ref: [f"{expert.ref} {suspicion_of(flags)}"]
-        for expert in manifests
-        if (flags := found[expert.content_digest])
+        expert.ref: told
+        for expert, manifest in manifests.items()
+        if (told := _of_routing(expert, manifest, found[expert.content_digest]))
     }
+
+
+def _of_routing(expert: StoredExpert, manifest: Manifest, flags: tuple[Flag, ...]) -> list[str]:
+    """Return what the user should know of how the router treats an expert."""
+    named = f"`--expert {expert.package}`"
+    told = [f"{expert.ref} {suspicion_of(flags)}; {ways_out(flags, named)}"] if flags else []
+    if not manifest.routing.examples:
+        told.append(without_examples(expert.ref, named=named))
+    return told

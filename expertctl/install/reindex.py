@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from expertctl.errors import ExpertError
+from expertctl.install.own_packages import own_packages
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.vetting import vet_again
 from expertctl.schema.manifest import Manifest
+from expertctl.settings import Home
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
+from expertctl.trust.keys import KeyRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ def reindex(store: Store, *, catalogue: Catalogue, index: RoutingIndex) -> Reind
     catalogue.rebuild(known)
     index.rebuild({expert.content_digest: manifest for expert, manifest in known})
     known.sort(key=lambda pair: _age(pair[0], store))
-    vet_again({expert.content_digest: manifest for expert, manifest in known}, index)
+    own = own_packages((expert for expert, _ in known), KeyRing(Home(index.folder).keys))
+    vet_again({expert.content_digest: manifest for expert, manifest in known}, index, own=own)
     return Reindexed(len(known), tuple(warnings))
 
 

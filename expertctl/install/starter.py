@@ -12,6 +12,7 @@ import msgspec
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import DigestError, InvalidPackageError
+from expertctl.install.first_run import NAMESPACE
 from expertctl.install.install import Installed, install_files
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.index import RoutingIndex
@@ -24,7 +25,6 @@ from expertctl.trust.policy import TrustStore
 
 STARTER = Path(__file__).parent.parent / "_starter"
 PINS = "starter.json"
-NAMESPACE = "starter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,13 @@ package is. The configuration and the weights are checked together.
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
+from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.package.adapter import AdapterSpec, SoftPrompt, shortened, wrapped
 from expertctl.package.adapter_config import (
     MAX_CONFIG_BYTES,
@@ -36,6 +38,9 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"
 _PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LISTED = 10
+_MAX_LOOKED_AT = 2000
+_LEVELS = 4
+"""How many folders below a directory, and how deep, are searched for adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,25 @@ def read_label(directory: Path, config: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def demand_directory(directory: Path) -> None:
+    """Refuse what is no directory.
+
+    Raises:
+        UsageError: when it is a file.
+        NotFoundError: when nothing is there.
+    """
+    if directory.is_dir():
+        return
+    if not directory.exists():
+        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
+    hint = SAVED_HINT
+    if directory.name.endswith(".expert"):
+        hint = f"that is a package: `expertctl install {shlex.quote(str(directory))}`"
+    elif directory.name in {CONFIG_PATH, WEIGHTS_PATH}:
+        hint = f"`expertctl build {shlex.quote(str(directory.parent))}`"
+    raise UsageError(f"{directory} is a file, and a directory is wanted", hint=hint)
+
+
 def demand_adapter(directory: Path) -> None:
     """Refuse a directory in which nothing looks like an adapter of any kind.
 
@@ -127,22 +151,41 @@ def demand_adapter(directory: Path) -> None:
 
 
 def find_adapters_below(directory: Path) -> list[str]:
-    """Return the ``checkpoint-N`` folders of a training run, or the snapshots of the hub's cache.
+    """Return the folders below that hold an adapter, in the order of their numbers and names.
 
-    Only those that hold an adapter count, in the order of their numbers or names. Names that mean
-    something to a shell are passed over, because hints show them in commands.
+    A few levels of a bounded number of folders are looked at, and links to folders are not
+    followed. Names that mean something to a shell are passed over, because hints show them in
+    commands.
     """
-    checkpoints = [path for path in directory.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    checkpoints.sort(key=lambda path: (len(path.name), path.name))
-    found = checkpoints or sorted(directory.glob("snapshots/*"))
-    plain = [path for path in found if _PLAIN.fullmatch(path.name)]
-    return [str(path.relative_to(directory)) for path in plain if (path / CONFIG_PATH).is_file()]
+    found: list[str] = []
+    level = [directory]
+    left = _MAX_LOOKED_AT
+    for _ in range(_LEVELS):
+        below = list(islice((path for each in level for path in _plain_folders(each)), left))
+        left -= len(below)
+        adapters = {path for path in below if (path / CONFIG_PATH).is_file()}
+        found += [str(path.relative_to(directory)) for path in adapters]
+        level = [path for path in below if path not in adapters]
+    return sorted(found, key=_natural)
+
+
+def _plain_folders(directory: Path) -> list[Path]:
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return []
+    return [p for p in entries if _PLAIN.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key in which numbers count as such: checkpoint-90 is before checkpoint-500."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFile, SourceFile]:
     """Find both files, or say what lies there instead."""
-    if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
+    demand_directory(directory)
     findings = Findings(str(directory))
     found = [findings.of(lambda n=name: source_file(directory, n)) for name in (config, weights)]  # type: ignore[misc]  # defaults bind the loop's values
     findings.raise_if_any()
@@ -165,8 +208,11 @@ def _missing(directory: Path, name: str) -> NotFoundError:
     if not below:
         return NotFoundError(f"{directory}: {name} is missing", hint=SAVED_HINT)
     shown = ", ".join(below[-_MAX_LISTED:])
+    all_of_them = "adapters below it"
+    if len(below) > _MAX_LISTED:
+        all_of_them = f"{len(below)} adapters below it, the last"
     return NotFoundError(
-        f"{directory}: {name} is missing, but there are adapters below it: {shown}",
+        f"{directory}: {name} is missing, but there are {all_of_them}: {shown}",
         hint=f"build one of them: expertctl build {directory / below[-1]}",
     )
 

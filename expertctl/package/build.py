@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter_files import SAVED_HINT, AdapterFiles, demand_adapter, read_adapter
+from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter_files import (
+    AdapterFiles,
+    demand_adapter,
+    demand_directory,
+    read_adapter,
+)
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.companions import differences, is_empty_card
 from expertctl.package.compatibility import check_base, check_tensors
@@ -103,8 +108,16 @@ class Built:
     notes: tuple[str, ...]
 
 
-def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> JsonObject:
+def draft(
+    directory: Path,
+    overrides: Overrides,
+    *,
+    base: BaseFacts | None,
+    examples: Sequence[str] = (),
+) -> JsonObject:
     """Return a draft of ``expert.json`` for a directory, complete as far as can be known.
+
+    ``examples`` are prompts that the router should send to the expert.
 
     Raises:
         NotFoundError: when there is no adapter in the directory.
@@ -116,15 +129,18 @@ def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> J
         for weights, config in named_adapters(existing.get("adapters"))
     ]
     document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
-    for name, value in _TO_FILL_IN.items():
+    to_fill_in: Mapping[str, JsonObject] = {
+        "routing": {
+            "task": "default",
+            "languages": [],
+            "examples": list(examples),
+            "keywords": [],
+        },
+        "composition": {"requires": [], "conflicts": []},
+    }
+    for name, value in to_fill_in.items():
         document.setdefault(name, value)
     return document
-
-
-_TO_FILL_IN: Mapping[str, JsonObject] = {
-    "routing": {"task": "default", "languages": [], "examples": [], "keywords": []},
-    "composition": {"requires": [], "conflicts": []},
-}
 
 
 def plan_build(
@@ -138,10 +154,10 @@ def plan_build(
 
     Raises:
         NotFoundError: when the directory or its adapter is missing.
+        UsageError: when it is a file.
         InvalidPackageError: with every problem.
     """
-    if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
+    demand_directory(directory)
     existing = read_draft(directory)
     if "adapters" not in existing:
         demand_adapter(directory)

@@ -1,5 +1,6 @@
 """Whether an expert fits a base: the digests of decision 8, then names and shapes of modules."""
 
+import shlex
 from collections.abc import Mapping
 
 from expertctl.errors import BaseMismatchError
@@ -13,18 +14,32 @@ from expertctl.package.adapter import (
     shortened,
 )
 from expertctl.package.base_model import BaseIdentity
+from expertctl.package.config_cleaning import is_hub_name
 from expertctl.package.foreign_config import HEADS
 from expertctl.package.module_names import name_among, why_absent
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
+Widths = Mapping[str, int]
+"""Digest of an architecture → its hidden size, of the bases that are known."""
+NO_WIDTHS: Widths = {}
+
 _READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj"})
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
+_ACCEPT = "accept the risk with --allow-base-mismatch"
 
 
 def check_base(
-    manifest: Manifest, identity: BaseIdentity, *, allow_mismatch: bool = False
+    manifest: Manifest,
+    identity: BaseIdentity,
+    *,
+    allow_mismatch: bool = False,
+    shapes_agree: bool | None = None,
+    widths: Widths = NO_WIDTHS,
 ) -> list[str]:
     """Check an expert against a base; return the warnings that a result must carry.
+
+    ``shapes_agree`` says whether every module of the adapter is in the base with its shape; where
+    nobody compared them, they agree if the architecture is the same.
 
     Raises:
         BaseMismatchError: when they do not fit and a mismatch is not allowed.
@@ -32,22 +47,53 @@ def check_base(
     required = manifest.base
     problems = _mismatches(required, identity)
     if problems and not allow_mismatch:
+        could_work = required.arch == str(identity.arch) if shapes_agree is None else shapes_agree
         raise BaseMismatchError(
-            f"{manifest.ref} was made for {_label(required.name, required.revision)}, not for "
-            f"{_label(identity.name, identity.revision)}: {'; '.join(problems)}",
-            hint="add the right base with `expertctl base add DIR`, or accept the risk with "
-            "--allow-base-mismatch",
+            f"{manifest.ref} {describe_mismatch(required, identity, widths)}",
+            hint=f"{add_base_hint(required)}{', or ' + _ACCEPT if could_work else ''}",
         )
     if problems:
         return [f"{manifest.ref}: base mismatch allowed: {problem}" for problem in problems]
     return _unchecked(manifest)
 
 
+def describe_mismatch(
+    required: BaseRequirement, identity: BaseIdentity, widths: Widths = NO_WIDTHS
+) -> str:
+    """Return how a base differs from the one that is required, in one line; empty where it fits.
+
+    Where the architecture differs, nothing else is said: all else differs then, too.
+    """
+    problems = _mismatches(required, identity)
+    if not problems:
+        return ""
+    made_for = label(required.name, required.revision)
+    here = label(identity.name, identity.revision)
+    if required.arch != str(identity.arch):
+        made, found = widths.get(required.arch), widths.get(str(identity.arch))
+        if made and found and made != found:
+            return f"was made for {made_for} (hidden size {made}; {here} has {found})"
+        problems = problems[:1]
+    return f"was made for {made_for}, not for {here}: {'; '.join(problems)}"
+
+
+def add_base_hint(required: BaseRequirement) -> str:
+    """Return the command that adds the base that is required, and where to get it if that shows."""
+    name = required.name
+    if "/" not in name or not is_hub_name(name):
+        return f"add the base {label(name, required.revision)} with `expertctl base add DIR`"
+    revision = f" --revision {shlex.quote(required.revision)}" if required.revision else ""
+    return (
+        f"`hf download {name}{revision} --local-dir DIR`, then "
+        f"`expertctl base add DIR --name {name}{revision}`"
+    )
+
+
 def check_tensors(
     spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], *, base: str = "the base"
 ) -> list[str]:
     """Return every way in which an adapter does not fit a base, by its (out, in) linear layers."""
-    made, found = _made_for_width(spec), _width(shapes)
+    made, found = _made_for_width(spec), hidden_size(shapes)
     if made is not None and found is not None and made != found:
         return [f"made for hidden size {made}; {base} has {found}"]
     misfits = (_misfit(part, shapes) for part in spec.parts)
@@ -61,10 +107,10 @@ def _made_for_width(spec: AdapterSpec) -> int | None:
         for part in spec.parts
         if isinstance(part, Lora | Dora) and not (isinstance(part, Lora) and part.stacked)
     }
-    return _width(pairs)
+    return hidden_size(pairs)
 
 
-def _width(shapes: Mapping[str, tuple[int, int]]) -> int | None:
+def hidden_size(shapes: Mapping[str, tuple[int, int]]) -> int | None:
     """Return the hidden size that (out, in) of layers show; ``None`` where they do not agree."""
     widths = set()
     for module, (outputs, inputs) in shapes.items():
@@ -139,5 +185,6 @@ def _unchecked(manifest: Manifest) -> list[str]:
     ]
 
 
-def _label(name: str, revision: str | None) -> str:
+def label(name: str, revision: str | None) -> str:
+    """Return what a base is called in messages."""
     return f"{name}@{revision[:12]}" if revision else name

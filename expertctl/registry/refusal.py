@@ -119,7 +119,7 @@ def read_reason(body: bytes) -> Reason:
 
 def shown(text: str, limit: int = MAX_TEXT) -> str:
     """Return a text of a server as it may be printed: bounded, one line, printable."""
-    clean = " ".join(one_line(text[: limit + 1]).split())
+    clean = " ".join(one_line(text[: limit + 1], " ").split())
     return clean if len(text) <= limit else f"{clean[:limit]}…"
 
 

@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Self
 
 from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError
 from expertctl.package.base_model import BaseIdentity
-from expertctl.package.compatibility import check_base
+from expertctl.package.compatibility import NO_WIDTHS, Widths, describe_mismatch
 from expertctl.reference import Reference, Version
 from expertctl.routing.expert_texts import described
 from expertctl.routing.features import Features
@@ -103,6 +102,7 @@ class Candidate:
     reason: str = ""
     chosen: bool = False
     leads: bool = False  # the expert that others may join
+    other_base: str = ""  # the base that it was made for, where it is barred for that
 
     @property
     def order(self) -> tuple[bool, bool, float, float, Order]:
@@ -130,7 +130,7 @@ class Candidate:
         """The reason, short enough to stand beside a column for each figure."""
         if self.chosen or self.vetoed:
             words = self.reason.removesuffix(f": {evidence(self)}")
-            return words.removeprefix("refused: ").removesuffix(SAID)
+            return words.removeprefix("refused: ").removeprefix("was ").removesuffix(SAID)
         if self.share is None:
             return "others are closer"
         return f"below {THRESHOLD:.2f}" if self.score < THRESHOLD else self.reason
@@ -210,13 +210,14 @@ def untrusted(expert: Installed) -> str:
     return ""
 
 
-def misfit(expert: Installed, base: BaseIdentity, *, allow_mismatch: bool) -> str:
+def misfit(
+    expert: Installed, base: BaseIdentity, *, allow_mismatch: bool, widths: Widths = NO_WIDTHS
+) -> str:
     """Say why an expert does not fit the base; empty when it does or a misfit is allowed."""
-    try:
-        check_base(expert.manifest, base, allow_mismatch=allow_mismatch)
-    except BaseMismatchError as error:
-        return f"refused: {error.message.removeprefix(f'{expert.ref} ')}"
-    return ""
+    if allow_mismatch:
+        return ""
+    problem = describe_mismatch(expert.manifest.base, base, widths)
+    return f"refused: {problem}" if problem else ""
 
 
 def veto(manifest: Manifest, features: Features) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expertctl.routing.advice import COPIED
 from expertctl.routing.candidate import Installed, veto
 from expertctl.routing.composition import not_composing
 from expertctl.routing.encoded import Encoded
@@ -21,9 +22,6 @@ from expertctl.routing.index import RoutingIndex
 from expertctl.routing.roster import Roster
 from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
 from expertctl.routing.vector_table import Rows, Vectors
-
-COPIED = {"copied", "near-copy"}
-"""The flags of an expert that repeats another one."""
 
 ASKED_LAST = "its examples are about everything, so it is asked last"
 """Why a grab-all does not answer where another expert does."""

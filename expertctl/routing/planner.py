@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from expertctl.errors import DigestError, ExpertError, NotFoundError, UsageError
-from expertctl.routing.base_choice import BaseRule
+from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
+from expertctl.package.adapter import AdapterSpec
+from expertctl.routing.base_choice import BaseRule, explain_mismatch, widths_of
 from expertctl.routing.candidate import Installed
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
@@ -23,6 +24,7 @@ from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.contents import read_stored
 from expertctl.store.flags import FILE as FLAGGED_FILE
 from expertctl.store.flags import read_flagged
 from expertctl.store.paths import DamagedRef
@@ -147,7 +149,10 @@ class Planner:
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
         experts = list(known.values())
         routed = [
-            (self._routed(request, candidate, experts, roster or self.roster), candidate)
+            (
+                self._routed(request, candidate, experts, roster or self.roster, named=bool(base)),
+                candidate,
+            )
             for candidate in self.rule.answering(request, experts, named=base)
         ]
         result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
@@ -238,6 +243,8 @@ class Planner:
         base: StoredBase,
         experts: Sequence[Installed],
         make_roster: RosterMaker,
+        *,
+        named: bool,
     ) -> RoutingResult:
         rates = self.catalogue.success_rates()
         try:
@@ -248,9 +255,19 @@ class Planner:
                 index=self.index,
                 success_rate=lambda digest, task: rates.of(digest, task=task),
             )
-        except ExpertError:
+        except ExpertError as error:
             self.bases.check(base)  # a base that is not what was added explains the rest
-            raise
+            if not isinstance(error, BaseMismatchError):
+                raise
+            known = self.bases.bases()
+            adapters = self._adapters
+            raise explain_mismatch(
+                error, request, experts, base, known=known, named=named, adapters=adapters
+            ) from error
+
+    def _adapters(self, expert: Installed) -> Sequence[AdapterSpec]:
+        """Read what the adapters of an installed expert change, from its files."""
+        return read_stored(self.store, expert.stored).adapters
 
     def roster(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
@@ -264,6 +281,7 @@ class Planner:
             index=self.index,
             flags=read_flagged(self.index.folder / FLAGGED_FILE),
             gains=self.catalogue.gains(base=base.name),
+            widths=widths_of(self.bases.bases()),
         )
 
     def _tell_of_encoding(self, experts: Sequence[Installed]) -> None:

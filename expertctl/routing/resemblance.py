@@ -23,7 +23,8 @@ MEANING = "minilm"
 _SAMPLE = 12
 """How many examples of a package are compared with all others."""
 _NEAR_SHARE = 0.4
-_FEW = 2
+COMPARED_FROM = 2
+"""Fewer examples tell nothing."""
 _ALIKE = 0.6
 _UNLIKE = 0.25
 """Examples this far apart on average have nothing in common."""
@@ -62,7 +63,7 @@ def resemblance(
     table: VectorTable, told: Told, *, others: Mask, name: Name, encoder: Encoder
 ) -> Iterator[Flag]:
     """Flag a near copy and a grab-all; ``others`` are the positions that count."""
-    if len(told.examples) < _FEW:
+    if len(told.examples) < COMPARED_FROM:
         return
     last = len(told.examples) - 1
     sample = told.examples[np.unique(np.linspace(0, last, _SAMPLE).astype(int))]
@@ -76,7 +77,7 @@ def _near_copy(closest: _Closest, name: Name) -> Iterator[Flag]:
     compared = len(closest.owners)
     near = Counter(closest.owners[closest.similarities >= NEAR].tolist())
     for other, count in near.most_common(1):
-        if count >= max(_FEW, _NEAR_SHARE * compared):
+        if count >= max(COMPARED_FROM, _NEAR_SHARE * compared):
             told = f"{count} of {compared} examples say in other words"
             yield Flag("near-copy", f"{told} what those of {name(other)} say", name(other))
 

@@ -27,13 +27,15 @@ Flags = Mapping[Digest, tuple[Flag, ...]]
 class Roster:
     """The installed experts, and which of them may answer.
 
-    ``bars`` gives the reason for each of the others. The head's rows are ``deep``; ``deep_at`` says
+    ``bars`` gives the reason for each of the others, ``other_bases`` the base that those were made
+    for which were made for another one. The head's rows are ``deep``; ``deep_at`` says
     where those of each position of the index are, -1 where there are none.
     """
 
     experts: tuple[Installed, ...]
     usable: tuple[Installed, ...]  # those that may stand in a plan; some versions only if asked for
     bars: Mapping[Digest, str]
+    other_bases: Mapping[Digest, str]
     flags: Flags
     gains: Gains
     by_position: Mapping[int, Installed]
@@ -92,16 +94,22 @@ def build_roster(
     index: RoutingIndex,
     *,
     bar: Callable[[Installed], str],
+    misfit: Callable[[Installed], str],
     passed_over: Callable[[Sequence[Installed]], Mapping[Digest, str]],
     flags: Flags,
     gains: Gains,
 ) -> Roster:
     """Make sure that experts are indexed, and return which of them may answer.
 
-    ``bar`` says why an expert may not; ``passed_over`` why some that may are not looked at.
+    ``bar`` says why an expert may not, ``misfit`` why it does not fit the base; ``passed_over`` why
+    some that may are not looked at.
     """
     index.add({expert.digest: expert.manifest for expert in experts})
     bars = {expert.digest: why for expert in experts if (why := bar(expert))}
+    fit = [expert for expert in experts if expert.digest not in bars]
+    misfits = {expert.digest: why for expert in fit if (why := misfit(expert))}
+    names = {expert.digest: expert.manifest.base.name for expert in fit}
+    bars |= misfits
     usable = [expert for expert in experts if expert.digest not in bars]
     older = passed_over(usable)
     looked_at = [expert.digest for expert in usable if expert.digest not in older]
@@ -112,6 +120,7 @@ def build_roster(
         experts=tuple(experts),
         usable=tuple(usable),
         bars={**bars, **older},
+        other_bases={digest: names[digest] for digest in misfits},
         flags=flags,
         gains=gains,
         by_position=dict(zip(positions.tolist(), experts, strict=True)),

@@ -6,13 +6,14 @@ both declare it. Of its own accord the router never chooses an expert whose sign
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
-from expertctl.package.compatibility import check_base
+from expertctl.package.compatibility import NO_WIDTHS, Widths, check_base
 from expertctl.routing.base_sampling import read_base_sampling
 from expertctl.routing.candidate import (
     Candidate,
@@ -61,6 +62,8 @@ class RoutingResult:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     timings_ms: Mapping[str, float]
+    other_bases: Mapping[str, int] = field(default_factory=dict)
+    """How many experts are left out because they were made for another base, by its name."""
 
     @property
     def threshold(self) -> float:
@@ -133,6 +136,7 @@ def route(
         notes=tuple(notes_of(request, choices, candidates, roster, index, base)),
         warnings=(*idle_exclusions(request.exclude, roster.experts), *warnings_of(choices, base)),
         timings_ms={**timings, "total": _since(start)},
+        other_bases=Counter(roster.other_bases.values()),
     )
 
 
@@ -153,8 +157,11 @@ def roster_of(
     index: RoutingIndex,
     flags: Flags = NO_FLAGS,
     gains: Gains = NO_GAINS,
+    widths: Widths = NO_WIDTHS,
 ) -> Roster:
     """Return which experts may answer requests like this one on a base.
+
+    ``widths`` are those of the known bases, for people who ask why an expert does not fit.
 
     Raises:
         UsageError: when the request itself is wrong; nothing is indexed then.
@@ -163,7 +170,8 @@ def roster_of(
     return build_roster(
         experts,
         index,
-        bar=lambda expert: _bar(expert, request, base),
+        bar=lambda expert: _bar(expert, request),
+        misfit=lambda expert: _misfit(expert, request, base, widths),
         passed_over=superseded,
         flags=flags,
         gains=gains,
@@ -284,7 +292,8 @@ def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -
     """Add the head's result for a candidate, and why it is refused, if it is."""
     bar = roster.bars.get(candidate.expert.digest)
     if bar:
-        return candidate.barred_because(bar)
+        other_base = roster.other_bases.get(candidate.expert.digest, "")
+        return replace(candidate.barred_because(bar), other_base=other_base)
     if why := decision.vetoes.get(at):
         return candidate.vetoed_because(why)
     if standing := decision.standings.get(at):
@@ -299,16 +308,19 @@ def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -
     return candidate.refused(low) if low else candidate
 
 
-def _bar(expert: Installed, request: RouteRequest, base: StoredBase) -> str:
-    """Say why an expert may not be used for any prompt; empty when it may."""
-    if is_excluded(expert, request.exclude):
-        return "excluded by the user"
+def _bar(expert: Installed, request: RouteRequest) -> str:
+    """Say why an expert may not be used on any base; empty when it may."""
+    return "excluded by the user" if is_excluded(expert, request.exclude) else untrusted(expert)
+
+
+def _misfit(expert: Installed, request: RouteRequest, base: StoredBase, widths: Widths) -> str:
     allow = request.allow_base_mismatch
-    return untrusted(expert) or misfit(expert, base.identity, allow_mismatch=allow)
+    return misfit(expert, base.identity, allow_mismatch=allow, widths=widths)
 
 
 def _forced(request: RouteRequest, roster: Roster, base: StoredBase) -> list[Choice]:
-    usable = [expert for expert in roster.experts if not _bar(expert, request, base)]
+    barred = {e.digest for e in roster.experts if _bar(e, request)} | roster.other_bases.keys()
+    usable = [expert for expert in roster.experts if expert.digest not in barred]
     context = context_of(base, engine=request.engine)
     choices = choose_forced(request.force, roster.experts, usable, context=context)
     for choice in choices:

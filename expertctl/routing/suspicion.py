@@ -14,7 +14,7 @@ from expertctl.schema.manifest import Manifest
 from expertctl.store.flags import Flag
 from expertctl.store.suspicions import Known
 
-RULES = 2
+RULES = 3
 """Raised whenever the same packages would get other flags."""
 
 

@@ -1,8 +1,11 @@
 """``expertctl base`` as a person types it."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,11 +156,41 @@ def test_kernels_are_compiled_when_a_base_is_added_with_that_wish(
     directory = write_base(tmp_path / "base", **sizes)
     said = expertctl("base", "add", directory, "--compile", "--json")
     assert said.document["compiled"] is True
-    assert "its kernels are compiled" in said.err
+    assert said.err.splitlines()[-1] == "the kernels of `run` and `serve` are compiled"
+    assert "the budget is" not in said.err
     assert house.catalogue.history.jobs() == []
     again = expertctl("run", "x", "--max-tokens", "2", "--base", "base")
     assert "compiling" not in again.err
     assert "compiled" not in expertctl("base", "add", directory, "--json").document
+
+
+@pytest.mark.all
+def test_after_compiling_in_advance_a_server_compiles_nothing(house: House, tmp_path: Path) -> None:
+    """Each step is a process of its own: compiled code belongs to the process."""
+    sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
+    directory = write_base(tmp_path / "base", **sizes)
+    environment = {**os.environ, "EXPERT_HOME": str(house.root), "EXPERT_DTYPE": "int8"}
+    add = [sys.executable, "-m", "expertctl", "base", "add", str(directory), "--compile"]
+    subprocess.run(add, check=True, env=environment, capture_output=True)
+    kept = sorted(house.home.kernels.rglob("*.kept"))
+    served = subprocess.run(
+        [sys.executable, "-c", _SERVE], check=True, env=environment, capture_output=True, text=True
+    )
+    assert "compiling" not in served.stdout
+    assert sorted(house.home.kernels.rglob("*.kept")) == kept != []
+
+
+_SERVE = """
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.routing.planner import Planner
+from expertctl.settings import load_settings
+
+settings = BatchSettings(base="base", dtype="int8")
+engine = BatchEngine(Planner.open(load_settings()), settings, tell=print)
+engine.start()
+engine.close()
+"""
 
 
 def test_a_base_that_torch_runs_has_no_kernels_to_compile(

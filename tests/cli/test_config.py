@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from expertctl.config_file import read_settings, set_value, unset_value
 from expertctl.durable import make_folders
+from expertctl.engine.memory import MACHINE_SHARE
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish
+from expertctl.server.settings import ServeSettings
 from expertctl.settings import (
     ADAPTER_DTYPES,
     CONFIG_KEYS,
@@ -38,7 +40,8 @@ def test_a_setting_is_written_read_and_taken_back(expertctl: Commands, home: Pat
     assert stat.S_IMODE((home / "config.toml").stat().st_mode) == 0o600
     expertctl("config", "unset", "memory_budget")
     said = expertctl("config", "get", "memory_budget", "--json")
-    assert said.document == {"key": "memory_budget", "value": None, "source": "default"}
+    wanted = {"key": "memory_budget", "value": None, "source": "default", "default": None}
+    assert said.document == wanted
 
 
 def test_all_settings_are_listed_with_their_source(
@@ -50,9 +53,50 @@ def test_all_settings_are_listed_with_their_source(
     assert [row[0] for row in rows] == list(CONFIG_KEYS)
     assert ["device", "cpu", "file"] in rows
     assert ["offline", "1", "environment"] in rows
-    assert ["registry", "-", "default"] in rows
+    assert ["registry", "none", "(default)", "-"] in rows
+    assert ["serve_rows", "16", "(default)", "-"] in rows
     documents = expertctl("config", "list", "--json").document["settings"]
-    assert {"key": "device", "value": "cpu", "source": "file"} in documents
+    assert {"key": "device", "value": "cpu", "source": "file", "default": "cpu"} in documents
+    rest = {"source": "default", "default": "8000"}
+    assert {"key": "serve_port", "value": None, **rest} in documents
+
+
+def test_a_setting_that_was_never_set_is_told_with_its_default(expertctl: Commands) -> None:
+    said = expertctl("config", "get", "serve_queue")
+    assert (said.out, said.err) == ("", "serve_queue is not set; the default is 128\n")
+    told = expertctl("config", "get", "memory_budget").err
+    assert told == f"memory_budget is not set; the default is {MACHINE_SHARE:.0%} of the memory\n"
+
+
+def test_the_listed_defaults_are_those_that_commands_use(expertctl: Commands) -> None:
+    listed = expertctl("config", "list", "--json").document["settings"]
+    defaults = {each["key"]: each["default"] for each in listed if each["default"] is not None}
+    unset = ServeSettings()
+    assert defaults == {
+        "offline": "no",
+        "allow_http": "no",
+        "minimum_release_age": "0",
+        "device": "cpu",
+        "adapter_dtype": unset.batch.adapter_dtype,
+        "deterministic": "yes" if unset.batch.deterministic else "no",
+        "moe_cold": unset.batch.moe_cold,
+        "moe_warmup": unset.batch.moe.warmup,
+        "moe_learn": "yes" if unset.batch.moe.learns else "no",
+        "serve_host": unset.host,
+        "serve_port": str(unset.port),
+        "serve_rows": str(unset.batch.rows),
+        "serve_queue": str(unset.batch.queue),
+        "serve_behind": f"{unset.behind_seconds:g}",
+        "serve_completions_special_tokens": "yes" if unset.completions_special_tokens else "no",
+        "serve_strict_fields": "yes" if unset.strict_fields else "no",
+    }
+
+
+def test_every_default_could_be_set(expertctl: Commands) -> None:
+    for each in expertctl("config", "list", "--json").document["settings"]:
+        if each["default"] is not None:
+            expertctl("config", "set", each["key"], each["default"])
+    assert load_settings().serve.rows == ServeSettings().batch.rows
 
 
 def test_the_environment_wins_and_that_is_said(

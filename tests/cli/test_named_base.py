@@ -12,7 +12,10 @@ from expertctl.routing.base_choice import DEMO
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
-from tests.factories import write_base
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_base, write_lora
+
+__all__ = ["expertctl"]
 
 COMMANDS = ("run:route", "run:run", "chat:chat", "serve:serve", "evaluating:evaluate",
             "bench:bench", "bench_moe:bench_moe")  # fmt: skip
@@ -53,8 +56,50 @@ def test_a_folder_that_was_never_added_is_added_where_it_is(
     assert ask(str(folder), settings) == "mine"
     [base] = BaseStore(settings.home.bases).bases()
     assert (base.name, base.path, base.copied) == ("mine", folder, False)
-    told = capsys.readouterr().err
-    assert told == "added the base mine; `expertctl base remove mine` forgets it\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "added the base mine; `expertctl base remove mine` forgets it",
+        "the starter pack was not installed; `--base starter/base` installs it",
+    ]
+
+
+def test_after_a_folder_in_a_new_home_its_base_answers_and_the_demo_comes_when_it_is_named(
+    settings: Settings, folder: Path, expertctl: Commands, home: Path
+) -> None:
+    said = expertctl("route", "Hello", "--base", folder)
+    assert "the starter pack was not installed" in said.err
+    assert expertctl("list", "--json").document["experts"] == []
+    later = expertctl("route", "Sort these numbers: 3, 1, 2", "--json")
+    assert later.document["plan"]["base"] == "mine"
+    assert later.err == ""
+    again = expertctl("route", "Hello", "--base", DEMO, "--json")
+    assert again.document["plan"]["base"] == DEMO
+    assert "installed the starter pack: " in again.err
+    assert expertctl("route", "Hello", "--json").document["plan"]["base"] == "mine"
+
+
+def test_in_a_home_with_a_base_another_folder_says_nothing_of_the_starter_pack(
+    settings: Settings, folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    BaseStore(settings.home.bases).add(folder)
+    other = write_base(tmp_path / "other", layers=1, hidden=16, heads=2, kv_heads=1, seed=4)
+    assert ask(str(other), settings) == "other"
+    assert "starter" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("wanted", "width"), [("mine", 16), ("./mine", 32)])
+def test_build_takes_a_known_name_first_and_a_folder_by_its_path(
+    wanted: str, width: int, expertctl: Commands, home: Path, folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The adapter fits the base that is meant, and none of another width."""
+    BaseStore(Home(home).bases).add(folder)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    beside = write_base(Path("mine"), layers=1, hidden=32, heads=2, kv_heads=1)
+    write_lora(Path("lora"), folder if width == 16 else beside)
+    assert expertctl("build", "lora", "--base", wanted, "-o", "x.expert").code == 0
+    other = "./mine" if wanted == "mine" else "mine"
+    assert f"hidden size {width}" in expertctl("build", "lora", "--base", other, code=8).err
 
 
 def test_a_folder_that_was_added_is_known_by_its_name_and_not_added_again(

@@ -44,6 +44,50 @@ def shown(*candidates: Candidate, width: int = 0) -> list[str]:
     return rows
 
 
+def of_another_base(name: str) -> Candidate:
+    why = "refused: was made for starter/base (hidden size 64; tiny has 576)"
+    barred = candidate(name, share=None, support=None).barred_because(why)
+    return replace(barred, other_base="starter/base")
+
+
+def routed(*candidates: Candidate, **others: int) -> RoutingResult:
+    plan = Plan(Digest.of(b"plan"), 1, "tiny", (), SamplingParams())
+    features = features_of(PROMPT, seen=PROMPT)
+    counts = {name.replace("_", "/"): count for name, count in others.items()}
+    return RoutingResult(plan, (), candidates, features, "minilm", ("nobody",), (), {}, counts)
+
+
+def test_experts_of_another_base_are_one_line() -> None:
+    result = routed(candidate("acme/sort"), of_another_base("starter/sql"), starter_base=9)
+    assert routing_text(result, width=0).splitlines()[-3:] == [
+        f"no    0.20   0.30   0.50    acme/sort@1.0.0  below 0.50; closest: {LONG}",
+        "",
+        "9 experts are for starter/base, not tiny",
+    ]
+
+
+def test_where_all_experts_are_of_other_bases_there_is_no_table() -> None:
+    result = routed(of_another_base("starter/sql"), acme_big=2, starter_base=1)
+    assert routing_text(result, width=0).splitlines()[2:] == [
+        "",
+        "2 experts are for acme/big, not tiny",
+        "1 expert is for starter/base, not tiny",
+    ]
+
+
+def test_experts_for_another_base_of_the_same_name_say_so() -> None:
+    last = routing_text(routed(of_another_base("a/b"), tiny=1), width=0).splitlines()[-1]
+    assert last == "1 expert is for another tiny than the one here"
+
+
+def test_a_person_who_asks_for_more_gets_them_one_by_one() -> None:
+    result = routed(of_another_base("starter/sql"), starter_base=1)
+    assert routing_text(result, width=0, verbose=True).splitlines()[-1] == (
+        "no    -      -      0.50    starter/sql@1.0.0  "
+        "made for starter/base (hidden size 64; tiny has 576)"
+    )
+
+
 def test_a_pipe_gets_the_whole_text_that_is_closest() -> None:
     header, row = shown(candidate("acme/sort"))
     assert header == "USED  SCORE  SHARE  COSINE  EXPERT           WHY"

@@ -64,7 +64,8 @@ def test_a_package_with_several_flags_is_warned_of_in_one_line(
     reasons = (
         "an example says 'sql' again and again; it tells the router what to do: 'Always choose'"
     )
-    assert f"warning: acme/odd@1.0.0 {SUSPICIOUS}: {reasons}\n" in said.err
+    ways_out = "it loses ties; `--expert acme/odd` uses it"
+    assert f"warning: acme/odd@1.0.0 {SUSPICIOUS}: {reasons}; {ways_out}\n" in said.err
     assert said.err.count(SUSPICIOUS) == len(findings(house)) == 1
     assert len(expertctl("list", "--json").document["experts"][0]["suspicions"]) == 2
 

@@ -44,7 +44,8 @@ def test_another_digest_is_refused_and_named(
     other = replace(facts.identity, **{field: OTHER})
     with pytest.raises(BaseMismatchError, match=f"the {word} differ") as caught:
         check_base(manifest, other)
-    assert "--allow-base-mismatch" in caught.value.hint
+    could_work = field != "arch"  # another architecture has other modules, as far as is known here
+    assert ("--allow-base-mismatch" in caught.value.hint) == could_work
     (warning,) = check_base(manifest, other, allow_mismatch=True)
     assert word in warning
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import Plan, plan_build
 from expertctl.package.draft import Overrides
@@ -119,6 +119,56 @@ def test_the_folder_of_a_training_run_lists_its_checkpoints(
     assert error.message.startswith(f"{tmp_path / 'run'}: adapter_config.json is missing, but")
     assert error.message.endswith("below it: checkpoint-90, checkpoint-500, checkpoint-1000")
     assert error.hint.endswith(f"expertctl build {tmp_path / 'run' / 'checkpoint-1000'}")
+
+
+def test_adapters_below_are_listed_whatever_their_folders_are_called(
+    lora_template: Path, tmp_path: Path, facts: BaseFacts
+) -> None:
+    places = ("sql/final", "sql/checkpoint-90", "sql/checkpoint-500", "upper")
+    for place in (*places, "a b; rm -rf"):
+        shutil.copytree(lora_template, tmp_path / "runs" / place)
+    (tmp_path / "runs" / "again").symlink_to(tmp_path / "runs" / "sql")
+    error = refused(tmp_path / "runs", facts)
+    assert error.message.endswith(
+        "below it: sql/checkpoint-90, sql/checkpoint-500, sql/final, upper"
+    )
+    assert error.hint.endswith(f"expertctl build {tmp_path / 'runs' / 'upper'}")
+
+
+def test_of_many_adapters_below_the_last_are_listed(
+    lora_template: Path, tmp_path: Path, facts: BaseFacts
+) -> None:
+    for number in range(12):
+        folder = tmp_path / "many" / f"step{number}"
+        folder.mkdir(parents=True)
+        shutil.copy(lora_template / CONFIG, folder)
+    message = refused(tmp_path / "many", facts).message
+    assert "but there are 12 adapters below it, the last: step2, step3, " in message
+
+
+def test_what_lies_too_deep_is_not_searched_for(
+    lora_template: Path, tmp_path: Path, facts: BaseFacts
+) -> None:
+    shutil.copytree(lora_template, tmp_path / "deep" / "a" / "b" / "c" / "d" / "e")
+    assert "there is no adapter here" in refused(tmp_path / "deep", facts).message
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("sql.expert", "that is a package: `expertctl install "),
+        ("adapter_model.safetensors", "`expertctl build "),
+        ("notes.txt", "name the directory that PEFT saved the adapter to"),
+    ],
+)
+def test_a_file_instead_of_a_directory_is_called_one(
+    name: str, way_out: str, tmp_path: Path, facts: BaseFacts
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError) as caught:
+        planned(tmp_path / name, facts)
+    assert caught.value.message == f"{tmp_path / name} is a file, and a directory is wanted"
+    assert caught.value.hint.startswith(way_out)
 
 
 @pytest.mark.parametrize(

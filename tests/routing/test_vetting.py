@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
+from expertctl.routing.advice import advice
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.minilm import open_minilm
 from expertctl.routing.suspicion import RULES
-from expertctl.routing.vetting import BATCH, suspicions_of, vet, vet_again
+from expertctl.routing.vetting import BATCH, advise, suspicions_of, vet, vet_again
 from expertctl.schema.manifest import Manifest
 from expertctl.store.suspicions import Verdict
 from tests.routing.copied import EXAMPLES
@@ -157,3 +158,68 @@ def test_attack_105_a_package_about_everything_is_flagged_and_a_wide_field_is_no
     all_of_it = manifest("evil/all", description="A helper for anything.", examples=UNRELATED)
     flagged = {name: found for name, found in codes(index, *wide, all_of_it).items() if found}
     assert flagged == {"evil/all": ["grab-all"]}
+
+
+def test_a_persons_own_package_is_not_flagged_for_what_it_repeats(index: RoutingIndex) -> None:
+    codes(index, SQL)
+    made = experts(COPY)
+    index.add(made)
+    assert vet(made, index, own=set(made)) == {content_digest(COPY.ref): ()}
+    assert suspicions_of(index).flagged() == {}
+
+
+def test_an_own_copy_takes_no_text_from_who_brought_it_first(index: RoutingIndex) -> None:
+    made = experts(COPY)
+    codes(index, SQL)
+    index.add(made)
+    vet(made, index, own=set(made))
+    stranger = manifest("bob/sql", description="Bob helps.", examples=EXAMPLES)
+    assert codes(index, stranger) == {"bob/sql": ["copied", "near-copy"]}
+    (verdict,) = suspicions_of(index).verdicts(experts(stranger)).values()
+    assert {flag.other for flag in verdict.flags} == {"acme/sql"}
+
+
+def test_a_package_whose_key_becomes_ones_own_is_judged_again(index: RoutingIndex) -> None:
+    assert codes(index, SQL, COPY)["evil/helper"] != []
+    made = experts(COPY)
+    assert vet(made, index, own=set(made)) == {content_digest(COPY.ref): ()}
+    assert suspicions_of(index).flagged() == {}
+
+
+def test_reindex_keeps_own_packages_unflagged(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    found = vet_again(experts(SQL, COPY), index, own={content_digest(COPY.ref)})
+    assert found == {content_digest(SQL.ref): (), content_digest(COPY.ref): ()}
+
+
+def test_advice_finds_what_others_would_see_and_remembers_nothing(index: RoutingIndex) -> None:
+    codes(index, SQL)
+    before = suspicions_of(index).path.read_bytes()
+    assert sorted({flag.code for flag in advise(COPY, index)}) == ["copied", "near-copy"]
+    assert advise(SQL, index) == ()
+    assert suspicions_of(index).path.read_bytes() == before
+    assert len(index.positions([content_digest(COPY.ref)])) == 0
+
+
+def test_advice_does_not_compare_with_ones_own_packages(index: RoutingIndex) -> None:
+    codes(index, SQL)
+    published = manifest("bob/sql", description="Writes queries for a table.", examples=EXAMPLES)
+    assert advise(published, index) != ()
+    assert advise(published, index, own={content_digest(SQL.ref)}) == ()
+
+
+@pytest.mark.skipif(MINILM is None, reason="needs the weights of MiniLM")
+def test_a_style_expert_of_ones_own_is_only_advised_of(tmp_path: Path) -> None:
+    """What a style expert is for is no subject, so its examples are about everything."""
+    assert MINILM is not None
+    index = RoutingIndex(tmp_path, open_minilm(MINILM))
+    style = manifest("me/upper", description="A helper for anything.", examples=UNRELATED)
+    made = experts(style)
+    (line,) = advice(style, advise(style, index))
+    assert line.startswith("me/upper will be flagged where others install it (grab-all): its exam")
+    assert line.endswith("; keep to examples of one kind, and say in the description what they "
+                         "have in common")  # fmt: skip
+    index.add(made)
+    assert vet(made, index, own=set(made)) == {content_digest(style.ref): ()}
+    stranger = manifest("evil/all", description="A helper for all.", examples=UNRELATED)
+    assert codes(index, stranger) == {"evil/all": ["grab-all", "near-copy"]}

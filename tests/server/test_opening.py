@@ -10,7 +10,7 @@ from expertctl.server.opening import _log
 @pytest.mark.parametrize(
     ("told", "level", "message"),
     [
-        ("compiling kernels for this machine, once", "INFO", None),
+        ("compiling kernels for this machine", "INFO", None),
         ("warning: the disk is full", "WARNING", "the disk is full"),
         ("error: a pass failed\nTraceback:\n  here", "ERROR", "error: a pass failed"),
     ],

@@ -33,8 +33,8 @@ from expertctl.engine.kernels.cpu import compiled_features, host_cpu
 from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
 
-COMPILING = "compiling kernels for this machine, once"
-COMPILING_MORE = "compiling more kernels, for another dtype or way of running"
+COMPILING = "compiling kernels for this machine; later runs of this kind load them"
+COMPILING_MORE = "compiling kernels for another dtype or way of running; later runs load them"
 COMPILING_AGAIN = "compiling kernels; they are not kept: the home is not yours alone to write"
 COMPILING_BY_ANOTHER = (
     "compiling kernels; they are not kept: this numba is newer than what is known"
