@@ -11,75 +11,104 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 from typer.exceptions import Abort, TyperException
 from typer.main import get_command
 
 from expertctl import __version__
 from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
 from expertctl.cli.garbage import search_no_more, search_seldom
+from expertctl.cli.help import CONTEXT, Group, single_command, write_sections
 from expertctl.cli.interruption import heed_signals, tell_stopped
 from expertctl.cli.output import fail, note
 from expertctl.durable import NO_SPACE
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.settings import find_home
 
-COMMANDS: dict[str, str] = {
-    "init": "packages:init",
-    "build": "packages:build",
-    "sign": "packages:sign",
-    "verify": "packages:verify",
-    "inspect": "packages:inspect",
-    "eval": "evaluating:evaluate",
-    "unpack": "packages:unpack",
-    "diff": "diffing:diff",
-    "export": "exporting:export",
-    "import": "installing:import_",
-    "keys": "keys:app",
-    "trust": "trust:app",
-    "publish": "publishing:publish",
-    "search": "searching:search",
-    "info": "searching:info",
-    "yank": "publishing:yank",
-    "token": "tokens:app",
-    "install": "installing:install",
-    "lock": "updating:lock",
-    "outdated": "updating:outdated",
-    "update": "updating:update",
-    "remove": "installing:remove",
-    "list": "local:list_",
-    "why": "why:why",
-    "gc": "collecting:gc",
-    "doctor": "doctor:doctor",
-    "reindex": "installing:reindex",
-    "config": "config:app",
-    "login": "login:login",
-    "logout": "login:logout",
-    "base": "bases:app",
-    "route": "run:route",
-    "run": "run:run",
-    "chat": "chat:chat",
-    "serve": "serve:app",
-    "feedback": "feedback:feedback",
-    "stats": "stats:stats",
-    "bench": "bench:app",
-    "registry": "registry:app",
+
+class Entry(NamedTuple):
+    """Where a command is, and its line in the help."""
+
+    target: str
+    """``module:attribute`` below ``expertctl.cli``: a function, or a `CommandGroup`."""
+    summary: str
+
+
+SECTIONS: dict[str, dict[str, Entry]] = {
+    "Use": {
+        "run": Entry(
+            "run:run", "Answer a prompt with the experts that suit it, or with named ones"
+        ),
+        "chat": Entry("chat:chat", "Chat with experts; /help lists the commands"),
+        "serve": Entry("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
+        "route": Entry("run:route", "Show which experts would answer a prompt, and why"),
+    },
+    "Get": {
+        "install": Entry("installing:install", "Install experts and what they require"),
+        "search": Entry("searching:search", "Search the packages of a registry"),
+        "info": Entry("searching:info", "Show what a registry says about a package"),
+        "update": Entry("updating:update", "Install the newest versions that your list allows"),
+        "outdated": Entry("updating:outdated", "Show which experts are behind, yanked or revoked"),
+        "list": Entry("local:list_", "List the installed experts"),
+        "remove": Entry("installing:remove", "Remove an installed expert"),
+        "why": Entry("why:why", "Show why an expert is installed"),
+        "lock": Entry("updating:lock", "Write expert.lock for the experts.toml in this folder"),
+    },
+    "Make": {
+        "init": Entry("packages:init", "Write a draft of expert.json beside an adapter"),
+        "build": Entry("packages:build", "Check an adapter directory and package it"),
+        "eval": Entry("evaluating:evaluate", "Measure an expert against its base, or routing"),
+        "sign": Entry("packages:sign", "Sign a package, or replace its signature"),
+        "verify": Entry("packages:verify", "Check every digest and the signature of a package"),
+        "inspect": Entry("packages:inspect", "Show the manifest of a package"),
+        "diff": Entry("diffing:diff", "Show what changed between two packages"),
+        "unpack": Entry("packages:unpack", "Write the files of a package to a new directory"),
+        "export": Entry("exporting:export", "Write experts to a file"),
+        "import": Entry("installing:import_", "Install experts that were exported together"),
+    },
+    "Share": {
+        "publish": Entry("publishing:publish", "Publish packages to a registry"),
+        "yank": Entry("publishing:yank", "Withdraw a version from new installs"),
+        "login": Entry("login:login", "Check a registry's token and save it"),
+        "logout": Entry("login:logout", "Delete the saved token of a registry"),
+        "token": Entry("tokens:app", "Manage your access tokens of a registry"),
+        "registry": Entry("registry:app", "Run and administer your own registry"),
+    },
+    "Trust": {
+        "keys": Entry("keys:app", "Manage your own signing keys"),
+        "trust": Entry("trust:app", "Manage whose signatures are accepted, and for what"),
+    },
+    "Maintain": {
+        "base": Entry("bases:app", "Manage the base models that experts adapt"),
+        "doctor": Entry("doctor:doctor", "Check everything that is installed, byte by byte"),
+        "gc": Entry("collecting:gc", "Delete files that nothing needs"),
+        "reindex": Entry("installing:reindex", "Rebuild the catalogue and the routing vectors"),
+        "config": Entry("config:app", "Show and change settings"),
+        "stats": Entry("stats:stats", "Show how often experts were used and how well they did"),
+        "feedback": Entry("feedback:feedback", "Rate an answer as good or bad"),
+        "bench": Entry("bench:app", "Measure how fast this machine runs a base"),
+    },
 }
-"""Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""
+"""All commands in the order of the help, by section; nothing of them is imported to show it."""
+COMMANDS: dict[str, str] = {
+    name: entry.target for section in SECTIONS.values() for name, entry in section.items()
+}
+HELP = "help"
 
 
-class LazyGroup(TyperGroup):
-    """A group whose commands are imported when they are asked for."""
+class LazyGroup(Group):
+    """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer.Context is the public name
-        """Return the names, in the order of `COMMANDS`."""
+        """Return the names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]  # typer.Context is the public name
         """Import one command."""
+        if cmd_name == HELP:
+            return single_command(HELP, _help)
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name].split(":")
@@ -92,15 +121,32 @@ class LazyGroup(TyperGroup):
         self.commands = names  # typer suggests its keys; commands come from `get_command`
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by section, without importing any."""
+        titled = {title: [(n, e.summary) for n, e in s.items()] for title, s in SECTIONS.items()}
+        write_sections(titled, formatter)
+
 
 def _command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
     if isinstance(target, typer.Typer):
         group = get_command(target)
         group.name = name
         return group
-    single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(target)
-    return get_command(single)
+    return single_command(name, target)
+
+
+def _help(
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="A command, such as run.")
+    ] = None,
+) -> None:
+    """Show the help of a command.
+
+    Example: expertctl help registry init
+    """
+    words = [*(command or ()), "--help"]
+    context.find_root().command.main(words, prog_name="expertctl", standalone_mode=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,7 +155,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    context_settings=CONTEXT,
+)
 
 
 @app.callback()
@@ -117,7 +169,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "-V", "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.named_file import write_file
 from expertctl.cli.opening import importing_engine
 from expertctl.cli.output import JsonFlag, emit, note, warn
@@ -32,12 +33,7 @@ if TYPE_CHECKING:
     from expertctl.engine.moe.guide import Guide
     from expertctl.package.experts_config import ExpertsConfig
 
-profile = typer.Typer(
-    no_args_is_help=True,
-    help="What a base's routed experts are asked for.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+profile = CommandGroup("Manage usage profiles of routed experts.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
 Kind = Literal["activity", "prompts"]

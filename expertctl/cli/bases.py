@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertctl.cli.base_experts import plan, profile
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table, warn
 from expertctl.errors import ExpertError
 from expertctl.install.remove import remove_base
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
     from expertctl.package.base_model import BaseIdentity
     from expertctl.package.experts_config import ExpertsConfig
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Base models that experts adapt.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Manage the base models that experts adapt.")
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.bench_moe import bench_moe
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
@@ -81,7 +82,7 @@ Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is mea
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = CommandGroup(no_args_is_help=False)
 app.command("moe")(bench_moe)
 
 
@@ -102,7 +103,7 @@ def bench(
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure how fast this machine runs a base, and what limits it.
+    """Measure how fast this machine runs a base. The roofline shows what limits it.
 
     Example: expertctl bench --dtype int8 --plot roofline.png
     """

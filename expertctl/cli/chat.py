@@ -89,7 +89,7 @@ def chat(
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
+            metavar="PROMPT",
             help="The first message; piped text follows it. Without it, each line of stdin is one.",
             show_default=False,
         ),
@@ -100,7 +100,7 @@ def chat(
     no_experts: NoExperts = False,
     base: Base = None,
     body: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text that follows the first message.")
+        str | None, typer.Option(metavar="FILE", help="File to append to the first message.")
     ] = None,
     template: Template = None,
     temperature: Temperature = None,
@@ -113,7 +113,10 @@ def chat(
     seed: Seed = None,
     greedy: Greedy = False,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Leave out the oldest turns that do not fit.")
+        bool,
+        typer.Option(
+            "--truncate", help="Leave out the oldest turns when a conversation does not fit."
+        ),
     ] = False,
     device: Device = None,
     memory_budget: MemoryBudget = None,
@@ -134,7 +137,7 @@ def chat(
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
-    r"""Talk with experts in several turns; /help in it says more.
+    r"""Chat with experts; /help lists the commands.
 
     Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
     """

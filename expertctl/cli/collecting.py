@@ -15,7 +15,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove files that nothing needs. What killed installs left is among them.
+    """Delete files that nothing needs. What killed installs left is among them.
 
     Example: expertctl gc --dry-run
     """

@@ -5,17 +5,13 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.config_file import Setting, check_key, read_settings, set_value, unset_value
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import CONFIG_KEYS, find_home, parse_encoder
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Settings that stay.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Show and change settings.")
 Key = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.join(CONFIG_KEYS)}.")]
 
 

@@ -19,7 +19,7 @@ SET_SUFFIX = ".experts"
 def export(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="FILE|REF...", help="A .expert file, or installed experts."),
+        typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts."),
     ],
     output: Annotated[
         Path | None,

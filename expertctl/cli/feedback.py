@@ -24,7 +24,7 @@ def feedback(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[JOB] good|bad",
+            metavar="JOB good|bad",
             help="The id of a run, its beginning, or last; - or none: it is piped, as an id or as "
             "what `run --json` prints. Then what the answer was.",
             show_default=False,
@@ -32,7 +32,7 @@ def feedback(
     ],
     as_json: JsonFlag = False,
 ) -> None:
-    """Say that an answer was good or bad. The router learns from it; nothing leaves this machine.
+    """Rate an answer as good or bad. The router learns from it; nothing leaves this machine.
 
     Example: expertctl feedback last good
     """

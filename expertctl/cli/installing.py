@@ -68,7 +68,7 @@ Offline = Annotated[
 def install(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF|FILE]...", help="References and .expert files, mixed."),
+        typer.Argument(metavar="REF|FILE", help="References and .expert files, mixed."),
     ] = None,
     locked: Locked = False,
     offline: Offline = False,
@@ -234,7 +234,7 @@ def remove(
 
 
 def reindex(as_json: JsonFlag = False) -> None:
-    """Make the catalogue and the routing vectors again. Both come from what is installed.
+    """Rebuild the catalogue and the routing vectors. Both come from what is installed.
 
     Example: expertctl reindex
     """

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings
@@ -13,9 +14,7 @@ from expertctl.trust.keys import Algorithm, KeyRing, read_pem, write_new
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.publisher import OwnKey, Publisher
 
-app = typer.Typer(
-    no_args_is_help=True, help="Your own signing keys.", add_completion=False, rich_markup_mode=None
-)
+app = CommandGroup("Manage your own signing keys.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of one of your keys.")]
 Namespaces = Annotated[

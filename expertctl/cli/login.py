@@ -40,7 +40,7 @@ def login(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Keep a token for a registry, after trying it there. It is never taken from the arguments.
+    """Check a registry's token and save it. It is never taken from the arguments.
 
     Example: expertctl login registry.example.com
     """
@@ -61,7 +61,7 @@ def login(
 
 
 def logout(registry: Registry = None, as_json: JsonFlag = False) -> None:
-    """Forget the token for a registry. The token itself stays valid until it is revoked.
+    """Delete the saved token of a registry. The token itself stays valid until it is revoked.
 
     Example: expertctl logout registry.example.com
     """

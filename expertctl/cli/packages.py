@@ -148,7 +148,7 @@ def build(
     metric: MetricOption = "exact_match",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check an adapter directory and pack it. All problems come at once.
+    """Check an adapter directory and package it. All problems are reported at once.
 
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
@@ -183,7 +183,7 @@ def sign(
     key: Annotated[str, typer.Option("--key", metavar="NAME", help="One of your keys.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a package, or sign it anew. Its content digest stays.
+    """Sign a package, or replace its signature. Its content digest stays.
 
     Example: expertctl sign my.expert --key me
     """
@@ -197,7 +197,7 @@ def sign(
 
 
 def verify(target: Target, as_json: JsonFlag = False) -> None:
-    """Check every digest and the signature. Its key must be trusted for this package.
+    """Check every digest and the signature of a package. Its key must be trusted for this package.
 
     Example: expertctl verify my.expert
     """
@@ -210,7 +210,7 @@ def verify(target: Target, as_json: JsonFlag = False) -> None:
 
 
 def inspect(target: Target, as_json: JsonFlag = False) -> None:
-    """Show what a package says about itself. Its signature is shown, not verified.
+    """Show the manifest of a package. Its signature is shown, not verified.
 
     Example: expertctl inspect my.expert --json
     """
@@ -228,7 +228,7 @@ def unpack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the files of a package into a new directory. Its signature is one of them.
+    """Write the files of a package to a new directory. Its signature is one of them.
 
     Example: expertctl unpack my.expert my-lora-copy
     """

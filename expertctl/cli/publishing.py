@@ -36,14 +36,14 @@ _THEN = {
 
 
 def publish(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Signed .expert files.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Signed .expert files.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what would travel, and the room there is.")
+        bool, typer.Option("--dry-run", help="Only show what would be sent, and the space that is left.")
     ] = False,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Publish packages. Each is checked here first; its version never changes afterwards.
+    """Publish packages to a registry. Each is checked first; a published version never changes.
 
     Example: expertctl publish sql-1.0.0.expert
     """
@@ -88,7 +88,7 @@ def yank(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a version back. Only who has it in a lock file is still given it.
+    """Withdraw a version from new installs. Only who has it in a lock file is still given it.
 
     Example: expertctl yank acme/sql@1.0.0 --reason "drops rows"
     """

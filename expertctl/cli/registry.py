@@ -13,15 +13,11 @@ from typing import Annotated, Literal
 import typer
 
 from expertctl.cli import registry_people
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, human_size, note
 from expertctl.errors import UsageError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Run a registry of your own.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Run and administer your own registry.")
 
 app.add_typer(registry_people.user, name="user")
 app.add_typer(registry_people.namespace, name="namespace")

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import RegistryOption, connected
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.errors import UsageError
 from expertctl.plain_text import one_line
@@ -17,8 +18,8 @@ from expertctl.trust.policy import TrustStore
 from expertctl.trust.publisher import Publisher
 
 
-def _group(text: str) -> typer.Typer:
-    return typer.Typer(no_args_is_help=True, help=text, add_completion=False, rich_markup_mode=None)
+def _group(text: str) -> CommandGroup:
+    return CommandGroup(text)
 
 
 user = _group("Who has an account on a registry.")

@@ -203,7 +203,7 @@ def run(
     stats: Stats = False,
     trace: Trace = False,
 ) -> None:
-    """Answer a prompt with the experts that suit it, or named ones.
+    """Answer a prompt with the experts that suit it, or with named ones.
 
     Example: expertctl run "Sort these numbers: 41, 17, 23" --seed 1
     """

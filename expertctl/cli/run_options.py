@@ -23,64 +23,118 @@ if TYPE_CHECKING:
     from expertctl.engine.moe.start import StartWishes
     from expertctl.routing.request import DeviceName
 
+SAMPLING, EXPERTS, PLACEMENT, ADVANCED = "Sampling", "Experts", "Memory and precision", "Advanced"
+"""The sections of the options in the help; the others are in *Options*."""
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[PROMPT]...",
-        help="The prompt; several words are joined. Piped text follows it, or is it; - is stdin.",
+        metavar="PROMPT",
+        help="The prompt; words are joined. Piped text is appended to it; - is stdin.",
         show_default=False,
     ),
 ]
 Expert = Annotated[
     list[str] | None,
-    typer.Option(metavar="REF[:WEIGHT]", help="Use this expert, in this order; repeatable."),
+    typer.Option(
+        "--expert",
+        "-e",
+        metavar="REF[:WEIGHT]",
+        help="Use this expert; repeat for several, applied in this order.",
+        rich_help_panel=EXPERTS,
+    ),
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="REF", help="Never use this one; repeatable.")
+    list[str] | None,
+    typer.Option(metavar="REF", help="Never use this expert; repeatable.", rich_help_panel=EXPERTS),
 ]
-MaxExperts = Annotated[int, typer.Option(help="How many experts a plan may have, 1 to 10.")]
-NoExperts = Annotated[bool, typer.Option("--no-experts", help="Let the base answer alone.")]
+MaxExperts = Annotated[
+    int,
+    typer.Option(help="The most experts to combine, 1 to 10.", rich_help_panel=EXPERTS),
+]
+NoExperts = Annotated[
+    bool,
+    typer.Option("--no-experts", help="Answer with the base alone.", rich_help_panel=EXPERTS),
+]
 Base = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|DIR",
-        help="The base that answers, or its folder; else that of the experts, the setting `base`, "
-        "the newest.",
+        help="Base model, by name or folder (default: the experts' base, the setting `base`, or "
+        "the newest one).",
     ),
 ]
-Temperature = Annotated[float | None, typer.Option(help="0 to 2; 0 is greedy.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Above 0, up to 1.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="0 switches it off.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="0 switches it off.")]
-Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="1 to 2.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="1 to 200000.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")
+Temperature = Annotated[
+    float | None, typer.Option(help="0 to 2; 0 is greedy.", rich_help_panel=SAMPLING)
 ]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Above 0, up to 1.", rich_help_panel=SAMPLING)
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="0 disables it.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="0 disables it.", rich_help_panel=SAMPLING)
+]
+Repetition = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", help="1 to 2; 1 disables it.", rich_help_panel=SAMPLING),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        help="The most tokens to generate, 1 to 200000.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="Stop before this text; repeatable.", rich_help_panel=SAMPLING
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)
+]
+Greedy = Annotated[
+    bool,
+    typer.Option("--greedy", help="Always take the most likely token.", rich_help_panel=SAMPLING),
+]
 DtypeName = Literal["float32", "bf16", "int8", "int4"]
 AdapterDtypeName = Literal["published", "fp16", "int8"]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option(help="How base weights are held.", show_default="float32, or bf16 as stored"),
+    typer.Option(
+        help="Data type of the base weights in memory.",
+        show_default="float32, or bf16 as stored",
+        rich_help_panel=PLACEMENT,
+    ),
 ]
 AdapterDtype = Annotated[
     AdapterDtypeName | None,
-    typer.Option("--adapter-dtype", help="How experts are held.", show_default="published"),
+    typer.Option(
+        "--adapter-dtype",
+        help="Data type of the experts in memory.",
+        show_default="published",
+        rich_help_panel=PLACEMENT,
+    ),
 ]
 Deterministic = Annotated[
     bool | None,
     typer.Option(
         "--deterministic/--no-deterministic",
-        help="The same bits each time, whatever the threads and what else is computed.",
+        help="Give the same bits each time, whatever the number of threads and the other requests.",
         show_default=False,
+        rich_help_panel=PLACEMENT,
     ),
 ]
 MoeMiss = Annotated[
     Literal["exact", "skip"],
     typer.Option(
-        "--moe-miss", help="When a routed expert is not in memory: read it, or leave it out."
+        "--moe-miss",
+        help="What to do when a routed expert is not in memory: read it (exact), or skip it.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 SKIP_CAP = 0.25
@@ -90,7 +144,8 @@ MoeSkipCap = Annotated[
     typer.Option(
         "--moe-skip-cap",
         metavar="SHARE",
-        help="The most to leave out of a token, from 0 to 1.",
+        help="The largest share of a token's router weight to skip, 0 to 1.",
+        rich_help_panel=ADVANCED,
         show_default=str(SKIP_CAP),
     ),
 ]
@@ -99,8 +154,9 @@ MoeCold = Annotated[
     MoeColdName | None,
     typer.Option(
         "--moe-cold",
-        help="Where routed experts do not fit: read them, past the system's file cache (direct) "
-        "or through it, or compute them there, outside the budget (map).",
+        help="How to reach routed experts that do not fit: read them through the page cache "
+        "(read), past it (direct), or compute from the page cache, outside the budget (map).",
+        rich_help_panel=ADVANCED,
         show_default="auto",
     ),
 ]
@@ -109,7 +165,8 @@ MoeProfile = Annotated[
     typer.Option(
         "--moe-profile",
         metavar="FILE",
-        help="Begin with the routed experts of this profile, whatever was learnt.",
+        help="Start with the routed experts of this usage profile instead of the learnt one.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 MoePin = Annotated[
@@ -117,8 +174,9 @@ MoePin = Annotated[
     typer.Option(
         "--moe-pin",
         metavar="N|SHARE%",
-        help="Keep the N first routed experts of each layer, or those that SHARE of tokens ask "
-        "for.",
+        help="Pin the N most used routed experts of each layer, or those that serve SHARE of the "
+        "tokens.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 WarmupName = Literal["none", "hybrid", "full"]
@@ -126,8 +184,9 @@ MoeWarmup = Annotated[
     WarmupName | None,
     typer.Option(
         "--moe-warmup",
-        help="Routed experts are read when asked for; those that are known beside the work; or "
-        "all there is room for before the first token.",
+        help="When to read routed experts: on demand (none), known ones in the background "
+        "(hybrid), or all that fit before the first token (full).",
+        rich_help_panel=ADVANCED,
         show_default="hybrid",
     ),
 ]
@@ -136,58 +195,85 @@ MoeExchange = Annotated[
     typer.Option(
         "--moe-exchange",
         metavar="SHARE",
-        help="How many routed experts an update may exchange for those of the profile, 0 to 1.",
+        help="The share of routed experts that an update may swap for the profile's, 0 to 1.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 MoeLearn = Annotated[
     bool | None,
     typer.Option(
         "--moe-learn/--no-moe-learn",
-        help="Keep with the base which routed experts are asked for, and begin with those.",
+        help="Save which routed experts the base uses, and start with those next time.",
+        rich_help_panel=ADVANCED,
         show_default="--moe-learn",
     ),
 ]
 EngineOption = Annotated[
     Literal["native", "transformers"],
-    typer.Option("--engine", help="transformers: any base, one expert, slow; needs [compat]."),
+    typer.Option(
+        "--engine",
+        help="transformers runs any base with one expert, slowly; needs the extra `compat`.",
+        rich_help_panel=ADVANCED,
+    ),
 ]
 Mismatch = Annotated[
-    bool, typer.Option("--allow-base-mismatch", help="Accept experts made for another base.")
+    bool,
+    typer.Option(
+        "--allow-base-mismatch",
+        help="Accept experts made for another base.",
+        rich_help_panel=EXPERTS,
+    ),
 ]
 MemoryBudget = Annotated[
     str | None,
     typer.Option(
-        "--memory-budget", metavar="SIZE", help="The most memory to take, such as 512MiB."
+        "--memory-budget",
+        metavar="SIZE",
+        help="The most memory to use, such as 512MiB.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
 
 
 Body = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Text that follows the prompt; - is stdin.")
+    str | None, typer.Option(metavar="FILE", help="File to append to the prompt; - is stdin.")
 ]
 Template = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="With {prompt} and {body}, once at most.")
+    str | None,
+    typer.Option(metavar="TEXT", help="Template with {prompt} and {body}, each at most once."),
 ]
 Truncate = Annotated[
-    bool, typer.Option("--truncate", help="Cut the end of a prompt that is too long.")
+    bool, typer.Option("--truncate", help="Cut off the end of a prompt that is too long.")
 ]
 Device = Annotated[
     Literal["cpu", "cuda", "auto"] | None,
     typer.Option(
-        help="Where to compute; auto: CUDA if there is such a device.", show_default="cpu"
+        help="Where to compute; auto takes CUDA where there is a device.",
+        show_default="cpu",
+        rich_help_panel=PLACEMENT,
     ),
 ]
 VerifyBase = Annotated[
-    bool, typer.Option("--verify-base", help="Hash every byte of the base again.")
+    bool,
+    typer.Option(
+        "--verify-base", help="Hash every byte of the base again.", rich_help_panel=ADVANCED
+    ),
 ]
 OnBudget = Annotated[
     Literal["refuse", "fewer", "queue"],
     typer.Option(
-        "--on-budget", help="When it does not fit: refuse, drop experts, or wait for other runs."
+        "--on-budget",
+        help="When it does not fit: refuse, use fewer experts, or wait for other runs.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
-Trace = Annotated[bool, typer.Option("--trace", help="Time each layer, count allocations; slower.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
+Trace = Annotated[
+    bool,
+    typer.Option(
+        "--trace", help="Time each layer and count allocations; slower.", rich_help_panel=ADVANCED
+    ),
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below the answer.")]
 
 _SETTING = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 

@@ -34,7 +34,7 @@ def search(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Search the names, descriptions and keywords of one registry.
+    """Search the packages of a registry. Names, descriptions and keywords are searched.
 
     Example: expertctl search sql
     """

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.named_base import known_base
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, emit, note, table, warn
 from expertctl.cli.run_options import (
+    ADVANCED,
+    PLACEMENT,
     AdapterDtype,
     Base,
     Deterministic,
@@ -44,18 +47,12 @@ from expertctl.settings import load_settings, parse_age, parse_size
 if TYPE_CHECKING:
     from expertctl.server.api_keys import ApiKey
 
-app = typer.Typer(
-    help="Generate for programs, over HTTP.", add_completion=False, rich_markup_mode=None
-)
-key = typer.Typer(
-    no_args_is_help=True,
-    help="The API keys of those that may ask.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup(no_args_is_help=False)
+key = CommandGroup("Manage the API keys of the server's users.")
 app.add_typer(key, name="key")
 
 _Value = TypeVar("_Value")
+ACCESS, SCHEDULING, LOGGING = "Access", "Scheduling", "Logging"
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-laptop.")]
 
 
@@ -63,35 +60,47 @@ KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-lapt
 def serve(
     context: typer.Context,
     host: Annotated[
-        str | None, typer.Option(help="Listen on this address.", show_default="127.0.0.1")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Listen on this port; 0 is a free one.", show_default="8000")
+        int | None, typer.Option(help="Port to listen on; 0 picks a free one.", show_default="8000")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="The address that users see, where it is another.")
+        str | None,
+        typer.Option(
+            help="Public address, where users see another one; API keys are then required."
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Accept this name in Host: host.docker.internal; repeatable."
+            metavar="NAME",
+            help="Accept this name in the Host header, such as host.docker.internal; repeatable.",
+            rich_help_panel=ACCESS,
         ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Answer web pages of this origin; repeatable."),
+        typer.Option(
+            metavar="ORIGIN",
+            help="Answer web pages of this origin; repeatable.",
+            rich_help_panel=ACCESS,
+        ),
     ] = None,
     base: Base = None,
     alias: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ALIAS=MODEL", help="A further name of a model: gpt-4o-mini=auto; repeatable."
+            metavar="ALIAS=MODEL",
+            help="Serve a model under another name, such as gpt-4o-mini=auto; repeatable.",
         ),
     ] = None,
     strict_fields: Annotated[
         bool | None,
         typer.Option(
-            "--strict-fields", help="Refuse fields that are not implemented, not ignore them."
+            "--strict-fields",
+            help="Refuse request fields that are not implemented instead of ignoring them.",
         ),
     ] = None,
     json_instruction: Annotated[
@@ -103,23 +112,34 @@ def serve(
         ),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(help="How many texts are written at a time.", show_default="16")
+        int | None,
+        typer.Option(
+            help="The most sequences in a batch.", show_default="16", rich_help_panel=SCHEDULING
+        ),
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="How many jobs may wait.", show_default="128")
+        int | None,
+        typer.Option(
+            help="The most requests that may wait.", show_default="128", rich_help_panel=SCHEDULING
+        ),
     ] = None,
     memory_budget: MemoryBudget = None,
     prefix_cache_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="The most memory for keys and values that are kept for later requests.",
+            help="The most memory for the KV cache of finished requests.",
             show_default="a quarter of the budget",
+            rich_help_panel=PLACEMENT,
         ),
     ] = None,
     on_budget: Annotated[
         Literal["queue", "fewer"],
-        typer.Option("--on-budget", help="When experts do not fit: wait, or leave some out."),
+        typer.Option(
+            "--on-budget",
+            help="When experts do not fit: wait, or use fewer.",
+            rich_help_panel=PLACEMENT,
+        ),
     ] = "queue",
     dtype: Dtype = None,
     adapter_dtype: AdapterDtype = None,
@@ -135,23 +155,34 @@ def serve(
     moe_learn: MoeLearn = None,
     warm: Annotated[
         list[str] | None,
-        typer.Option(metavar="PROMPT", help="Answer this before the first job; repeatable."),
+        typer.Option(
+            metavar="PROMPT",
+            help="Answer this prompt before the first request; repeatable.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="When an answer ends that names no time itself."),
+        typer.Option(
+            metavar="SECONDS",
+            help="Time limit of requests that state none.",
+            rich_help_panel=SCHEDULING,
+        ),
     ] = None,
     behind: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="How long the reader of a stream may leave an event unread.",
+            help="Seconds before a slow streaming client is dropped.",
             show_default="60",
+            rich_help_panel=SCHEDULING,
         ),
     ] = None,
     validator: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=COMMAND", help="A program that answers are checked by."),
+        typer.Option(
+            metavar="NAME=COMMAND", help="Program that checks answers.", rich_help_panel=ADVANCED
+        ),
     ] = None,
     completions_special_tokens: Annotated[
         bool | None,
@@ -159,27 +190,44 @@ def serve(
             "--completions-special-tokens/--no-completions-special-tokens",
             help="Read control tokens in prompts of /v1/completions as control tokens, or as text.",
             show_default="--completions-special-tokens",
+            rich_help_panel=ADVANCED,
         ),
     ] = None,
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts to the log.")
+        bool,
+        typer.Option("--log-prompts", help="Write prompts to the log.", rich_help_panel=LOGGING),
     ] = False,
     traces: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP)."),
+        typer.Option(
+            metavar="URL",
+            help="Send traces to this OpenTelemetry collector (OTLP).",
+            rich_help_panel=LOGGING,
+        ),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The certificate chain, PEM.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate chain, PEM.", rich_help_panel=ACCESS),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The certificate's key, PEM.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Private key of the certificate, PEM.", rich_help_panel=ACCESS
+        ),
     ] = None,
     insecure_http: Annotated[
-        bool, typer.Option("--insecure-http", help="Let API keys cross a network in clear text.")
+        bool,
+        typer.Option(
+            "--insecure-http",
+            help="Let API keys cross a network in clear text.",
+            rich_help_panel=ACCESS,
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. Says where on stderr; the log goes there too.
+    """Run an OpenAI- and Anthropic-compatible server. It stops at SIGTERM or Ctrl-C.
+
+    Its address and its log go to stderr.
 
     Example: expertctl serve --port 8000
     """
@@ -264,16 +312,17 @@ def serve(
 def new_key(
     name: KeyName,
     per_minute: Annotated[
-        int | None, typer.Option("--per-minute", help="Requests in a minute, at most.")
+        int | None, typer.Option("--per-minute", help="The most requests in a minute.")
     ] = None,
     max_tokens_per_minute: Annotated[
-        int | None, typer.Option("--max-tokens-per-minute", help="Tokens in a minute, at most.")
+        int | None, typer.Option("--max-tokens-per-minute", help="The most tokens in a minute.")
     ] = None,
     expires: Annotated[
-        str | None, typer.Option(metavar="AGE", help="When it ends: 12h, 30d, 52w.")
+        str | None,
+        typer.Option(metavar="AGE", help="When the key expires, such as 12h, 30d or 52w."),
     ] = None,
     manages: Annotated[
-        bool, typer.Option("--manage", help="It may change what others get, too: POST /moe.")
+        bool, typer.Option("--manage", help="Let the key change server settings, too (POST /moe).")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -26,7 +26,7 @@ def stats(
     clear: Annotated[bool, typer.Option("--clear", help="Forget all runs and judgements.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show how experts were used and how well they did. It is known on this machine alone.
+    """Show how often experts were used and how well they did. It is known on this machine alone.
 
     Example: expertctl stats --days 30
     """

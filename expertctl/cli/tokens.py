@@ -5,17 +5,13 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import RegistryOption, connected
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.plain_text import one_line
 from expertctl.registry.tokens import Token, new_token, parse_lifetime, revoke_token, tokens
 from expertctl.settings import load_settings
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Access tokens of a registry.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Manage your access tokens of a registry.")
 
 
 @app.command()

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli import trust_registry
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import UsageError
 from expertctl.reference import FROM_FILE
@@ -16,12 +17,7 @@ from expertctl.trust.keys import PublicKey, key_name, read_pem
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Whose signatures count, and for what.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Manage whose signatures are accepted, and for what.")
 
 
 app.add_typer(trust_registry.app, name="registry")

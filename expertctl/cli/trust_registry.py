@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.help import CommandGroup
 from expertctl.cli.output import JsonFlag, emit, note, note_once, table, warn
 from expertctl.errors import UsageError
 from expertctl.registry.address import RegistryAddress
@@ -13,12 +14,7 @@ from expertctl.trust.grant import KnownRegistry, namespace_of
 from expertctl.trust.keys import PublicKey, read_pem
 from expertctl.trust.policy import TrustStore
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Whose index is believed.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = CommandGroup("Manage trusted registries.")
 
 
 @app.command()

@@ -102,14 +102,14 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
 def update(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Only these of the list, and what they require."),
+        typer.Argument(metavar="NAME", help="Only these of the list, and what they require."),
     ] = None,
     offline: Offline = False,
     allow_base_mismatch: AllowBaseMismatch = False,
     accept_changed: AcceptChanged = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install the newest versions that the list allows. Older ones stay installed.
+    """Install the newest versions that your list allows. Older ones stay installed.
 
     Example: expertctl update acme/sql
     """

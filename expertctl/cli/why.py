@@ -19,7 +19,7 @@ def why(
     ref: Annotated[str, typer.Argument(metavar="REF", help="An installed expert.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Tell why an expert is here. Who requires it, who signed it, what would miss it?
+    """Show why an expert is installed. Who requires it, who signed it, what would miss it?
 
     Example: expertctl why acme/sql
     """

@@ -105,6 +105,90 @@ def test_version_is_printed_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"expertctl {__version__}\n"
 
 
+def test_the_help_lists_every_command_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if line in {f"{title}:" for title in app.SECTIONS}]
+    assert titles == ["Use:", "Get:", "Make:", "Share:", "Trust:", "Maintain:"]
+    assert lines[lines.index("Use:") + 1].split()[0] == "run"
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in app.COMMANDS)
+
+
+def test_the_help_imports_no_command() -> None:
+    code = "import sys; from expertctl.cli import app; app.run(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    targets = {f"expertctl.cli.{target.partition(':')[0]}" for target in app.COMMANDS.values()}
+    assert loaded & targets == set()
+
+
+@pytest.mark.parametrize("name", list(app.COMMANDS))
+def test_the_line_of_a_command_is_the_first_sentence_of_its_help(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {n: entry.summary for section in app.SECTIONS.values() for n, entry in section.items()}
+    assert app.run([name, "-h"]) == 0
+    paragraph = capsys.readouterr().out.split("\n\n")[1]
+    assert " ".join(paragraph.split()).startswith(lines[name])
+
+
+def test_help_with_a_command_shows_the_help_of_that_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert app.run(["help", "registry", "init"]) == 0
+    shown = capsys.readouterr().out
+    assert app.run(["registry", "init", "--help"]) == 0
+    assert shown == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["unpack"], "Usage: expertctl unpack [OPTIONS] FILE DIR"),
+        (["install"], "Usage: expertctl install [OPTIONS] [REF|FILE...]"),
+        (["publish"], "Usage: expertctl publish [OPTIONS] FILE..."),
+        (["run"], "Usage: expertctl run [OPTIONS] [PROMPT...]"),
+    ],
+)
+def test_usage_shows_metavars_that_people_read(
+    words: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([*words, "-h"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == usage
+
+
+def test_help_is_as_wide_as_the_terminal_up_to_a_hundred_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    widest = {}
+    for columns in (80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        app.run(["run", "--help"])
+        widest[columns] = max(map(len, capsys.readouterr().out.splitlines()))
+    assert widest[80] <= 80
+    assert 80 < widest[100] <= 100
+    assert widest[200] == widest[100]
+
+
+def test_an_example_is_never_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    app.run(["registry", "init", "--help"])
+    example = "  expertctl registry init /srv/registry --url https://experts.example.org"
+    assert example in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "serve"])
+def test_options_of_routed_experts_are_advanced(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app.run([name, "-h"])
+    before, advanced = capsys.readouterr().out.split("\nAdvanced:\n")
+    assert "--moe-" not in before
+    assert "--moe-miss" in advanced
+
+
 @pytest.mark.parametrize("name", list(app.COMMANDS))
 def test_every_command_has_help_with_an_example(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -234,7 +318,7 @@ def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
 
 
 GROUPS = [
-    *([], ["keys"], ["trust"], ["trust", "registry"], ["config"], ["base"], ["token"]),
+    *(["keys"], ["trust"], ["trust", "registry"], ["config"], ["base"], ["token"]),
     *(["registry"], ["registry", "user"], ["registry", "namespace"], ["registry", "keys"]),
 ]
 
@@ -244,7 +328,7 @@ def test_the_summary_of_every_command_is_whole(
     group: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert app.run([*group, "--help"]) == 0
-    lines = capsys.readouterr().out.split("Commands:")[1].splitlines()
+    lines = capsys.readouterr().out.split("Commands:")[-1].splitlines()
     assert [line for line in lines if line.endswith("...")] == []
 
 

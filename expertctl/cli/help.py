@@ -1,0 +1,173 @@
+"""The layout of ``--help``: sections of commands and options, short metavars, up to 100 columns.
+
+`CommandGroup` replaces `typer.Typer` for every group, `Command` and `Group` draw the pages. Options
+name their section with ``rich_help_panel``. A paragraph that begins with ``Example:`` is a command
+line and is never folded.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import Default
+
+WIDTH = 100
+"""Help is as wide as the terminal, up to this many columns."""
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
+EXAMPLE = "Example: "
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_NUMBERS = {int: "N", float: "NUMBER"}
+_Rows = list[tuple[str, str]]
+
+
+def metavar_of(parameter: Any) -> str:
+    """Return what stands for the value of an option or argument, such as ``FILE`` or ``a|b``."""
+    if parameter.metavar is not None:
+        return str(parameter.metavar)
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper().replace("_", "-")
+    kind = parameter.type_descriptor
+    if kind.is_choice:
+        return "|".join(str(choice) for choice in kind.choices or ())
+    if kind.is_path:
+        return "FILE"
+    return _NUMBERS.get(kind.annotation, "TEXT")
+
+
+def argument_usage(argument: Any) -> str:
+    """Return an argument as the usage line shows it, such as ``DIR`` or ``[REF...]``."""
+    name = metavar_of(argument) + ("..." if argument.nargs != 1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
+    """Return names and help of an option or argument; None for a hidden one."""
+    record = parameter.get_help_record(context)
+    if record is None:
+        return None
+    if parameter.param_type_name == "argument":
+        return metavar_of(parameter) + ("..." if parameter.nargs != 1 else ""), _plain(record[1])
+    names = ", ".join(sorted(parameter.opts, key=lambda name: name.startswith("--")))
+    if parameter.secondary_opts:
+        names += " / " + ", ".join(parameter.secondary_opts)
+    if not parameter.is_flag and not parameter.count:
+        names += " " + metavar_of(parameter)
+    return names, _plain(record[1])
+
+
+def _plain(text: str) -> str:
+    """Write defaults without a second pair of brackets, and say nothing of what usage shows."""
+    text = text.replace("[default: (", "[default: ").replace(")]", "]").replace("); ", "; ")
+    return text.replace("  [required]", "").replace("; required]", "]")
+
+
+def write_parameters(command: Any, context: Any, formatter: Any) -> None:
+    """Write the sections of arguments and options; a section is named by ``rich_help_panel``."""
+    sections: dict[str, _Rows] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(context):
+        row = help_row(parameter, context)
+        if row is None:
+            continue
+        default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        panel = getattr(parameter, "rich_help_panel", None) or default
+        sections.setdefault(panel, []).append(row)
+    write_sections(sections, formatter)
+
+
+def write_sections(sections: dict[str, _Rows], formatter: Any) -> None:
+    """Write titled tables; those without rows are left out."""
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def write_description(command: Any, formatter: Any) -> None:
+    """Write the paragraphs of a docstring; examples come last, each on a line of its own."""
+    text = inspect.cleandoc(command.help or "").partition("\f")[0]
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    examples = [part.removeprefix(EXAMPLE) for part in paragraphs if part.startswith(EXAMPLE)]
+    for part in paragraphs:
+        if part and not part.startswith(EXAMPLE):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(part)
+    if examples:
+        formatter.write("\nExample:\n" + "".join(f"  {line}\n" for line in examples))
+
+
+class Command(TyperCommand):
+    """One command, with help as this module draws it."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what follows the name in the usage line."""
+        return ["[OPTIONS]", *_usages(self.get_params(ctx))]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write description and examples."""
+        write_description(self, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options."""
+        write_parameters(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands, with help as this module draws it."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write description and examples."""
+        write_description(self, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write options, then the commands."""
+        write_parameters(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands with the first sentence of each."""
+        rows = [(name, summary(command.help)) for name, command in self._visible(ctx)]
+        write_sections({"Commands": rows}, formatter)
+
+    def _visible(self, ctx: Any) -> Iterator[tuple[str, Any]]:
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                yield name, command
+
+
+class CommandGroup(typer.Typer):
+    """A `typer.Typer` whose commands and help are those of this module."""
+
+    def __init__(self, text: str | None = None, *, no_args_is_help: bool = True) -> None:
+        """Make an empty group; ``text`` is its help."""
+        super().__init__(
+            cls=Group,
+            help=text or Default(None),
+            no_args_is_help=no_args_is_help,
+            add_completion=False,
+            rich_markup_mode=None,
+        )
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
+        """Register a command."""
+        return super().command(name, **({"cls": Command} | options))
+
+
+def single_command(name: str, function: Callable[..., None]) -> Any:
+    """Make the command of one function."""
+    app = CommandGroup(no_args_is_help=False)
+    app.command(name)(function)
+    return typer.main.get_command(app)
+
+
+def summary(text: str | None) -> str:
+    """Return the first sentence of a docstring, without its full stop."""
+    first = " ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split())
+    return first.partition(". ")[0].removesuffix(".")
+
+
+def _usages(parameters: Iterable[Any]) -> Sequence[str]:
+    return [argument_usage(p) for p in parameters if p.param_type_name == "argument"]
