@@ -4,8 +4,12 @@ Prompts are the same when they differ in nothing but case and white space; digit
 ends of lines count. So does what is read from spelling alone: whether a prompt has code.
 
 A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
+
+What is kept does not grow with the length of prompts: of a prompt a digest is kept, and a plan is
+kept without the words that it was made from.
 """
 
+import hashlib
 import re
 import secrets
 import time
@@ -18,14 +22,11 @@ from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
 
 REMEMBERED = 2_000
-"""How many plans are kept, the most recently asked for: some 30 MB."""
+"""How many plans are kept, the most recently asked for: 4 MB without experts, 30 MB with many."""
 KEPT_SECONDS = 3_600.0
 """In an hour a success rate fades by a thousandth."""
 KEPT = 16
 """How many candidates of a plan are kept: what the head compared, and a few more."""
-
-LONGEST = 8_000
-"""Longer prompts are not remembered: two thousand of them would be a gigabyte."""
 _BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
 _LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
 _SPACES = re.compile(r"[^\S\n]+")
@@ -35,14 +36,16 @@ _SPACES = re.compile(r"[^\S\n]+")
 class Question:
     """What a plan is remembered by."""
 
-    request: RouteRequest  # its prompt normalised, without a seed
+    request: RouteRequest
+    """Without a seed; its prompt is the SHA-256 of the normalised prompt."""
     base: str | None
     has_code: bool
 
     @classmethod
     def of(cls, request: RouteRequest, base: str | None) -> "Question":
         """Return what a request asks, however it is spelled."""
-        asked = replace(request, prompt=normalised(request.prompt), seed=None)
+        spelled = normalised(request.prompt).encode("utf-8", "surrogatepass")
+        asked = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
         return cls(asked, base, features_of(request.prompt).has_code)
 
 
@@ -74,11 +77,7 @@ class DecisionCache:
 
     def keep(self, question: Question, planned: Planned) -> None:
         """Remember a plan for as long as the revision that was last asked for holds."""
-        if len(question.request.prompt) > LONGEST:
-            return
-        candidates = planned.result.candidates[:KEPT]
-        kept = replace(planned, result=replace(planned.result, candidates=candidates))
-        self._plans[question] = (self._clock(), kept)
+        self._plans[question] = (self._clock(), _abridge(planned))
         self._plans.move_to_end(question)
         if len(self._plans) > self.most:
             self._plans.popitem(last=False)
@@ -86,7 +85,17 @@ class DecisionCache:
     def check_integrity(self) -> None:
         """Check that no more is kept than is promised."""
         assert len(self._plans) <= self.most
-        assert all(len(p.result.candidates) <= KEPT for _, p in self._plans.values())
+        for _, planned in self._plans.values():
+            assert len(planned.result.candidates) <= KEPT
+            assert not planned.result.features.words
+
+
+def _abridge(planned: Planned) -> Planned:
+    """Return a plan with its first candidates, without the words of its prompt."""
+    result = planned.result
+    features = replace(result.features, words=())
+    abridged = replace(result, candidates=result.candidates[:KEPT], features=features)
+    return replace(planned, result=abridged)
 
 
 def normalised(prompt: str) -> str:
