@@ -5,8 +5,9 @@ ends of lines count. So does what is read from spelling alone: whether a prompt 
 
 A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
 
-What is kept does not grow with the length of prompts: of a prompt a digest is kept, and a plan is
-kept without the words that it was made from.
+What is kept does not grow with the length of prompts nor with the size of bases: of a prompt a
+digest is kept, a plan is kept without the words that it was made from, and plans share the record
+of their base.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from expertctl.routing.features import features_of
 from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
+from expertctl.store.base_record import StoredBase
 
 REMEMBERED = 2_000
 """How many plans are kept, the most recently asked for: 4 MB without experts, 30 MB with many."""
@@ -57,6 +59,8 @@ class DecisionCache:
         self.most = most
         self._clock = clock
         self._plans: OrderedDict[Question, tuple[float, Planned]] = OrderedDict()
+        self._bases: dict[str, StoredBase] = {}
+        """The record of each base, by name; each plan was made with a copy of its own."""
         self._revision: object = ""
 
     def __len__(self) -> int:
@@ -67,6 +71,7 @@ class DecisionCache:
         """Return what was planned of late; when something has changed, forget all instead."""
         if revision != self._revision:
             self._plans.clear()
+            self._bases.clear()
             self._revision = revision
         at, planned = self._plans.get(question, (0.0, None))
         if planned is None or not 0 <= self._clock() - at < KEPT_SECONDS:
@@ -77,7 +82,8 @@ class DecisionCache:
 
     def keep(self, question: Question, planned: Planned) -> None:
         """Remember a plan for as long as the revision that was last asked for holds."""
-        self._plans[question] = (self._clock(), _abridge(planned))
+        base = self._shared(planned.base)
+        self._plans[question] = (self._clock(), replace(_abridge(planned), base=base))
         self._plans.move_to_end(question)
         if len(self._plans) > self.most:
             self._plans.popitem(last=False)
@@ -88,6 +94,13 @@ class DecisionCache:
         for _, planned in self._plans.values():
             assert len(planned.result.candidates) <= KEPT
             assert not planned.result.features.words
+
+    def _shared(self, base: StoredBase) -> StoredBase:
+        """Return the record of a base that other plans refer to, if it is the same."""
+        known = self._bases.get(base.name)
+        if known is None or known != base:
+            known = self._bases[base.name] = base
+        return known
 
 
 def _abridge(planned: Planned) -> Planned:
