@@ -41,13 +41,28 @@ from expertctl.store.bases import BaseStore
 
 NAME = "measured"
 BUDGET = "1200MB"
-CALLERS, KEYS, WORDS = 8, 5, (50, 200, 400, 800)
-ANSWERS = (16, 48)
+CALLERS = 8
 EVERY_SECONDS, REST_SECONDS = 1.0, 45.0
 GROWTH = 1.01
 """How much more the resident set may be in the last third of the time than in the second."""
 STATED = re.compile(r"memory: at most ([0-9.]+ [kMG]?B);")
 _VOCABULARY = ("time", "people", "water", "day", "part", "work", "place", "year", "thing", "form")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What callers ask for: a prompt and an answer are as long as one of these numbers."""
+
+    words: Sequence[int]
+    answers: Sequence[int]
+    """Tokens."""
+    keys: int
+    """How many keys each caller asks under."""
+
+
+USUAL = Traffic(words=(50, 200, 400, 800), answers=(16, 48), keys=5)
+SHORT = Traffic(words=(20, 60, 120), answers=(2, 4), keys=400)
+"""Many answers, to see what stays of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +81,11 @@ class Sample:
 class Load:
     """Callers of a server, and somebody who looks at its memory."""
 
-    def __init__(self, url: str, process: psutil.Process, *, minutes: float) -> None:
+    def __init__(
+        self, url: str, process: psutil.Process, traffic: Traffic, *, minutes: float
+    ) -> None:
         """Ask a server; ``process`` is the one that computes."""
+        self._traffic = traffic
         self._url, self._process, self._end = url, process, time.monotonic() + 60 * minutes
         self._drawn = random.Random(0)  # prompts are no secret
         self.samples: list[Sample] = []
@@ -86,13 +104,14 @@ class Load:
             self.at_rest = await self._look(client)
 
     async def _call(self, client: httpx2.AsyncClient, number: int) -> None:
+        traffic = self._traffic
         while time.monotonic() < self._end:
-            said = " ".join(self._drawn.choices(_VOCABULARY, k=self._drawn.choice(WORDS)))
+            said = " ".join(self._drawn.choices(_VOCABULARY, k=self._drawn.choice(traffic.words)))
             body = {
                 "model": NAME,
                 "prompt": said,
-                "max_tokens": self._drawn.choice(ANSWERS),
-                "user": f"{number}-{self._drawn.randrange(KEYS)}",
+                "max_tokens": self._drawn.choice(traffic.answers),
+                "user": f"{number}-{self._drawn.randrange(traffic.keys)}",
             }
             answer = await client.post("/v1/completions", json=body)
             answer.raise_for_status()
@@ -199,12 +218,13 @@ def _row(
 
 
 def main() -> None:
-    """The command line: that of every benchmark, ``--minutes``, ``--base`` and ``--budget``."""
+    """The command line: that of every benchmark, and what is asked of which server."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_memory")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--base", type=Path, metavar="DIR")
     parser.add_argument("--budget", default=BUDGET, metavar="SIZE")
+    parser.add_argument("--short", action="store_true", help="short texts, so many more answers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = options.base or write_small_base(Path(folder, "base"))
@@ -213,7 +233,7 @@ def main() -> None:
         with serving(home, options.budget, log) as (url, worker):
             bound = stated_bound(log.read_text(encoding="utf-8"))
             print(f"stated: {bound / 1e6:.0f} MB", file=sys.stderr, flush=True)
-            load = Load(url, worker, minutes=options.minutes)
+            load = Load(url, worker, SHORT if options.short else USUAL, minutes=options.minutes)
             asyncio.run(load.run())
     what = "random weights in the shape of SmolLM2-135M" if options.base is None else base.name
     rows = list(rows_of(load, bound=bound, what=f"{what}, a budget of {options.budget}"))
