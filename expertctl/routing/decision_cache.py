@@ -4,8 +4,13 @@ Prompts are the same when they differ in nothing but case and white space; digit
 ends of lines count. So does what is read from spelling alone: whether a prompt has code.
 
 A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
+
+What is kept does not grow with the length of prompts nor with the size of bases: of a prompt a
+digest is kept, a plan is kept without the words that it was made from, and plans share the record
+of their base.
 """
 
+import hashlib
 import re
 import secrets
 import time
@@ -16,16 +21,14 @@ from dataclasses import dataclass, replace
 from expertctl.routing.features import features_of
 from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
+from expertctl.store.base_record import StoredBase
 
 REMEMBERED = 2_000
-"""How many plans are kept, the most recently asked for: some 30 MB."""
+"""How many plans are kept, the most recently asked for: 4 MB without experts, 30 MB with many."""
 KEPT_SECONDS = 3_600.0
 """In an hour a success rate fades by a thousandth."""
 KEPT = 16
 """How many candidates of a plan are kept: what the head compared, and a few more."""
-
-LONGEST = 8_000
-"""Longer prompts are not remembered: two thousand of them would be a gigabyte."""
 _BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
 _LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
 _SPACES = re.compile(r"[^\S\n]+")
@@ -35,14 +38,16 @@ _SPACES = re.compile(r"[^\S\n]+")
 class Question:
     """What a plan is remembered by."""
 
-    request: RouteRequest  # its prompt normalised, without a seed
+    request: RouteRequest
+    """Without a seed; its prompt is the SHA-256 of the normalised prompt."""
     base: str | None
     has_code: bool
 
     @classmethod
     def of(cls, request: RouteRequest, base: str | None) -> "Question":
         """Return what a request asks, however it is spelled."""
-        asked = replace(request, prompt=normalised(request.prompt), seed=None)
+        spelled = normalised(request.prompt).encode("utf-8", "surrogatepass")
+        asked = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
         return cls(asked, base, features_of(request.prompt).has_code)
 
 
@@ -54,6 +59,8 @@ class DecisionCache:
         self.most = most
         self._clock = clock
         self._plans: OrderedDict[Question, tuple[float, Planned]] = OrderedDict()
+        self._bases: dict[str, StoredBase] = {}
+        """The record of each base, by name; each plan was made with a copy of its own."""
         self._revision: object = ""
 
     def __len__(self) -> int:
@@ -64,6 +71,7 @@ class DecisionCache:
         """Return what was planned of late; when something has changed, forget all instead."""
         if revision != self._revision:
             self._plans.clear()
+            self._bases.clear()
             self._revision = revision
         at, planned = self._plans.get(question, (0.0, None))
         if planned is None or not 0 <= self._clock() - at < KEPT_SECONDS:
@@ -74,11 +82,8 @@ class DecisionCache:
 
     def keep(self, question: Question, planned: Planned) -> None:
         """Remember a plan for as long as the revision that was last asked for holds."""
-        if len(question.request.prompt) > LONGEST:
-            return
-        candidates = planned.result.candidates[:KEPT]
-        kept = replace(planned, result=replace(planned.result, candidates=candidates))
-        self._plans[question] = (self._clock(), kept)
+        base = self._shared(planned.base)
+        self._plans[question] = (self._clock(), replace(_abridge(planned), base=base))
         self._plans.move_to_end(question)
         if len(self._plans) > self.most:
             self._plans.popitem(last=False)
@@ -86,7 +91,24 @@ class DecisionCache:
     def check_integrity(self) -> None:
         """Check that no more is kept than is promised."""
         assert len(self._plans) <= self.most
-        assert all(len(p.result.candidates) <= KEPT for _, p in self._plans.values())
+        for _, planned in self._plans.values():
+            assert len(planned.result.candidates) <= KEPT
+            assert not planned.result.features.words
+
+    def _shared(self, base: StoredBase) -> StoredBase:
+        """Return the record of a base that other plans refer to, if it is the same."""
+        known = self._bases.get(base.name)
+        if known is None or known != base:
+            known = self._bases[base.name] = base
+        return known
+
+
+def _abridge(planned: Planned) -> Planned:
+    """Return a plan with its first candidates, without the words of its prompt."""
+    result = planned.result
+    features = replace(result.features, words=())
+    abridged = replace(result, candidates=result.candidates[:KEPT], features=features)
+    return replace(planned, result=abridged)
 
 
 def normalised(prompt: str) -> str:

@@ -232,6 +232,57 @@ def test_the_prompt_that_was_not_asked_for_longest_goes_first(session: PlanningS
     assert len(cache) == 0
 
 
+@pytest.mark.parametrize("words", [1, 1_000, 50_000])
+def test_a_long_prompt_takes_no_more_memory_than_a_short_one(
+    session: PlanningSession, words: int
+) -> None:
+    prompt = SORT + " and then" * words
+    planned = session.plan(RouteRequest(prompt=prompt, seed=1))
+    cache, question = DecisionCache(), Question.of(RouteRequest(prompt=prompt), None)
+    cache.find(question, revision="a")
+    cache.keep(question, planned)
+    cache.check_integrity()
+    kept = cache.find(question, revision="a")
+    assert kept is not None
+    assert kept.result.plan == planned.result.plan
+    assert len(repr(question)) + len(repr(kept.result.features)) < 2_000
+
+
+def test_a_prompt_of_100_000_words_is_planned_once(session: PlanningSession) -> None:
+    request = RouteRequest(prompt=SORT + " and then" * 50_000)
+    session.recall(request)
+    assert is_remembered(session.recall(request))
+    assert not is_remembered(session.recall(replace(request, prompt=request.prompt + " stop")))
+
+
+def test_a_prompt_with_half_a_surrogate_pair_is_remembered(session: PlanningSession) -> None:
+    request = RouteRequest(prompt=SORT + " \ud83d")
+    session.recall(request)
+    assert is_remembered(session.recall(request))
+
+
+def test_plans_for_many_prompts_share_the_record_of_their_base(session: PlanningSession) -> None:
+    requests = [RouteRequest(prompt=f"{SORT}, {number}") for number in range(8)]
+    for request in requests:
+        session.recall(request)
+    bases = {id(session.recall(request).base) for request in requests}
+    assert len(bases) == 1
+    session.check_integrity()
+
+
+def test_a_base_that_was_read_anew_is_the_one_of_the_next_plan(session: PlanningSession) -> None:
+    planned = session.plan(RouteRequest(prompt=SORT))
+    changed = replace(planned, base=replace(planned.base, added_ns=planned.base.added_ns + 1))
+    cache, question = DecisionCache(), Question.of(RouteRequest(prompt=SORT), None)
+    cache.find(question, revision="a")
+    cache.keep(question, planned)
+    cache.keep(question, changed)
+    assert cache.find(question, revision="a") == replace(
+        changed, result=replace(changed.result, features=replace(changed.result.features, words=()))
+    )
+    cache.check_integrity()
+
+
 def test_of_many_candidates_the_first_are_kept(session: PlanningSession) -> None:
     planned = session.plan(RouteRequest(prompt=SORT))
     many = tuple(planned.result.candidates[:1] * (2 * KEPT))

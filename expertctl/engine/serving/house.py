@@ -40,7 +40,7 @@ from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.room_for_experts import RoomForExperts
 from expertctl.engine.serving.room_for_texts import told_of_room
-from expertctl.engine.serving.stated_memory import describe_memory
+from expertctl.engine.serving.stated_memory import ProcessMemory, describe_memory
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -125,6 +125,7 @@ class House:
         room = RoomForExperts(session, request, self.budget.limit, self.settings.rows, self._tell)
         self.base = base = room.leave(open_beside(0), open_beside)
         self.threads = choose_threads(base.weight_bytes)
+        before = self._resident()
         self._hold_first_buffers()
         self._tell(f"loading {base.stored.name}, {human_size(base.weight_bytes)} in memory")
         self._model = model = self.residents.hold_base(base, threads=self.threads)
@@ -136,16 +137,22 @@ class House:
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()
-        self._tell(self._described_memory())
+        self._tell(self._described_memory(before))
 
-    def _described_memory(self) -> str:
+    def _described_memory(self, before: int | None) -> str:
+        now, process = self._resident(), None
+        if before is not None and now is not None:
+            process = ProcessMemory(before, now, entered=self.budget.used)
         return describe_memory(
+            process,
             budget=self.budget.limit,
             kept_kv=self.kept_kv_limit,
             weights=self.base.weight_bytes,
-            resident=resident() if self.settings.device == "cpu" else None,
-            entered=self.budget.used,
         )
+
+    def _resident(self) -> int | None:
+        """Return the resident set of this process where it holds the budget, and is known."""
+        return resident() if self.settings.device == "cpu" else None
 
     def _opened(self, request: RunRequest, planned: Planned, beside: int) -> OpenBase:
         base = opened(

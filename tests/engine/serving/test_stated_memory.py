@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from expertctl.engine.budget import kept_kv_limit
-from expertctl.engine.serving.stated_memory import REQUESTS_BYTES, describe_memory, memory_bound
+from expertctl.engine.serving.stated_memory import (
+    REQUESTS_BYTES,
+    ProcessMemory,
+    describe_memory,
+    memory_bound,
+)
 from tests.engine.serving.workshop import SETTINGS, known, market, request, workshop
 from tests.store.shop import House, fast, house
 
@@ -25,22 +30,25 @@ def test_a_quarter_of_the_budget_is_kept_where_nothing_else_is_said(
 
 
 def test_a_server_states_its_budget_and_what_its_process_has_besides() -> None:
-    bound = memory_bound(budget=2000 * MB, resident=690 * MB, entered=290 * MB)
-    assert bound == 2400 * MB + REQUESTS_BYTES
-    assert memory_bound(budget=100, resident=10, entered=20) == 100 + REQUESTS_BYTES
+    process = ProcessMemory(before=350 * MB, resident=690 * MB, entered=290 * MB)
+    assert memory_bound(process, budget=2000 * MB) == 2400 * MB + REQUESTS_BYTES
+
+
+def test_room_for_routed_experts_that_is_still_empty_does_not_hide_the_program() -> None:
+    process = ProcessMemory(before=350 * MB, resident=690 * MB, entered=4000 * MB)
+    assert memory_bound(process, budget=5000 * MB) == 5350 * MB + REQUESTS_BYTES
 
 
 def test_the_sentence_names_all_of_it_and_the_option() -> None:
-    said = describe_memory(
-        budget=2000 * MB, kept_kv=500 * MB, weights=269 * MB, resident=690 * MB, entered=290 * MB
-    )
+    process = ProcessMemory(before=350 * MB, resident=690 * MB, entered=290 * MB)
+    said = describe_memory(process, budget=2000 * MB, kept_kv=500 * MB, weights=269 * MB)
     assert said.startswith("memory: at most 2.5 GB; the budget is 2 GB: 269.0 MB for the base")
     assert "up to 500.0 MB for keys and values of earlier requests (--prefix-cache-memory)" in said
     assert "534.2 MB beside it for the program" in said
 
 
 def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:
-    said = describe_memory(budget=2000, kept_kv=500, weights=269, resident=None, entered=290)
+    said = describe_memory(None, budget=2000, kept_kv=500, weights=269)
     assert said.startswith("memory: the budget is 2 kB: 269 B for the base")
 
 
