@@ -403,7 +403,7 @@ def test_a_flipped_bit_in_the_store_is_found(
 )
 def test_help_has_an_example(command: str, run: Run) -> None:
     assert run(command, "--help") == 0
-    assert f"Example: expertctl {command} " in run.out
+    assert f"Example:\n  expertctl {command} " in run.out
 
 
 @pytest.mark.parametrize("words", [["verify"], ["inspect"], ["export", "--oci"]])
