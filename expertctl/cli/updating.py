@@ -27,7 +27,6 @@ from expertctl.install.lock import Lock, demand_lock
 from expertctl.install.notices import Notice
 from expertctl.install.outdated import Standing
 from expertctl.install.outdated import outdated as compare
-from expertctl.install.project import PROJECT
 from expertctl.install.release_age import shown
 from expertctl.install.sources import open_sources
 from expertctl.install.worklist import (
@@ -40,6 +39,7 @@ from expertctl.install.worklist import (
     resolve_list,
 )
 from expertctl.reference import ANY, PackageName, Reference
+from expertctl.store.pins import PROJECT
 
 
 def lock(

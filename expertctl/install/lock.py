@@ -13,10 +13,11 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.durable import write_atomic
 from expertctl.errors import ConflictError, ExpertError, InvalidPackageError, NotFoundError
-from expertctl.install.project import Project, read_text, read_toml
+from expertctl.install.project import Project
 from expertctl.install.resolve import Chosen, Pin
 from expertctl.reference import Constraint, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
+from expertctl.store.pins import read_text, read_toml
 from expertctl.store.ref import LOCAL
 
 FORMAT = 1

@@ -19,6 +19,7 @@ from expertctl.errors import (
     NotFoundError,
     RegistryError,
     RevokedError,
+    StoreError,
     TrustError,
     UnreachableError,
     UsageError,
@@ -44,6 +45,8 @@ from expertctl.registry.known import (
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
 from expertctl.settings import Settings
+from expertctl.store.store import Store
+from expertctl.store.yanks import record_yanks
 from expertctl.telling import WARNING, Tell, tell_nobody
 from expertctl.trust.grant import KnownRegistry, Revocation
 from expertctl.trust.policy import TrustStore
@@ -164,6 +167,20 @@ class Sources:
             known = self._before.registry(candidate.registry)
             if known is not None and candidate.ref in refs:
                 self._indexes.accept_content(known, candidate.package, candidate.version)
+
+    def record_yanks(self) -> None:
+        """Write down which installed versions were yanked, for the router; a failure is told."""
+        stated = {
+            key: {r.version: r.yanked for r in document.releases if r.yanked is not None}
+            for key, document in self._documents.items()
+        }
+        home = self.settings.home
+        store = Store(home.store)
+        try:
+            record_yanks(home.yanked, stated, installed=store.experts, locked=store.transaction)
+        except (StoreError, OSError) as error:
+            text = f"{home.yanked} cannot be written, so yanked versions may still be used: {error}"
+            self._say([f"{WARNING}{text}"])
 
     def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.
@@ -405,9 +422,16 @@ class Sources:
 def open_sources(
     settings: Settings, trust: TrustStore, *, tell: Tell | None = None
 ) -> Iterator[Sources]:
-    """Lend a `Sources` for this user's registries; nothing is sent while offline."""
+    """Lend a `Sources` for this user's registries; nothing is sent while offline.
+
+    At the end the yanks that were learnt are written down, also after an error.
+    """
     with open_http(settings, tell=tell) as http:
-        yield Sources(http, trust, settings, tell=tell or tell_nobody)
+        sources = Sources(http, trust, settings, tell=tell or tell_nobody)
+        try:
+            yield sources
+        finally:
+            sources.record_yanks()
 
 
 def _origin(item: Chosen) -> tuple[str, str]:
