@@ -4,7 +4,7 @@ They come from files, from one set that was exported elsewhere, or from registri
 (`expertctl.install.order`); the checks are the same. Everything given in one call counts together.
 Nothing is published before all of it has passed; then each is published after what it requires, so
 a killed process leaves no expert without its requirements. When one cannot be published, those
-before it are withdrawn.
+before it are withdrawn, and what they replaced is restored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ from expertctl.store.flags import suspicion_of
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
-from expertctl.store.transaction import Outcome, Transaction
+from expertctl.store.transaction import Added, Outcome, Transaction
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
@@ -391,18 +391,38 @@ def _publish_all(
     now = changes.scan()
     here = {expert.ref: expert for expert in now.experts}
     before = {*here, *(ref.name for ref in now.damaged)}
+    superseding: list[Added] = []
     try:
-        return [
+        done = [
             _kept_from_home(candidate, here.get(candidate.manifest.ref))
-            or _publish(candidate, changes, accept_changed)
+            or _publish(candidate, changes, accept_changed, superseding)
             for candidate in candidates
         ]
     except BaseException:
-        there = {expert.ref: expert for expert in changes.scan().experts}
-        for ref in reversed([candidate.manifest.ref for candidate in candidates]):
-            if ref in there and ref not in before:
-                changes.remove(there[ref])
+        _undo(candidates, changes, here, before)
         raise
+    if superseded := [digest for added in superseding for digest in added.superseded]:
+        changes.free(superseded)
+    return done
+
+
+def _undo(
+    candidates: Sequence[_Candidate],
+    changes: Transaction,
+    here: Mapping[str, StoredExpert],
+    before: Collection[str],
+) -> None:
+    """Bring the store back to what it was before: remove what is new, restore what was replaced."""
+    there = {expert.ref: expert for expert in changes.scan().experts}
+    for candidate in reversed(candidates):
+        ref = candidate.manifest.ref
+        now, old = there.get(ref), here.get(ref)
+        if old is not None and now != old:
+            changes.restore(old, candidate.staging)
+        elif now is not None and ref not in before:
+            changes.remove(now)
+    layouts = [candidate.package.contents.layout for candidate in candidates]
+    changes.free(file.digest for layout in layouts for file in layout.layers)
 
 
 def _kept_from_home(candidate: _Candidate, there: StoredExpert | None) -> Installed | None:
@@ -422,15 +442,19 @@ def _kept_from_home(candidate: _Candidate, there: StoredExpert | None) -> Instal
 
 
 def _publish(
-    candidate: _Candidate, changes: Transaction, accept_changed: Collection[str]
+    candidate: _Candidate,
+    changes: Transaction,
+    accept_changed: Collection[str],
+    superseding: list[Added],
 ) -> Installed:
-    added = changes.add(
+    added = changes.put(
         candidate.package,
         candidate.staging,
         warnings=candidate.lasting,
         registry=candidate.registry,
         replace=candidate.manifest.ref in accept_changed,
     )
+    superseding.append(added)
     warnings = [*candidate.lasting, *candidate.momentary]
     if added.expert.signer is None:
         warnings.append(f"{added.expert.ref} is not signed: nobody vouches for it")
