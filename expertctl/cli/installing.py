@@ -1,7 +1,7 @@
 """``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +14,11 @@ from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, pr
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
-from expertctl.install.install import Installed, install_set
+from expertctl.install.install import install_set
 from expertctl.install.locked import install_locked
 from expertctl.install.notices import Notice
 from expertctl.install.order import Done, Order, Target, install_order
+from expertctl.install.publication import Installed
 from expertctl.install.reindex import reindex as make_again
 from expertctl.install.release_age import ReleaseAge
 from expertctl.install.remove import remove_expert
@@ -32,7 +33,7 @@ from expertctl.install.worklist import (
     user_list,
 )
 from expertctl.package.read import names_file
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import ANY, PackageName, Reference
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home, Settings, load_settings
@@ -165,10 +166,25 @@ def _recorded(
         notices = dict.fromkeys([*done.notices, *check_list(resolved, target, sources)])
         lock_list(worklist, resolved)
         sources.accept_contents(resolved.chosen, target.accept_changed)
-        return replace(done, notes=(*done.notes, *resolved.notes), notices=tuple(notices))
-    if not worklist.is_project:
-        worklist.file.save(wanted)
-    return done
+        notes = (*done.notes, *resolved.notes, *_kept_exactly(references, worklist))
+        return replace(done, notes=notes, notices=tuple(notices))
+    if worklist.is_project:
+        return done
+    worklist.file.save(wanted)
+    return replace(done, notes=(*done.notes, *_kept_exactly(references, worklist)))
+
+
+def _kept_exactly(references: Iterable[Reference], worklist: Worklist) -> Iterator[str]:
+    """Say of exact references that they stay in the list, and how to follow newer versions."""
+    save = " --save" if worklist.is_project else ""
+    for reference in references:
+        exact = reference.digest or reference.constraint.pinned
+        if exact is not None:
+            follow = replace(reference, constraint=ANY, digest=None)
+            yield (
+                f"{worklist.file.path} names exactly {exact}: `expertctl update` keeps it, "
+                f"`expertctl install {follow}{save}` follows newer versions"
+            )
 
 
 def import_(
@@ -184,6 +200,7 @@ def import_(
     """
     settings = load_settings()
     home = settings.home
+    lock = find_worklist(home, Path.cwd()).lock()
     catalogue, size = Catalogue(home.index), file.stat().st_size if file.is_file() else None
     with progress("importing", size, as_json=as_json) as report:
         installed = install_set(
@@ -196,6 +213,7 @@ def import_(
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
             accept_changed=frozenset(map(_exact_version, accept_changed or ())),
+            locked=lock.contents if lock else {},
             progress=report,
         )
     warn(warning for item in installed for warning in item.warnings)
@@ -363,6 +381,7 @@ def document_of_notice(notice: Notice) -> dict[str, object]:
         "registry": notice.registry,
         "message": notice.message,
         "hint": notice.hint,
+        "in_use": notice.in_use,
         "contents": [
             {"source": c.source, "content_digest": str(c.digest), "signers": list(c.signers)}
             for c in notice.contents

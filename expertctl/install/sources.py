@@ -45,8 +45,9 @@ from expertctl.registry.known import (
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
 from expertctl.settings import Settings
+from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
-from expertctl.store.yanks import record_yanks
+from expertctl.store.yanks import read_yanks, record_yanks
 from expertctl.telling import WARNING, Tell, tell_nobody
 from expertctl.trust.grant import KnownRegistry, Revocation
 from expertctl.trust.policy import TrustStore
@@ -73,6 +74,7 @@ class Sources:
         self._before = trust.read()
         self._record = self._before
         self._indexes = IndexStore(settings.home.registries)
+        self._yanks = read_yanks(settings.home.yanked)
         self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
         self._plain: set[str] = set()
         self._unanswered: dict[tuple[str, PackageName], ExpertError] = {}
@@ -167,6 +169,14 @@ class Sources:
             known = self._before.registry(candidate.registry)
             if known is not None and candidate.ref in refs:
                 self._indexes.accept_content(known, candidate.package, candidate.version)
+
+    def yank_reason(self, expert: StoredExpert) -> str | None:
+        """Return why an installed version was yanked, as far as is known now; None: it was not."""
+        document = self._documents.get((expert.registry, expert.package))
+        if document is None:
+            return self._yanks.get((expert.registry, expert.ref))
+        release = document.release(expert.version)
+        return release.yanked if release else None
 
     def record_yanks(self) -> None:
         """Write down which installed versions were yanked, for the router; a failure is told."""

@@ -241,6 +241,45 @@ def test_a_file_does_not_change_an_installed_version(scene: Scene, tmp_path: Pat
     assert scene.content() == [str(scene.after.content_digest)]
 
 
+@pytest.mark.parametrize("form", ["a file", "a file beside a reference", "a set"])
+def test_a_file_does_not_overrule_the_lock_file_on_a_fresh_machine(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    scene.liar.publish(scene.before, other)
+    scene.expertctl("lock")
+    fresh = House(tmp_path / "second-home").trusting("acme")
+    fresh.trust.add_registry(scene.liar.known)
+    monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
+    file = written(tmp_path / "one.expert", scene.after)
+    words = ["import" if form == "a set" else "install", str(file)]
+    words += ["acme/two"] if form == "a file beside a reference" else []
+    if form == "a set":
+        elsewhere = House(tmp_path / "third-home").trusting("acme")
+        elsewhere.install(file)
+        monkeypatch.setenv("EXPERT_HOME", str(elsewhere.home.root))
+        scene.expertctl("export", "acme/one", "-o", tmp_path / "one.experts")
+        monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
+        words = ["import", str(tmp_path / "one.experts")]
+    error = json.loads(scene.expertctl(*words, "--json", code=TRUST).out)["error"]
+    assert error["code"] == "changed"
+    assert f"expert.lock has {scene.before.content_digest}" in error["message"]
+    signed = f"the file has {scene.after.content_digest} (signed by {a_key('acme').public.key_id})"
+    assert signed in error["message"]
+    assert f"{ACCEPT} {REF}" in error["hint"]
+    assert fresh.refs() == []
+    scene.expertctl(*words, ACCEPT, "acme/one@1.0.1", code=TRUST)
+    scene.expertctl(*words, ACCEPT, REF)
+    assert scene.after.content_digest in [e.content_digest for e in fresh.store.experts()]
+
+
+def test_a_file_with_the_locked_content_is_installed(scene: Scene, tmp_path: Path) -> None:
+    scene.expertctl("lock")
+    scene.house.trusting("acme")
+    scene.expertctl("install", written(tmp_path / "one.expert", scene.before))
+    assert scene.content() == [str(scene.before.content_digest)]
+
+
 def test_an_accepted_replacement_is_taken_back_when_another_package_fails(scene: Scene) -> None:
     scene.expertctl("install")
     other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))

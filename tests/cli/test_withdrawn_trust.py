@@ -159,9 +159,32 @@ def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
     expertctl("install")
     market.revoke("acme", OLD)
-    said = expertctl("update")
-    assert "warning: acme/sql@1.0.0: key " in said.err
-    assert "all is current" not in said.err
+    for words in (["update"], ["install"], ["outdated"]):
+        said = expertctl(*words)
+        assert said.err.count("warning: acme/sql@1.0.0: key ") == 1
+        assert "`expertctl remove acme/sql@1.0.0` removes it" in said.err
+        assert "current" not in said.err
+    [notice] = expertctl("update", "--json").document["notices"]
+    assert (notice["kind"], notice["in_use"]) == ("revoked", False)
+    [entry] = expertctl("outdated", "--json").document["experts"]
+    assert not entry["revoked"]
+    expertctl("remove", "acme/sql@1.0.0")
+    assert "all is current" in expertctl("update").err
+
+
+def test_an_older_version_whose_key_was_revoked_is_refused_where_it_is_locked(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
+    expertctl("install")
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
+    expertctl("install")
+    market.revoke("acme", OLD)
+    for words in (["update"], ["outdated"], ["install", "--locked"]):
+        assert "was revoked" in expertctl(*words, code=TRUST).err
 
 
 def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installed(

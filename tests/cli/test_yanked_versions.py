@@ -209,3 +209,72 @@ def test_the_list_marks_versions_that_are_yanked_and_unused(scene: Scene) -> Non
     document = json.loads(scene.expertctl("list", "--json").out)["experts"]
     assert [(e["yanked"], e["used"]) for e in document] == [("wrong joins", False), (None, True)]
     assert f"not used where no version is named: {NEW} is" in scene.expertctl("why", OLD).out
+
+
+def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", "acme/sql")
+    scene.market.yank(NEW, "wrong joins")
+    row = scene.expertctl("outdated").out.splitlines()[1].split()
+    assert row == ["acme/sql", "1.1.0", "1.0.0", "1.0.0", "yanked"]
+    scene.market.yank(OLD, "worse joins")
+    row = scene.expertctl("outdated").out.splitlines()[1].split()
+    assert row == ["acme/sql", "1.1.0", "1.1.0", "-", "yanked"]
+    [entry] = scene.expertctl("outdated", "--json").document["experts"]
+    assert (entry["newest"], entry["yanked"]) == (None, "wrong joins")
+
+
+def test_outdated_compares_the_version_that_is_used(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", OLD)
+    scene.expertctl("install", "acme/sql")
+    scene.market.yank(NEW, "wrong joins")
+    said = scene.expertctl("outdated")
+    row = said.out.splitlines()[1].split()
+    assert row == ["acme/sql", "1.0.0", "1.0.0", "1.0.0", "1.1.0", "yanked"]
+    assert f"`expertctl remove {NEW}` removes it" in said.err
+    assert "current" not in said.err
+    [entry] = scene.expertctl("outdated", "--json").document["experts"]
+    assert entry["yanked"] is None
+    assert [(n["kind"], n["ref"], n["in_use"]) for n in entry["notices"]] == [
+        ("yanked", NEW, False)
+    ]
+
+
+def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", "acme/sql")
+    scene.market.yank(NEW, "wrong joins")
+    for _ in range(2):
+        said = scene.expertctl("update")
+        told = f"warning: {NEW} was yanked: wrong joins; it is still installed beside"
+        assert said.err.count(told) == 1
+        assert f"`expertctl remove {NEW}` removes it" in said.err
+        assert "all is current" not in said.err
+    [notice] = scene.expertctl("update", "--json").document["notices"]
+    assert (notice["kind"], notice["ref"], notice["in_use"]) == ("yanked", NEW, False)
+    scene.expertctl("remove", NEW)
+    assert "all is current" in scene.expertctl("update").err
+
+
+def test_an_update_that_keeps_a_yanked_version_says_so(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", OLD)
+    scene.market.yank(OLD, "wrong joins")
+    for _ in range(2):
+        said = scene.expertctl("update")
+        assert f"warning: {OLD} was yanked: wrong joins; `expertctl update` takes" in said.err
+        assert "all is current" not in said.err
+    [notice] = scene.expertctl("update", "--json").document["notices"]
+    assert (notice["kind"], notice["ref"], notice["in_use"]) == ("yanked", OLD, True)
+
+
+def test_a_requirement_takes_an_installed_version_that_was_not_yanked(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", OLD)
+    scene.expertctl("install", NEW)
+    scene.market.yank(NEW, "wrong joins")
+    scene.market.sell("acme/top@1.0.0", requires=["acme/sql@^1"])
+    document = scene.expertctl("install", "acme/top", "--json").document
+    assert [notice["ref"] for notice in document["notices"]] == [NEW]
+    assert not document["notices"][0]["in_use"]
