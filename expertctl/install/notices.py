@@ -57,6 +57,7 @@ class Held:
     registry: str
     content: VersionContent
     signer: str | None
+    installed: bool = False
 
     @property
     def ref(self) -> str:
@@ -68,7 +69,8 @@ def held_in_store(expert: StoredExpert) -> Held:
     """Return an installed expert as a held version."""
     signers = (expert.signer,) if expert.signer else ()
     content = VersionContent("what is installed", expert.content_digest, signers)
-    return Held(expert.package, expert.version, expert.registry, content, expert.signer)
+    held = Held(expert.package, expert.version, expert.registry, content, expert.signer)
+    return replace(held, installed=True)
 
 
 def held_in_lock(locked: Locked, sources: Sources) -> Held:
@@ -155,7 +157,9 @@ def _revoked(held: Held, release: Release | None, sources: Sources) -> Iterator[
         sources.revocation(form.signer, held.package, held.registry) is None
         for form in release.forms
     )
-    hint = "wait for a version that is signed with another key, or `expertctl remove` it"
+    hint = "ask its publisher for a version that is signed with another key"
+    if held.installed:
+        hint += f"; `expertctl remove {held.ref}` removes this one"
     if signed_anew:
         hint = f"it was signed anew: `expertctl install {held.registry}/{held.ref}`"
     yield Notice("revoked", held.ref, held.registry, message, hint)
