@@ -143,7 +143,10 @@ def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
     rows = connection.execute(statement).all()
     signers = _signers(connection, [row[6] for row in rows])
     keys = {row[7]: namespace_keys(connection, row[7]) for row in rows}
-    results = {row[0]: _result(*row[1:6], signers[row[6]], keys[row[7]]) for row in rows}
+    results = {
+        package: _result(*facts, signers=signers[release], keys=keys[namespace])
+        for package, *facts, release, namespace in (tuple(row) for row in rows)
+    }
     return [results[package] for package in packages]
 
 
@@ -191,6 +194,7 @@ def _result(
     updated: float,
     downloads: int,
     manifest: bytes,
+    *,
     signers: list[str],
     keys: tuple[NamespaceKey, ...],
 ) -> SearchResult:
