@@ -102,15 +102,9 @@ def install(
         if locked:
             done = install_locked(worklist, references, target, sources, lend)
         elif references or files:
-            needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
-            lock = worklist.lock()
-            locked_before = lock.experts if lock else ()
-            order = Order(needs, tuple(files), locked_before, age_of(settings))
-            try:
-                done = install_order(order, target, sources, lend)
-            except NotFoundError as error:
-                raise suggest_names(error, references, sources, target.store) from error
-            done = _recorded(worklist, references, done, target, sources, settings, save=save)
+            done = _installed(
+                worklist, references, files, target, sources, settings, lend, save=save
+            )
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))
         learnt = documents_of_learnt(done, sources)
@@ -120,6 +114,30 @@ def install(
     say_notes(done, target)
     document = {"installed": documents_of(done.installed, settings.home), **learnt}
     emit(document, "\n".join(_line(item) for item in done.installed), as_json=as_json)
+
+
+def _installed(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    files: Sequence[Path],
+    target: Target,
+    sources: Sources,
+    settings: Settings,
+    lend: Lend,
+    *,
+    save: bool,
+) -> Done:
+    """Install what was named, and write down the references."""
+    needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
+    lock = worklist.lock()
+    order = Order(needs, tuple(files), lock.experts if lock else (), age_of(settings))
+    try:
+        if save and not files:  # what files bring is known only once they are installed
+            _check_saved(worklist, references, target, sources, settings)
+        done = install_order(order, target, sources, lend)
+    except NotFoundError as error:
+        raise suggest_names(error, references, sources, target.store) from error
+    return _recorded(worklist, references, done, target, sources, settings, save=save)
 
 
 def _check_call(
@@ -144,6 +162,19 @@ def _check_call(
         raise UsageError(
             "--save writes references, and there are none", hint="expertctl install acme/sql --save"
         )
+
+
+def _check_saved(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    target: Target,
+    sources: Sources,
+    settings: Settings,
+) -> None:
+    """Refuse references with which the project could not be locked, before any is installed."""
+    project = worklist.file.read().with_wanted(references)
+    resolved = resolve_list(worklist, target, sources, age_of(settings), project=project)
+    check_list(resolved, target, sources)
 
 
 def _recorded(

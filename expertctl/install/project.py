@@ -14,9 +14,9 @@ moves a namespace: a registry that it names must be known to the user already.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -70,6 +70,13 @@ class Project:
     def wanted(self, package: PackageName) -> Reference | None:
         """Return what is wanted of a package."""
         return next((r for r in self.experts if r.package == package), None)
+
+    def with_wanted(self, references: Iterable[Reference]) -> Self:
+        """Return the same with other references of some packages, as `ProjectFile.save` does."""
+        wanted = {reference.package: self.located(reference) for reference in references}
+        kept = [r for r in self.experts if r.package not in wanted]
+        experts = sorted([*kept, *wanted.values()], key=lambda r: r.package)
+        return replace(self, experts=tuple(experts))
 
     def located(self, wanted: Reference) -> Reference:
         """Return a reference with the registry that the file gives to its namespace."""

@@ -99,13 +99,16 @@ def resolve_list(
     age: ReleaseAge,
     *,
     fresh: Iterable[PackageName] | None = (),
+    project: Project | None = None,
 ) -> Resolved:
     """Resolve a list, keeping what is locked but for ``fresh`` packages (None: for all).
+
+    ``project`` is what the list is going to say, where that is not what it says now.
 
     Raises:
         ExpertError: as `resolve`.
     """
-    project = worklist.file.read()
+    project = worklist.file.read() if project is None else project
     needs = worklist.needs(project)
     lock = worklist.lock()
     entries = lock.experts if lock is not None else ()

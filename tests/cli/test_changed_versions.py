@@ -203,6 +203,8 @@ def test_saving_another_expert_does_not_overrule_the_lock_file(
     said = scene.expertctl("install", "acme/two", "--save", code=TRUST)
     assert f"expert.lock has {scene.before.content_digest}" in said.err
     assert Path("expert.lock").read_text() == lock
+    assert "acme/two" not in Path("experts.toml").read_text()
+    assert fresh.refs() == []
     scene.expertctl("install", "acme/two", "--save", ACCEPT, REF)
     assert str(scene.after.content_digest) in Path("expert.lock").read_text()
 
