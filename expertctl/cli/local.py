@@ -11,7 +11,9 @@ from expertctl.store.store import Store
 
 
 def list_(as_json: JsonFlag = False) -> None:
-    """List the installed experts, and which versions are yanked or unused.
+    """List the installed experts.
+
+    Versions that were yanked, are named exactly by a list or lock file, or are not used are marked.
 
     Example: expertctl list --json
     """
