@@ -40,6 +40,7 @@ from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.flags import Flagged, read_flagged
+from expertctl.store.preference import read_preference, usage_of, working_folder
 from expertctl.store.signers import Signers, read_signers
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
@@ -107,7 +108,8 @@ def install(
             )
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))
-        learnt = documents_of_learnt(done, sources)
+    done = replace(done, notes=(*done.notes, *_unused(done.installed, settings.home)))
+    learnt = documents_of_learnt(done, sources)
     if worklist.is_project and references and not (save or locked):
         note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
     say_notices(done)
@@ -138,6 +140,18 @@ def _installed(
     except NotFoundError as error:
         raise suggest_names(error, references, sources, target.store) from error
     return _recorded(worklist, references, done, target, sources, settings, save=save)
+
+
+def _unused(installed: Iterable[Installed], home: Home) -> Iterator[str]:
+    """Say of new versions that another one is used all the same where no version is named."""
+    preference, experts = read_preference(home, working_folder()), Store(home.store).experts()
+    for item in installed:
+        usage = usage_of(item.expert, experts, preference)
+        if item.outcome == "installed" and usage.used_instead is not None:
+            yield (
+                f"{item.expert.ref} is used only where it is named; else {usage.used_instead} is, "
+                f"`expertctl why {usage.used_instead}` says why"
+            )
 
 
 def _check_call(

@@ -278,3 +278,16 @@ def test_a_requirement_takes_an_installed_version_that_was_not_yanked(scene: Sce
     document = scene.expertctl("install", "acme/top", "--json").document
     assert [notice["ref"] for notice in document["notices"]] == [NEW]
     assert not document["notices"][0]["in_use"]
+
+
+def test_who_installs_a_version_that_will_not_be_used_is_told(scene: Scene) -> None:
+    scene.sell(OLD, NEW)
+    scene.expertctl("install", OLD)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
+    scene.expertctl("lock")
+    told = f"{NEW} is used only where it is named; else {OLD} is, `expertctl why {OLD}` says why"
+    document = scene.expertctl("install", NEW, "--json").document
+    assert told in document["notes"]
+    why = scene.expertctl("why", OLD).out
+    assert f"used where no version is named; {Path('expert.lock').absolute()} names it" in why
+    assert not scene.expertctl("install", NEW, "--json").document["notes"]
