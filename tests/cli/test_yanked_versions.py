@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ class Scene:
         [expert] = self.plan(*words)["plan"]["experts"]
         return str(expert["ref"])
 
-    def plan(self, *words: str) -> dict[str, dict[str, list[dict[str, str]]]]:
+    def plan(self, *words: str) -> dict[str, Any]:
         return dict(self.expertctl("route", PROMPT, *words, "--json").document)
 
     def used(self) -> list[str]:
