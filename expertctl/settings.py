@@ -227,6 +227,11 @@ class Home:
         return self.root / "flagged.json"
 
     @property
+    def yanked(self) -> Path:
+        """Which installed versions were yanked, for code that only reads."""
+        return self.root / "yanked.json"
+
+    @property
     def kernels(self) -> Path:
         """Compiled code of the engine, mode 0700; made again where it is missing."""
         return self.root / "kernels"

@@ -1,6 +1,5 @@
 """How ``expertctl info`` shows a package: what the registry says, and what is known here."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from expertctl.cli.output import human_size, table
@@ -16,6 +15,7 @@ from expertctl.schema.manifest import Manifest, manifest_of
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.flags import Flag, Flagged, flag_documents
+from expertctl.store.preference import Preference
 from expertctl.store.ref import StoredExpert
 from expertctl.store.suspicions import Suspicions
 from expertctl.trust.policy import TrustStore
@@ -34,6 +34,20 @@ class Offer:
     def release(self) -> Release:
         """The release of that version."""
         return self.version.release
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The installed versions of a package, and what is known of them."""
+
+    experts: tuple[StoredExpert, ...]
+    flagged: Flagged
+    preference: Preference
+
+    @property
+    def used(self) -> StoredExpert | None:
+        """The version that is used where none is named."""
+        return next(iter(self.preference.used(self.experts).values()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +102,7 @@ def info_document(
     package: PackageName,
     offer: Offer | None,
     known: Known | None,
-    here: Sequence[StoredExpert],
-    flagged: Flagged,
+    here: Here,
 ) -> dict[str, object]:
     """Return the document of a package."""
     installed = [
@@ -98,9 +111,12 @@ def info_document(
             "registry": expert.registry,
             "content_digest": str(expert.content_digest),
             "package_digest": str(expert.package_digest),
-            "suspicions": flag_documents(flagged.get(expert.content_digest, ())),
+            "suspicions": flag_documents(here.flagged.get(expert.content_digest, ())),
+            "yanked": here.preference.yank_reason(expert),
+            "revoked": here.preference.signers.has_revoked(expert),
+            "used": here.used == expert,
         }
-        for expert in here
+        for expert in here.experts
     ]
     there = None
     if offer is not None and known is not None:
@@ -124,15 +140,14 @@ def info_text(
     package: PackageName,
     offer: Offer | None,
     known: Known | None,
-    here: Sequence[StoredExpert],
-    flagged: Flagged,
+    here: Here,
 ) -> str:
     """Return the same for people."""
     rows = [["name", str(package)]]
     if offer is not None and known is not None:
         rows += _offer_rows(offer, known)
-    rows += [["installed", f"{e.version} from {e.registry}, {e.content_digest}"] for e in here]
-    odd = [flag for expert in here for flag in flagged.get(expert.content_digest, ())]
+    rows += [["installed", _installed_line(expert, here)] for expert in here.experts]
+    odd = [flag for e in here.experts for flag in here.flagged.get(e.content_digest, ())]
     odd = odd or list(known.flags if known is not None else ())
     rows += [["suspicious", flag.sentence] for flag in odd]
     width = max(len(name) for name, _ in rows)
@@ -140,11 +155,19 @@ def info_text(
     return f"{head}\n\n{_versions(offer.page)}" if offer is not None else head
 
 
+def _installed_line(expert: StoredExpert, here: Here) -> str:
+    yanked = here.preference.yank_reason(expert)
+    revoked = "" if here.preference.signers.has_revoked(expert) else None
+    unused = "" if here.used == expert else ", unused"
+    state = _state(yanked=yanked, revoked=revoked)
+    return f"{expert.version} from {expert.registry}{unused}{state}, {expert.content_digest}"
+
+
 def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
     version = offer.release
     rows = [
         ["registry", offer.host],
-        ["shown", f"{version.version}{_yanked(version)}"],
+        ["shown", f"{version.version}{_state_of(version)}"],
         *manifest_rows(known.manifest),
         ["base here", known.base or "no; `expertctl base add` adds it"],
         ["size", human_size(version.size)],
@@ -152,7 +175,7 @@ def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
         ["signed by", f"{version.signer or 'nobody'}, {_trust_words(known)}"],
         ["content", version.content_digest],
         ["package", version.package_digest],
-        ["install", _install_line(offer)],
+        ["install", _install_line(offer) or "refused, as the key that signed it was revoked"],
     ]
     return [row for row in rows if row[1]]
 
@@ -171,16 +194,26 @@ def _versions(page: PackagePage) -> str:
             human_size(release.size),
             str(release.downloads),
             one_line((release.signer or "-").removeprefix("sha256:")[:12]),
-            one_line(_yanked(release).strip(" ()")),
+            one_line(_state_of(release).strip(" ()")),
         ]
         for release in page.versions
     ]
     return table(["VERSION", "PUBLISHED", "SIZE", "DOWNLOADS", "SIGNER", "STATE"], rows)
 
 
-def _yanked(release: Release) -> str:
-    return f" (yanked: {release.yanked})" if release.yanked is not None else ""
+def _state_of(release: Release) -> str:
+    return _state(yanked=release.yanked, revoked=release.revoked)
 
 
-def _install_line(offer: Offer) -> str:
+def _state(*, yanked: str | None, revoked: str | None) -> str:
+    """Say what speaks against a version, with the reasons; empty when nothing does."""
+    facts = [("yanked", yanked), ("key revoked", revoked)]
+    told = [f"{what}: {why}" if why else what for what, why in facts if why is not None]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _install_line(offer: Offer) -> str | None:
+    """Return the command that installs the version; None where it would be refused."""
+    if offer.release.revoked is not None:
+        return None
     return f"expertctl install {offer.host}/{offer.page.name}@{offer.release.version}"

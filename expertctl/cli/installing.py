@@ -1,7 +1,7 @@
 """``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +14,11 @@ from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, pr
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
-from expertctl.install.install import Installed, install_set
+from expertctl.install.install import install_set
 from expertctl.install.locked import install_locked
 from expertctl.install.notices import Notice
 from expertctl.install.order import Done, Order, Target, install_order
+from expertctl.install.publication import Installed
 from expertctl.install.reindex import reindex as make_again
 from expertctl.install.release_age import ReleaseAge
 from expertctl.install.remove import remove_expert
@@ -32,13 +33,14 @@ from expertctl.install.worklist import (
     user_list,
 )
 from expertctl.package.read import names_file
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import ANY, PackageName, Reference
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.flags import Flagged, read_flagged
+from expertctl.store.preference import read_preference, usage_of, working_folder
 from expertctl.store.signers import Signers, read_signers
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
@@ -101,24 +103,55 @@ def install(
         if locked:
             done = install_locked(worklist, references, target, sources, lend)
         elif references or files:
-            needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
-            lock = worklist.lock()
-            locked_before = lock.experts if lock else ()
-            order = Order(needs, tuple(files), locked_before, age_of(settings))
-            try:
-                done = install_order(order, target, sources, lend)
-            except NotFoundError as error:
-                raise suggest_names(error, references, sources, target.store) from error
-            done = _recorded(worklist, references, done, target, sources, settings, save=save)
+            done = _installed(
+                worklist, references, files, target, sources, settings, lend, save=save
+            )
         else:
             done, _ = install_list(worklist, target, sources, lend, age_of(settings))
-        learnt = documents_of_learnt(done, sources)
+    done = replace(done, notes=(*done.notes, *_unused(done.installed, settings.home)))
+    learnt = documents_of_learnt(done, sources)
     if worklist.is_project and references and not (save or locked):
         note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
     say_notices(done)
     say_notes(done, target)
     document = {"installed": documents_of(done.installed, settings.home), **learnt}
     emit(document, "\n".join(_line(item) for item in done.installed), as_json=as_json)
+
+
+def _installed(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    files: Sequence[Path],
+    target: Target,
+    sources: Sources,
+    settings: Settings,
+    lend: Lend,
+    *,
+    save: bool,
+) -> Done:
+    """Install what was named, and write down the references."""
+    needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
+    lock = worklist.lock()
+    order = Order(needs, tuple(files), lock.experts if lock else (), age_of(settings))
+    try:
+        if save and not files:  # what files bring is known only once they are installed
+            _check_saved(worklist, references, target, sources, settings)
+        done = install_order(order, target, sources, lend)
+    except NotFoundError as error:
+        raise suggest_names(error, references, sources, target.store) from error
+    return _recorded(worklist, references, done, target, sources, settings, save=save)
+
+
+def _unused(installed: Iterable[Installed], home: Home) -> Iterator[str]:
+    """Say of new versions that another one is used all the same where no version is named."""
+    preference, experts = read_preference(home, working_folder()), Store(home.store).experts()
+    for item in installed:
+        usage = usage_of(item.expert, experts, preference)
+        if item.outcome == "installed" and usage.used_instead is not None:
+            yield (
+                f"{item.expert.ref} is used only where it is named; else {usage.used_instead} is, "
+                f"`expertctl why {usage.used_instead}` says why"
+            )
 
 
 def _check_call(
@@ -145,6 +178,19 @@ def _check_call(
         )
 
 
+def _check_saved(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    target: Target,
+    sources: Sources,
+    settings: Settings,
+) -> None:
+    """Refuse references with which the project could not be locked, before any is installed."""
+    project = worklist.file.read().with_wanted(references)
+    resolved = resolve_list(worklist, target, sources, age_of(settings), project=project)
+    check_list(resolved, target, sources)
+
+
 def _recorded(
     worklist: Worklist,
     references: Sequence[Reference],
@@ -165,10 +211,25 @@ def _recorded(
         notices = dict.fromkeys([*done.notices, *check_list(resolved, target, sources)])
         lock_list(worklist, resolved)
         sources.accept_contents(resolved.chosen, target.accept_changed)
-        return replace(done, notes=(*done.notes, *resolved.notes), notices=tuple(notices))
-    if not worklist.is_project:
-        worklist.file.save(wanted)
-    return done
+        notes = (*done.notes, *resolved.notes, *_kept_exactly(references, worklist))
+        return replace(done, notes=notes, notices=tuple(notices))
+    if worklist.is_project:
+        return done
+    worklist.file.save(wanted)
+    return replace(done, notes=(*done.notes, *_kept_exactly(references, worklist)))
+
+
+def _kept_exactly(references: Iterable[Reference], worklist: Worklist) -> Iterator[str]:
+    """Say of exact references that they stay in the list, and how to follow newer versions."""
+    save = " --save" if worklist.is_project else ""
+    for reference in references:
+        exact = reference.digest or reference.constraint.pinned
+        if exact is not None:
+            follow = replace(reference, constraint=ANY, digest=None)
+            yield (
+                f"{worklist.file.path} names exactly {exact}: `expertctl update` keeps it, "
+                f"`expertctl install {follow}{save}` follows newer versions"
+            )
 
 
 def import_(
@@ -184,6 +245,7 @@ def import_(
     """
     settings = load_settings()
     home = settings.home
+    lock = find_worklist(home, Path.cwd()).lock()
     catalogue, size = Catalogue(home.index), file.stat().st_size if file.is_file() else None
     with progress("importing", size, as_json=as_json) as report:
         installed = install_set(
@@ -196,6 +258,7 @@ def import_(
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
             accept_changed=frozenset(map(_exact_version, accept_changed or ())),
+            locked=lock.contents if lock else {},
             progress=report,
         )
     warn(warning for item in installed for warning in item.warnings)
@@ -363,6 +426,7 @@ def document_of_notice(notice: Notice) -> dict[str, object]:
         "registry": notice.registry,
         "message": notice.message,
         "hint": notice.hint,
+        "in_use": notice.in_use,
         "contents": [
             {"source": c.source, "content_digest": str(c.digest), "signers": list(c.signers)}
             for c in notice.contents

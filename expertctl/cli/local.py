@@ -4,28 +4,40 @@ from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.settings import load_settings
 from expertctl.store.flags import Flagged, flag_documents, read_flagged
 from expertctl.store.paths import Scan
+from expertctl.store.preference import Preference, read_preference, working_folder
 from expertctl.store.ref import LOCAL, StoredExpert
-from expertctl.store.signers import Signers, read_signers
+from expertctl.store.signers import Signers
 from expertctl.store.store import Store
 
 
 def list_(as_json: JsonFlag = False) -> None:
     """List the installed experts.
 
+    Versions that were yanked, are named exactly by a list or lock file, or are not used are marked.
+
     Example: expertctl list --json
     """
     home = load_settings().home
-    now, signers = Store(home.store).scan(), read_signers(home.trust)
+    now, preference = Store(home.store).scan(), read_preference(home, working_folder())
     flagged = read_flagged(home.flagged)
-    warn(ref.warning for ref in now.damaged)
+    warn([*(ref.warning for ref in now.damaged), *preference.pins.problems])
     if not (now.experts or now.damaged):
         note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
-    emit(_document(now, signers, flagged), _text(now, signers, flagged), as_json=as_json)
+    emit(_document(now, preference, flagged), _text(now, preference, flagged), as_json=as_json)
 
 
-def _document(now: Scan, signers: Signers, flagged: Flagged) -> dict[str, object]:
+def _document(now: Scan, preference: Preference, flagged: Flagged) -> dict[str, object]:
     damaged = [{"ref": d.name, "path": str(d.path), "problem": d.problem} for d in now.damaged]
-    experts = [expert_document(expert, signers, flagged) for expert in now.experts]
+    used = preference.used(now.experts)
+    experts = [
+        {
+            **expert_document(expert, preference.signers, flagged),
+            "flags": _flags(expert, preference, flagged),
+            "used": used.get(expert.package) == expert,
+            "yanked": preference.yank_reason(expert),
+        }
+        for expert in now.experts
+    ]
     return {"experts": experts, "damaged": damaged}
 
 
@@ -59,11 +71,27 @@ def flags_of(expert: StoredExpert, signers: Signers, flagged: Flagged) -> list[s
     return [name for name, holds in flags.items() if holds]
 
 
+def _flags(expert: StoredExpert, preference: Preference, flagged: Flagged) -> list[str]:
+    """Return the same, and whether it was yanked or is named exactly."""
+    yanked = ["yanked"] if preference.yank_reason(expert) is not None else []
+    pinned = ["pinned"] if preference.pin(expert) is not None else []
+    return [*flags_of(expert, preference.signers, flagged), *yanked, *pinned]
+
+
+def _shown_flags(
+    expert: StoredExpert, used: StoredExpert | None, preference: Preference, flagged: Flagged
+) -> str:
+    """Return the flags of an expert, and ``unused`` where another version is meant by its name."""
+    unused = ["unused"] if used != expert else []
+    return " ".join([*_flags(expert, preference, flagged), *unused])
+
+
 def _shown_registry(expert: StoredExpert) -> str:
     return "(file)" if expert.registry == LOCAL else expert.registry
 
 
-def _text(now: Scan, signers: Signers, flagged: Flagged) -> str:
+def _text(now: Scan, preference: Preference, flagged: Flagged) -> str:
+    used = preference.used(now.experts)
     rows = [
         [
             str(expert.package),
@@ -71,8 +99,8 @@ def _text(now: Scan, signers: Signers, flagged: Flagged) -> str:
             _shown_registry(expert),
             expert.base.name,
             human_size(expert.size),
-            signers.shown(expert.signer),
-            " ".join(flags_of(expert, signers, flagged)),
+            preference.signers.shown(expert.signer),
+            _shown_flags(expert, used.get(expert.package), preference, flagged),
         ]
         for expert in now.experts
     ]

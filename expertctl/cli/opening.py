@@ -9,6 +9,7 @@ from expertctl.cli.garbage import search_as_usual
 from expertctl.cli.output import note, progress, warn
 from expertctl.errors import ExpertError, NotFoundError
 from expertctl.settings import Settings
+from expertctl.store.preference import working_folder
 
 if TYPE_CHECKING:
     from expertctl.digest import Progress
@@ -30,7 +31,8 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     from expertctl.routing.planner import Planner
     from expertctl.telling import tell_nobody
 
-    planner = Planner.open(settings, tell=tell_nobody if as_json else note)
+    tell = tell_nobody if as_json else note
+    planner = Planner.open(settings, tell=tell, folder=working_folder())
     unfinished = settings.home.root / UNFINISHED
     if is_new(planner.store, planner.bases) or unfinished.exists():
         _install_starter(planner, unfinished, as_json=as_json)

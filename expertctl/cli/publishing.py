@@ -38,7 +38,7 @@ _THEN = {
 def publish(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Signed .expert files.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be sent, and the space that is left.")
+        bool, typer.Option("--dry-run", help="Show what would be sent, and the space left.")
     ] = False,
     registry: RegistryOption = None,
     as_json: JsonFlag = False,

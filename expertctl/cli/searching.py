@@ -1,24 +1,33 @@
 """``expertctl search`` and ``info``: what a registry offers, shown as plain text only."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from expertctl.cli.connection import Connection, RegistryOption, connected, is_any_meant
-from expertctl.cli.info_view import Offer, info_document, info_text, judged
+from expertctl.cli.info_view import Here, Offer, info_document, info_text, judged
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import NotFoundError, RegistryError, UsageError
 from expertctl.package.read import names_file
 from expertctl.plain_text import one_line
 from expertctl.reference import Reference, Version
-from expertctl.registry.package_pages import Hit, package_page, version_page
+from expertctl.registry.package_pages import (
+    Hit,
+    Release,
+    marked,
+    package_page,
+    version_page,
+    with_revocations,
+)
 from expertctl.registry.package_pages import search as find
 from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.flags import read_flagged
-from expertctl.store.ref import StoredExpert
+from expertctl.store.preference import read_preference, working_folder
 from expertctl.store.store import Store
+from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
 LIMIT = 20
 MAX_LIMIT = 100
@@ -38,16 +47,18 @@ def search(
 
     Example: expertctl search sql
     """
-    with connected(load_settings(), None, registry) as connection:
+    settings = load_settings()
+    with connected(settings, None, registry) as connection:
         found = find(connection.api, text, limit=limit)
+    hits = marked(found.results, TrustStore(settings.home.trust).read(), host=connection.host)
     document = {
         "registry": connection.host,
-        "results": [asdict(hit) for hit in found.results],
+        "results": [asdict(hit) for hit in hits],
         "more": found.next is not None,
     }
-    if not found.results:
+    if not hits:
         note(f"nothing on {connection.host} fits {text!r}{_unseen(connection)}")
-    emit(document, _hits_text(found.results), as_json=as_json)
+    emit(document, _hits_text(hits), as_json=as_json)
     if found.next is not None:
         note(f"there are more than {limit}; `--limit {MAX_LIMIT}`, or say more exactly what")
 
@@ -66,16 +77,16 @@ def info(
         raise UsageError(f"{ref} is a file, and info tells of packages by their names", hint=hint)
     settings, wanted = load_settings(), Reference.parse(ref)
     here = _installed(settings.home, wanted)
-    there = (_offered_besides if here else _offered)(settings, wanted, registry)
+    there = (_offered_besides if here.experts else _offered)(settings, wanted, registry)
     known = judged(there, settings.home) if there is not None else None
-    flagged = read_flagged(settings.home.flagged)
-    document = info_document(wanted.package, there, known, here, flagged)
-    emit(document, info_text(wanted.package, there, known, here, flagged), as_json=as_json)
+    document = info_document(wanted.package, there, known, here)
+    emit(document, info_text(wanted.package, there, known, here), as_json=as_json)
 
 
 def _offered(settings: Settings, wanted: Reference, registry: str | None) -> Offer:
+    record = TrustStore(settings.home.trust).read()
     with connected(settings, wanted, registry) as connection:
-        return _ask(connection, wanted)
+        return _ask(connection, wanted, record)
 
 
 def _offered_besides(settings: Settings, wanted: Reference, registry: str | None) -> Offer | None:
@@ -90,23 +101,36 @@ def _offered_besides(settings: Settings, wanted: Reference, registry: str | None
         return None
 
 
-def _ask(connection: Connection, wanted: Reference) -> Offer:
-    """Return a package with one of its versions: the named one, else the newest."""
-    page = package_page(connection.api, wanted.package)
-    fitting = [r for r in page.versions if wanted.allows(Version.parse(r.version))]
-    newest = next((r for r in fitting if r.version == page.latest), None)
-    chosen = newest or max(fitting, key=lambda r: Version.parse(r.version), default=None)
+def _ask(connection: Connection, wanted: Reference, record: TrustRecord) -> Offer:
+    """Return a package with one of its versions: the named one, else the newest that is sound."""
+    host, package = connection.host, wanted.package
+    page = package_page(connection.api, package)
+    versions = with_revocations(page.versions, record, namespace=package.namespace, host=host)
+    page = replace(page, versions=versions)
+    fitting = [r for r in versions if wanted.allows(Version.parse(r.version))]
+    chosen = max(fitting, key=lambda r: _worth(r, page.latest), default=None)
     if chosen is None:
         have = ", ".join(one_line(release.version) for release in page.versions[:10])
         message = f"{connection.host} has no {wanted.package} that fits {wanted.constraint}"
         raise NotFoundError(message, hint=f"it has {have or 'no version'}")
-    version = version_page(connection.api, wanted.package, Version.parse(chosen.version))
-    return Offer(connection.host, page, version)
+    version = version_page(connection.api, package, Version.parse(chosen.version))
+    return Offer(host, page, replace(version, release=_same_revocation(version.release, chosen)))
 
 
-def _installed(home: Home, wanted: Reference) -> list[StoredExpert]:
+def _worth(release: Release, latest: str | None) -> tuple[bool, bool, bool, Version]:
+    """Return a sort key: sound versions first; of them the registry's latest, or the newest."""
+    version = Version.parse(release.version)
+    return release.is_sound, release.version == latest, not version.prerelease, version
+
+
+def _same_revocation(release: Release, listed: Release) -> Release:
+    return replace(release, revoked=listed.revoked)
+
+
+def _installed(home: Home, wanted: Reference) -> Here:
     experts = Store(home.store).scan().experts
-    return [expert for expert in experts if expert.package == wanted.package]
+    same = tuple(expert for expert in experts if expert.package == wanted.package)
+    return Here(same, read_flagged(home.flagged), read_preference(home, working_folder()))
 
 
 def _unseen(connection: Connection) -> str:
@@ -124,12 +148,19 @@ def _hits_text(hits: Sequence[Hit]) -> str:
             one_line("+".join(hit.kinds)),
             one_line(hit.base),
             str(hit.downloads),
-            _cut(one_line(hit.description)),
+            _cut(_state(hit) + one_line(hit.description)),
         ]
         for hit in hits
     ]
     header = ["NAME", "VERSION", "KIND", "BASE", "DOWNLOADS", "DESCRIPTION"]
     return table(header, rows) if rows else ""
+
+
+def _state(hit: Hit) -> str:
+    if hit.revoked is None:
+        return ""
+    why = f": {one_line(hit.revoked)}" if hit.revoked else ""
+    return f"(key revoked{why}) "
 
 
 def _cut(text: str) -> str:

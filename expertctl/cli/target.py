@@ -12,6 +12,7 @@ from expertctl.digest import Progress
 from expertctl.package.read import PackageContents, names_file, read_package
 from expertctl.settings import load_settings
 from expertctl.store.contents import read_stored
+from expertctl.store.preference import read_preference, working_folder
 from expertctl.store.store import Store, parse_wanted
 
 Target = Annotated[
@@ -20,8 +21,9 @@ Target = Annotated[
 
 
 def the_store() -> Store:
-    """Return the store of this home."""
-    return Store(load_settings().home.store)
+    """Return the store of this home; it prefers the versions that the working folder names."""
+    home = load_settings().home
+    return Store(home.store, read_preference(home, working_folder()))
 
 
 def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:

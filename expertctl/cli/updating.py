@@ -27,7 +27,6 @@ from expertctl.install.lock import Lock, demand_lock
 from expertctl.install.notices import Notice
 from expertctl.install.outdated import Standing
 from expertctl.install.outdated import outdated as compare
-from expertctl.install.project import PROJECT
 from expertctl.install.release_age import shown
 from expertctl.install.sources import open_sources
 from expertctl.install.worklist import (
@@ -40,6 +39,7 @@ from expertctl.install.worklist import (
     resolve_list,
 )
 from expertctl.reference import ANY, PackageName, Reference
+from expertctl.store.pins import PROJECT
 
 
 def lock(
@@ -79,7 +79,8 @@ def lock(
 def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
     """Show which experts are behind, yanked or revoked.
 
-    Changes nothing that is installed. Exit 5 when a key was revoked or a version changed.
+    Changes nothing that is installed. Exit 5 when the key of a version in use was revoked, or its
+    content changed.
 
     Example: expertctl outdated
     """
@@ -91,7 +92,7 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
     behind = [standing for standing in standings if standing.is_behind]
     if not behind:
         note(_all_current(len(standings)))
-    warn(n.message if n.kind == "yanked" else n.text for s in behind for n in s.notices)
+    warn(notice.text for standing in behind for notice in standing.notices)
     rows = [_row(standing) for standing in behind]
     text = table(["NAME", "CURRENT", "WANTED", "NEWEST", "NOTES"], rows) if rows else ""
     emit({"experts": [_document(standing) for standing in standings]}, text, as_json=as_json)
@@ -198,7 +199,10 @@ def _all_current(count: int) -> str:
 
 
 def _row(standing: Standing) -> list[str]:
-    notes: list[str] = [notice.kind for notice in standing.notices]
+    notes = [
+        notice.kind if notice.in_use else f"{notice.ref.partition('@')[2]} {notice.kind}"
+        for notice in standing.notices
+    ]
     if standing.waiting is not None:
         version, until = standing.waiting
         notes.append(f"{version} waits until {shown(until)}")
@@ -206,7 +210,7 @@ def _row(standing: Standing) -> list[str]:
         str(standing.package),
         str(standing.current),
         str(standing.wanted),
-        str(standing.newest),
+        str(standing.newest or "-"),
         ", ".join(notes),
     ]
 
@@ -220,10 +224,10 @@ def _document(standing: Standing) -> dict[str, object]:
         "name": str(standing.package),
         "current": str(standing.current),
         "wanted": str(standing.wanted),
-        "newest": str(standing.newest),
+        "newest": str(standing.newest) if standing.newest else None,
         "waiting": waiting,
         "yanked": standing.yanked,
-        "revoked": any(notice.kind == "revoked" for notice in standing.notices),
-        "changed": any(notice.kind == "changed" for notice in standing.notices),
+        "revoked": any(n.kind == "revoked" and n.in_use for n in standing.notices),
+        "changed": any(n.kind == "changed" and n.in_use for n in standing.notices),
         "notices": [document_of_notice(notice) for notice in standing.notices],
     }

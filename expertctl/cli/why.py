@@ -1,5 +1,6 @@
 """``expertctl why``: why an expert is installed, and what depends on it."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -10,7 +11,13 @@ from expertctl.install.why import Requirer, Vouching, Why
 from expertctl.install.why import why as explain
 from expertctl.settings import load_settings
 from expertctl.store.bases import BaseStore
-from expertctl.store.ref import LOCAL
+from expertctl.store.preference import (
+    VersionUsage,
+    read_preference,
+    usage_of,
+    working_folder,
+)
+from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.policy import TrustStore
 
@@ -24,18 +31,20 @@ def why(
     Example: expertctl why acme/sql
     """
     home = load_settings().home
-    store = Store(home.store)
+    preference = read_preference(home, working_folder())
+    store = Store(home.store, preference)
     expert, now = store.find(parse_wanted(ref)), store.scan()
     if expert not in now.experts:
         raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
-    warn(damaged.warning for damaged in now.damaged)
+    warn([*(damaged.warning for damaged in now.damaged), *preference.pins.problems])
     found = explain(
         expert,
         installed=now.experts,
         bases=BaseStore(home.bases).bases(),
         trust=TrustStore(home.trust).read(),
     )
-    emit(_document(found), _text(found), as_json=as_json)
+    usage = usage_of(expert, now.experts, preference)
+    emit({**_document(found), **asdict(usage)}, _text(found, usage), as_json=as_json)
 
 
 def _document(found: Why) -> dict[str, object]:
@@ -70,9 +79,9 @@ def _vouching_document(vouching: Vouching) -> dict[str, object]:
     }
 
 
-def _text(found: Why) -> str:
+def _text(found: Why, usage: VersionUsage) -> str:
     expert = found.expert
-    lines = [expert.ref, *_required_lines(found)]
+    lines = [expert.ref, *_usage_lines(expert, usage), *_required_lines(found)]
     lines.append(_source(expert.registry))
     lines.append(_vouching_line(found.vouching, expert.package.namespace))
     lines.append(_base_line(found))
@@ -81,6 +90,24 @@ def _text(found: Why) -> str:
     else:
         lines.append("nothing stops running without it")
     return "\n  ".join([*lines, *(f"warning: {warning}" for warning in expert.warnings)])
+
+
+def _usage_lines(expert: StoredExpert, usage: VersionUsage) -> list[str]:
+    """Say whether this version is used where none is named; nothing where that is clear."""
+    if usage.used and not (usage.others or usage.pinned) and usage.yanked is None:
+        return []
+    if usage.used:
+        line = "used where no version is named"
+    elif usage.used_instead is not None:
+        line = f"not used where no version is named: {usage.used_instead} is"
+    else:
+        line = "used only where it is named: it is a prerelease"
+    if usage.pinned is not None:
+        line += f"; {usage.pinned} names it"
+    if usage.yanked is not None:
+        why = f": {usage.yanked}" if usage.yanked else ""
+        line += f"; it was yanked{why}, `expertctl remove {expert.ref}` removes it"
+    return [line]
 
 
 def _required_lines(found: Why) -> list[str]:

@@ -69,8 +69,8 @@ def published(index: IndexDocument, registry: str, judge: Judge) -> list[Candida
     return [_of_release(index.package, release, registry, judge) for release in index.releases]
 
 
-def installed(expert: StoredExpert) -> Candidate:
-    """Return an installed expert as a candidate."""
+def installed(expert: StoredExpert, *, yanked: str | None = None) -> Candidate:
+    """Return an installed expert as a candidate; ``yanked`` says why it was yanked."""
     return Candidate(
         package=expert.package,
         version=expert.version,
@@ -81,6 +81,7 @@ def installed(expert: StoredExpert) -> Candidate:
         conflicts=_read(expert.conflicts),
         base=expert.base.name,
         size=expert.size,
+        yanked=yanked,
         given=True,
     )
 

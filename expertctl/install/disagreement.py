@@ -190,6 +190,25 @@ def _hint(offer: Offer, needs: Sequence[Need]) -> str:
         return "wait, or name it in the setting minimum_release_age_exclude if you know it"
     if len(needs) > 1:
         return "change one of these requirements; several versions may be installed one by one"
-    if any(c.version.prerelease for c in offer.candidates):
+    sound = [c for c in offer.candidates if c.yanked is None and not c.revoked]
+    if any(c.version.prerelease for c in sound):
         return "a prerelease must be named, such as @1.0.0-rc.1"
-    return "ask for a version that is there"
+    return _withdrawn_hint(offer) or "ask for a version that is there"
+
+
+def _withdrawn_hint(offer: Offer) -> str:
+    """Say how to go on where no version may be chosen; empty where one may be."""
+    usable = [c for c in offer.candidates if not c.revoked]
+    if not usable:
+        return (
+            "every version was signed with a key that was revoked: ask its publisher for one that "
+            "is signed with another key"
+        )
+    if any(candidate.yanked is None for candidate in usable):
+        return ""
+    newest = max(usable, key=lambda candidate: candidate.version)
+    others = ", or its key was revoked" if len(usable) < len(offer.candidates) else ""
+    return (
+        f"every version was yanked{others}: ask its publisher for another; one that was yanked "
+        f"comes only with its exact number, `expertctl install {newest.ref}`"
+    )

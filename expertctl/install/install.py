@@ -4,7 +4,7 @@ They come from files, from one set that was exported elsewhere, or from registri
 (`expertctl.install.order`); the checks are the same. Everything given in one call counts together.
 Nothing is published before all of it has passed; then each is published after what it requires, so
 a killed process leaves no expert without its requirements. When one cannot be published, those
-before it are withdrawn.
+before it are withdrawn, and what they replaced is restored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from expertctl.errors import (
 )
 from expertctl.install.fit import fit
 from expertctl.install.own_packages import own_packages
+from expertctl.install.publication import Installed, Publishable, publish_all
 from expertctl.install.requirements import (
     Claims,
     check_conflicts,
@@ -42,6 +43,7 @@ from expertctl.package.verify import (
     accept_unsigned,
     verify_contents,
 )
+from expertctl.package.version_content import VersionContent, changed_version
 from expertctl.reference import Reference
 from expertctl.routing.advice import ways_out, without_examples
 from expertctl.routing.index import RoutingIndex
@@ -54,12 +56,15 @@ from expertctl.store.flags import Flag, suspicion_of
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
-from expertctl.store.transaction import Outcome, Transaction
+from expertctl.store.transaction import Transaction
 from expertctl.trust.keys import KeyRing
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
 T = TypeVar("T")
+Contents = Mapping[str, VersionContent]
+"""``namespace/name@version`` → what a version contains, according to one source."""
+NOTHING_LOCKED: Contents = {}
 
 
 class Pinning(Protocol):
@@ -68,15 +73,6 @@ class Pinning(Protocol):
     def __call__(self, verify: Callable[[TrustRecord], T]) -> T:
         """Return what ``verify`` returns; when it raises, nothing is pinned."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """What happened to one package."""
-
-    expert: StoredExpert
-    outcome: Outcome
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +87,6 @@ class Staged:
     """What was asked for."""
     named: Digest | None = None
     """Its exact bytes, where the user named them; then the signer need not be trusted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A verified package in its staging."""
-
-    package: VerifiedPackage
-    staging: Staging
-    registry: str
-    home: str | None = None
-    """The registry that its namespace belongs to, where it comes from another one."""
-    lasting: tuple[str, ...] = ()
-    momentary: tuple[str, ...] = ()
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.package.contents.manifest
 
 
 def install_files(
@@ -161,9 +140,12 @@ def install_set(
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
     accept_changed: Collection[str] = (),
+    locked: Contents = NOTHING_LOCKED,
     progress: Progress = no_progress,
 ) -> list[Installed]:
     """Install what was exported together, all or none of it; checks are those of `install_files`.
+
+    ``locked`` is what a lock file says that versions contain.
 
     Raises:
         NotFoundError: when the file, or something that a package requires, is missing.
@@ -185,6 +167,7 @@ def install_set(
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
             accept_changed=accept_changed,
+            locked=locked,
         )
 
 
@@ -199,12 +182,14 @@ def install_staged(
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
     accept_changed: Collection[str] = (),
+    locked: Contents = NOTHING_LOCKED,
     pinning: Pinning | None = None,
 ) -> list[Installed]:
     """Verify packages whose bytes are here, and install all or none of them.
 
     All signatures are verified first, through ``pinning`` where there is one. A ref in
-    ``accept_changed`` may have another content than the one that is installed, which it replaces.
+    ``accept_changed`` may have another content than the one that is installed, which it replaces,
+    and than the one in ``locked``, which is what a lock file says.
 
     Raises:
         NotFoundError: when something that a package requires is missing.
@@ -214,8 +199,10 @@ def install_staged(
         StoreError: when the store cannot be written.
     """
 
-    def verify(record: TrustRecord) -> list[_Candidate]:
-        return [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+    def verify(record: TrustRecord) -> list[Publishable]:
+        found = [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+        _demand_locked(found, locked, accept_changed)
+        return found
 
     candidates = pinning(verify) if pinning else verify(trust.read())
     fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
@@ -242,15 +229,33 @@ def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[Stag
         yield Staged(contents, staging.part(str(number), digests))
 
 
-def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> _Candidate:
+def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> Publishable:
     _demand_documents(staged)
     if staged.named is not None:
         candidate = _named(staged, staged.named, trust)
     else:
         package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
-        candidate = _Candidate(package, staged.staging, staged.registry)
+        candidate = Publishable(package, staged.staging, staged.registry)
     home = trust.other_home(candidate.manifest.package.namespace, staged.registry)
     return replace(candidate, home=home)
+
+
+def _demand_locked(
+    candidates: Iterable[Publishable], locked: Contents, accept_changed: Collection[str]
+) -> None:
+    """Refuse another content for a version than a lock file has, unless it was accepted.
+
+    Raises:
+        ChangedVersionError: with both contents.
+    """
+    for candidate in candidates:
+        ref, package = candidate.manifest.ref, candidate.package
+        now = package.contents.content_digest
+        before = locked.get(ref)
+        if before is not None and before.digest != now and ref not in accept_changed:
+            source = "the file" if candidate.registry == LOCAL else candidate.registry
+            signers = (package.signer,) if package.signer else ()
+            raise changed_version(ref, before, VersionContent(source, now, signers))
 
 
 def _demand_documents(staged: Staged) -> None:
@@ -276,24 +281,24 @@ def _document_problem(path: Path, *, name: str) -> str | None:
         return document_problem(stream, name=name)
 
 
-def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> _Candidate:
+def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> Publishable:
     """Accept the exact bytes that the user named, though no trusted key signed them."""
     place = staged.staging, staged.registry
     try:
         package = verify_contents(
             staged.contents, trust, expected=staged.expected, registry=staged.registry
         )
-        return _Candidate(package, *place)
+        return Publishable(package, *place)
     except (RevokedError, SignatureError):
         raise
     except TrustError as error:
         package = accept_named(staged.contents, digest)
         warning = f"accepted because you named its exact bytes: {error.message}"
-        return _Candidate(package, *place, lasting=(warning,))
+        return Publishable(package, *place, lasting=(warning,))
 
 
 def _installed(
-    candidates: Sequence[_Candidate],
+    candidates: Sequence[Publishable],
     store: Store,
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
@@ -303,7 +308,7 @@ def _installed(
     with store.transaction() as changes:
         before = changes.scan().experts
         ordered = _checked(candidates, changes, accept_changed)
-        added = _publish_all(ordered, changes, accept_changed)
+        added = publish_all(ordered, changes, accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
     told = _remember(manifests, catalogue, index)
     _forget_replaced(before, added, index)
@@ -324,8 +329,8 @@ def _vouched(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> Ver
 
 
 def _fitted(
-    candidates: Sequence[_Candidate], bases: BaseStore, *, allow_mismatch: bool
-) -> list[_Candidate]:
+    candidates: Sequence[Publishable], bases: BaseStore, *, allow_mismatch: bool
+) -> list[Publishable]:
     known = bases.bases()
     fitted = []
     for candidate in candidates:
@@ -351,10 +356,10 @@ def _forget_replaced(
 
 
 def _checked(
-    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
-) -> list[_Candidate]:
+    candidates: Sequence[Publishable], changes: Transaction, accept_changed: Collection[str]
+) -> list[Publishable]:
     """Check the experts against each other and the installed ones; return them in order."""
-    unique: dict[str, _Candidate] = {}
+    unique: dict[str, Publishable] = {}
     for candidate in candidates:
         ref = candidate.manifest.ref
         unique[ref] = _preferred(unique.get(ref), candidate)
@@ -366,7 +371,7 @@ def _checked(
     return [unique[claims.ref] for claims in in_order(list(new.values()))]
 
 
-def _preferred(first: _Candidate | None, second: _Candidate) -> _Candidate:
+def _preferred(first: Publishable | None, second: Publishable) -> Publishable:
     """Of a package that was given twice, take the signed one, else the first."""
     if first is None:
         return second
@@ -378,7 +383,7 @@ def _preferred(first: _Candidate | None, second: _Candidate) -> _Candidate:
     return first if first.package.signer or not second.package.signer else second
 
 
-def _claims(candidate: _Candidate) -> Claims:
+def _claims(candidate: Publishable) -> Claims:
     manifest, composition = candidate.manifest, candidate.manifest.composition
     return Claims(
         manifest.package,
@@ -387,58 +392,6 @@ def _claims(candidate: _Candidate) -> Claims:
         tuple(Reference.parse(text) for text in composition.conflicts),
         candidate.registry,
     )
-
-
-def _publish_all(
-    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
-) -> list[Installed]:
-    now = changes.scan()
-    here = {expert.ref: expert for expert in now.experts}
-    before = {*here, *(ref.name for ref in now.damaged)}
-    try:
-        return [
-            _kept_from_home(candidate, here.get(candidate.manifest.ref))
-            or _publish(candidate, changes, accept_changed)
-            for candidate in candidates
-        ]
-    except BaseException:
-        there = {expert.ref: expert for expert in changes.scan().experts}
-        for ref in reversed([candidate.manifest.ref for candidate in candidates]):
-            if ref in there and ref not in before:
-                changes.remove(there[ref])
-        raise
-
-
-def _kept_from_home(candidate: _Candidate, there: StoredExpert | None) -> Installed | None:
-    """Return the same content from the namespace's own registry, which another does not replace.
-
-    Otherwise what that registry revokes would not count for it any more.
-    """
-    if there is None or candidate.home is None or there.registry != candidate.home:
-        return None
-    if there.content_digest != candidate.package.contents.content_digest:
-        return None
-    warning = (
-        f"{there.ref} stays that of {there.registry}, to which {there.package.namespace}/* "
-        f"belongs; {candidate.registry} has the same content"
-    )
-    return Installed(there, "already installed", (warning,))
-
-
-def _publish(
-    candidate: _Candidate, changes: Transaction, accept_changed: Collection[str]
-) -> Installed:
-    added = changes.add(
-        candidate.package,
-        candidate.staging,
-        warnings=candidate.lasting,
-        registry=candidate.registry,
-        replace=candidate.manifest.ref in accept_changed,
-    )
-    warnings = [*candidate.lasting, *candidate.momentary]
-    if added.expert.signer is None:
-        warnings.append(f"{added.expert.ref} is not signed: nobody vouches for it")
-    return Installed(added.expert, added.outcome, tuple(warnings))
 
 
 def _remember(

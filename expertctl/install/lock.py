@@ -13,10 +13,12 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.durable import write_atomic
 from expertctl.errors import ConflictError, ExpertError, InvalidPackageError, NotFoundError
-from expertctl.install.project import Project, read_text, read_toml
+from expertctl.install.project import Project
 from expertctl.install.resolve import Chosen, Pin
+from expertctl.package.version_content import VersionContent
 from expertctl.reference import Constraint, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
+from expertctl.store.pins import read_text, read_toml
 from expertctl.store.ref import LOCAL
 
 FORMAT = 1
@@ -117,6 +119,11 @@ class Lock:
         wanted = "".join(f"  {_quoted(text)},\n" for text in self.wanted)
         head = f"{_HEADER}format = {FORMAT}\nwanted = [\n{wanted}]\n"
         return head + "".join(map(_table, self.experts))
+
+    @property
+    def contents(self) -> dict[str, VersionContent]:
+        """What each locked version contains, by its ref; who signed it is not written there."""
+        return {e.ref: VersionContent("expert.lock", e.content_digest) for e in self.experts}
 
     def locked(self, package: PackageName) -> Locked | None:
         """Return the locked version of a package."""

@@ -39,6 +39,8 @@ class Notice:
     """Of a yank: what the publisher says, which may be nothing."""
     contents: tuple[VersionContent, ...] = ()
     """Of a changed version: what it contained before, and now."""
+    in_use: bool = True
+    """False for another installed version than the one that was chosen or is current."""
 
     @property
     def text(self) -> str:
@@ -55,6 +57,7 @@ class Held:
     registry: str
     content: VersionContent
     signer: str | None
+    installed: bool = False
 
     @property
     def ref(self) -> str:
@@ -66,7 +69,8 @@ def held_in_store(expert: StoredExpert) -> Held:
     """Return an installed expert as a held version."""
     signers = (expert.signer,) if expert.signer else ()
     content = VersionContent("what is installed", expert.content_digest, signers)
-    return Held(expert.package, expert.version, expert.registry, content, expert.signer)
+    held = Held(expert.package, expert.version, expert.registry, content, expert.signer)
+    return replace(held, installed=True)
 
 
 def held_in_lock(locked: Locked, sources: Sources) -> Held:
@@ -153,7 +157,9 @@ def _revoked(held: Held, release: Release | None, sources: Sources) -> Iterator[
         sources.revocation(form.signer, held.package, held.registry) is None
         for form in release.forms
     )
-    hint = "wait for a version that is signed with another key, or `expertctl remove` it"
+    hint = "ask its publisher for a version that is signed with another key"
+    if held.installed:
+        hint += f"; `expertctl remove {held.ref}` removes this one"
     if signed_anew:
         hint = f"it was signed anew: `expertctl install {held.registry}/{held.ref}`"
     yield Notice("revoked", held.ref, held.registry, message, hint)
@@ -164,8 +170,8 @@ def _yanked(held: Held, release: Release) -> Iterator[Notice]:
         why = f": {release.yanked}" if release.yanked else ""
         message = f"{held.ref} was yanked{why}"
         way_out = (
-            "`expertctl update` finds another, and "
-            f"`expertctl remove {held.ref}` takes this one out of use"
+            "`expertctl update` takes another version where the list allows one, "
+            f"`expertctl remove {held.ref}` removes this one"
         )
         yield Notice("yanked", held.ref, held.registry, message, way_out, release.yanked)
 
@@ -203,8 +209,8 @@ def sound_notices(
     """Return what is known against a resolution and is no reason to refuse it.
 
     ``locked`` are the entries of a lock file that must not be contradicted; ``accepted`` refs may
-    have another content. Of other installed versions of the same packages only revoked keys and
-    changed contents are returned.
+    have another content. Of other installed versions of the same packages those are returned that
+    `notices_about_others` returns.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.
@@ -222,8 +228,30 @@ def sound_notices(
     notices = notices_about(held, sources)
     demand_sound([*notices, *_contradictions(kept, items)], accepted=accepted)
     others = [held_in_store(e) for e in experts if e.package in items and not _is_chosen(e, items)]
-    bad = [n for n in notices_about(others, sources) if n.kind in REFUSED]
-    return (*(n for n in notices if n.kind not in REFUSED), *bad)
+    others_told = notices_about_others(others, sources)
+    return (*(n for n in notices if n.kind not in REFUSED), *others_told)
+
+
+def notices_about_others(held: Iterable[Held], sources: Sources) -> list[Notice]:
+    """Return what is known against installed versions beside the ones that are used.
+
+    Only revoked keys, yanks and changed contents: none is a reason to refuse anything.
+    """
+    return [
+        _beside(notice)
+        for notice in notices_about(held, sources)
+        if notice.kind in {"revoked", "yanked", "changed"}
+    ]
+
+
+def _beside(notice: Notice) -> Notice:
+    if notice.kind == "changed":
+        return replace(notice, in_use=False)
+    hint = (
+        "it is still installed beside the version that is used, "
+        f"`expertctl remove {notice.ref}` removes it"
+    )
+    return replace(notice, hint=hint, in_use=False)
 
 
 def _unless_signed_anew(held: Held, package_digest: Digest, item: Chosen) -> Held:

@@ -18,7 +18,7 @@ from expertctl.install.direct import Direct, find_direct
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend, Parcel, fetch, tidy
 from expertctl.install.install import (
-    Installed,
+    Contents,
     Pinning,
     Staged,
     install_staged,
@@ -29,9 +29,11 @@ from expertctl.install.notices import (
     Notice,
     ask_about,
     held_as_chosen,
+    held_in_lock,
     held_in_store,
     sound_notices,
 )
+from expertctl.install.publication import Installed
 from expertctl.install.release_age import ReleaseAge, shown
 from expertctl.install.resolve import Chosen, Pin, Universe, resolve
 from expertctl.install.sources import Sources
@@ -180,7 +182,8 @@ def install_chosen(
     def pinning(verify: Callable[[TrustRecord], T]) -> T:
         return sources.verify_and_pin(pinned, verify)
 
-    new = _fetch_and_install(parcels, files, target, lend, pinning)
+    stated = {entry.ref: held_in_lock(entry, sources).content for entry in locked}
+    new = _fetch_and_install(parcels, files, target, lend, pinning, stated)
     sources.accept_contents(chosen, target.accept_changed)
     kept = [
         Installed(there[item.candidate.ref], "already installed")
@@ -211,7 +214,7 @@ def _is_vouched_for(item: Chosen, there: Mapping[str, StoredExpert], sources: So
 def given(target: Target, sources: Sources) -> list[Candidate]:
     """Return the installed experts that may be counted on."""
     return [
-        installed(expert)
+        installed(expert, yanked=sources.yank_reason(expert))
         for expert in target.store.experts()
         if not sources.is_revoked(expert.signer, expert.package, expert.registry)
         and expert.ref not in target.accept_changed
@@ -341,6 +344,7 @@ def _fetch_and_install(
     target: Target,
     lend: Lend,
     pinning: Pinning,
+    locked: Contents,
 ) -> list[Installed]:
     if not (parcels or files):
         return pinning(lambda _: [])
@@ -365,6 +369,7 @@ def _fetch_and_install(
             allow_unsigned=target.allow_unsigned,
             allow_base_mismatch=target.allow_base_mismatch,
             accept_changed=target.accept_changed,
+            locked=locked,
             pinning=pinning,
         )
         tidy(fetched, target.registries)

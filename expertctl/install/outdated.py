@@ -1,6 +1,6 @@
-"""What is behind: for each expert the installed version, the one allowed, and the newest.
+"""What is behind: for each expert the version in use, the one allowed, and the newest.
 
-Also what its registry says against the current version: a revoked key, a yank, another content.
+Also what its registry says against installed versions: a revoked key, a yank, another content.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,7 @@ from expertctl.install.notices import (
     held_in_lock,
     held_in_store,
     notices_about,
+    notices_about_others,
 )
 from expertctl.install.order import Target
 from expertctl.install.release_age import ReleaseAge
@@ -25,6 +26,7 @@ from expertctl.install.resolve import needs_of
 from expertctl.install.sources import Sources
 from expertctl.install.worklist import Worklist
 from expertctl.reference import PackageName, Reference, Version
+from expertctl.store.preference import NEWEST, Preference, read_preference
 from expertctl.store.ref import LOCAL, StoredExpert
 
 
@@ -34,25 +36,25 @@ class Standing:
 
     package: PackageName
     current: Version
-    """Locked, or else the newest installed."""
+    """Locked, or else the installed one that is used where no version is named."""
     wanted: Version
     """The newest that all needs allow and that may be taken today."""
-    newest: Version
-    """The newest that was not yanked, prereleases aside."""
+    newest: Version | None
+    """The newest that was neither yanked nor revoked, prereleases aside; None: there is none."""
     waiting: tuple[Version, datetime] | None = None
     """A version that is too young, and until when."""
     notices: tuple[Notice, ...] = ()
-    """What is known against the current version, locked or installed."""
+    """What is known against the current version, and others that are installed beside it."""
 
     @property
     def yanked(self) -> str | None:
         """Why the current one was yanked; None when it was not."""
-        return next((n.reason for n in self.notices if n.kind == "yanked"), None)
+        return next((n.reason for n in self.notices if n.kind == "yanked" and n.in_use), None)
 
     @property
     def is_refused(self) -> bool:
-        """Tell whether its key was revoked or its content changed."""
-        return any(notice.kind in REFUSED for notice in self.notices)
+        """Tell whether the key of the current one was revoked or its content changed."""
+        return any(notice.kind in REFUSED and notice.in_use for notice in self.notices)
 
     @property
     def is_behind(self) -> bool:
@@ -70,13 +72,21 @@ def outdated(
         RegistryError: when a registry cannot be reached.
     """
     lock, experts = worklist.lock(), target.store.experts()
-    current = _current(lock, experts)
+    by_hand = not worklist.is_project
+    for candidate in _current(lock, experts, NEWEST):
+        _offered(candidate, sources, by_hand=by_hand)
+    sources.record_yanks()  # they decide which version is in use
+    current = _current(lock, experts, _preference(worklist, sources))
     needs = [*worklist.needs(worklist.file.read()), *(n for c in current for n in needs_of(c))]
     found = []
     for candidate in current:
         asked = [need for need in needs if need.package == candidate.package]
-        offered = _offered(candidate, sources, by_hand=not worklist.is_project)
-        notices = notices_about(_held(candidate, lock, experts, sources), sources)
+        offered = _offered(candidate, sources, by_hand=by_hand)
+        others = [held_in_store(e) for e in experts if _is_beside(e, candidate)]
+        notices = [
+            *notices_about(_held(candidate, lock, experts, sources), sources),
+            *notices_about_others(others, sources),
+        ]
         if offered or notices:
             found.append(_standing(candidate, asked, offered, age, notices))
     return found
@@ -93,7 +103,18 @@ def _held(
     ]
 
 
-def _current(lock: Lock | None, experts: Iterable[StoredExpert]) -> list[Candidate]:
+def _is_beside(expert: StoredExpert, current: Candidate) -> bool:
+    return expert.package == current.package and expert.version != current.version
+
+
+def _preference(worklist: Worklist, sources: Sources) -> Preference:
+    folder = worklist.file.path.parent if worklist.is_project else None
+    return read_preference(sources.settings.home, folder)
+
+
+def _current(
+    lock: Lock | None, experts: Sequence[StoredExpert], preference: Preference
+) -> list[Candidate]:
     """Return the current version of each package; those from files, never behind, are left out."""
     if lock is not None:
         return [
@@ -108,8 +129,8 @@ def _current(lock: Lock | None, experts: Iterable[StoredExpert]) -> list[Candida
             for locked in lock.experts
             if locked.registry != LOCAL
         ]
-    newest = {expert.package: installed(expert) for expert in experts}
-    return [candidate for candidate in newest.values() if candidate.registry != LOCAL]
+    used = {expert.package: expert for expert in experts} | preference.used(experts)
+    return [installed(expert) for expert in used.values() if expert.registry != LOCAL]
 
 
 def _offered(candidate: Candidate, sources: Sources, *, by_hand: bool) -> Sequence[Candidate]:
@@ -136,12 +157,14 @@ def _standing(
     if not needs:
         allowed = finals
     ripe = [c.version for c in allowed if age.ripe_at(c) is None]
+    doubtful = {c.version for c in offered} - {c.version for c in good}
+    kept = [] if current.version in doubtful else [current.version]
     young = [(c.version, moment) for c in finals if (moment := age.ripe_at(c))]
     return Standing(
         current.package,
         current.version,
-        max([current.version, *ripe]),
-        max([current.version, *(c.version for c in finals)]),
+        max([*kept, *ripe], default=current.version),
+        max([*kept, *(c.version for c in finals)], default=None),
         max(young, default=None),
         tuple(notices),
     )

@@ -14,29 +14,25 @@ moves a namespace: a registry that it names must be known to the user already.
 """
 
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
 from filelock import FileLock, Timeout
 
 from expertctl.durable import make_folders, write_atomic
-from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, StoreError, UsageError
+from expertctl.errors import ExpertError, InvalidPackageError, StoreError, UsageError
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.regular_file import open_regular
+from expertctl.store.pins import read_text, read_toml
 
-PROJECT = "experts.toml"
-MAX_BYTES = 1 << 20
 MAX_EXPERTS = 200
 LOCK_SECONDS = 30.0
 T = TypeVar("T")
 _TABLES = {"experts", "registries"}
 _HEADER = re.compile(r"^[ \t]*\[[ \t]*experts[ \t]*\][ \t]*(?:#.*)?$", re.MULTILINE)
-_MARKER = re.compile(r"^(<{7}|={7}|>{7})", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +70,13 @@ class Project:
     def wanted(self, package: PackageName) -> Reference | None:
         """Return what is wanted of a package."""
         return next((r for r in self.experts if r.package == package), None)
+
+    def with_wanted(self, references: Iterable[Reference]) -> Self:
+        """Return the same with other references of some packages, as `ProjectFile.save` does."""
+        wanted = {reference.package: self.located(reference) for reference in references}
+        kept = [r for r in self.experts if r.package not in wanted]
+        experts = sorted([*kept, *wanted.values()], key=lambda r: r.package)
+        return replace(self, experts=tuple(experts))
 
     def located(self, wanted: Reference) -> Reference:
         """Return a reference with the registry that the file gives to its namespace."""
@@ -147,42 +150,6 @@ class ProjectFile:
         } or found.registries != before.registries:
             problems = ["it is written in a way that cannot be changed line by line"]
             raise InvalidPackageError(str(self.path), problems, hint="edit it by hand")
-
-
-def read_text(path: Path) -> str:
-    """Return a bounded regular file as text; one that is not there is empty.
-
-    Raises:
-        InvalidPackageError: when it is too large, no text or no regular file.
-    """
-    try:
-        with open_regular(path) as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except NotFoundError:
-        return ""
-    if len(data) > MAX_BYTES:
-        raise InvalidPackageError(str(path), [f"more than {MAX_BYTES} bytes"])
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise InvalidPackageError(str(path), ["not UTF-8 text"]) from error
-
-
-def read_toml(text: str, *, what: str) -> dict[str, object]:
-    """Read TOML that a person or a merge may have damaged.
-
-    Raises:
-        InvalidPackageError: when it is not TOML; the markers of a merge are named.
-    """
-    if match := _MARKER.search(text):
-        line = text.count("\n", 0, match.start()) + 1
-        problem = f"line {line} is the marker of a merge conflict"
-        hint = "choose one side in experts.toml, then `expertctl lock` writes expert.lock anew"
-        raise InvalidPackageError(what, [problem], hint=hint)
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError, among others
-        raise InvalidPackageError(what, [f"not valid TOML: {error}"]) from error
 
 
 def _each(

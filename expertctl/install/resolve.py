@@ -51,7 +51,7 @@ class Universe:
 
     index: Index
     given: Sequence[Candidate] = ()
-    """Installed experts."""
+    """Installed experts; a yanked one is the last choice among them."""
     files: Sequence[Candidate] = ()
     """From files that the user named: for the same package, nothing else counts."""
     locked: Mapping[PackageName, Pin] = field(default_factory=dict)
@@ -274,7 +274,7 @@ class Shelves:
 
     def _here(self, package: PackageName) -> list[Candidate]:
         found = [c for c in self._universe.given if c.package == package]
-        return sorted(found, key=lambda c: c.version, reverse=True)
+        return sorted(found, key=lambda c: (c.yanked is None, c.version), reverse=True)
 
     def _may_be_new(self, candidate: Candidate, needs: Sequence[Need]) -> bool:
         if any(need.wanted.digest for need in needs if need.from_person):

@@ -19,6 +19,7 @@ from expertctl.errors import (
     NotFoundError,
     RegistryError,
     RevokedError,
+    StoreError,
     TrustError,
     UnreachableError,
     UsageError,
@@ -44,6 +45,9 @@ from expertctl.registry.known import (
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
 from expertctl.settings import Settings
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store
+from expertctl.store.yanks import read_yanks, record_yanks
 from expertctl.telling import WARNING, Tell, tell_nobody
 from expertctl.trust.grant import KnownRegistry, Revocation
 from expertctl.trust.policy import TrustStore
@@ -70,6 +74,7 @@ class Sources:
         self._before = trust.read()
         self._record = self._before
         self._indexes = IndexStore(settings.home.registries)
+        self._yanks = read_yanks(settings.home.yanked)
         self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
         self._plain: set[str] = set()
         self._unanswered: dict[tuple[str, PackageName], ExpertError] = {}
@@ -164,6 +169,28 @@ class Sources:
             known = self._before.registry(candidate.registry)
             if known is not None and candidate.ref in refs:
                 self._indexes.accept_content(known, candidate.package, candidate.version)
+
+    def yank_reason(self, expert: StoredExpert) -> str | None:
+        """Return why an installed version was yanked, as far as is known now; None: it was not."""
+        document = self._documents.get((expert.registry, expert.package))
+        if document is None:
+            return self._yanks.get((expert.registry, expert.ref))
+        release = document.release(expert.version)
+        return release.yanked if release else None
+
+    def record_yanks(self) -> None:
+        """Write down which installed versions were yanked, for the router; a failure is told."""
+        stated = {
+            key: {r.version: r.yanked for r in document.releases if r.yanked is not None}
+            for key, document in self._documents.items()
+        }
+        home = self.settings.home
+        store = Store(home.store)
+        try:
+            record_yanks(home.yanked, stated, installed=store.experts, locked=store.transaction)
+        except (StoreError, OSError) as error:
+            text = f"{home.yanked} cannot be written, so yanked versions may still be used: {error}"
+            self._say([f"{WARNING}{text}"])
 
     def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.
@@ -405,9 +432,16 @@ class Sources:
 def open_sources(
     settings: Settings, trust: TrustStore, *, tell: Tell | None = None
 ) -> Iterator[Sources]:
-    """Lend a `Sources` for this user's registries; nothing is sent while offline."""
+    """Lend a `Sources` for this user's registries; nothing is sent while offline.
+
+    At the end the yanks that were learnt are written down, also after an error.
+    """
     with open_http(settings, tell=tell) as http:
-        yield Sources(http, trust, settings, tell=tell or tell_nobody)
+        sources = Sources(http, trust, settings, tell=tell or tell_nobody)
+        try:
+            yield sources
+        finally:
+            sources.record_yanks()
 
 
 def _origin(item: Chosen) -> tuple[str, str]:

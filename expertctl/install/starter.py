@@ -13,7 +13,8 @@ import msgspec
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.install.first_run import NAMESPACE
-from expertctl.install.install import Installed, install_files
+from expertctl.install.install import install_files
+from expertctl.install.publication import Installed
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.index import RoutingIndex
 from expertctl.schema.shape import shape_json

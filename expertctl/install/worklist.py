@@ -23,12 +23,13 @@ from expertctl.install.order import (
     resolve_and_ask,
     waiting,
 )
-from expertctl.install.project import PROJECT, Project, ProjectFile
+from expertctl.install.project import Project, ProjectFile
 from expertctl.install.release_age import ReleaseAge
 from expertctl.install.resolve import Chosen, Universe
 from expertctl.install.sources import Sources
 from expertctl.reference import PackageName
 from expertctl.settings import Home
+from expertctl.store.pins import PROJECT, is_project
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def find_worklist(home: Home, folder: Path) -> Worklist:
     """Return the list that counts in a folder."""
     guard = home.root / f"{PROJECT}.lock"
     here = ProjectFile(folder / PROJECT, guard)
-    if here.exists() and here.path.absolute() != user_list(home).file.path:
+    if is_project(folder, home):
         return Worklist(here, is_project=True)
     return user_list(home)
 
@@ -98,13 +99,16 @@ def resolve_list(
     age: ReleaseAge,
     *,
     fresh: Iterable[PackageName] | None = (),
+    project: Project | None = None,
 ) -> Resolved:
     """Resolve a list, keeping what is locked but for ``fresh`` packages (None: for all).
+
+    ``project`` is what the list is going to say, where that is not what it says now.
 
     Raises:
         ExpertError: as `resolve`.
     """
-    project = worklist.file.read()
+    project = worklist.file.read() if project is None else project
     needs = worklist.needs(project)
     lock = worklist.lock()
     entries = lock.experts if lock is not None else ()

@@ -4,7 +4,7 @@ Install believes the signed index document alone; this is what ``search`` and ``
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote, urlencode
 
 from expertctl.digest import Digest
@@ -14,6 +14,7 @@ from expertctl.registry.answers import answer
 from expertctl.registry.api_client import ApiClient
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.schema.strict_json import JsonObject
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class Hit:
     base: str = ""
     downloads: int = 0
     updated: str = ""
+    signer: str | None = None
+    revoked: str | None = None
+    """Why every key that signed it was revoked, if they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Release:
     published: str = ""
     yanked: str | None = None
     """Why it was taken back, if it was."""
+    revoked: str | None = None
+    """Why every key that signed it was revoked, if they were."""
     size: int = 0
     signer: str | None = None
     downloads: int = 0
@@ -55,6 +61,11 @@ class Release:
     base: BaseRequirement | None = None
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Tell whether it was neither yanked nor signed by revoked keys alone."""
+        return self.yanked is None and self.revoked is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,36 @@ def version_page(api: ApiClient, package: PackageName, version: Version) -> Vers
     release = answer(document, Release, host=api.address.host)
     _check(str(package), package, [release], api.address.host)
     return VersionPage(release, manifest)
+
+
+def with_revocations(
+    releases: Iterable[Release], record: TrustRecord, *, namespace: str, host: str
+) -> tuple[Release, ...]:
+    """Return releases, also those marked as revoked whose newest signer is revoked here."""
+    return tuple(
+        release
+        if release.revoked is not None
+        else replace(release, revoked=_revocation(release.signer, record, namespace, host))
+        for release in releases
+    )
+
+
+def marked(hits: Iterable[Hit], record: TrustRecord, *, host: str) -> tuple[Hit, ...]:
+    """Return hits, also those marked as revoked whose newest signer is revoked here."""
+    return tuple(
+        hit
+        if hit.revoked is not None
+        else replace(hit, revoked=_revocation(hit.signer, record, hit.name.partition("/")[0], host))
+        for hit in hits
+    )
+
+
+def _revocation(signer: str | None, record: TrustRecord, namespace: str, host: str) -> str | None:
+    """Return why a key is revoked on this machine, which may be empty; None when it is not."""
+    if signer is None:
+        return None
+    found = record.revocation(signer, namespace=namespace, registry=host)
+    return found.reason if found else None
 
 
 def yank(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Self
 
 from expertctl.digest import Digest
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.compatibility import NO_WIDTHS, Widths, describe_mismatch
-from expertctl.reference import Reference, Version
+from expertctl.reference import ANY, Reference
 from expertctl.routing.expert_texts import described
 from expertctl.routing.features import Features
 from expertctl.routing.hint import holds
@@ -27,6 +28,7 @@ from expertctl.schema.hint import parse_hint
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.flags import Flag, flag_documents
+from expertctl.store.preference import Precedence, precedence
 from expertctl.store.ref import StoredExpert
 
 _SHOWN_KEYWORDS = 3
@@ -42,14 +44,21 @@ class Installed:
     revoked: bool = False
     home: str | None = None
     """The registry that its namespace belongs to, where it came from another one."""
+    yanked: str | None = None
+    """Why it was yanked, as its registry said last; None when it was not."""
+    pinned: Path | None = None
+    """The lock file or list that names exactly this version; None when nothing does."""
 
     @property
-    def precedence(self) -> tuple[bool, Version]:
-        """Which of several versions is meant: one from the namespace's registry, then the newest.
-
-        A version that was installed from elsewhere is used where it is named, or nothing else fits.
-        """
-        return self.home is None, self.stored.version
+    def precedence(self) -> Precedence:
+        """The sort key by which one of several versions is meant: `store.preference`."""
+        return precedence(
+            self.stored.version,
+            pinned=self.pinned is not None,
+            at_home=self.home is None,
+            revoked=self.revoked,
+            yanked=self.yanked is not None,
+        )
 
     @property
     def ref(self) -> str:
@@ -74,7 +83,8 @@ class Installed:
         here = target.registry is None or target.registry == self.stored.registry
         same = target.package == self.stored.package
         digests = self.stored.package_digest, self.stored.content_digest
-        return here and same and target.allows(self.stored.version, *digests)
+        pinned = self.pinned is not None and target.constraint == ANY and target.digest is None
+        return here and same and (pinned or target.allows(self.stored.version, *digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +258,11 @@ def too_low(candidate: Candidate) -> str:
 
 
 def superseded(experts: Iterable[Installed]) -> dict[Digest, str]:
-    """Return why older versions and prereleases are passed over, by content digest."""
+    """Return why other versions and prereleases are passed over, by content digest."""
     newest: dict[object, Installed] = {}
     reasons: dict[Digest, str] = {}
     for expert in sorted(experts, key=lambda e: e.precedence, reverse=True):
-        if expert.stored.version.prerelease:
+        if expert.stored.version.prerelease and expert.pinned is None:
             reasons[expert.digest] = "a prerelease is used only when it is named"
         elif (first := newest.setdefault(expert.stored.package, expert)) is not expert:
             reasons[expert.digest] = _passed_over(expert, first)
@@ -262,6 +272,10 @@ def superseded(experts: Iterable[Installed]) -> dict[Digest, str]:
 def _passed_over(expert: Installed, first: Installed) -> str:
     if expert.home is not None and first.home is None:
         return f"from {expert.stored.registry}; {first.ref} is from {expert.home}, its own registry"
+    if first.pinned is not None:
+        return f"{first.pinned} names {first.ref}"
+    if expert.yanked is not None and first.yanked is None:
+        return f"yanked; {first.ref} is used instead"
     return f"older than {first.ref}"
 
 

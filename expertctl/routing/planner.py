@@ -6,6 +6,7 @@ keys, usage, and the known bases. Nothing is loaded into the engine.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
@@ -28,6 +29,7 @@ from expertctl.store.contents import read_stored
 from expertctl.store.flags import FILE as FLAGGED_FILE
 from expertctl.store.flags import read_flagged
 from expertctl.store.paths import DamagedRef
+from expertctl.store.preference import Preference, read_preference
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
 from expertctl.telling import Tell, tell_nobody
@@ -60,12 +62,14 @@ class Inventory:
     experts: tuple[Installed, ...]
     broken: tuple[tuple[StoredExpert, ExpertError], ...]
     damaged: tuple[DamagedRef, ...]
+    problems: tuple[str, ...] = ()
+    """Why a lock file or a list was ignored."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is left out of every plan, and why."""
         damaged = (ref.warning for ref in self.damaged)
-        return (*damaged, *(_broken(*pair) for pair in self.broken))
+        return (*damaged, *(_broken(*pair) for pair in self.broken), *self.problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class Planner:
     """Called with what the user should know while waiting."""
     preferred_base: str | None = None
     """The setting ``base``."""
+    folder: Path | None = None
+    """The folder whose project says which installed versions are meant; None: none does."""
 
     @property
     def rule(self) -> BaseRule:
@@ -89,7 +95,9 @@ class Planner:
         return BaseRule(self.bases, self.preferred_base)
 
     @classmethod
-    def open(cls, settings: Settings, *, tell: Tell = tell_nobody) -> Self:
+    def open(
+        cls, settings: Settings, *, tell: Tell = tell_nobody, folder: Path | None = None
+    ) -> Self:
         """Name the parts of a home; only the encoder's files are read now.
 
         Raises:
@@ -105,6 +113,7 @@ class Planner:
             home=home,
             tell=tell,
             preferred_base=settings.base,
+            folder=folder,
         )
 
     def plan(
@@ -199,15 +208,27 @@ class Planner:
         readable: list[Installed] = []
         broken: list[tuple[StoredExpert, ExpertError]] = []
         trusted = self.trust.read()
-        now = self.store.scan()
+        now, preference = self.store.scan(), self.preference()
         for stored in now.experts:
-            revoked = self._is_revoked(stored, trusted)
-            home = trusted.other_home(stored.package.namespace, stored.registry)
+            pin = preference.pin(stored)
             try:
-                readable.append(Installed(stored, self.store.manifest(stored), revoked, home))
+                readable.append(
+                    Installed(
+                        stored,
+                        self.store.manifest(stored),
+                        revoked=self._is_revoked(stored, trusted),
+                        home=trusted.other_home(stored.package.namespace, stored.registry),
+                        yanked=preference.yank_reason(stored),
+                        pinned=pin.source if pin else None,
+                    )
+                )
             except ExpertError as error:
                 broken.append((stored, error))
-        return Inventory(tuple(readable), tuple(broken), now.damaged)
+        return Inventory(tuple(readable), tuple(broken), now.damaged, preference.pins.problems)
+
+    def preference(self) -> Preference:
+        """Read what decides between several installed versions of a package."""
+        return read_preference(self.home, self.folder)
 
     def _is_revoked(self, stored: StoredExpert, trusted: TrustRecord) -> bool:
         """Tell whether the key was revoked, everywhere or by the registry that this came from."""
@@ -229,9 +250,12 @@ class Planner:
     def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
         """Raise the error of a broken expert that the user names; others are only left out."""
         errors = dict(inventory.broken)
-        for forced in request.force if errors else ():
+        if not (errors and request.force):
+            return
+        store = replace(self.store, preference=self.preference())
+        for forced in request.force:
             try:
-                error = errors.get(self.store.find(forced.target))
+                error = errors.get(store.find(forced.target))
             except NotFoundError:
                 continue  # a file, or the router reports it
             if error is not None:

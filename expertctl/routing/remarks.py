@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from expertctl.package.compatibility import check_base
 from expertctl.routing.base_sampling import read_base_sampling
-from expertctl.routing.candidate import Candidate, misfit
+from expertctl.routing.candidate import Candidate, Installed, misfit
 from expertctl.routing.choice import Choice, is_excluded
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.presets import unapplied
@@ -87,11 +87,21 @@ def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Cand
     return f"; {closest.expert.ref} is closer: {closest.told}"
 
 
+def _yanked(expert: Installed, reason: str) -> str:
+    """Say that a yanked version is used, and how to have another one."""
+    why = f": {reason}" if reason else ""
+    names = f"{expert.pinned} names it; " if expert.pinned is not None else ""
+    way_out = f"`expertctl install {expert.stored.package}` takes a version that was not"
+    return f"{expert.ref} is used, though it was yanked{why}; {names}{way_out}"
+
+
 def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
     """Return what the user should know of the experts of a plan, and of the base's settings."""
     warnings = list(read_base_sampling(base.path).warnings)
     for choice in choices:
         expert = choice.expert
+        if expert.yanked is not None:
+            warnings.append(_yanked(expert, expert.yanked))
         if expert.stored.signer is None:
             warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
         warnings += check_base(expert.manifest, base.identity, allow_mismatch=True)

@@ -1,6 +1,7 @@
 """`PlanningSession`: many prompts to one home, reading again only what has changed.
 
-Installed experts are read again when any process added or removed one or changed trust. Which of
+Installed experts are read again when any process added or removed one, changed trust, learnt that
+one was yanked, or changed a lock file or list that names an exact version. Which of
 them may answer is worked out once for each base and each way of asking, until one of these, the
 vectors or what was learnt from runs changes. The same holds for the plan of a prompt, which is
 remembered for a while where the caller wants that.
@@ -17,6 +18,7 @@ from expertctl.routing.roster import Roster
 from expertctl.store.base_record import StoredBase
 from expertctl.store.file_mark import stamp_of
 from expertctl.store.flags import FILE as FLAGGED_FILE
+from expertctl.store.pins import PinFiles
 
 ROSTERS = 16
 """How many rosters are kept: every request may leave out other experts."""
@@ -32,6 +34,8 @@ class PlanningSession:
         self.planner = planner
         flagged = planner.index.folder / FLAGGED_FILE
         self._trust = str(planner.trust.path)
+        self._yanked = str(planner.home.yanked)
+        self._pins = PinFiles(planner.home, planner.folder)
         self._beside = (str(planner.bases.folder), str(flagged))
         self._kept: tuple[_Key, Inventory] | None = None
         self._rosters: dict[_Key, Roster] = {}
@@ -108,4 +112,5 @@ class PlanningSession:
         return *self._installed(), self.planner.catalogue.revision(), *beside
 
     def _installed(self) -> _Key:
-        return self.planner.store.revision(), stamp_of(self._trust)
+        stamps = stamp_of(self._trust), stamp_of(self._yanked), self._pins.stamps()
+        return self.planner.store.revision(), *stamps

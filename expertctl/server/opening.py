@@ -27,6 +27,7 @@ from expertctl.server.readiness import Readiness
 from expertctl.server.service import service_of
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Settings
+from expertctl.store.preference import working_folder
 from expertctl.telling import WARNING
 
 LOG = logging.getLogger("expertctl.server")
@@ -42,7 +43,7 @@ class Opening:
 
     def __init__(self, settings: ServeSettings, home: Settings) -> None:
         """Hold nothing yet."""
-        planner = Planner.open(home, tell=LOG.info)
+        planner = Planner.open(home, tell=LOG.info, folder=working_folder())
         self._engine = BatchEngine(planner, settings.batch, tell=_log, broke=self._break)
         self._readiness = Readiness("loading")
         self._service = service_of(self._engine, planner, settings, readiness=self._readiness)

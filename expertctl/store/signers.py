@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from expertctl.store.ref import StoredExpert
-from expertctl.trust.homes import Belonging, authorities, homes
+from expertctl.trust.homes import Belonging, authorities, homes, other_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,17 @@ class Signers:
         if expert.signer is None:
             return False
         namespace = expert.package.namespace
-        belongs_to = homes(namespace, meant=self.meant, pinned=self.pinned)
+        belongs_to = self._homes(expert)
         hosts = authorities(expert.registry, homes=belongs_to, known=self.registries)
         scopes = [(None, None), *((host, namespace) for host in hosts)]
         return any((expert.signer, *scope) in self.revoked for scope in scopes)
+
+    def other_home(self, expert: StoredExpert) -> str | None:
+        """Return the registry that an expert's namespace belongs to, if it is from another one."""
+        return other_home(expert.registry, homes=self._homes(expert))
+
+    def _homes(self, expert: StoredExpert) -> tuple[str, ...]:
+        return homes(expert.package.namespace, meant=self.meant, pinned=self.pinned)
 
 
 def read_signers(path: Path) -> Signers:

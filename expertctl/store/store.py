@@ -15,6 +15,7 @@ from expertctl.digest import Digest, hash_file
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.reference import ANY, Reference
 from expertctl.store.paths import Scan, StorePaths, file_size, scan
+from expertctl.store.preference import NEWEST, Preference
 from expertctl.store.ref import LOCAL, StoredExpert
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Store:
     """The packages below one folder; nothing is created until something is written."""
 
     root: Path
+    preference: Preference = NEWEST
+    """Decides which of several versions `find` returns; by default the newest."""
 
     @property
     def paths(self) -> StorePaths:
@@ -47,7 +50,7 @@ class Store:
         return list(self.scan().experts)
 
     def find(self, wanted: Reference | Digest) -> StoredExpert:
-        """Return the newest version that a reference allows, or the expert that has a digest.
+        """Return the preferred version that a reference allows, or the expert that has a digest.
 
         Raises:
             NotFoundError: when nothing fits; the hint names what is near.
@@ -55,10 +58,10 @@ class Store:
         now = self.scan()
         if isinstance(wanted, Digest):
             return _with_digest(now.experts, wanted)
-        found = [e for e in now.experts if _fits(e, wanted)]
+        found = [e for e in now.experts if self.preference.is_meant(e, wanted)]
         if not found:
             raise _missing(wanted, now)
-        return max(found, key=lambda expert: expert.version)
+        return max(found, key=self.preference.precedence)
 
     def blob_path(self, digest: Digest) -> Path:
         """Return the file of a blob.
@@ -224,14 +227,6 @@ def parse_wanted(text: str) -> Reference | Digest:
         UsageError: when it is neither.
     """
     return Digest.typed(text) if text.startswith("sha256:") else Reference.parse(text)
-
-
-def _fits(expert: StoredExpert, wanted: Reference) -> bool:
-    return (
-        expert.package == wanted.package
-        and wanted.registry in {None, expert.registry}
-        and wanted.allows(expert.version, expert.package_digest, expert.content_digest)
-    )
 
 
 def _with_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:

@@ -42,6 +42,8 @@ class Added:
 
     expert: StoredExpert
     outcome: Outcome
+    superseded: tuple[Digest, ...] = ()
+    """Blobs of the version as it was before, which may not be needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,27 @@ class Transaction:
         registry: str = LOCAL,
         replace: bool = False,
     ) -> Added:
+        """Publish a package as `put` does, and remove the blobs that nothing needs now."""
+        added = self.put(package, staging, warnings=warnings, registry=registry, replace=replace)
+        if added.superseded:  # otherwise there is no need to read every ref
+            self.free(added.superseded)
+        return added
+
+    def put(
+        self,
+        package: VerifiedPackage,
+        staging: Staging,
+        *,
+        warnings: Sequence[str] = (),
+        registry: str = LOCAL,
+        replace: bool = False,
+    ) -> Added:
         """Publish a package whose blobs are staged; ``registry`` is where it came from.
 
         The blobs replace existing ones, so installing again repairs damage. One version of a name
         is installed once: a registry takes it over from a file or another registry, a file from
-        none, so that later revocations by the registry still apply.
+        none, so that later revocations by the registry still apply. Blobs of what is replaced stay
+        until the caller frees them, so that `restore` can bring it back.
 
         Raises:
             ChangedVersionError: when the version is installed with other content, and not to be
@@ -114,9 +132,17 @@ class Transaction:
             if place != path:
                 self.discard(place)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
-        if superseded:  # otherwise there is no need to read every ref
-            self._free(file.digest for file in superseded)
-        return Added(expert, outcome)
+        return Added(expert, outcome, tuple(sorted({file.digest for file in superseded})))
+
+    def restore(self, before: StoredExpert, staging: Staging) -> None:
+        """Bring back what a version was before `put` replaced it; its blobs were not freed yet."""
+        path = self._paths.ref(before.registry, before.package, before.version)
+        self._say_so()
+        self._write_ref(before, path, staging)
+        for place in self._paths.refs_of(before.package, before.version):
+            if place != path:
+                self.discard(place)
+        self._say_so()
 
     def check(
         self, package: VerifiedPackage, *, registry: str = LOCAL, replace: bool = False
@@ -136,7 +162,7 @@ class Transaction:
         places = self._paths.refs_of(expert.package, expert.version)
         for place in sorted(places, key=lambda place: place == shown):
             self.discard(place)
-        return self._free(file.digest for file in expert.layers)
+        return self.free(file.digest for file in expert.layers)
 
     def discard(self, ref: Path) -> None:
         """Remove a ref, damaged or not; its blobs stay."""
@@ -193,7 +219,8 @@ class Transaction:
         with suppress(FileNotFoundError):  # there was nothing to be read
             os.utime(self._paths.refs, ns=(now, now))
 
-    def _free(self, digests: Iterable[Digest]) -> Freed:
+    def free(self, digests: Iterable[Digest]) -> Freed:
+        """Remove those of some blobs that no ref names and no lease holds."""
         now = self.scan()
         if now.damaged:
             return Freed()

@@ -19,6 +19,15 @@ def homes(
     return tuple(named or sorted({host for host, name in pinned if name == namespace}))
 
 
+def other_home(registry: str, *, homes: Collection[str]) -> str | None:
+    """Return the one registry that a namespace belongs to, if it is not this one; else None.
+
+    A file belongs to no registry, so it is no other one.
+    """
+    other = len(homes) == 1 and registry not in {*homes, FROM_FILE}
+    return next(iter(homes)) if other else None
+
+
 def authorities(
     registry: str | None, *, homes: Collection[str], known: Collection[str]
 ) -> frozenset[str]:

@@ -22,7 +22,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import FROM_FILE, PackageName
 from expertctl.trust.grant import Grant, KnownRegistry, Revocation, TrustedKey
-from expertctl.trust.homes import authorities, homes
+from expertctl.trust.homes import authorities, homes, other_home
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.trust_file import TrustFile, read_trust, write_trust
 
@@ -100,9 +100,7 @@ class TrustRecord:
 
         A file belongs to no registry, so it is no other one.
         """
-        found = self.homes(namespace)
-        other = len(found) == 1 and registry not in {*found, FROM_FILE}
-        return found[0] if other else None
+        return other_home(registry, homes=self.homes(namespace))
 
     def authorities(self, namespace: str, registry: str | None) -> frozenset[str]:
         """Return the hosts whose word counts for a namespace of what came from ``registry``."""

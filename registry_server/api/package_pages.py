@@ -1,6 +1,6 @@
 """What people are shown of a package: read from the tables, for the API and for web pages alike."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Raw
@@ -19,6 +19,11 @@ from registry_server.api.wire import Output, Time
 from registry_server.database.tables import RELEASES
 from registry_server.oci import manifests, repositories
 from registry_server.publishing.index import leading, package_id, releases_of
+from registry_server.publishing.namespace_key import (
+    NamespaceKey,
+    namespace_keys,
+    revocation_reason,
+)
 
 
 class VersionFacts(Output, frozen=True):
@@ -27,6 +32,9 @@ class VersionFacts(Output, frozen=True):
     version: str
     published: Time
     yanked: Annotated[str | None, Meta(description="Why, when it was yanked.")]
+    revoked: Annotated[
+        str | None, Meta(description="Why, when every key that signed it was revoked.")
+    ]
     size: int
     content_digest: str
     package_digest: str
@@ -74,6 +82,7 @@ def package_page(connection: Connection, identity: Identity, name: PackageName) 
     releases = releases_of(connection, package)
     counts = _downloads(connection, package)
     people = namespaces.members(connection, row.id)
+    keys = namespace_keys(connection, row.id)
     newest = sorted(releases, key=lambda release: release.version, reverse=True)
     speaking = leading(releases)
     return PackagePage(
@@ -81,7 +90,7 @@ def package_page(connection: Connection, identity: Identity, name: PackageName) 
         description=speaking.description,
         latest=str(speaking.version) if speaking.yanked is None else None,
         owners=[user for user, role in people.items() if role == "owner"],
-        versions=[_version(release, counts) for release in newest],
+        versions=[_version(release, counts, keys) for release in newest],
     )
 
 
@@ -94,12 +103,13 @@ def version_page(
         NotFoundError: when there is none, as far as ``identity`` may know.
         UnauthenticatedError: when nobody is named, and the namespace is not public.
     """
-    _, package = _find(connection, identity, name)
+    row, package = _find(connection, identity, name)
     releases = releases_of(connection, package)
     release = next((r for r in releases if str(r.version) == version), None)
     if release is None:
         raise NotFoundError(f"there is no {name}@{version}")
-    facts = asdict(_version(release, _downloads(connection, package)))
+    keys = namespace_keys(connection, row.id)
+    facts = asdict(_version(release, _downloads(connection, package), keys))
     manifest = Raw(_expert_json(connection, package, version))
     return VersionPage(**facts, manifest=manifest, files=_files(connection, name, release))
 
@@ -136,12 +146,15 @@ def _files(connection: Connection, package: PackageName, release: Release) -> li
     return [FileFacts(file.path, file.size, str(file.digest)) for file in layout.layers]
 
 
-def _version(release: Release, downloads: Mapping[str, int]) -> VersionFacts:
+def _version(
+    release: Release, downloads: Mapping[str, int], keys: Sequence[NamespaceKey]
+) -> VersionFacts:
     newest = release.forms[-1]
     return VersionFacts(
         version=str(release.version),
         published=release.published,
         yanked=release.yanked,
+        revoked=revocation_reason([form.signer for form in release.forms], keys),
         size=release.size,
         content_digest=str(release.content_digest),
         package_digest=str(newest.package_digest),

@@ -18,7 +18,12 @@ from expertctl.schema.shape import shape_json
 from registry_server.access import rights
 from registry_server.access.identity import Identity
 from registry_server.api.wire import Input, Limit, Output, Time, moment
-from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES
+from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
+from registry_server.publishing.namespace_key import (
+    NamespaceKey,
+    namespace_keys,
+    revocation_reason,
+)
 from registry_server.publishing.search_text import words_of
 
 MAX_QUERY = 200
@@ -53,6 +58,10 @@ class SearchResult(Output, frozen=True):
     base: str
     downloads: int
     updated: Time
+    signer: Annotated[str, Meta(description="The key of its newest signed form.")]
+    revoked: Annotated[
+        str | None, Meta(description="Why, when every key that signed it was revoked.")
+    ]
 
 
 class SearchPage(Output, frozen=True):
@@ -124,13 +133,34 @@ def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
             PACKAGES.c.updated,
             _DOWNLOADS,
             RELEASES.c.manifest,
+            RELEASES.c.id,
+            NAMESPACES.c.id,
         )
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
         .join(RELEASES, _is_latest())
         .where(PACKAGES.c.id.in_(packages))
     )
-    results = {row[0]: _result(*row[1:]) for row in connection.execute(statement)}
+    rows = connection.execute(statement).all()
+    signers = _signers(connection, [row[6] for row in rows])
+    keys = {row[7]: namespace_keys(connection, row[7]) for row in rows}
+    results = {
+        package: _result(*facts, signers=signers[release], keys=keys[namespace])
+        for package, *facts, release, namespace in (tuple(row) for row in rows)
+    }
     return [results[package] for package in packages]
+
+
+def _signers(connection: Connection, releases: list[int]) -> dict[int, list[str]]:
+    """Return the ids of the keys that signed some releases, the newest last."""
+    query = (
+        select(SIGNED_FORMS.c.release_id, SIGNED_FORMS.c.signer)
+        .where(SIGNED_FORMS.c.release_id.in_(releases))
+        .order_by(SIGNED_FORMS.c.position)
+    )
+    found: dict[int, list[str]] = {}
+    for release, signer in connection.execute(query):
+        found.setdefault(release, []).append(signer)
+    return found
 
 
 def _is_latest() -> ColumnElement[bool]:
@@ -159,7 +189,14 @@ def _rank(wanted: Wanted) -> ColumnElement[int]:
 
 
 def _result(
-    name: str, version: str, updated: float, downloads: int, manifest: bytes
+    name: str,
+    version: str,
+    updated: float,
+    downloads: int,
+    manifest: bytes,
+    *,
+    signers: list[str],
+    keys: tuple[NamespaceKey, ...],
 ) -> SearchResult:
     facts = shape_json(manifest, Manifest)
     return SearchResult(
@@ -171,4 +208,6 @@ def _result(
         base=facts.base.name,
         downloads=downloads,
         updated=moment(updated),
+        signer=signers[-1],
+        revoked=revocation_reason(signers, keys),
     )

@@ -1,6 +1,6 @@
 """The publisher keys of a namespace, as the database knows them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
@@ -48,3 +48,12 @@ def namespace_keys(connection: Connection, namespace_id: int) -> tuple[Namespace
 def key_of(keys: Iterable[NamespaceKey], key_id: str) -> NamespaceKey | None:
     """Return the key with an id."""
     return next((key for key in keys if key.key_id == key_id), None)
+
+
+def revocation_reason(signers: Sequence[str], keys: Iterable[NamespaceKey]) -> str | None:
+    """Return why a version does not count any more; None while one of its signers still does.
+
+    ``signers`` are the ids of the keys of its signed forms, the newest last.
+    """
+    revoked = {key.key_id: key.reason for key in keys if key.revoked is not None}
+    return revoked[signers[-1]] if all(signer in revoked for signer in signers) else None

@@ -6,10 +6,12 @@ Attack 113: after an install, with a lock file on a fresh machine, with a rememb
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
+from expertctl.package.write import write_package
 from tests.cli.commands import Commands, expertctl
 from tests.install.liar import Liar, lying
 from tests.registry_server.publishing.parcels import Parcel, Template, make_template
@@ -29,6 +31,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 def version(template: Template, text: str, number: str = "1.0.0", key: str = "acme") -> Parcel:
     return template.parcel("acme/one", number, key=a_key(key), files={"README.md": text.encode()})
+
+
+def written(file: Path, parcel: Parcel) -> Path:
+    write_package(file, parcel.layout, lambda digest: BytesIO(parcel.blobs[digest]))
+    return file
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,8 @@ def test_saving_another_expert_does_not_overrule_the_lock_file(
     said = scene.expertctl("install", "acme/two", "--save", code=TRUST)
     assert f"expert.lock has {scene.before.content_digest}" in said.err
     assert Path("expert.lock").read_text() == lock
+    assert "acme/two" not in Path("experts.toml").read_text()
+    assert fresh.refs() == []
     scene.expertctl("install", "acme/two", "--save", ACCEPT, REF)
     assert str(scene.after.content_digest) in Path("expert.lock").read_text()
 
@@ -227,13 +236,82 @@ def test_update_goes_on_to_a_version_that_never_changed_and_warns_of_the_other(
 
 
 def test_a_file_does_not_change_an_installed_version(scene: Scene, tmp_path: Path) -> None:
-    from io import BytesIO
-
-    from expertctl.package.write import write_package
-
     scene.expertctl("install")
-    file = tmp_path / "one.expert"
-    write_package(file, scene.after.layout, lambda digest: BytesIO(scene.after.blobs[digest]))
+    file = written(tmp_path / "one.expert", scene.after)
     scene.refuses("install", str(file))
     scene.expertctl("install", str(file), ACCEPT, REF)
     assert scene.content() == [str(scene.after.content_digest)]
+
+
+@pytest.mark.parametrize("form", ["a file", "a file beside a reference", "a set"])
+def test_a_file_does_not_overrule_the_lock_file_on_a_fresh_machine(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    scene.liar.publish(scene.before, other)
+    scene.expertctl("lock")
+    fresh = House(tmp_path / "second-home").trusting("acme")
+    fresh.trust.add_registry(scene.liar.known)
+    monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
+    file = written(tmp_path / "one.expert", scene.after)
+    words = ["import" if form == "a set" else "install", str(file)]
+    words += ["acme/two"] if form == "a file beside a reference" else []
+    if form == "a set":
+        elsewhere = House(tmp_path / "third-home").trusting("acme")
+        elsewhere.install(file)
+        monkeypatch.setenv("EXPERT_HOME", str(elsewhere.home.root))
+        scene.expertctl("export", "acme/one", "-o", tmp_path / "one.experts")
+        monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
+        words = ["import", str(tmp_path / "one.experts")]
+    error = json.loads(scene.expertctl(*words, "--json", code=TRUST).out)["error"]
+    assert error["code"] == "changed"
+    assert f"expert.lock has {scene.before.content_digest}" in error["message"]
+    signed = f"the file has {scene.after.content_digest} (signed by {a_key('acme').public.key_id})"
+    assert signed in error["message"]
+    assert f"{ACCEPT} {REF}" in error["hint"]
+    assert fresh.refs() == []
+    scene.expertctl(*words, ACCEPT, "acme/one@1.0.1", code=TRUST)
+    scene.expertctl(*words, ACCEPT, REF)
+    assert scene.after.content_digest in [e.content_digest for e in fresh.store.experts()]
+
+
+def test_a_file_with_the_locked_content_is_installed(scene: Scene, tmp_path: Path) -> None:
+    scene.expertctl("lock")
+    scene.house.trusting("acme")
+    scene.expertctl("install", written(tmp_path / "one.expert", scene.before))
+    assert scene.content() == [str(scene.before.content_digest)]
+
+
+def test_an_accepted_replacement_is_taken_back_when_another_package_fails(scene: Scene) -> None:
+    scene.expertctl("install")
+    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    scene.liar.publish(scene.after, other)
+    obstacle = next((scene.house.home.store / "refs").glob("*/acme")) / "two"
+    obstacle.write_text("in the way of the folder of acme/two")
+    before = scene.house.files()
+    for refs in (["acme/one", "acme/two"], ["acme/two", "acme/one"]):
+        scene.expertctl("install", *refs, ACCEPT, REF, code=1)
+        assert scene.house.files() == before
+        scene.house.store.check_integrity()
+    obstacle.unlink()
+    scene.expertctl("install", "acme/one", "acme/two", ACCEPT, REF)
+    assert scene.content() == [str(scene.after.content_digest), str(other.content_digest)]
+    scene.house.check()
+    assert scene.house.store.garbage().blobs == ()
+
+
+def test_a_replacement_by_a_file_is_taken_back_with_its_signature(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """The version came from a registry, and stays from there."""
+    scene.expertctl("install")
+    scene.house.trusting("acme")
+    parcels = [scene.after, scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))]
+    files = [written(tmp_path / f"{number}.expert", p) for number, p in enumerate(parcels)]
+    obstacle = scene.house.home.store / "refs" / "local" / "acme" / "two"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("in the way of the folder of acme/two")
+    before, experts = scene.house.files(), scene.house.store.experts()
+    scene.expertctl("install", *files, ACCEPT, REF, code=1)
+    assert scene.house.files() == before
+    assert scene.house.store.experts() == experts

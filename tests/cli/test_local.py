@@ -73,6 +73,8 @@ def test_the_list_as_json_has_all_that_is_known(
             "content_digest": str(expert.content_digest),
             "package_digest": str(expert.package_digest),
             "warnings": [],
+            "used": True,
+            "yanked": None,
         }
     ]
 

@@ -133,7 +133,7 @@ def test_what_is_outdated_is_shown_and_updated(
     (entry,) = expertctl("outdated", "--json").document["experts"]
     assert (entry["wanted"], entry["newest"], entry["yanked"]) == ("1.1.0", "2.0.0", "wrong")
     assert expertctl("update", "acme/sql").out == "~ acme/sql@1.0.0 -> 1.1.0\n"
-    assert "all is current" in expertctl("update", "--json").err
+    assert "acme/sql@1.0.0 was yanked: wrong; it is still" in expertctl("update", "--json").err
     assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0"]
 
 
@@ -172,3 +172,36 @@ def test_a_project_of_a_stranger_is_refused_with_the_exit_code_of_trust(
     assert "index key of hub.example is not known" in said.err
     Path("experts.toml").write_text('[trust]\nall = "yes"\n')
     expertctl("install", code=8)
+
+
+@pytest.mark.parametrize("by_digest", [False, True])
+def test_an_exact_install_says_that_update_keeps_it_and_how_to_follow(
+    expertctl: Commands, house: House, market: Market, by_digest: bool
+) -> None:
+    parcel = market.sell("acme/sql@1.0.0")
+    exact = str(parcel.package_digest) if by_digest else "1.0.0"
+    said = expertctl("install", f"acme/sql@{exact}")
+    told = (
+        f"{house.root / 'experts.toml'} names exactly {exact}: `expertctl update` keeps it, "
+        "`expertctl install acme/sql` follows newer versions"
+    )
+    assert told in said.err
+    assert told in expertctl("install", f"acme/sql@{exact}", "--json").document["notes"]
+    market.sell("acme/sql@1.1.0")
+    expertctl("update")
+    assert house.refs() == ["acme/sql@1.0.0"]
+    assert "names exactly" not in expertctl("install", "acme/sql").err
+    market.sell("acme/sql@1.2.0")
+    expertctl("update")
+    assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0", "acme/sql@1.2.0"]
+
+
+def test_an_exact_version_that_is_saved_in_a_project_is_told_with_save(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    wants("")
+    assert "names exactly" not in expertctl("install", "acme/sql@1.0.0").err
+    said = expertctl("install", "--save", "acme/sql@1.0.0")
+    assert "`expertctl install acme/sql --save` follows newer versions" in said.err
+    assert "names exactly" not in expertctl("install", "--save", "acme/sql@^1").err

@@ -62,6 +62,11 @@ def test_the_document_has_the_chains(expertctl: Commands, house: House) -> None:
         },
         "base": {"name": BASE_NAME, "revision": None, "here": []},
         "warnings": [],
+        "used": True,
+        "used_instead": None,
+        "others": [],
+        "pinned": None,
+        "yanked": None,
     }
 
 

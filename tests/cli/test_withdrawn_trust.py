@@ -159,9 +159,32 @@ def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
     expertctl("install")
     market.revoke("acme", OLD)
-    said = expertctl("update")
-    assert "warning: acme/sql@1.0.0: key " in said.err
-    assert "all is current" not in said.err
+    for words in (["update"], ["install"], ["outdated"]):
+        said = expertctl(*words)
+        assert said.err.count("warning: acme/sql@1.0.0: key ") == 1
+        assert "`expertctl remove acme/sql@1.0.0` removes it" in said.err
+        assert "current" not in said.err
+    [notice] = expertctl("update", "--json").document["notices"]
+    assert (notice["kind"], notice["in_use"]) == ("revoked", False)
+    [entry] = expertctl("outdated", "--json").document["experts"]
+    assert not entry["revoked"]
+    expertctl("remove", "acme/sql@1.0.0")
+    assert "all is current" in expertctl("update").err
+
+
+def test_an_older_version_whose_key_was_revoked_is_refused_where_it_is_locked(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
+    expertctl("install")
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
+    expertctl("install")
+    market.revoke("acme", OLD)
+    for words in (["update"], ["outdated"], ["install", "--locked"]):
+        assert "was revoked" in expertctl(*words, code=TRUST).err
 
 
 def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installed(
@@ -234,3 +257,116 @@ def test_what_was_pinned_is_told_and_in_the_document(
         }
     ]
     assert "pinned" not in expertctl("install").err
+
+
+def rotated(market: Market, *refs: str) -> None:
+    """Publish with a new key, which the old one vouches for, and revoke the old one."""
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word)
+    for ref in refs:
+        market.sell(ref, key=NEW)
+    market.revoke("acme", OLD, "laptop stolen")
+
+
+def test_info_marks_a_version_whose_key_was_revoked_and_shows_one_that_counts(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.2.0")
+    rotated(market, "acme/sql@1.1.0")
+    said = expertctl("info", "acme/sql")
+    assert ["shown", "1.1.0"] in [line.split() for line in said.out.splitlines()]
+    table = {line.split()[0]: line for line in said.out.split("\n\n")[1].splitlines()}
+    assert "key revoked: laptop stolen" in table["1.2.0"]
+    assert "revoked" not in table["1.1.0"]
+    offer = expertctl("info", "acme/sql", "--json").document["offer"]
+    assert {v["version"]: v["revoked"] for v in offer["versions"]} == {
+        "1.2.0": "laptop stolen",
+        "1.1.0": None,
+        "1.0.0": "laptop stolen",
+    }
+    assert offer["install"] == f"expertctl install {market.host}/acme/sql@1.1.0"
+
+
+def test_info_offers_no_command_for_a_version_that_is_refused(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.revoke("acme", OLD, "laptop stolen")
+    said = expertctl("info", "acme/sql@1.0.0").out
+    assert "1.0.0 (key revoked: laptop stolen)" in said
+    assert "refused, as the key that signed it was revoked" in said
+    offer = expertctl("info", "acme/sql@1.0.0", "--json").document["offer"]
+    assert (offer["install"], offer["shown"]["revoked"]) == (None, "laptop stolen")
+
+
+def test_search_marks_a_package_whose_newest_version_is_refused(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    [hit] = expertctl("search", "sql", "--json").document["results"]
+    assert (hit["revoked"], hit["signer"]) == (None, OLD.public.key_id)
+    market.revoke("acme", OLD, "laptop stolen")
+    assert "(key revoked: laptop stolen)" in expertctl("search", "sql").out
+    [hit] = expertctl("search", "sql", "--json").document["results"]
+    assert hit["revoked"] == "laptop stolen"
+
+
+def test_search_and_info_mark_a_key_that_only_this_machine_revoked(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    house.trust.revoke(OLD.public.key_id, "seen in the wild")
+    [hit] = expertctl("search", "sql", "--json").document["results"]
+    assert hit["revoked"] == "seen in the wild"
+    offer = expertctl("info", "acme/sql", "--json").document["offer"]
+    assert [v["revoked"] for v in offer["versions"]] == ["seen in the wild"]
+
+
+def test_info_marks_what_is_installed_and_withdrawn(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
+    expertctl("install")
+    market.revoke("acme", OLD, "laptop stolen")
+    market.yank("acme/sql@1.1.0", "wrong joins")
+    expertctl("outdated")
+    document = expertctl("info", "acme/sql", "--json").document
+    facts = {e["version"]: (e["yanked"], e["revoked"], e["used"]) for e in document["installed"]}
+    assert facts == {"1.0.0": (None, True, False), "1.1.0": ("wrong joins", False, True)}
+    assert f"1.0.0 from {market.host}, unused (key revoked), " in expertctl("info", "acme/sql").out
+
+
+def test_who_finds_only_revoked_versions_is_told_the_way_out(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.revoke("acme", OLD, "laptop stolen")
+    exact = expertctl("install", code=TRUST).err
+    assert "hint: ask its publisher for a version that is signed with another key\n" in exact
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1"\n')
+    for words in (["install", "acme/sql"], ["install"], ["lock"]):
+        said = expertctl(*words, code=TRUST)
+        assert "every version was signed with a key that was revoked" in said.err
+        assert "ask for a version that is there" not in said.err
+
+
+def test_who_finds_only_yanked_versions_is_told_the_way_out(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.1.0")
+    market.yank("acme/sql@1.0.0", "wrong joins")
+    market.yank("acme/sql@1.1.0", "worse joins")
+    said = expertctl("install", "acme/sql", code=3)
+    assert "1.1.0 was yanked: worse joins" in said.err
+    assert "hint: every version was yanked: ask its publisher" in said.err
+    assert "`expertctl install acme/sql@1.1.0`" in said.err
+    expertctl("install", "acme/sql@1.1.0")
+
+
+def test_who_finds_revoked_and_yanked_versions_is_told_both(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    rotated(market, "acme/sql@1.1.0")
+    market.yank("acme/sql@1.1.0", "wrong joins")
+    said = expertctl("install", "acme/sql", code=3)
+    assert "hint: every version was yanked, or its key was revoked: " in said.err
+    assert "the key of 1.0.0 was revoked" in said.err

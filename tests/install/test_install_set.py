@@ -20,7 +20,8 @@ from expertctl.errors import (
     TrustError,
     UnsignedError,
 )
-from expertctl.install.install import Installed, install_set
+from expertctl.install.install import install_set
+from expertctl.install.publication import Installed
 from expertctl.package.base_model import read_base
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder

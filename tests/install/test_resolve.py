@@ -10,6 +10,7 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import (
     ConflictError,
+    ExpertError,
     IncompatibleError,
     MissingDependencyError,
     NotFoundError,
@@ -165,6 +166,37 @@ def test_a_yanked_version_is_taken_when_locked_or_named_exactly_by_a_person() ->
     locked = pin(offered[1])
     assert refs(chosen(asked("acme/sql"), offered, locked=locked)) == ["acme/sql@1.1.0"]
     assert refs(chosen(asked("acme/sql@1.1.0"), offered)) == ["acme/sql@1.1.0"]
+
+
+def test_of_installed_versions_a_yanked_one_is_the_last_that_satisfies_a_requirement() -> None:
+    top = a_candidate("acme/top@1.0.0", requires=["acme/sql@^1"])
+    good = a_candidate("acme/sql@1.0.0", given=True)
+    bad = a_candidate("acme/sql@1.1.0", yanked="leaks", given=True)
+    assert "acme/sql@1.0.0" in refs(chosen(asked("acme/top"), [top], given=[good, bad]))
+    assert "acme/sql@1.1.0" in refs(chosen(asked("acme/top"), [top], given=[bad]))
+
+
+@pytest.mark.parametrize(
+    ("offered", "hint"),
+    [
+        ([("1.0.0", "leaks", False)], "every version was yanked: ask"),
+        ([("1.0.0", None, True)], "every version was signed with a key that was revoked"),
+        ([("1.0.0", "", False), ("1.1.0", None, True)], "yanked, or its key was revoked: ask"),
+        ([("1.0.0", "", True), ("1.1.0", "", True)], "every version was signed with a key"),
+        ([("1.0.0", "", False), ("2.0.0-rc.1", None, False)], "a prerelease must be named"),
+        ([("1.0.0", "", False), ("2.0.0-rc.1", None, True)], "yanked, or its key was revoked: ask"),
+    ],
+)
+def test_where_no_version_may_be_chosen_the_hint_says_what_is_the_matter(
+    offered: list[tuple[str, str | None, bool]], hint: str
+) -> None:
+    candidates = [
+        replace(a_candidate(f"acme/sql@{number}", yanked=yanked), revoked=revoked)
+        for number, yanked, revoked in offered
+    ]
+    with pytest.raises(ExpertError) as told:
+        chosen(asked("acme/sql"), candidates)
+    assert hint in told.value.hint
 
 
 def test_a_package_cannot_bring_in_a_yanked_version_of_another() -> None:

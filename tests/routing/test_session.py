@@ -1,5 +1,6 @@
 """A session plans as a planner does, and works out who may answer only when that changed."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -127,6 +128,34 @@ def test_a_key_that_is_revoked_meanwhile_counts_at_once(planner: Planner, house:
     assert session.recall(REQUESTS[0]).experts != ()
     house.trust.revoke(a_key("acme").public.key_id)
     assert session.recall(REQUESTS[0]).experts == ()
+
+
+def test_a_version_that_is_yanked_meanwhile_gives_way_at_once(
+    planner: Planner, house: House, shop: Shop
+) -> None:
+    house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
+    session = PlanningSession(planner)
+    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    house.home.yanked.write_text(json.dumps({"local": {"acme/sorting@1.1.0": "wrong order"}}))
+    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.0.0"]
+    house.home.yanked.unlink()
+    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    session.check_integrity()
+
+
+def test_a_version_that_is_locked_meanwhile_is_taken_at_once(
+    planner: Planner, house: House, shop: Shop, tmp_path: Path
+) -> None:
+    house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
+    work = tmp_path / "work"
+    work.mkdir()
+    session = PlanningSession(replace(planner, folder=work))
+    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    (work / "experts.toml").write_text('[experts]\n"acme/sorting" = "1.0.0"\n')
+    planned = session.recall(REQUESTS[0])
+    assert [e.ref for e in planned.experts] == ["acme/sorting@1.0.0"]
+    reasons = {c.expert.ref: c.reason for c in planned.result.candidates}
+    assert reasons["acme/sorting@1.1.0"] == f"{work / 'experts.toml'} names acme/sorting@1.0.0"
 
 
 def test_installed_experts_are_read_once_as_long_as_nothing_changes(planner: Planner) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from expertctl.install.install import Installed, install_files
+from expertctl.install.install import install_files
+from expertctl.install.publication import Installed
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.read import PackageContents, read_package
 from expertctl.routing.index import RoutingIndex

@@ -32,6 +32,7 @@ def test_a_package_is_shown_with_its_versions_the_newest_first(
         "version",
         "published",
         "yanked",
+        "revoked",
         "size",
         "content_digest",
         "package_digest",
@@ -44,6 +45,7 @@ def test_a_package_is_shown_with_its_versions_the_newest_first(
     }
     assert newest["kinds"] == ["lora"]
     assert newest["yanked"] is None
+    assert newest["revoked"] is None
     assert newest["base"]["arch"].startswith("sha256:")
 
 

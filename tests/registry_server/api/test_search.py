@@ -20,6 +20,8 @@ def test_a_result_says_what_the_package_is(publish: Publish, olga: Asking) -> No
     assert result.pop("updated").endswith("Z")
     base = result.pop("base")
     assert base == olga("GET", "packages/acme/sql")[1]["versions"][0]["base"]["name"]
+    shown = olga("GET", "packages/acme/sql")[1]["versions"][0]
+    assert result.pop("signer") == shown["signer"]
     assert result == {
         "name": "acme/sql",
         "version": "1.0.0",
@@ -27,6 +29,7 @@ def test_a_result_says_what_the_package_is(publish: Publish, olga: Asking) -> No
         "task": "code",
         "kinds": ["lora"],
         "downloads": 0,
+        "revoked": None,
     }
 
 

@@ -7,7 +7,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from expertctl.reference import PackageName
+from registry_server.access import namespaces
 from registry_server.access.identity import Identity
+from registry_server.publishing.keys import revoke_key
+from registry_server.publishing.namespace_key import namespace_keys
 from registry_server.publishing.yank import yank
 from registry_server.web.pages import HEADERS
 from tests.registry_server.served import Served
@@ -177,6 +180,21 @@ def test_a_package_with_all_versions_yanked_still_has_a_page(
     yank(served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason="Bad.")
     text = text_of(browser.get("/packages/acme/sql").text)
     assert "This version was yanked. Bad." in text
+
+
+def test_a_version_whose_key_was_revoked_is_marked(
+    browser: TestClient, publish: Publish, served: Served, owner: Identity
+) -> None:
+    publish(version="1.0.0")
+    with served.registry.database.read() as connection:
+        [key] = namespace_keys(connection, namespaces.get(connection, "acme").id)
+    reason = "<b>stolen</b>"
+    revoke_key(served.registry, owner, namespace="acme", key_id=key.key_id, reason=reason)
+    page = browser.get("/packages/acme/sql").text
+    assert "<b>stolen" not in page
+    text = text_of(page)
+    assert f"The key that signed this version was revoked. {reason}" in text
+    assert f"1.0.0 latest key revoked {reason}" in text
 
 
 def test_a_package_without_a_readme_has_none(browser: TestClient, publish: Publish) -> None:
