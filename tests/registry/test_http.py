@@ -484,7 +484,7 @@ def test_an_answer_whose_connection_was_reset_behind_it_is_read(
         begin = wire_module._WatchedStream.body_begins
 
         def late(stream: wire_module._WatchedStream) -> None:
-            refusing.result(timeout=30)  # the reset is here before the answer is looked at
+            refusing.result(timeout=120)  # the reset is here before the answer is looked at
             begin(stream)
 
         monkeypatch.setattr(wire_module._WatchedStream, "body_begins", late)
@@ -784,7 +784,7 @@ def test_ctrl_c_ends_what_other_threads_wait_for(serve: Serve) -> None:
         def press_ctrl_c() -> None:
             with ThreadPoolExecutor(2) as pool, http.ended_by_ctrl_c():
                 jobs.extend(pool.submit(get, http, server) for _ in range(2))
-                assert all(asked.acquire(timeout=30) for _ in jobs)
+                assert all(asked.acquire(timeout=120) for _ in jobs)
                 raise KeyboardInterrupt
 
         jobs: list[Future[bytes]] = []
