@@ -103,6 +103,7 @@ class Logins:
                 return begun
             credential = self._find(address)
             bearer = _bearer_realm(offers, credential, refused)
+            session: _Session | None
             if bearer is not None:
                 session = self._ask_realm(address, scope, bearer, credential, reachable)
             else:
