@@ -12,7 +12,7 @@ from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS
 from registry_server.operation.metrics import Metrics
 from registry_server.publishing.downloads import DownloadCounts
-from registry_server.publishing.index_key import demand_same_signer, load_index_key
+from registry_server.publishing.index_key import IndexSigner, demand_same_signer, load_index_key
 from registry_server.settings import ServerSettings
 from registry_server.storage.blob_digest import BlobDigest
 from registry_server.storage.blobs import BlobStorage, disk_errors
@@ -28,6 +28,11 @@ class Registry:
     index_key: PrivateKey
     metrics: Metrics = field(default_factory=Metrics)
     downloads: DownloadCounts = field(default_factory=DownloadCounts)
+
+    @property
+    def index_signer(self) -> IndexSigner:
+        """What index documents are signed with, and how often at least."""
+        return IndexSigner(self.index_key, self.settings.index_interval_days)
 
     def close(self) -> None:
         """Write what is only counted yet, and close the database."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DAY = 86400.0
+DEFAULT_INTERVAL_DAYS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class ServerSettings:
     """Who may read namespaces that do not say so themselves: ``public`` or ``token``."""
     certificate: Path | None = None
     private_key: Path | None = None
+    index_interval_days: int = DEFAULT_INTERVAL_DAYS
+    """Index documents say that a newer one is made at least so often, and the server keeps that."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks whose ``X-Forwarded-For`` is believed."""
     limits: Limits = field(default_factory=Limits)

@@ -14,12 +14,24 @@ from urllib.parse import urlsplit
 
 from expertctl.durable import write_atomic
 from expertctl.errors import InvalidPackageError, NotFoundError
-from registry_server.settings import Limits, ServerSettings
+from registry_server.settings import DEFAULT_INTERVAL_DAYS, Limits, ServerSettings
 
 SETTINGS_NAME = "registry.toml"
 READERS = ("public", "token")
 _MAX_BYTES = 64 << 10
-_KEYS = ("host", "port", "url", "read", "certificate", "private_key", "trusted_proxies", "limits")
+_KEYS = (
+    "host",
+    "port",
+    "url",
+    "read",
+    "certificate",
+    "private_key",
+    "index_interval_days",
+    "trusted_proxies",
+    "limits",
+)
+MAX_INTERVAL_DAYS = 3650
+"""What the schema of index documents allows."""
 _Value = TypeVar("_Value")
 
 
@@ -90,6 +102,8 @@ def _lines(settings: ServerSettings) -> list[str]:
     paths = {"certificate": settings.certificate, "private_key": settings.private_key}
     texts = {"url": settings.url, **{k: str(v) for k, v in paths.items() if v is not None}}
     lines += [f"{key} = {_quoted(text)}" for key, text in texts.items() if text is not None]
+    if settings.index_interval_days != DEFAULT_INTERVAL_DAYS:
+        lines += [f"index_interval_days = {settings.index_interval_days}"]
     if settings.trusted_proxies:
         lines += [f"trusted_proxies = [{', '.join(map(_quoted, settings.trusted_proxies))}]"]
     names = [f.name for f in fields(Limits)]
@@ -149,6 +163,9 @@ def _settings(data: Path, reader: _Reader) -> ServerSettings:
     read = reader.value("read", str, usual.read)
     reader.demand(read in READERS, f"read {read[:80]!r} is neither 'public' nor 'token'")
     certificate, private_key = (_path(data, reader, k) for k in ("certificate", "private_key"))
+    days = reader.value("index_interval_days", int, usual.index_interval_days)
+    problem = f"index_interval_days {days} is not between 1 and {MAX_INTERVAL_DAYS}"
+    reader.demand(1 <= days <= MAX_INTERVAL_DAYS, problem)
     both = (certificate is None) == (private_key is None)
     reader.demand(both, "certificate and private_key belong together")
     return replace(
@@ -159,6 +176,7 @@ def _settings(data: Path, reader: _Reader) -> ServerSettings:
         read=read,
         certificate=certificate,
         private_key=private_key,
+        index_interval_days=days,
         trusted_proxies=_proxies(reader),
         limits=_limits(reader),
     )

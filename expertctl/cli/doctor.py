@@ -4,11 +4,12 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.exit_codes import FAILURE, UNTRUSTED
+from expertctl.cli.exit_codes import FAILURE, UNREACHABLE, UNTRUSTED
 from expertctl.cli.output import JsonFlag, counted, emit, human_size, note_once, progress
-from expertctl.errors import OfflineError
+from expertctl.errors import ExpertError, OfflineError
 from expertctl.install.doctor import Diagnosis, Finding, ask_registries, blob_bytes, examine
 from expertctl.install.sources import open_sources
+from expertctl.plain_text import one_line
 from expertctl.registry.index_store import IndexStore
 from expertctl.settings import Settings, load_settings
 from expertctl.store.bases import BaseStore
@@ -29,7 +30,8 @@ def doctor(
 ) -> None:
     """Check everything that is installed, byte by byte.
 
-    Exit 1 when something is broken, 5 when a key was revoked or a version changed.
+    Exit 1 when something is broken, 5 when a key was revoked or a version changed, 6 when a
+    registry could not be asked.
 
     Example: expertctl doctor --online --json
     """
@@ -66,6 +68,8 @@ def _health(settings: Settings, *, online: bool, as_json: bool) -> None:
     emit(_document(diagnosis), _text(diagnosis), as_json=as_json)
     if diagnosis.untrusted:
         raise typer.Exit(UNTRUSTED)
+    if diagnosis.unchecked:
+        raise typer.Exit(UNREACHABLE)
     if not diagnosis.healthy:
         raise typer.Exit(FAILURE)
 
@@ -76,8 +80,13 @@ def _asked(settings: Settings, store: Store) -> tuple[Finding, ...]:
             "`doctor --online` asks registries, and expertctl is offline",
             hint="leave out EXPERT_OFFLINE and the setting `offline`",
         )
-    with open_sources(settings, TrustStore(settings.home.trust), tell=note_once()) as sources:
-        return ask_registries(store, sources)
+    trust = TrustStore(settings.home.trust)
+    try:
+        with open_sources(settings, trust, tell=note_once()) as sources:
+            return ask_registries(store, sources)
+    except ExpertError as error:  # `examine` reports a file that cannot be read
+        problem = f"none was asked: {one_line(error.message)}"
+        return (Finding("registries", problem, error.hint, broken=False, unchecked=True),)
 
 
 def _document(diagnosis: Diagnosis) -> dict[str, object]:
@@ -86,6 +95,7 @@ def _document(diagnosis: Diagnosis) -> dict[str, object]:
         "experts": diagnosis.experts,
         "blobs": diagnosis.blobs,
         "size": diagnosis.size,
+        "unchecked": diagnosis.unchecked,
         "findings": [
             {
                 "subject": f.subject,
@@ -93,6 +103,7 @@ def _document(diagnosis: Diagnosis) -> dict[str, object]:
                 "hint": f.hint,
                 "broken": f.broken,
                 "untrusted": f.untrusted,
+                "unchecked": f.unchecked,
             }
             for f in diagnosis.findings
         ],
@@ -104,10 +115,12 @@ def _text(diagnosis: Diagnosis) -> str:
     things = f"{counted(diagnosis.experts, 'expert')}, {counted(diagnosis.blobs, 'file')}"
     looked = f"checked {things}, {size}"
     verdict = "nothing is broken" if diagnosis.healthy else "something is broken"
+    if diagnosis.unchecked:
+        verdict += ", but not every registry could be asked"
     return "\n".join([*map(_line, diagnosis.findings), f"{looked}: {verdict}"])
 
 
 def _line(finding: Finding) -> str:
-    kind = "broken" if finding.broken else "note"
+    kind = "broken" if finding.broken else "unchecked" if finding.unchecked else "note"
     hint = f"\n  hint: {finding.hint}" if finding.hint else ""
     return f"{kind}: {finding.subject}: {finding.problem}{hint}"

@@ -15,6 +15,7 @@ OK = 0
 FAILURE = 1
 USAGE = 2
 UNTRUSTED = 5
+UNREACHABLE = 6
 INTERRUPTED = 130
 
 _BY_CLASS: dict[type[ExpertError], int] = {
@@ -22,7 +23,7 @@ _BY_CLASS: dict[type[ExpertError], int] = {
     NotFoundError: 3,
     IncompatibleError: 4,
     TrustError: UNTRUSTED,
-    RegistryError: 6,
+    RegistryError: UNREACHABLE,
     BudgetError: 7,
     InvalidPackageError: 8,
 }

@@ -39,6 +39,10 @@ def init(
     ] = "token",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
+    index_interval_days: Annotated[
+        int,
+        typer.Option(help="How often index documents are signed anew at least, which they state."),
+    ] = 7,
     new_admin_token: Annotated[
         bool, typer.Option("--new-admin-token", help="Only make another admin token.")
     ] = False,
@@ -56,7 +60,14 @@ def init(
         emit({"user": "admin", "token": secret}, secret, as_json=as_json)
         note("this is a new token of admin; the older ones still work, not shown again")
         return
-    settings = ServerSettings(data=data.absolute(), host=host, port=port, url=url, read=read)
+    settings = ServerSettings(
+        data=data.absolute(),
+        host=host,
+        port=port,
+        url=url,
+        read=read,
+        index_interval_days=index_interval_days,
+    )
     made = new_registry.init_registry(settings)
     address, fingerprint = made.settings.public_url, made.fingerprint
     trust = f"expertctl trust registry add {address} --fingerprint {fingerprint}"

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
-from expertctl.errors import ExpertError, RevokedError, TrustError
-from expertctl.install.notices import REFUSED, ask_about, held_in_store, notices_about
+from expertctl.errors import ExpertError, RevokedError, SignatureError, StoreError, TrustError
+from expertctl.install.notices import (
+    REFUSED,
+    Notice,
+    held_in_store,
+    notices_about,
+    vouching_registries,
+)
 from expertctl.install.own_packages import own_packages
 from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.install.sources import Sources
 from expertctl.package.layout import content_digest, layout_of
 from expertctl.package.verify import check_signed_name
+from expertctl.plain_text import one_line
+from expertctl.reference import PackageName
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.index import DEEP_FOLDER
 from expertctl.routing.suspicion import RULES, flags
@@ -49,7 +57,9 @@ class Finding:
     broken: bool = True
     """False when all works, but the user should know."""
     untrusted: bool = False
-    """True when a key was revoked, or a registry says that a version has another content."""
+    """True when a key was revoked, a version changed, or an index cannot be trusted."""
+    unchecked: bool = False
+    """True when a registry could not be asked, so that nothing is known against a package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,11 @@ class Diagnosis:
     def untrusted(self) -> bool:
         """Tell whether trust in something was withdrawn."""
         return any(finding.untrusted for finding in self.findings)
+
+    @property
+    def unchecked(self) -> bool:
+        """Tell whether a registry could not be asked about something."""
+        return any(finding.unchecked for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +133,46 @@ def examine(
 
 
 def ask_registries(store: Store, sources: Sources) -> tuple[Finding, ...]:
-    """Return what registries say now against what is installed; new revocations are taken over.
+    """Return what registries say now against what is installed, and who could not be asked.
 
-    Raises:
-        TrustError: when an index cannot be trusted.
-        StoreError: when an answer cannot be remembered.
+    New revocations are taken over. One registry that fails keeps nobody from asking the others.
     """
     experts = store.experts()
-    ask_about(((expert.registry, expert.package) for expert in experts), sources)
-    return tuple(
-        Finding(
-            notice.ref,
-            notice.message.removeprefix(f"{notice.ref}: ").replace(f"{notice.ref} ", "it ", 1),
-            notice.hint,
-            broken=notice.kind in REFUSED,
-            untrusted=notice.kind in REFUSED,
-        )
-        for notice in notices_about(map(held_in_store, experts), sources)
-        if notice.kind != "revoked"  # `examine` reports every key that was revoked
+    held = ((expert.registry, expert.package) for expert in experts)
+    sources.ask_each(vouching_registries(held, sources))
+    refused = (_refused_index(h, p, e) for (h, p), e in sorted(sources.unanswered.items()))
+    notices = (notice for expert in experts for notice in _notices(expert, sources))
+    return (*map(_notice_finding, notices), *refused)
+
+
+def _notices(expert: StoredExpert, sources: Sources) -> Iterator[Notice]:
+    try:
+        found = notices_about([held_in_store(expert)], sources)
+    except StoreError:  # `examine` reports what cannot be read of what registries said before
+        return
+    # it also reports every key that was revoked; `_refused_index` who was not asked
+    yield from (notice for notice in found if notice.kind not in {"revoked", "unchecked"})
+
+
+def _notice_finding(notice: Notice) -> Finding:
+    return Finding(
+        notice.ref,
+        notice.message.removeprefix(f"{notice.ref}: ").replace(f"{notice.ref} ", "it ", 1),
+        notice.hint,
+        broken=notice.kind in REFUSED,
+        untrusted=notice.kind in REFUSED,
     )
+
+
+def _refused_index(host: str, package: PackageName, error: ExpertError) -> Finding:
+    """Return the one line about a package whose registry gave no index that can be believed.
+
+    What is not a signed index is none; one of another key, or older than before, is a lie.
+    """
+    lie = isinstance(error, TrustError) and not isinstance(error, SignatureError)
+    problem = f"whether it was revoked, yanked or changed is not known: {one_line(error.message)}"
+    subject = f"{host}/{package}"
+    return Finding(subject, problem, error.hint, broken=lie, untrusted=lie, unchecked=True)
 
 
 def blob_bytes(store: Store) -> int:

@@ -119,17 +119,23 @@ def demand_sound(notices: Iterable[Notice], *, accepted: Collection[str] = ()) -
 
 
 def ask_about(held: Iterable[tuple[str, PackageName]], sources: Sources) -> None:
-    """Ask the registries that vouch for versions; for one from a file, those of its namespace.
+    """Ask the registries that vouch for versions, given by their registry and package.
 
     Raises:
         TrustError: when an index cannot be trusted.
+        InvalidPackageError: when an index is malformed.
         StoreError: when an answer cannot be remembered.
     """
-    sources.ask_about(
-        (host, package)
-        for registry, package in held
-        for host in (sources.authorities(package, registry) if registry == LOCAL else [registry])
-    )
+    sources.ask_about(vouching_registries(held, sources))
+
+
+def vouching_registries(
+    held: Iterable[tuple[str, PackageName]], sources: Sources
+) -> Iterator[tuple[str, PackageName]]:
+    """Yield which registry to ask about which package; for a file, those of its namespace."""
+    for registry, package in held:
+        hosts = sources.authorities(package, registry) if registry == LOCAL else [registry]
+        yield from ((host, package) for host in hosts)
 
 
 def _notices(held: Held, sources: Sources) -> Iterator[Notice]:

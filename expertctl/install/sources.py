@@ -126,22 +126,32 @@ class Sources:
 
         Raises:
             TrustError: when an index cannot be trusted.
+            InvalidPackageError: when an index is malformed.
             StoreError: when an answer cannot be remembered.
         """
+        for error in self.ask_each(packages):
+            if not isinstance(error, NotFoundError | RegistryError):
+                raise error
+
+    def ask_each(self, packages: Iterable[tuple[str, PackageName]]) -> list[ExpertError]:
+        """Ask as `ask_about` does; return all that failed, which is in `unanswered` too."""
         asked = [key for key in dict.fromkeys(packages) if self._is_unasked(*key)]
         if not asked:
-            return
+            return []
+        failed: dict[tuple[str, PackageName], ExpertError] = {}
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool, self.http.ended_by_ctrl_c():
             jobs = {key: pool.submit(self._fetched_once, *key) for key in asked}
             for key, job in jobs.items():
                 try:
                     self._believe(self._before.registry(key[0]), key[1], job.result())
-                except (NotFoundError, RegistryError) as error:
-                    self._unanswered[key] = error
+                except ExpertError as error:
+                    failed[key] = error
+        self._unanswered |= failed
+        return list(failed.values())
 
     @property
     def unanswered(self) -> Mapping[tuple[str, PackageName], ExpertError]:
-        """Why `ask_about` got no index, by host and package; offline nothing was asked."""
+        """Why there is no index to believe, by host and package; offline nothing was asked."""
         return {} if self.settings.offline else self._unanswered
 
     def statement(self, host: str, package: PackageName) -> IndexDocument | None:

@@ -1,7 +1,8 @@
 """Logins that a registry asks for: Basic, or Bearer with a token from its realm.
 
 A secret goes only to the address it belongs to, or to the realm that its owner named beside it.
-Any other realm is asked without it, or not at all where that would reach into a network.
+Any other realm is asked without it, or not at all where that would reach into a network: addresses
+and names of this machine are refused here, other names by what they resolve to, in `wire`.
 """
 
 import base64
@@ -15,6 +16,7 @@ from urllib.parse import urlencode, urlsplit
 from expertctl.errors import ExpertError, RegistryError, UnauthenticatedError
 from expertctl.registry.address import RegistryAddress, is_loopback, looks_numeric
 from expertctl.registry.credentials import Credential
+from expertctl.registry.network_scope import Scope
 from expertctl.registry.refusal import shown
 from expertctl.schema.strict_json import load_object
 
@@ -30,8 +32,10 @@ _PART = re.compile(
 _METADATA = frozenset({"metadata", "instance-data", "metadata.google.internal"})
 
 Find = Callable[[RegistryAddress], Credential | None]
-Fetch = Callable[[str, str | None], bytes]
-"""Gets a URL, with an ``Authorization`` or none; the body, bounded by `MAX_ANSWER`."""
+Scopes = frozenset[Scope]
+Fetch = Callable[[str, str | None, Scopes | None], bytes]
+"""Gets a URL, with an ``Authorization`` or none, from addresses of these scopes only, where they
+are given; the body, bounded by `MAX_ANSWER`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,17 @@ class Logins:
         return any(url == address.url for url, _ in self._sessions)
 
     def answer(
-        self, address: RegistryAddress, scope: str, header: str, *, refused: str | None
+        self,
+        address: RegistryAddress,
+        scope: str,
+        header: str,
+        *,
+        refused: str | None,
+        reachable: Scopes,
     ) -> str | None:
         """Return the ``Authorization`` that a challenge wants, None where there is none to give.
+
+        ``reachable`` limits to which addresses a realm elsewhere may resolve.
 
         Raises:
             RegistryError: when the realm may not be asked or does not answer sensibly.
@@ -90,29 +102,17 @@ class Logins:
             if begun != refused:
                 return begun
             credential = self._find(address)
-            session = self._session(address, scope, offers, credential, refused)
+            bearer = _bearer_realm(offers, credential, refused)
+            session: _Session | None
+            if bearer is not None:
+                session = self._ask_realm(address, scope, bearer, credential, reachable)
+            else:
+                session = _basic_session(offers, credential, refused)
             if session is None:
                 return None
             basic = session.authorization.startswith("Basic ")
             self._sessions[(address.url, "" if basic else scope)] = session
             return session.authorization
-
-    def _session(
-        self,
-        address: RegistryAddress,
-        scope: str,
-        offers: Mapping[str, Challenge],
-        credential: Credential | None,
-        refused: str | None,
-    ) -> _Session | None:
-        if credential and refused == f"Bearer {credential.secret}":
-            return None
-        bearer = offers.get("bearer")
-        if bearer is not None and "realm" in bearer.fields:
-            return self._ask_realm(address, scope, bearer.fields, credential)
-        if credential is None or "basic" not in offers or refused == _basic(credential):
-            return None
-        return _Session(_basic(credential), float("inf"))
 
     def _ask_realm(
         self,
@@ -120,6 +120,7 @@ class Logins:
         scope: str,
         fields: Mapping[str, str],
         credential: Credential | None,
+        reachable: Scopes,
     ) -> _Session:
         realm = fields["realm"]
         origin = check_realm(realm, address)
@@ -130,11 +131,35 @@ class Logins:
         separator = "&" if "?" in realm else "?"
         url = f"{realm}{separator}{urlencode(query)}" if query else realm
         try:
-            body = self._fetch(url, _basic(shows) if shows else None)
+            allowed = None if origin == address.url else reachable
+            body = self._fetch(url, _basic(shows) if shows else None, allowed)
         except UnauthenticatedError as error:
             raise _refused(address, origin, shown_to_it=shows is not None, error=error) from error
         token, life = _read_token(body, origin)
         return _Session(f"Bearer {token}", self._clock() + life)
+
+
+def _bearer_realm(
+    offers: Mapping[str, Challenge], credential: Credential | None, refused: str | None
+) -> Mapping[str, str] | None:
+    """Return the fields of the offer that names a realm, unless the token itself was refused."""
+    bearer = offers.get("bearer")
+    if bearer is None or "realm" not in bearer.fields or _was_refused(credential, refused):
+        return None
+    return bearer.fields
+
+
+def _basic_session(
+    offers: Mapping[str, Challenge], credential: Credential | None, refused: str | None
+) -> _Session | None:
+    if credential is None or "basic" not in offers or _was_refused(credential, refused):
+        return None
+    return None if refused == _basic(credential) else _Session(_basic(credential), float("inf"))
+
+
+def _was_refused(credential: Credential | None, refused: str | None) -> bool:
+    """Tell whether the secret was shown as a token and refused: it is worth nothing elsewhere."""
+    return credential is not None and refused == f"Bearer {credential.secret}"
 
 
 def read_challenges(header: str) -> list[Challenge]:

@@ -227,13 +227,14 @@ class Http:
             if at_home:
                 response = self._authenticated(call, url)
             else:
-                response = self._send(call, url, None, allowed=allowed)
+                leads_home = _origin(url) == home
+                response = self._send(call, url, None, allowed=None if leads_home else allowed)
             if response.status_code not in _REDIRECTS:
                 return response
             location = response.headers.get("location", "")
             self._dismiss(response)
             if allowed is None:
-                allowed = frozenset({"global", _scope_of(call.address, response)})
+                allowed = _reachable_from(call.address, response)
             url = _next(call, url, location, allowed)
             if str(url) in seen:
                 raise RegistryError(f"{call.address.host}: {call.what}: redirects in a loop")
@@ -248,7 +249,13 @@ class Http:
         if response.status_code != 401:
             return response
         header = ", ".join(response.headers.get_list("www-authenticate"))
-        wanted = self._logins.answer(call.address, call.scope, header, refused=shown_first)
+        wanted = self._logins.answer(
+            call.address,
+            call.scope,
+            header,
+            refused=shown_first,
+            reachable=_reachable_from(call.address, response),
+        )
         if wanted is None:
             return response
         self._dismiss(response)
@@ -278,8 +285,7 @@ class Http:
         if authorization:
             headers["Authorization"] = authorization
         body = call.body() if callable(call.body) else call.body
-        elsewhere = allowed is not None and _origin(url) != call.address.url
-        extensions = {"allowed_scopes": allowed} if elsewhere else {}
+        extensions = {} if allowed is None else {"allowed_scopes": allowed}
         request = httpx2.Request(
             call.method, url, headers=headers, content=body, extensions=extensions
         )
@@ -346,12 +352,14 @@ class Http:
                 self._found[address.url] = found
             return self._found[address.url]
 
-    def _fetch_token(self, url: str, authorization: str | None) -> bytes:
+    def _fetch_token(
+        self, url: str, authorization: str | None, allowed: frozenset[Scope] | None
+    ) -> bytes:
         """Ask a realm, which may not redirect."""
         target = httpx2.URL(url)
         address = RegistryAddress.parse(_origin(target), allow_http=True)
         call = Call("GET", address, url)
-        response = self._send(call, target, authorization)
+        response = self._send(call, target, authorization, allowed=allowed)
         try:
             if response.status_code == 200:
                 return self._read(response, MAX_ANSWER)
@@ -389,10 +397,13 @@ def open_http(
         yield http
 
 
-def _scope_of(address: RegistryAddress, response: httpx2.Response) -> Scope:
-    """Return where a registry is: by its name, else by the address that answered."""
-    scope: Scope = response.extensions.get("scope", "global")
-    return scope_of_host(address.hostname) or scope
+def _reachable_from(address: RegistryAddress, response: httpx2.Response) -> frozenset[Scope]:
+    """Return to which addresses a registry may send a client: public ones, and where it is itself.
+
+    That is known by its name, else by the address that answered.
+    """
+    answered: Scope = response.extensions.get("scope", "global")
+    return frozenset({"global", scope_of_host(address.hostname) or answered})
 
 
 def _next(call: Call, url: httpx2.URL, location: str, allowed: frozenset[Scope]) -> httpx2.URL:

@@ -1,7 +1,7 @@
 """How far an IP address reaches, so that a registry cannot lead a client into its own network.
 
-A redirect may lead to any public address, and beyond that only to where the registry is itself:
-from this machine to this machine, from a private network into one.
+A redirect and the realm of a login may lead to any public address, and beyond that only to where
+the registry is itself: from this machine to this machine, from a private network into one.
 """
 
 import ipaddress

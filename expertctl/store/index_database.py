@@ -14,15 +14,18 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from expertctl.durable import make_folders
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.file_mark import WhileUnchanged
 from expertctl.store.lock import exclusive
+from expertctl.store.sqlite_file import (
+    create_private,
+    error_name,
+    is_busy,
+    opened,
+    use_write_ahead_log,
+)
 
-BUSY_SECONDS = 30.0
-MODE = 0o600
 _FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED"}
 _DAMAGED = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
 """SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
@@ -149,9 +152,9 @@ class IndexDatabase:
             with self._open_for_reading() as db:
                 action(db)
         except sqlite3.DatabaseError as error:
-            if _error_name(error) not in _FULL or self._log_size():
+            if error_name(error) not in _FULL or self._log_size():
                 raise
-            with _opened(f"file:{_quoted(self.path)}?mode=ro&immutable=1") as db:
+            with _opened(self.path, "mode=ro&immutable=1") as db:
                 action(db)
 
     def problems(self) -> list[str]:
@@ -185,32 +188,19 @@ class IndexDatabase:
 
     @contextmanager
     def _open_for_writing(self) -> Iterator[Database]:
-        self._make_sure_of_the_file()
-        with _opened(f"file:{_quoted(self.path)}?mode=rw") as db:
+        create_private(self.path)
+        with _opened(self.path, "mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
                 _lay_out(db)
             yield db
-
-    def _make_sure_of_the_file(self) -> None:
-        """Make the file where there is none; an existing one is not touched.
-
-        Closing a second handle of it would drop all locks that SQLite has on it in this process.
-        """
-        try:
-            make_folders(self.path.parent, mode=0o700)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE))
-        except FileExistsError:
-            return
-        except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror}") from error
 
     @contextmanager
     def _reader_beside(self) -> Iterator[None]:
         """Hold the file open, where there is one that can be read."""
         with ExitStack() as stack:
             with suppress(sqlite3.DatabaseError):
-                db = stack.enter_context(_opened(f"file:{_quoted(self.path)}?mode=ro"))
+                db = stack.enter_context(_opened(self.path, "mode=ro"))
                 db.execute("PRAGMA user_version")
             yield
 
@@ -220,7 +210,7 @@ class IndexDatabase:
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
-        with _opened(f"file:{_quoted(self.path)}?{mode}") as db:
+        with _opened(self.path, mode) as db:
             yield db
 
     def _move_aside(self, why: str) -> None:
@@ -249,12 +239,12 @@ class IndexDatabase:
             return _is_damage(error)
 
     def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        name = _error_name(error)
+        name = error_name(error)
         if self.path.exists() and not self.path.is_file():
             return StoreError(f"{self.path} is not a regular file", hint="move it away")
         if name in _FULL:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        if name in _BUSY:
+        if is_busy(error):
             return StoreError(f"{self.path} is in use by another process", hint="try again later")
         hint = "look whether the disk is full or fails, then repeat"
         return StoreError(f"{self.path}: {error}", hint=hint)
@@ -278,25 +268,18 @@ def advance(db: Database) -> None:
 
 
 @contextmanager
-def _opened(uri: str) -> Iterator[Database]:
-    connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)
-    try:
+def _opened(path: Path, parameters: str) -> Iterator[Database]:
+    with opened(path, parameters) as connection:
         yield Database(connection, execute_plugins=False)
-    finally:
-        connection.close()
 
 
 def _lay_out(db: Database) -> None:
     """Make the tables that are missing; those of an older version stay as they are."""
-    db.enable_wal()
-    with db.atomic():
+    use_write_ahead_log(db.conn)
+    with immediately(db):
         for name, columns in TABLES.items():
             db.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
         db.execute(f"PRAGMA user_version = {_LAYOUT}")
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
 def _foreign_tables(db: Database) -> list[str]:
@@ -318,9 +301,5 @@ def _columns(table: str) -> set[str]:
     return names
 
 
-def _error_name(error: sqlite3.DatabaseError) -> str:
-    return getattr(error, "sqlite_errorname", "")
-
-
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return _error_name(error).startswith(tuple(_DAMAGED))
+    return error_name(error).startswith(tuple(_DAMAGED))

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Protocol
 
 from expertctl.digest import Digest
-from expertctl.durable import make_folders
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import disk_errors
 from expertctl.store.flags import FILE as FLAGGED_FILE
 from expertctl.store.flags import Flag, decode_flags, encode_flags, read_flagged, write_flagged
+from expertctl.store.lock import exclusive
+from expertctl.store.sqlite_file import create_private, error_name, opened, use_write_ahead_log
 
 FILE = "suspicions.db"
-BUSY_SECONDS = 30.0
-MODE = 0o600
 _FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
 _MANY = 500
@@ -187,50 +186,64 @@ class Suspicions:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            if not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
+            if not _is_damage(error):
                 raise self._told(error) from error
-            self._begin_anew(action, error)
+            self._begin_anew(action)
         self._repeat()
 
     def _repeat(self) -> None:
-        """Write the file of flags that is fast to read, where its content would change."""
+        """Write the file of flags that is fast to read, where its content would change.
+
+        One process at a time, so that the last to write has seen what all others committed.
+        """
         query = "SELECT content_digest, name, flags, rules FROM verdicts WHERE flags != '[]'"
-        verdicts = [_read_verdict(row) for row in self._ask(query)]
-        flagged = {verdict.content_digest: verdict.flags for verdict in verdicts}
-        if flagged != self.flagged():
-            path = self.path.with_name(FLAGGED_FILE)
-            with disk_errors(path):
+        path = self.path.with_name(FLAGGED_FILE)
+        with self._locked(), disk_errors(path):
+            verdicts = [_read_verdict(row) for row in self._ask(query)]
+            flagged = {verdict.content_digest: verdict.flags for verdict in verdicts}
+            if flagged != self.flagged():
                 write_flagged(path, flagged)
 
     def _attempt(self, action: Callable[[sqlite3.Connection], None]) -> None:
-        try:
-            make_folders(self.path.parent, mode=0o700)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
-        except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror}") from error
+        create_private(self.path)
         with _opened(self.path, "rw") as db:
-            db.execute("PRAGMA journal_mode = WAL")
+            use_write_ahead_log(db)
+            db.execute("BEGIN IMMEDIATE")
             with db:
                 for table in _TABLES:
                     db.execute(table)
                 action(db)
 
-    def _begin_anew(
-        self, action: Callable[[sqlite3.Connection], None], why: sqlite3.DatabaseError
-    ) -> None:
+    def _begin_anew(self, action: Callable[[sqlite3.Connection], None]) -> None:
+        """Repeat a change that found damage, on a new file unless another process made it."""
+        try:
+            with self._locked():
+                try:
+                    self._attempt(action)
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    self._remove_damaged(error)
+                    self._attempt(action)
+        except sqlite3.DatabaseError as error:
+            raise self._told(error) from error
+
+    def _remove_damaged(self, why: sqlite3.DatabaseError) -> None:
         for suffix in ("", "-wal", "-shm", "-journal"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.notes.append(
             f"{self.path} was damaged ({why}) and begins anew; `expertctl reindex` judges "
             "again what is installed"
         )
-        try:
-            self._attempt(action)
-        except sqlite3.DatabaseError as error:
-            raise self._told(error) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        path = self.path.with_name(f"{self.path.name}.lock")
+        with disk_errors(path), exclusive(path):
+            yield
 
     def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        if getattr(error, "sqlite_errorname", "") in _FULL:
+        if error_name(error) in _FULL:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
         hint = "look whether the disk is full or fails, then repeat"
         return StoreError(f"{self.path}: {error}", hint=hint)
@@ -238,14 +251,13 @@ class Suspicions:
 
 @contextmanager
 def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    quoted = str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
-    uri = f"file:{quoted}?mode={mode}{immutable}"
-    connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)
-    try:
+    with opened(path, f"mode={mode}{immutable}") as connection:
         yield connection
-    finally:
-        connection.close()
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    return error_name(error).startswith(_DAMAGED)
 
 
 def _add(db: sqlite3.Connection, verdict: Verdict) -> None:

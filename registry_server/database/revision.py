@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, text
 
-HEAD = "0002"
+HEAD = "0003"
 """The last step in ``migrations/versions``."""
 
 

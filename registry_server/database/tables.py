@@ -190,12 +190,14 @@ PACKAGES = Table(
     Column("index_document", LargeBinary, nullable=False),
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
+    Column("signed", Float, nullable=False, index=True, server_default="0"),
     Column("latest", String(256)),
     Column("search_text", Text, nullable=False, server_default=""),
     UniqueConstraint("namespace_id", "name"),
     Index("ix_packages_search", "namespace_id", "latest", "search_text", "name"),
 )
-"""``index_document`` is the signed envelope, ``revision`` the version number in it.
+"""``index_document`` is the signed envelope, ``revision`` the version number in it, ``signed`` its
+time: ``updated`` is when the package itself changed.
 
 ``latest`` is the version that speaks for the package, null when all are yanked; ``search_text`` is
 what it is found by, folded to lower case, one space between words.

@@ -21,11 +21,11 @@ from expertctl.errors import (
     InvalidPackageError,
     UsageError,
 )
-from expertctl.trust.keys import PrivateKey
 from registry_server.database.tables import PACKAGES
 from registry_server.operation.backup import copy_blob, known_blobs
 from registry_server.operation.backup_document import BLOBS, STATE, STATE_FILES, BackupDocument
 from registry_server.publishing.index import rewrite_index
+from registry_server.publishing.index_key import IndexSigner
 from registry_server.registry import open_registry
 from registry_server.settings_file import read_settings
 from registry_server.storage.blob_digest import BlobDigest
@@ -138,20 +138,20 @@ def _check(backup: Path, folder: Path, changes: int) -> None:
         try:
             registry.check_integrity()
             with registry.database.write() as connection:
-                _outdo(connection, registry.index_key, changes)
+                _outdo(connection, registry.index_signer, changes)
         finally:
             registry.close()
     except ExpertError as error:
         raise InvalidPackageError(str(backup), [error.message]) from error
 
 
-def _outdo(connection: Connection, key: PrivateKey, changes: int) -> None:
+def _outdo(connection: Connection, signer: IndexSigner, changes: int) -> None:
     """Renew every index document, its revision above any that so many changes could have given."""
     query = select(PACKAGES.c.id, PACKAGES.c.updated).order_by(PACKAGES.c.id)
     for package, updated in connection.execute(query).all():
         own = update(PACKAGES).where(PACKAGES.c.id == package)
         connection.execute(own.values(revision=PACKAGES.c.revision + changes))
-        rewrite_index(connection, package, key=key, now=updated)
+        rewrite_index(connection, package, signer=signer, now=updated)
 
 
 def _refuse(backup: Path, problems: list[str]) -> None:

@@ -24,7 +24,9 @@ from registry_server.settings_file import check_settings, read_settings
 
 DATA_VARIABLE = "EXPERT_REGISTRY_DATA"
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-DRAIN_SECONDS = 30
+DRAIN_SECONDS = 45
+"""More than a body may pause (`STALL_SECONDS`): then a request that stalls is answered with 408,
+and the worker ends by itself instead of being killed."""
 MAX_WORKERS = 64
 
 

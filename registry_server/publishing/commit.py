@@ -116,7 +116,7 @@ def _commit(
         tag=offer.version,
         digest=str(offer.package_digest),
     )
-    rewrite_index(connection, package, key=registry.index_key, now=now)
+    rewrite_index(connection, package, signer=registry.index_signer, now=now)
     action = "publish" if admission.step is Step.RELEASE else "publish.signature"
     audit.record(connection, identity, action, offer.ref, str(offer.package_digest))
 

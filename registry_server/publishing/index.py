@@ -2,13 +2,15 @@
 
 The rows are the truth and the document is a function of them, its revision and the time. Code that
 changes a row that the document shows calls `rewrite_index` in the same transaction, so that what
-clients read is always one state: the revision grows by one with each change, never without one.
+clients read is always one state. The revision grows by one with each change, and when the document
+is signed again because it grows old: it says how often that is, so that clients notice a registry
+that shows them an old state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, func, insert, select, update
 
 from expertctl.digest import Digest
 from expertctl.errors import BudgetError, InvalidPackageError
@@ -28,6 +30,7 @@ from expertctl.trust.keys import PrivateKey
 from registry_server.access.confusable import skeleton
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
+from registry_server.publishing.index_key import IndexSigner
 from registry_server.publishing.namespace_key import NamespaceKey, namespace_keys
 from registry_server.publishing.search_text import search_text
 
@@ -63,31 +66,52 @@ def insert_package(
         "index_document": b"",
         "created": now,
         "updated": now,
+        "signed": now,
     }
     made = connection.execute(insert(PACKAGES).values(row))
     assert made.inserted_primary_key is not None
     return int(made.inserted_primary_key[0])
 
 
-def rewrite_index(connection: Connection, package: int, *, key: PrivateKey, now: float) -> None:
+def rewrite_index(connection: Connection, package: int, *, signer: IndexSigner, now: float) -> None:
     """Make and sign the next document of a package, in the transaction that changed its rows.
 
     Raises:
         BudgetError: when no client could read it any more: too many versions, forms or keys.
     """
-    query = select(PACKAGES.c.namespace_id).where(PACKAGES.c.id == package)
-    keys = namespace_keys(connection, connection.execute(query).scalar_one())
-    _rewrite(connection, package, keys, key=key, now=now)
+    keys = _keys_of(connection, package)
+    changed = _next_document(connection, package, keys, signer=signer, now=now)
+    _set(connection, package, {**changed, "updated": now})
+
+
+def index_is_due(connection: Connection, *, signer: IndexSigner, now: float) -> bool:
+    """Tell whether `renew_indexes` has anything to do."""
+    return connection.execute(_due(signer, now).limit(1)).first() is not None
+
+
+def renew_indexes(connection: Connection, *, signer: IndexSigner, now: float, at_most: int) -> int:
+    """Sign documents again that are older than half of their interval; return how many.
+
+    Nothing else of a package changes, nor when it was updated. At most so many, the oldest first.
+    """
+    query = _due(signer, now).order_by(PACKAGES.c.signed).limit(at_most)
+    due = connection.execute(query).scalars().all()
+    for package in due:
+        keys = _keys_of(connection, package)
+        changed = _next_document(connection, package, keys, signer=signer, now=now)
+        _set(connection, package, changed)
+    return len(due)
 
 
 def rewrite_namespace(
-    connection: Connection, namespace: NamespaceRow, *, key: PrivateKey, now: float
+    connection: Connection, namespace: NamespaceRow, *, signer: IndexSigner, now: float
 ) -> None:
     """Make the next document of every package of a namespace: its keys have changed."""
     keys = namespace_keys(connection, namespace.id)
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id == namespace.id)
     for package in list(connection.execute(packages.order_by(PACKAGES.c.id)).scalars()):
-        _rewrite(connection, package, keys, key=key, now=now)
+        changed = _next_document(connection, package, keys, signer=signer, now=now)
+        _set(connection, package, {**changed, "updated": now})
 
 
 def document_of(
@@ -97,6 +121,7 @@ def document_of(
     *,
     revision: int,
     now: float,
+    interval_days: int,
 ) -> IndexDocument:
     """Return the document for these releases and keys."""
     known = tuple(keys)
@@ -108,6 +133,7 @@ def document_of(
         releases=tuple(sorted(releases, key=lambda release: release.version)),
         keys=tuple(KeyEntry(k.key, k.statement) for k in known if k.revoked is None),
         revoked=tuple(RevokedKey(k.key_id, k.reason) for k in known if k.revoked is not None),
+        interval_days=interval_days,
     )
 
 
@@ -140,14 +166,28 @@ def moment(seconds: float) -> str:
     return write_time(datetime.fromtimestamp(seconds, UTC))
 
 
-def _rewrite(
+def _due(signer: IndexSigner, now: float) -> Select[int]:
+    return select(PACKAGES.c.id).where(PACKAGES.c.signed < now - signer.renewal_seconds)
+
+
+def _keys_of(connection: Connection, package: int) -> Sequence[NamespaceKey]:
+    query = select(PACKAGES.c.namespace_id).where(PACKAGES.c.id == package)
+    return namespace_keys(connection, connection.execute(query).scalar_one())
+
+
+def _set(connection: Connection, package: int, values: Mapping[str, object]) -> None:
+    connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
+
+
+def _next_document(
     connection: Connection,
     package: int,
     keys: Sequence[NamespaceKey],
     *,
-    key: PrivateKey,
+    signer: IndexSigner,
     now: float,
-) -> None:
+) -> dict[str, object]:
+    """Return the columns of a package that its next document changes, but when it was updated."""
     row = connection.execute(
         select(PACKAGES.c.name, PACKAGES.c.revision, NAMESPACES.c.name)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
@@ -160,15 +200,15 @@ def _rewrite(
         keys,
         revision=revision + 1,
         now=now,
+        interval_days=signer.interval_days,
     )
-    values = {
+    return {
         "revision": document.revision,
-        "index_document": _readable(document, key),
+        "index_document": _readable(document, signer.key),
         "description": document.description,
-        "updated": now,
+        "signed": now,
         **_found_by(connection, package, document),
     }
-    connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
 
 
 def _found_by(

@@ -4,6 +4,7 @@ It is made once, by ``registry init``. A registry whose key is gone, damaged or 
 that signed so far publishes nothing: clients believe only the key whose fingerprint they pinned.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, select
@@ -13,8 +14,22 @@ from expertctl.registry.index_envelope import MAX_ENVELOPE, PAYLOAD_TYPE
 from expertctl.trust.dsse import Envelope
 from expertctl.trust.keys import KeyRing, PrivateKey
 from registry_server.database.tables import PACKAGES
+from registry_server.settings import DAY
 
 _RESTORE = "put it back from a backup: clients have pinned this key and believe no other"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSigner:
+    """What index documents are signed with, and the interval that they state."""
+
+    key: PrivateKey
+    interval_days: int
+
+    @property
+    def renewal_seconds(self) -> float:
+        """The age from which on a document is signed again: half of the interval."""
+        return self.interval_days * DAY / 2
 
 
 def create_index_key(path: Path) -> PrivateKey:

@@ -62,7 +62,7 @@ def add_key(
         signer = _vouching(statement, row, key, known)
         if existing is None or statement not in {None, existing.statement}:
             _store(connection, row, key, statement, existing, now)
-            rewrite_namespace(connection, row, key=registry.index_key, now=now)
+            rewrite_namespace(connection, row, signer=registry.index_signer, now=now)
             audit.record(connection, identity, "keys.add", namespace, key.key_id)
         signer = signer or _vouched_before(existing, row, known)
     return AddedKey(key.key_id, signer, _warnings(signer, row, key.key_id, known))
@@ -90,7 +90,7 @@ def revoke_key(
             .where(NAMESPACE_KEYS.c.namespace_id == row.id, NAMESPACE_KEYS.c.key_id == key_id)
             .values(revoked=now, reason=text)
         )
-        rewrite_namespace(connection, row, key=registry.index_key, now=now)
+        rewrite_namespace(connection, row, signer=registry.index_signer, now=now)
         audit.record(connection, identity, "keys.revoke", namespace, f"{key_id} {text}")
 
 

@@ -68,7 +68,7 @@ def _change(
             .where(RELEASES.c.id == release)
             .values(yanked=yanked, yank_reason=reason)
         )
-        rewrite_index(connection, package, key=registry.index_key, now=now)
+        rewrite_index(connection, package, signer=registry.index_signer, now=now)
         action = "unyank" if reason is None else "yank"
         audit.record(connection, identity, action, f"{name}@{version}", reason or "")
 

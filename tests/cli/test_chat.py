@@ -298,7 +298,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, text: str, *, limit_s: float = 60) -> str:
+    def wait_for(self, text: str, *, limit_s: float = 180) -> str:
         """Read until this text comes; return what came before it since the last time."""
         end = time.monotonic() + limit_s
         while text not in self.seen:

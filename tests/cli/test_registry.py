@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import registry as command
+from registry_server.settings_file import read_settings
 from tests.cli.commands import Commands, expertctl  # noqa: F401  # a fixture
 from tests.registry_server.operation.running import running
 
@@ -37,6 +38,20 @@ def test_init_tells_programs_the_same(expertctl: Commands, tmp_path: Path) -> No
     assert document["trust"].endswith(document["fingerprint"])
     assert (document["user"], document["token"][:4]) == ("admin", "xpt_")
     assert 'read = "public"' in (tmp_path / "registry" / "registry.toml").read_text()
+
+
+@pytest.mark.parametrize(("days", "code"), [("30", 0), ("0", 8), ("4000", 8)])
+def test_init_takes_the_interval_of_index_documents(
+    expertctl: Commands,  # noqa: F811
+    tmp_path: Path,
+    days: str,
+    code: int,
+) -> None:
+    data = tmp_path / "shop"
+    expertctl("registry", "init", data, "--index-interval-days", days, code=code)
+    assert (data / "registry.toml").exists() == (code == 0)
+    if code == 0:
+        assert read_settings(data).index_interval_days == int(days)
 
 
 def test_a_second_init_is_refused_and_says_how_to_get_a_token(

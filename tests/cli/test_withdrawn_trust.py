@@ -1,12 +1,18 @@
 """Keys that were revoked and versions that were yanked after an install, over real sockets."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from expertctl.registry.key_statement import sign_statement
 from expertctl.registry.retry import Retries
+from registry_server.database.tables import PACKAGES
+from registry_server.operation.sweeping import renew
+from registry_server.publishing.index import renew_indexes
+from registry_server.settings import DAY
 from tests.cli.commands import Commands, expertctl
 from tests.install.liar import lying
 from tests.install.market import Market, market, market_at, template
@@ -240,6 +246,22 @@ def test_a_registry_that_answers_when_it_is_asked_again_has_answered(
         said = expertctl("install", "--locked", "--json")
     assert "cannot say" not in said.err
     assert said.document["notices"] == []
+
+
+def test_an_old_state_of_our_own_registry_is_warned_of_until_it_is_renewed(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    """As where the registry was off, or something between shows what was true once."""
+    registry = market.live.served.registry
+    with registry.database.write() as connection:
+        connection.execute(update(PACKAGES).values(signed=0))
+        then = time.time() - 9.5 * DAY
+        renew_indexes(connection, signer=registry.index_signer, now=then, at_most=1)
+    said = expertctl("install")
+    assert f"what {market.host} says of acme/sql is 9 days old" in said.err
+    assert "it says something new every 7 days" in said.err
+    renew(registry)
+    assert "days old" not in expertctl("install").err
 
 
 def test_what_was_pinned_is_told_and_in_the_document(

@@ -15,7 +15,7 @@ import pytest
 
 from expertctl.registry.address import RegistryAddress
 
-START_SECONDS = 20.0
+START_SECONDS = 120.0
 _CONFIG = """\
 version: 0.1
 log:

@@ -17,7 +17,7 @@ from expertctl.registry.retry import Retries
 from expertctl.registry.wire import Timeouts
 
 SECRET = "s3cret-of-the-right-host"
-SECONDS = 30.0
+SECONDS = 120.0
 """After which a server gives a client up, so that no test hangs."""
 _MAX_HEAD = 64 << 10
 
@@ -197,7 +197,7 @@ def client(
     server: HostileServer | None = None,
     *,
     attempts: int = 3,
-    connect: float = 5.0,
+    connect: float = 30.0,
     stall: float = 20.0,
     rate: float = 1024.0,
     ca_file: Path | None = None,

@@ -56,10 +56,10 @@ def live_registry(
         server = _Server(config)
         thread = Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        assert server.listening.wait(30)
+        assert server.listening.wait(120)
         try:
             yield Live(served, f"http://127.0.0.1:{port}")
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(120)
             served.close()

@@ -16,10 +16,12 @@ from expertctl.registry.challenge import (
     read_challenges,
 )
 from expertctl.registry.credentials import Credential
+from expertctl.registry.network_scope import Scope
 
 HOME = RegistryAddress.parse("r.example")
 LOCAL = RegistryAddress.parse("127.0.0.1:8080")
 BASIC = "Basic bWU6c2VjcmV0"
+PUBLIC: frozenset[Scope] = frozenset({"global"})
 
 
 @dataclass
@@ -28,9 +30,13 @@ class Realm:
 
     answer: object = None
     asked: list[tuple[str, str | None]] = field(default_factory=list)
+    reached: list[frozenset[Scope] | None] = field(default_factory=list)
 
-    def __call__(self, url: str, authorization: str | None) -> bytes:
+    def __call__(
+        self, url: str, authorization: str | None, allowed: frozenset[Scope] | None
+    ) -> bytes:
         self.asked.append((url, authorization))
+        self.reached.append(allowed)
         if isinstance(self.answer, Exception):
             raise self.answer
         return json.dumps(self.answer or {"token": f"t{len(self.asked)}"}).encode()
@@ -110,7 +116,7 @@ def test_the_own_realm_sees_the_login_and_its_token_is_kept_for_a_scope() -> Non
     known = logins(realm, ME, clock)
     header = 'Bearer realm="https://r.example/token",service="r",scope="everything"'
     assert known.known(HOME, "repository:a/b:pull") is None
-    first = known.answer(HOME, "repository:a/b:pull", header, refused=None)
+    first = known.answer(HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC)
     assert first == known.known(HOME, "repository:a/b:pull") == "Bearer short"
     url = "https://r.example/token?service=r&scope=repository%3Aa%2Fb%3Apull"
     assert realm.asked == [(url, BASIC)]
@@ -122,7 +128,7 @@ def test_the_own_realm_sees_the_login_and_its_token_is_kept_for_a_scope() -> Non
 def test_a_realm_on_another_host_does_not_see_the_login() -> None:
     realm = Realm()
     header = 'Bearer realm="https://auth.example/token"'
-    assert logins(realm, ME).answer(HOME, "", header, refused=None) == "Bearer t1"
+    assert logins(realm, ME).answer(HOME, "", header, refused=None, reachable=PUBLIC) == "Bearer t1"
     assert realm.asked == [("https://auth.example/token", None)]
 
 
@@ -130,19 +136,29 @@ def test_a_realm_that_the_person_named_sees_the_login() -> None:
     realm = Realm()
     header = 'Bearer realm="https://auth.example/token?x=1",service="s"'
     named = Credential("me", "secret", "https://auth.example")
-    logins(realm, named).answer(HOME, "", header, refused=None)
+    logins(realm, named).answer(HOME, "", header, refused=None, reachable=PUBLIC)
     assert realm.asked == [("https://auth.example/token?x=1&service=s", BASIC)]
     logins(realm, Credential("me", "secret", "https://auth.example:8443")).answer(
-        HOME, "", header, refused=None
+        HOME, "", header, refused=None, reachable=PUBLIC
     )
     assert realm.asked[-1][1] is None
+
+
+@pytest.mark.parametrize("named", [None, "https://auth.example"])
+def test_only_the_realm_of_the_registry_itself_is_asked_wherever_it_is(named: str | None) -> None:
+    realm = Realm()
+    known = logins(realm, Credential("me", "secret", named))
+    for host in ("auth.example", "r.example"):
+        header = f'Bearer realm="https://{host}/token"'
+        known.answer(HOME, host, header, refused=None, reachable=PUBLIC)
+    assert realm.reached == [PUBLIC, None]
 
 
 def test_another_realm_that_refuses_is_named_with_the_way_to_allow_it() -> None:
     realm = Realm(UnauthenticatedError("auth.example: it wants to know who asks"))
     header = 'Bearer realm="https://auth.example/token"'
     with pytest.raises(UnauthenticatedError) as caught:
-        logins(realm, ME).answer(HOME, "", header, refused=None)
+        logins(realm, ME).answer(HOME, "", header, refused=None, reachable=PUBLIC)
     assert caught.value.message == "r.example: auth.example: it wants to know who asks"
     assert "--realm https://auth.example" in caught.value.hint
 
@@ -151,7 +167,7 @@ def test_a_registry_that_refuses_at_its_own_realm_is_named_once() -> None:
     realm = Realm(UnauthenticatedError("r.example: the token is wrong"))
     own = 'Bearer realm="https://r.example/t"'
     with pytest.raises(UnauthenticatedError) as caught:
-        logins(realm, ME).answer(HOME, "", own, refused=None)
+        logins(realm, ME).answer(HOME, "", own, refused=None, reachable=PUBLIC)
     assert caught.value.message == "r.example: the token is wrong"
     assert caught.value.hint == "log in with `expertctl login r.example`"
 
@@ -159,7 +175,7 @@ def test_a_registry_that_refuses_at_its_own_realm_is_named_once() -> None:
 def test_a_hostile_scope_does_not_widen_what_is_asked_for() -> None:
     realm = Realm()
     header = 'Bearer realm="https://r.example/t",scope="repository:victim/x:push"'
-    logins(realm, ME).answer(HOME, "repository:a/b:pull", header, refused=None)
+    logins(realm, ME).answer(HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC)
     assert realm.asked[0][0].endswith("?scope=repository%3Aa%2Fb%3Apull")
 
 
@@ -167,15 +183,18 @@ def test_basic_is_answered_once_asked_for_and_remembered_for_every_scope() -> No
     known = logins(Realm(), ME)
     assert known.known(HOME, "a") is None
     assert known.shown(HOME) is False
-    assert known.answer(HOME, "a", 'Basic realm="x"', refused=None) == BASIC
+    assert known.answer(HOME, "a", 'Basic realm="x"', refused=None, reachable=PUBLIC) == BASIC
     assert known.known(HOME, "b") == BASIC
     assert known.shown(HOME) is True
-    assert known.answer(HOME, "a", 'Basic realm="x"', refused=BASIC) is None
+    assert known.answer(HOME, "a", 'Basic realm="x"', refused=BASIC, reachable=PUBLIC) is None
 
 
 def test_without_a_login_there_is_nothing_to_say_to_basic() -> None:
-    assert logins(Realm(), None).answer(HOME, "", 'Basic realm="x"', refused=None) is None
-    assert logins(Realm(), ME).answer(HOME, "", "Negotiate", refused=None) is None
+    assert (
+        logins(Realm(), None).answer(HOME, "", 'Basic realm="x"', refused=None, reachable=PUBLIC)
+        is None
+    )
+    assert logins(Realm(), ME).answer(HOME, "", "Negotiate", refused=None, reachable=PUBLIC) is None
 
 
 def test_a_token_of_ours_is_shown_at_once_and_not_again_when_it_is_refused() -> None:
@@ -183,7 +202,7 @@ def test_a_token_of_ours_is_shown_at_once_and_not_again_when_it_is_refused() -> 
     known = logins(realm, Credential("me", "xpt_1"))
     assert known.known(HOME, "any") == "Bearer xpt_1"
     header = 'Bearer realm="https://r.example/token", Basic realm="x"'
-    assert known.answer(HOME, "any", header, refused="Bearer xpt_1") is None
+    assert known.answer(HOME, "any", header, refused="Bearer xpt_1", reachable=PUBLIC) is None
     assert realm.asked == []
 
 
@@ -191,8 +210,8 @@ def test_two_threads_that_are_challenged_at_once_ask_once() -> None:
     realm = Realm()
     known = logins(realm, ME)
     header = 'Bearer realm="https://r.example/t"'
-    first = known.answer(HOME, "s", header, refused=None)
-    assert known.answer(HOME, "s", header, refused=None) == first
+    first = known.answer(HOME, "s", header, refused=None, reachable=PUBLIC)
+    assert known.answer(HOME, "s", header, refused=None, reachable=PUBLIC) == first
     assert len(realm.asked) == 1
 
 
@@ -204,7 +223,7 @@ def test_two_threads_that_are_challenged_at_once_ask_once() -> None:
 def test_a_realm_without_a_sane_token_is_an_error(answer: dict[str, object]) -> None:
     with pytest.raises(RegistryError, match="no token"):
         logins(Realm(answer), ME).answer(
-            HOME, "", 'Bearer realm="https://r.example/t"', refused=None
+            HOME, "", 'Bearer realm="https://r.example/t"', refused=None, reachable=PUBLIC
         )
 
 
@@ -214,7 +233,7 @@ def test_a_realm_without_a_sane_token_is_an_error(answer: dict[str, object]) -> 
 def test_how_long_a_token_lives_is_bounded(life: object, seconds: float) -> None:
     clock = Clock()
     known = logins(Realm({"access_token": "t", "expires_in": life}), ME, clock)
-    known.answer(HOME, "s", 'Bearer realm="https://r.example/t"', refused=None)
+    known.answer(HOME, "s", 'Bearer realm="https://r.example/t"', refused=None, reachable=PUBLIC)
     clock.now = seconds - 1
     assert known.known(HOME, "s") == "Bearer t"
     clock.now = seconds + 1

@@ -502,7 +502,7 @@ def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place)
 
 
 def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: Path) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=120)
 
     def script(request: Request) -> Iterator[bytes]:
         whole = honest(request)

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET, AF_INET6, SO_LINGER, SOCK_STREAM, SOL_SOCKET, socket
@@ -55,6 +56,26 @@ __all__ = ["serve"]
 
 BASIC = "Basic " + base64.b64encode(f"me:{SECRET}".encode()).decode()
 ASKS_BASIC = {"WWW_Authenticate": 'Basic realm="x"'}
+
+
+@dataclass
+class Resolver:
+    """Resolves every name to the same addresses, and remembers what it was asked."""
+
+    addresses: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        self.asked.append(host)
+        kinds = {one: AF_INET6 if ":" in one else AF_INET for one in self.addresses}
+        return [(kind, SOCK_STREAM, 0, "", (one, port)) for one, kind in kinds.items()]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    fake = Resolver()
+    monkeypatch.setattr("expertctl.registry.wire.getaddrinfo", fake)
+    return fake
 
 
 def get(http: Http, server: HostileServer, target: str = "/x", max_bytes: int = 1000) -> bytes:
@@ -172,6 +193,70 @@ def test_a_realm_within_the_network_is_not_asked(serve: Serve, realm: str) -> No
     with client(server) as http, pytest.raises(RegistryError, match="it sends logins to"):
         get(http, server)
     assert logins_seen(server) == [None]
+
+
+class FarRegistry(httpx2.BaseTransport):
+    """A registry that no socket leads to, with a realm on a host that is reached as usual."""
+
+    def __init__(self, realm: str) -> None:
+        self.realm = realm
+        self.wire = Wire(timeouts=Timeouts(), ca_file=None, environment={})
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if str(request.url).startswith(self.realm):
+            return self.wire.handle_request(request)
+        headers = {"WWW-Authenticate": f'Bearer realm="{self.realm}/t",service="s"'}
+        return httpx2.Response(401, headers=headers, stream=httpx2.ByteStream(b""))
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+@pytest.mark.parametrize(
+    ("registry", "addresses"),
+    [
+        ("http://r.example", ["127.0.0.1"]),
+        ("http://r.example", ["93.184.215.14", "127.0.0.1"]),
+        ("http://r.example", ["10.1.2.3"]),
+        ("http://r.example", ["169.254.169.254"]),
+        ("http://r.example", ["::1"]),
+        ("http://r.example", ["::ffff:127.0.0.1"]),
+        ("http://r.example", ["fd00::1"]),
+        ("http://10.0.0.5", ["127.0.0.1"]),
+        ("http://10.0.0.5", ["169.254.169.254"]),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_realm_whose_name_leads_into_a_network_is_not_asked(
+    serve: Serve, resolver: Resolver, registry: str, addresses: list[str], named: bool
+) -> None:
+    """Attack 90 by a name that anybody can register, whether or not the person named it too."""
+    inside = serve(reply(200, b'{"token": "t"}'))
+    resolver.addresses = addresses
+    realm = f"http://auth.example:{inside.port}"
+    there = RegistryAddress.parse(registry, allow_http=True)
+    login = OneCredential(there, Credential("me", SECRET, realm if named else None))
+    with (
+        Http(login, transport=FarRegistry(realm)) as http,
+        pytest.raises(RegistryError, match=r"auth\.example.*an address within a network"),
+    ):
+        http.request(Call("GET", there, "/x"), max_bytes=10)
+    assert inside.seen == []
+    assert resolver.asked == ["auth.example"]
+
+
+def test_a_realm_is_asked_at_the_address_that_was_checked(serve: Serve, resolver: Resolver) -> None:
+    """Of a registry on this machine, which may lead to this machine; resolved once, so that a
+    second answer of the name server counts for nothing."""
+    auth = serve(reply(200, b'{"token": "t"}'))
+    realm = f"http://auth.example:{auth.port}/t"
+    server = serve(lambda request: reply(200, b"in") if request.login else bearer(realm))
+    resolver.addresses = ["127.0.0.1"]
+    with client(server) as http:
+        assert get(http, server) == b"in"
+    assert auth.seen[0].headers["host"] == f"auth.example:{auth.port}"
+    assert logins_seen(auth) == [None]
+    assert resolver.asked == ["auth.example"]
 
 
 def test_an_unencrypted_realm_of_an_encrypted_registry_is_not_asked(
@@ -332,17 +417,12 @@ def test_a_registry_elsewhere_cannot_redirect_into_this_network(
 
 
 def test_a_redirect_to_a_name_of_this_machine_is_not_connected_to(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, resolver: Resolver
 ) -> None:
     """A name that anybody can register may mean an address in here, and mean another one later."""
     inside = serve(reply(200, b"secret"))
-    found: list[str] = []
-    monkeypatch.setattr(
-        "expertctl.registry.wire.getaddrinfo",
-        lambda _, port, **__: [(AF_INET, SOCK_STREAM, 0, "", (one, port)) for one in found],
-    )
     for addresses in (["127.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["10.0.0.1"]):
-        found[:] = addresses
+        resolver.addresses = addresses
         wire = Wire(timeouts=Timeouts(), ca_file=None, environment={})
         request = httpx2.Request(
             "GET",
@@ -356,13 +436,10 @@ def test_a_redirect_to_a_name_of_this_machine_is_not_connected_to(
 
 
 def test_a_redirect_is_followed_to_the_address_that_was_checked(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, resolver: Resolver
 ) -> None:
     storage = serve(reply(200, b"blob"))
-    monkeypatch.setattr(
-        "expertctl.registry.wire.getaddrinfo",
-        lambda host, port, **_: [(AF_INET, SOCK_STREAM, 0, "", ("127.0.0.1", port))],
-    )
+    resolver.addresses = ["127.0.0.1"]
     server = serve(reply(307, Location=f"http://storage.example:{storage.port}/blob"))
     with client(server) as http:  # the registry is on this machine, and so may its storage be
         assert get(http, server) == b"blob"
@@ -377,15 +454,11 @@ def test_a_redirect_to_what_is_no_name_is_an_error(serve: Serve, host: str) -> N
 
 
 def test_a_redirect_is_followed_where_the_first_address_of_a_host_cannot_be_reached(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, resolver: Resolver
 ) -> None:
     """As in a network whose IPv6 leads nowhere."""
     storage = serve(reply(200, b"blob"))
-    found = [(AF_INET6, ("::1", storage.port, 0, 0)), (AF_INET, ("127.0.0.1", storage.port))]
-    monkeypatch.setattr(
-        "expertctl.registry.wire.getaddrinfo",
-        lambda *_, **__: [(kind, SOCK_STREAM, 0, "", place) for kind, place in found],
-    )
+    resolver.addresses = ["::1", "127.0.0.1"]
     server = serve(reply(307, Location=f"http://storage.example:{storage.port}/blob"))
     with client(server) as http:
         assert get(http, server) == b"blob"
@@ -411,7 +484,7 @@ def test_an_answer_whose_connection_was_reset_behind_it_is_read(
         begin = wire_module._WatchedStream.body_begins
 
         def late(stream: wire_module._WatchedStream) -> None:
-            refusing.result(timeout=30)  # the reset is here before the answer is looked at
+            refusing.result(timeout=120)  # the reset is here before the answer is looked at
             begin(stream)
 
         monkeypatch.setattr(wire_module._WatchedStream, "body_begins", late)
@@ -711,7 +784,7 @@ def test_ctrl_c_ends_what_other_threads_wait_for(serve: Serve) -> None:
         def press_ctrl_c() -> None:
             with ThreadPoolExecutor(2) as pool, http.ended_by_ctrl_c():
                 jobs.extend(pool.submit(get, http, server) for _ in range(2))
-                assert all(asked.acquire(timeout=30) for _ in jobs)
+                assert all(asked.acquire(timeout=120) for _ in jobs)
                 raise KeyboardInterrupt
 
         jobs: list[Future[bytes]] = []

@@ -37,6 +37,7 @@ def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
         read="public",
         certificate=tmp_path / 'a "quoted" \\ name.pem',
         private_key=tmp_path / "tab\there.pem",
+        index_interval_days=30,
         trusted_proxies=("10.0.0.0/8", "::1"),
         limits=replace(Limits(), quota_bytes=7, grace_seconds=1.5),
     )
@@ -70,6 +71,9 @@ def test_a_url_loses_its_last_slash(tmp_path: Path) -> None:
         ("port = true", "port must be of the kind int"),
         ("port = 70000", "port 70000 is not a port"),
         ("port = -1", "port -1 is not a port"),
+        ("index_interval_days = 0", "index_interval_days 0 is not between 1 and 3650"),
+        ("index_interval_days = 3651", "index_interval_days 3651 is not between 1 and 3650"),
+        ("index_interval_days = 0.5", "index_interval_days must be of the kind int"),
         ("host = ''", "host '' is not an address to listen on"),
         ("host = 'a/b'", "host 'a/b' is not an address to listen on"),
         ("certificate = 'a'", "certificate and private_key belong together"),

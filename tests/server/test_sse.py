@@ -29,7 +29,7 @@ PATH = "/v1/messages"
 
 
 def within(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, 20))
+    return asyncio.run(asyncio.wait_for(work, 120))
 
 
 class Source:

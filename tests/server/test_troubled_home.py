@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from expertctl.install.remove import remove_base, remove_expert
-from expertctl.store import index_database
+from expertctl.store import sqlite_file
 from tests.server.conftest import MakeServed
 from tests.server.listener import Listener
 from tests.server.served import BASE, Served, Stock, serving
@@ -115,7 +115,7 @@ def test_a_catalogue_that_another_process_holds_costs_no_answer(
 ) -> None:
     served = make_served()
     answered(served, FORCED)
-    monkeypatch.setattr(index_database, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.01)
     with closing(sqlite3.connect(served.house.home.index)) as other:
         other.execute("BEGIN EXCLUSIVE")
         document = answered(served, FORCED)

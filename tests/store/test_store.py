@@ -355,11 +355,11 @@ def test_the_lease_of_a_killed_process_holds_nothing(house: House, shop: Shop) -
     def hold() -> None:
         with house.store.lease([expert]):
             ready.set()
-            done.wait(30)
+            done.wait(120)
 
     process = context.Process(target=hold)
     process.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     house.store.remove(expert)
     assert house.store.gc().blobs == ()
     process.kill()

@@ -3,6 +3,9 @@
 import os
 import sqlite3
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from expertctl.store.flags import (
     suspicion_of,
     write_flagged,
 )
+from expertctl.store.lock import exclusive
 from expertctl.store.suspicions import Suspicions, Verdict
 
 COPIED = Flag("copied", "3 of its 4 examples are those of acme/sql", "acme/sql")
@@ -143,7 +147,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_what_the_database_refuses_is_told(
     suspicions: Suspicions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertctl.store.suspicions.BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("expertctl.store.sqlite_file.BUSY_SECONDS", 0.0)
     suspicions.add([verdict("acme/sql")])
     holder = sqlite3.connect(suspicions.path)
     holder.execute("BEGIN IMMEDIATE")
@@ -162,18 +166,42 @@ def test_a_full_disk_is_told(suspicions: Suspicions, monkeypatch: pytest.MonkeyP
         suspicions.add([verdict("acme/sql")])
 
 
-def test_two_may_write_at_once(suspicions: Suspicions) -> None:
-    def write(name: str) -> None:
-        for number in range(5):
-            Suspicions(suspicions.path).add([verdict(f"{name}/e{number}", marks=(number,))])
+def test_several_may_write_at_once(suspicions: Suspicions) -> None:
+    names = ("one", "two", "three", "four")
+    together = threading.Barrier(len(names))
 
-    threads = [threading.Thread(target=write, args=(name,)) for name in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(suspicions.of_namespace("one")) == len(suspicions.of_namespace("two")) == 5
-    assert set(suspicions.owners(range(5))) == set(range(5))
+    def write(name: str) -> None:
+        together.wait()
+        for number in range(3):
+            own = Suspicions(suspicions.path)
+            own.add([verdict(f"{name}/e{number}", marks=(number,)), verdict(f"{name}/x", STUFFED)])
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(write, names))
+    assert [len(suspicions.of_namespace(name)) for name in names] == [4, 4, 4, 4]
+    assert set(suspicions.owners(range(5))) == {0, 1, 2}
+    assert set(suspicions.flagged()) == {digest(f"{name}/x") for name in names}
+    suspicions.check_integrity()
+
+
+def test_a_file_that_another_process_repaired_meanwhile_is_kept(
+    suspicions: Suspicions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspicions.path.parent.mkdir()
+    suspicions.path.write_bytes(b"no database" * 999)
+    other = Suspicions(suspicions.path)
+
+    @contextmanager
+    def overtaken(path: Path) -> Iterator[None]:
+        monkeypatch.setattr("expertctl.store.suspicions.exclusive", exclusive)
+        other.add([verdict("acme/first")])
+        with exclusive(path):
+            yield
+
+    monkeypatch.setattr("expertctl.store.suspicions.exclusive", overtaken)
+    suspicions.add([verdict("acme/second")])
+    assert len(suspicions.of_namespace("acme")) == 2
+    assert [len(one.notes) for one in (other, suspicions)] == [1, 0]
     suspicions.check_integrity()
 
 

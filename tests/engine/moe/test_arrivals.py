@@ -86,7 +86,7 @@ class Halting(Marked):
         if expert in {1, 2} and expert not in self._tried:
             self._tried.add(expert)
             if expert == 2:
-                assert self.goes_on.wait(20)
+                assert self.goes_on.wait(120)
             raise InvalidPackageError("model.safetensors", ["it is cut short"])
         return super().read(layer, expert, block, is_wanted=is_wanted)
 
@@ -121,7 +121,7 @@ def test_who_was_cancelled_and_not_forgotten_leaves_his_block(memory: ExpertMemo
     reader = Slow((NUMBERS[0], 1))
     with arriving(memory, reader) as arrivals:
         arrivals.foresee([slow, behind], frozenset())
-        assert reader.has_begun.wait(20)
+        assert reader.has_begun.wait(120)
         assert arrivals._coming[behind].reading.cancel()
         reader.goes_on.set()
         arrivals.end([slow, behind], frozenset())

@@ -210,7 +210,7 @@ def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
 
     with closing(new_cache(reader, slots=3, policy=EXACT)) as cache:
         cache.expect([[], [], [5]])
-        assert reader.has_begun.wait(20)
+        assert reader.has_begun.wait(120)
         firsts = [[0, 1]] * LAYERS
         ask([[pair, pair, [0, 1]] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])], firsts)
         for _ in range(2):  # layer 0 takes blocks of layer 1
@@ -279,7 +279,7 @@ def test_a_wrong_guess_is_dropped_in_the_middle_and_read_again_when_it_is_wanted
     with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
         room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
         cache.bring(0, room, 1)
-        assert reader.has_begun.wait(10)
+        assert reader.has_begun.wait(120)
         room.selected[1, 0], room.likely[2, 0] = (3, 4), (0, 1)
         cache.bring(1, room, 1)  # does not wait for 7, and has it end
         for chosen in ((7, 3), (6, 5)):  # 7 is read again, to its end, at once
@@ -300,7 +300,7 @@ def test_a_right_guess_goes_on_when_it_may_be_left_out(config: ModelConfig) -> N
     with closing(new_cache(reader, slots=1, policy=MissPolicy(skips=True))) as cache:
         room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
         cache.bring(0, room, 1)
-        assert reader.has_begun.wait(10)
+        assert reader.has_begun.wait(120)
         for layer, chosen in ((1, (7, 6)), (2, (0, 1))):
             room.selected[layer, 0] = chosen
             cache.bring(layer, room, 1)

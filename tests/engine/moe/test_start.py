@@ -87,7 +87,7 @@ def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
         for slots in cache.slots:
             slots.pin([7])
         begin(cache, Start(StartWishes(warmup="hybrid"), GUIDE), by_number(cache))
-        assert reader.has_begun.wait(10)
+        assert reader.has_begun.wait(120)
         use(cache, config, (0, 1))
         assert residents(cache) == [{0, 1}] * LAYERS
         reader.goes_on.set()

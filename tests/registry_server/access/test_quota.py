@@ -159,7 +159,7 @@ def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: Served
     with database.write() as connection:
         acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
         own = repository(connection, acme, "a")
-    together = Barrier(8, timeout=30)
+    together = Barrier(8, timeout=120)
 
     def take(number: int) -> bool:
         together.wait()
@@ -187,7 +187,7 @@ def test_attack_86_uploads_through_two_servers_do_not_overshoot_together(
     with served.registry.database.write() as connection:
         acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
         own = repository(connection, acme, "a")
-    together = Barrier(4, timeout=30)
+    together = Barrier(4, timeout=120)
 
     def take(number: int) -> bool:
         together.wait()

@@ -83,3 +83,25 @@ def test_what_namespaces_used_before_it_was_counted_is_counted(tmp_path: Path) -
         used = connection.exec_driver_sql("SELECT name, used FROM namespaces ORDER BY id").all()
     database.close()
     assert [tuple(row) for row in used] == [("acme", 17), ("empty", 0)]
+
+
+def test_index_documents_signed_before_that_was_recorded_are_as_old_as_their_change(
+    tmp_path: Path,
+) -> None:
+    with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+        columns = "namespace_id, name, skeleton, description, revision, index_document"
+        for statement in (
+            "INSERT INTO namespaces VALUES (1, 'acme', 'acme', 'expert', 'token', NULL, 0, 0)",
+            f"INSERT INTO packages ({columns}, created, updated) "
+            "VALUES (1, 'sql', 'sql', '', 3, x'00', 1.5, 2.5)",
+        ):
+            connection.exec_driver_sql(statement)
+    database = Database.open(tmp_path / "registry.db")
+    with database.read() as connection:
+        row = connection.exec_driver_sql("SELECT signed, updated FROM packages").one()
+        assert differences(connection) == []
+    database.close()
+    assert tuple(row) == (2.5, 2.5)

@@ -386,9 +386,9 @@ def test_a_reader_does_not_wait_for_a_writer(served: Served, alice: TestClient) 
     asking = Thread(target=lambda: anyio.run(served.app, scope, receive, send))
     with served.registry.database.write():
         asking.start()
-        assert answered.get(timeout=30) == b""  # the status and headers
-        assert digest_of(answered.get(timeout=30)) == digest
-    asking.join(timeout=30)
+        assert answered.get(timeout=120) == b""  # the status and headers
+        assert digest_of(answered.get(timeout=120)) == digest
+    asking.join(timeout=120)
     assert not asking.is_alive()
 
 

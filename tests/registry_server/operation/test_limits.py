@@ -12,8 +12,9 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from expertctl.http.limits import MAX_HEADER_BYTES
+from expertctl.http.limits import MAX_HEADER_BYTES, STALL_SECONDS
 from registry_server.operation.limits import request_limits
+from registry_server.operation.serve import DRAIN_SECONDS
 from registry_server.settings import Limits, ServerSettings
 from tests.registry_server.served import URL
 
@@ -360,3 +361,8 @@ def test_who_sent_a_body_that_nobody_read_is_told_that_the_connection_ends(
     limits = request_limits(app, ServerSettings(data=tmp_path, limits=SMALL))
     answer = TestClient(limits, base_url=URL).put("/", content=body)
     assert answer.headers.get("Connection") == told
+
+
+def test_a_server_that_is_told_to_end_outlasts_a_body_that_stalls() -> None:
+    """Or its worker is killed at the very moment at which the request is given up."""
+    assert DRAIN_SECONDS >= STALL_SECONDS + 10

@@ -40,7 +40,7 @@ def look(client: TestClient, job_id: str) -> dict[str, Any]:
 
 def until(client: TestClient, job_id: str, key: str) -> dict[str, Any]:
     """Look at a job until it has something."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not (job := look(client, job_id))[key]:
         assert time.monotonic() < end
     return job

@@ -437,7 +437,7 @@ def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
 
     def slowly(*arguments: Any) -> None:
         begun.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(120)
         adopt(*arguments)
 
     monkeypatch.setattr(routed.engine, "adopt", slowly)
@@ -446,7 +446,7 @@ def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
         target=lambda: found.append(routed.client().post("/moe", json=body).status_code)
     )
     asking.start()
-    assert begun.wait(20)
+    assert begun.wait(120)
     other = routed.client()
     refused = other.post("/moe", json=body)
     assert refused.status_code == 429
