@@ -229,14 +229,16 @@ class Residents:
         return self._base.load(self._around(base, threads), progress=self._progress)
 
     @contextmanager
-    def plan(self, base: OpenBase, model: Model, planned: Planned) -> Iterator[CompiledPlan]:
-        """Borrow what the installed experts of a plan are compiled to, bringing what is absent.
+    def plan(
+        self, base: OpenBase, model: Model, planned: Planned, files: Files
+    ) -> Iterator[CompiledPlan]:
+        """Borrow what the experts of a plan are compiled to, bringing what is absent.
 
         Raises:
             ExpertError: whatever is wrong with the experts or the budget.
         """
         with ExitStack() as stack:
-            with self._chain(planned, {}) as chain:
+            with self._chain(planned, files) as chain:
                 plan = stack.enter_context(self._compiled(base, model, planned, chain))
             yield plan
 
