@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 
-from expertctl.digest import no_progress
 from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
@@ -50,6 +49,7 @@ from expertctl.engine.tiers import Tier
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
+    CancelledError,
     DeviceError,
     IncompatibleError,
     InvalidPackageError,
@@ -90,10 +90,11 @@ class House:
             planner,
             self.budget,
             ram=ram,
-            progress=no_progress,
+            progress=lambda _: self._check_stopped(),
             tell=tell,
             moe=settings.moe,
             kept_kv=self.kept_kv_limit,
+            check=self._check_stopped,
         )
         self._planner, self._torch_below, self._tell = planner, torch_below, tell
         self._presence = Presence(planner.home.engines, self.budget)
@@ -102,6 +103,7 @@ class House:
         self._files: Files = {}
         self._files_stack = ExitStack()
         self._files_bytes = 0
+        self._is_stopped = False
         self._seat: Seat | None = None
         self._buffers = 0
         self._widest = 1, 0
@@ -145,6 +147,14 @@ class House:
             thread.submit(self._warm, planned).result()
         if self.settings.tell_memory:
             self._tell(self._described_memory())
+
+    def stop(self) -> None:
+        """Have loading and compiling end with `CancelledError`, soon, in whatever thread."""
+        self._is_stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            raise CancelledError("the engine ends")
 
     def _read_files(self) -> None:
         """Read the files that jobs may name; they stay in memory until `close`."""
@@ -358,6 +368,7 @@ class House:
         self.tell_notes()
         self._presence.close()
         self._stack.close()
+        self._is_stopped = False  # kernels that others compile are not checked against it
 
     def check_integrity(self) -> None:
         """Assert what always holds."""
