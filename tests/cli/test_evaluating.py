@@ -139,7 +139,7 @@ def test_a_gain_can_be_demanded(
     assert ("error: " in said.err) == bool(code)
     if code:
         assert "a gain of +0.500 over base, at least " in said.err
-        assert "(0.750 against 0.250, n = 4)" in said.err
+        assert "(3 of 4 right against 1 of 4)" in said.err
     assert expertctl(*words, "--json", code=code).document["passed"] is not bool(code)
 
 
