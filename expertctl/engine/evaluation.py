@@ -235,27 +235,30 @@ class _Asker:
     def score(self, experts: Sequence[NamedExpert]) -> Score:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
         answers: dict[int, Answer] = {}
+        warnings: dict[int, list[str]] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
         samples = self.longest_first
         requests = [_run_request(sample, experts, self.pattern) for sample in samples]
         with _naming_failed(self.data, samples):
             for number, result in self.answering(requests):
-                self._take(samples[number], result)
+                warnings[number] = self._count(samples[number], result)
                 plan = result.planned.result.plan
                 plans[plan.identity] = plan.experts
                 answers[samples[number].line] = self._judged(samples[number], result)
+        for number in sorted(warnings):  # answers come in any order, warnings do not
+            self.warnings.update(dict.fromkeys(warnings[number]))
         used = {expert.content_digest for planned in plans.values() for expert in planned}
         if len(plans) > 1 or not used <= self.contents:
             raise DigestError("an expert changed while it was evaluated", hint="evaluate it again")
         [planned] = plans.values()
         return Score(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
-    def _take(self, sample: Sample, result: RunResult) -> None:
-        judged = check_answer(result.generated, result.planned, sample.prompt).warnings
-        told = (warning for warning in result.warnings if warning not in judged)  # see `_judged`
-        self.warnings.update(dict.fromkeys(told))
+    def _count(self, sample: Sample, result: RunResult) -> list[str]:
+        """Count an answer; return its warnings, but for those of its form (see `_judged`)."""
         self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
+        judged = check_answer(result.generated, result.planned, sample.prompt).warnings
+        return [warning for warning in result.warnings if warning not in judged]
 
     def _judged(self, sample: Sample, result: RunResult) -> Answer:
         text = result.generated.text
