@@ -522,13 +522,13 @@ def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
 ) -> None:
     def call_off(text: str) -> None:
         if text.startswith("loading "):
-            engine._house.stop()
+            starting._house.stop()
 
-    engine = BatchEngine(planner(house), settings, tell=call_off, torch_below=0)
+    starting = BatchEngine(planner(house), settings, tell=call_off, torch_below=0)
     with pytest.raises(CancelledError):
-        engine.start()
-    engine.close()
-    assert engine._house.budget.used == 0
+        starting.start()
+    starting.close()
+    assert starting._house.budget.used == 0
 
 
 def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
