@@ -246,6 +246,7 @@ def measured(
             beside=output,
             budget=settings.memory_budget,
             progress=report,
+            tell=note,
         )
     warn((*data.warnings, *oddities(found)))
     entry = _entry(named, data, base=found.base.share, expert=found.expert.share, date=date)

@@ -78,7 +78,7 @@ def shortfall(found: "Evaluated", min_gain: float | None) -> str:
     score, over, n = gain.score, gain.over, len(gain.score.answers)
     return (
         f"{score.name}: a gain of {gain.value:+.3f} over {over.name}, at least {min_gain:+g} was "
-        f"demanded ({score.share:.3f} against {over.share:.3f}, n = {n})"
+        f"demanded ({score.right} of {n} right against {over.right} of {n})"
     )
 
 

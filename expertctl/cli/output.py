@@ -31,6 +31,8 @@ _NARROWEST = 20
 """Fewest columns of folded text."""
 LINE_SECONDS = 10.0
 """How often a line tells the progress where there is no terminal."""
+_MOST_LINES = 60
+"""How many lines tell the first ten minutes; later ones are further and further apart."""
 _GAP, _BELOW = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
@@ -209,7 +211,10 @@ def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
 def report_lines(
     label: str, total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most."""
+    """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most.
+
+    What takes more than ten minutes has a line each sixtieth of the time that it took until then.
+    """
     start = told = clock()
     done = 0
 
@@ -217,11 +222,12 @@ def report_lines(
         nonlocal told, done
         done += count
         now = clock()
-        if now - told < LINE_SECONDS or done >= total:
+        spent = now - start
+        if now - told < max(LINE_SECONDS, spent / _MOST_LINES) or done >= total:
             return
         told = now
-        left = (now - start) / done * (total - done)
-        note(f"{label}: {done} of {total}, about {_minutes(left)} left")
+        left = f", about {_minutes(spent / done * (total - done))} left" if done else ""
+        note(f"{label}: {done} of {total}{left}")
 
     return report
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from expertctl.cli.named_file import write_file
 from expertctl.cli.output import printable
 from expertctl.errors import NotFoundError, UsageError
+from expertctl.package.evaluation_summary import count_text
 from expertctl.package.write import demand_folder
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import Evaluated, Score
 
 _FORMATS = (".svg", ".png")
+_WIDEST = 1.42
+"""Where the axis of shares ends: beyond 1 there is room for the figures beside the bars."""
 _INK, _FAINT = "#222222", "#dddddd"
 _ROW, _BAR = 0.55, 0.34
 _TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
@@ -77,7 +80,7 @@ def figure_of(found: "Evaluated") -> "Figure":
     rows = [max(_ROW, 0.2 * (label.count("\n") + 1)) for label in labels]  # in inches
     places = [sum(rows[:i]) + row / 2 for i, row in enumerate(rows)]
     figure = Figure(figsize=(7.5, 1.7 + sum(rows)), layout="constrained")
-    axes = figure.add_subplot(ylim=(sum(rows), 0), xlim=(0, 1.12))
+    axes = figure.add_subplot(ylim=(sum(rows), 0), xlim=(0, _WIDEST))
     shares = [score.share for score in scores]
     below = [score.share - score.interval.low for score in scores]
     above = [score.interval.high - score.share for score in scores]
@@ -97,7 +100,7 @@ def _write_shares(axes: "Axes", placed: Iterable[tuple[float, "Score"]]) -> None
         axes.text(
             score.interval.high + 0.015,
             place,
-            f"{100 * score.share:.1f} %",
+            count_text(score.right, len(score.answers)),
             va="center",
             color=_INK,
             fontsize=10,

@@ -49,6 +49,8 @@ class Surroundings:
     copies: QuantisedCopies | None = None
     threads: int = 1
     tell: Tell = tell_nobody
+    check: Callable[[], None] | None = None
+    """Called before each kernel is compiled; what it raises ends that."""
     watch: Watch = watch_nobody
     """Gets the owner of routed experts, to learn which are asked for."""
 

@@ -83,9 +83,11 @@ def evaluate(
     progress: Progress = no_progress,
     tell: Tell = tell_nobody,
 ) -> Evaluated:
-    """Answer every prompt in every way that the request asks for; ``progress`` counts answers.
+    """Answer every prompt in every way that the request asks for.
 
-    ``tell`` gets what a person should know while they wait.
+    ``progress`` gets 1 for each answer, and 0 now and then while answers are written. Files of
+    experts are read once where several prompts are answered at a time. ``tell`` gets what a
+    person should know while they wait.
 
     Raises:
         UsageError: when a prompt cannot be read, naming its line.
@@ -101,8 +103,7 @@ def evaluate(
         engine = Engine(unseen, budget=budget, tell=tell, moe=UNKNOWN)
         asker = _asker(engine, request, progress)
         found = _evaluated_at_once(asker, unseen, request, budget=budget, tell=tell)
-        if found is None:
-            found = _evaluated(asker, request)
+        found = found or _evaluated(asker, request)
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
 
@@ -110,18 +111,31 @@ def _evaluated_at_once(
     asker: "_Asker", planner: Planner, request: EvaluationRequest, *, budget: int | None, tell: Tell
 ) -> Evaluated | None:
     """Evaluate with several prompts at a time; None where that is not possible or does not fit."""
-    experts = (request.expert, *request.compose)
-    like = replace(asker.pattern, experts=experts)
+    like = replace(asker.pattern, experts=(request.expert, *request.compose))
     if request.at_once < 2 or not can_batch(asker.stored, like, prompts=len(request.data.samples)):
         return None
-    route, at_once = asker.pattern.route, request.at_once
+    answered = 0
+
+    def count(answers: int) -> None:
+        nonlocal answered
+        answered += answers
+        asker.progress(answers)
+
     try:
         with in_batch(
-            planner, asker.stored, route, budget=budget, at_once=at_once, tell=tell
+            planner,
+            asker.stored,
+            like,
+            budget=budget,
+            at_once=request.at_once,
+            tell=tell,
+            progress=count,
         ) as answering:
-            return _evaluated(replace(asker, answering=answering), request)
-    except BudgetError:
-        return None  # one at a time takes less
+            return _evaluated(asker.with_answering(answering, count), request)
+    except BudgetError as error:
+        tell(f"prompts are answered one at a time, which takes less memory: {error.message}")
+        count(-answered)
+        return None
 
 
 def _evaluated(asker: "_Asker", request: EvaluationRequest) -> Evaluated:
@@ -175,6 +189,7 @@ def evaluate_build(
     beside: Path,
     budget: int | None = None,
     progress: Progress = no_progress,
+    tell: Tell = tell_nobody,
 ) -> Evaluated:
     """Evaluate a planned package: it is built without a signature, and removed in any case.
 
@@ -185,7 +200,7 @@ def evaluate_build(
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(beside)) as folder:
         package = build(plan, Path(folder) / "evaluated.expert").path
         request = EvaluationRequest(data=data, expert=FileExpert(package))
-        return evaluate(planner, request, budget=budget, progress=progress)
+        return evaluate(planner, request, budget=budget, progress=progress, tell=tell)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +216,16 @@ class _Asker:
     pattern: RunRequest
     """The request of every answer, except for its prompt."""
     max_tokens: int
+    contents: frozenset[Digest]
+    """The experts of all ways, as they were when the evaluation began."""
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
     routed: list[RoutedReport] = field(default_factory=list)
     """What became of routed experts, answer by answer."""
+
+    def with_answering(self, answering: Answering, progress: Progress) -> "_Asker":
+        """Return one that has found nothing yet, and has other ways to answer and to count."""
+        return replace(self, answering=answering, progress=progress, warnings={}, routed=[])
 
     @property
     def moe(self) -> RoutedReport | None:
@@ -214,26 +235,30 @@ class _Asker:
     def score(self, experts: Sequence[NamedExpert]) -> Score:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
         answers: dict[int, Answer] = {}
+        warnings: dict[int, list[str]] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
         samples = self.longest_first
         requests = [_run_request(sample, experts, self.pattern) for sample in samples]
         with _naming_failed(self.data, samples):
             for number, result in self.answering(requests):
-                self._take(samples[number], result)
+                warnings[number] = self._count(samples[number], result)
                 plan = result.planned.result.plan
                 plans[plan.identity] = plan.experts
                 answers[samples[number].line] = self._judged(samples[number], result)
-        if len(plans) > 1:
+        for number in sorted(warnings):  # answers come in any order, warnings do not
+            self.warnings.update(dict.fromkeys(warnings[number]))
+        used = {expert.content_digest for planned in plans.values() for expert in planned}
+        if len(plans) > 1 or not used <= self.contents:
             raise DigestError("an expert changed while it was evaluated", hint="evaluate it again")
         [planned] = plans.values()
         return Score(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
-    def _take(self, sample: Sample, result: RunResult) -> None:
-        judged = check_answer(result.generated, result.planned, sample.prompt).warnings
-        told = (warning for warning in result.warnings if warning not in judged)  # see `_judged`
-        self.warnings.update(dict.fromkeys(told))
+    def _count(self, sample: Sample, result: RunResult) -> list[str]:
+        """Count an answer; return its warnings, but for those of its form (see `_judged`)."""
         self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
+        judged = check_answer(result.generated, result.planned, sample.prompt).warnings
+        return [warning for warning in result.warnings if warning not in judged]
 
     def _judged(self, sample: Sample, result: RunResult) -> Answer:
         text = result.generated.text
@@ -249,11 +274,11 @@ def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _A
         return engine.plan(_run_request(longest_first[0], experts, pattern))
 
     planned = plan([request.expert])
-    plan([request.expert, *request.compose])
+    together = plan([request.expert, *request.compose])
     decoding = planned.experts[-1].manifest.decoding  # after those that it requires
     limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
     return _Asker(
-        answering=one_by_one(engine),
+        answering=one_by_one(engine, progress=progress),
         data=request.data,
         longest_first=longest_first,
         stored=planned.base,
@@ -267,6 +292,7 @@ def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _A
             ),
         ),
         max_tokens=limit,
+        contents=frozenset(expert.digest for expert in (*planned.experts, *together.experts)),
         progress=progress,
     )
 

@@ -8,9 +8,12 @@ rows one after the other.
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 
+from expertctl.digest import Progress, no_progress
 from expertctl.engine.loaded_base import TORCH_BELOW, Wish, backend_of
+from expertctl.engine.preparation import paths_of
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
@@ -21,7 +24,6 @@ from expertctl.errors import DeviceError
 from expertctl.package.model_config import read_config
 from expertctl.routing.numerics import dtype_of
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Forced, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.telling import Tell
 
@@ -52,8 +54,7 @@ def can_batch(
 ) -> bool:
     """Tell whether so many requests like this one are worth a batch, and give the same there."""
     route = request.route
-    named = all(isinstance(expert, Forced) for expert in request.experts)
-    if prompts < WORTH or not named or route.moe_miss != "exact":
+    if prompts < WORTH or route.moe_miss != "exact":
         return False
     config = read_config(base.path)
     wish = Wish(dtype_of(base, route.dtype), route.adapter_dtype, route.deterministic)
@@ -61,13 +62,13 @@ def can_batch(
     return config.experts is None and backend.name == "packed"
 
 
-def one_by_one(engine: Engine) -> Answering:
-    """Return what answers requests one after the other."""
+def one_by_one(engine: Engine, *, progress: Progress = no_progress) -> Answering:
+    """Return what answers requests one after the other; ``progress`` gets 0 at pieces of text."""
 
     def answers(requests: Sequence[RunRequest]) -> Iterator[tuple[int, RunResult]]:
         for number, request in enumerate(requests):
             try:
-                result = _result(engine.run(request))
+                result = _result(engine.run(request), progress)
             except Exception as error:
                 raise FailedAnswer(number, error) from error
             yield number, result
@@ -79,18 +80,23 @@ def one_by_one(engine: Engine) -> Answering:
 def in_batch(
     planner: Planner,
     base: StoredBase,
-    route: RouteRequest,
+    request: RunRequest,
     *,
     budget: int | None,
     at_once: int,
     tell: Tell,
+    progress: Progress = no_progress,
     torch_below: int = TORCH_BELOW,
 ) -> Iterator[Answering]:
-    """Lend what answers several requests at once on a base that stays in memory.
+    """Lend what answers several requests like this one at once, on a base that stays in memory.
+
+    The requests may name the files that this one names. ``progress`` gets 0 at pieces of text.
 
     Raises:
-        BudgetError: when the base does not fit with the buffers of so many rows.
+        BudgetError: when base and files do not fit with the buffers of so many rows.
+        ExpertError: whatever is wrong with the files.
     """
+    route = request.route
     settings = BatchSettings(
         base=base.name,
         budget=budget,
@@ -100,17 +106,19 @@ def in_batch(
         rows=at_once,
         queue=2 * at_once,
         warm_experts=False,
+        tell_memory=False,
+        files=tuple(paths_of(request)),
     )
     engine = BatchEngine(planner, settings, tell=tell, torch_below=torch_below)
     try:
         engine.start()
-        yield lambda requests: _batched(engine, requests, ahead=2 * at_once)
+        yield partial(_batched, engine, ahead=2 * at_once, progress=progress)
     finally:
         engine.close()
 
 
 def _batched(
-    engine: BatchEngine, requests: Sequence[RunRequest], *, ahead: int
+    engine: BatchEngine, requests: Sequence[RunRequest], *, ahead: int, progress: Progress
 ) -> Iterator[tuple[int, RunResult]]:
     """Answer all requests; at most ``ahead`` of them are in the engine at a time."""
     events = SimpleQueue[tuple[int, Event]]()
@@ -125,6 +133,7 @@ def _batched(
     left = len(requests)
     while left:
         number, event = _next(events, engine)
+        progress(0)
         match event:
             case Finished(results=(result,)):
                 yield number, result
@@ -148,11 +157,12 @@ def _next(events: SimpleQueue[tuple[int, Event]], engine: BatchEngine) -> tuple[
                 raise DeviceError("the engine ended before all prompts were answered") from None
 
 
-def _result(pieces: Generator[str, None, RunResult]) -> RunResult:
+def _result(pieces: Generator[str, None, RunResult], progress: Progress) -> RunResult:
     """Let a run come to its end."""
     while True:
         try:
             next(pieces)
+            progress(0)
         except StopIteration as end:
             result: RunResult = end.value
             return result

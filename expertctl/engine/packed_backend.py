@@ -215,7 +215,7 @@ class PackedBackend:
         Raises:
             InvalidPackageError: when its tensors are not those of its configuration.
         """
-        compiled_cache(around.home, tell=around.tell)
+        compiled_cache(around.home, tell=around.tell, check=around.check)
         base = load_packed_base(
             around.directory,
             self.config,

@@ -4,7 +4,7 @@ What a run is certain to need is reserved before anything is read. Its experts a
 base is, into what room is left, and its plan comes last.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +97,11 @@ class Residents:
         tell: Tell,
         moe: StartWishes = USUAL,
         kept_kv: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Begin with nothing in memory; ``ram`` is the budget of experts where it is another one.
+
+        ``check`` is called before each kernel is compiled; what it raises ends that.
 
         ``moe`` says how routed experts begin where not all of them fit. ``kept_kv`` is the most
         bytes that keys and values take between requests; None: what nothing else needs.
@@ -108,7 +111,7 @@ class Residents:
         self._budget, self._base = budget, BaseSlot(self.tiers, dropping=self.habits.forget)
         self._prefetch = Prefetch[LoadedAdapter](self.tiers)
         self._kv: dict[str, KVKeeper] = {}
-        self._kept_kv = kept_kv
+        self._kept_kv, self._check = kept_kv, check
         self._derived = Derived(planner.store.paths.derived)
         self._copies: QuantisedCopies | None = None
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -215,6 +218,7 @@ class Residents:
             home=self._planner.home,
             threads=threads,
             tell=self._tell,
+            check=self._check,
             watch=partial(self.habits.watch, base.stored),
         )
 
@@ -229,14 +233,16 @@ class Residents:
         return self._base.load(self._around(base, threads), progress=self._progress)
 
     @contextmanager
-    def plan(self, base: OpenBase, model: Model, planned: Planned) -> Iterator[CompiledPlan]:
-        """Borrow what the installed experts of a plan are compiled to, bringing what is absent.
+    def plan(
+        self, base: OpenBase, model: Model, planned: Planned, files: Files
+    ) -> Iterator[CompiledPlan]:
+        """Borrow what the experts of a plan are compiled to, bringing what is absent.
 
         Raises:
             ExpertError: whatever is wrong with the experts or the budget.
         """
         with ExitStack() as stack:
-            with self._chain(planned, {}) as chain:
+            with self._chain(planned, files) as chain:
                 plan = stack.enter_context(self._compiled(base, model, planned, chain))
             yield plan
 

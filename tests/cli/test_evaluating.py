@@ -139,7 +139,7 @@ def test_a_gain_can_be_demanded(
     assert ("error: " in said.err) == bool(code)
     if code:
         assert "a gain of +0.500 over base, at least " in said.err
-        assert "(0.750 against 0.250, n = 4)" in said.err
+        assert "(3 of 4 right against 1 of 4)" in said.err
     assert expertctl(*words, "--json", code=code).document["passed"] is not bool(code)
 
 
@@ -365,6 +365,26 @@ def test_a_base_is_evaluated_as_it_is_held(
     assert "head_dim is 8" in expertctl("eval", "acme/sums", "--data", data, code=4).err
     refused = expertctl("eval", "--routing", data, *words[-2:], code=2)
     assert "--dtype: --routing measures which expert is chosen" in refused.err
+
+
+def test_a_file_measured_at_once_answers_as_run_does(tmp_path: Path, expertctl: Commands) -> None:
+    """The oracle is `run`, one prompt after the other, on a base that kernels can run."""
+    base = write_base(tmp_path / "wide", tie=False, seed=2, hidden=48, intermediate=80, head_dim=16)
+    lora = write_lora(tmp_path / "lora", base, seed=6, scale=0.9)
+    file, data = tmp_path / "wide.expert", tmp_path / "sums.jsonl"
+    expertctl("base", "add", base)
+    named = ("--name", "acme/wide", "--base", "wide", "--license", "MIT")
+    expertctl("build", lora, "-o", file, *named)
+    prompts = [f"{number} + {'1' * (number * 7 % 40)}" for number in range(8)]
+    kept = ("--deterministic", "--max-tokens", "5", "--json")
+    words = ("--greedy", "--expert", file, *kept)
+    texts = [expertctl("run", prompt, *words).document["text"] for prompt in prompts]
+    assert len(set(texts)) > 1
+    data.write_text("\n".join(json.dumps({"prompt": p, "answer": WRONG}) for p in prompts))
+    said = expertctl("eval", file, "--data", data, "--show", "8", *kept)
+    assert problems_of(said.document, "eval") == []
+    assert [answer["got"] for answer in said.document["wrong"]] == texts
+    assert "loading wide, " in said.err, "the batch engine tells of the base"
 
 
 def test_empty_answers_of_an_expert_are_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +203,26 @@ def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
     assert len(lines) == 39
     assert lines[0] == "evaluating: 10 of 400, about 6 min left"
     assert lines[-1] == "evaluating: 390 of 400, about 10 s left"
+
+
+def test_hours_of_work_tell_fewer_lines_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    """60 lines in 600 s, then one each sixtieth: 61 / 60 to the power of n is 86400 / 600."""
+    now = 0.0
+    report = report_lines("evaluating", 86_400 + 1, clock=lambda: now)
+    for number in range(1, 86_401):
+        now = float(number)
+        report(1)
+    expected = 60 + math.log(86_400 / 600, 61 / 60)
+    assert expected - 10 < len(capsys.readouterr().err.splitlines()) <= expected
+
+
+def test_the_first_answer_may_take_long(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    report = report_lines("evaluating", 2, clock=lambda: now)
+    for number in range(25):
+        now = float(number)
+        report(0)
+    assert capsys.readouterr().err.splitlines() == ["evaluating: 0 of 2"] * 2
 
 
 def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,8 @@ def test_bars_are_the_shares_and_the_lines_their_intervals() -> None:
     assert [bar.get_width() for bar in bars] == [0, 0.75, 0.5, 1]
     spans = [segment[:, 0].tolist() for segment in lines[2][0].get_segments()]
     assert spans == [[s.interval.low, s.interval.high] for s in CHAIN.scores]
-    assert [text.get_text() for text in axes.texts] == ["0.0 %", "75.0 %", "50.0 %", "100.0 %"]
+    told = ["0 of 40 (0 %)", "30 of 40 (75 %)", "20 of 40 (50 %)", "40 of 40 (100 %)"]
+    assert [text.get_text() for text in axes.texts] == told
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "base alone",
         "acme/one@1.0.0",

@@ -1,23 +1,30 @@
 """Prompts of an evaluation that are answered at once get what they get one at a time."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertctl.engine import evaluation
 from expertctl.engine.evaluation import EvaluationRequest, evaluate
-from expertctl.engine.evaluation_answers import AT_ONCE, WORTH, can_batch
+from expertctl.engine.evaluation_answers import AT_ONCE, WORTH, can_batch, in_batch, one_by_one
 from expertctl.engine.evaluation_result import Evaluated
 from expertctl.engine.message import UserMessage
+from expertctl.engine.presence import present
 from expertctl.engine.request import FileExpert, RunRequest
-from expertctl.errors import UsageError
+from expertctl.engine.runtime import Engine
+from expertctl.errors import DigestError, TrustError, UsageError
 from expertctl.package.evaluation_data import EvaluationData, read_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
+from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
+from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
+from expertctl.telling import tell_nobody
 from tests.engine.market import Market
 from tests.engine.serving.workshop import market
 from tests.factories import make_package
@@ -74,7 +81,129 @@ def test_answers_at_once_are_those_of_one_at_a_time(
     assert len(set(texts(alone)["base"])) > 1
     assert together.scores == alone.scores
     assert together.warnings == alone.warnings
-    assert counted == [1] * request.answers
+    assert [count for count in counted if count] == [1] * request.answers
+
+
+def fork(folder: Path, market: Market, *, kind: AdapterKind = "lora", seed: int = 7) -> Path:
+    """A package that nobody signed or installed."""
+    return make_package(
+        folder / kind,
+        "local/new",
+        base_dir=market.base_dir,
+        base=market.base,
+        adapters=[(kind, {"seed": seed, "scale": 0.4})],
+        decoding={"max_tokens": 6},
+    )
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "soft_prompt"])
+def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
+    planner: Planner, tmp_path: Path, market: Market, kind: AdapterKind
+) -> None:
+    expert = FileExpert(fork(tmp_path, market, kind=kind))
+    request = EvaluationRequest(data=data(tmp_path, 11), expert=expert, deterministic=True)
+    alone = evaluate(planner, replace(request, at_once=1))
+    told = list[str]()
+    together = evaluate(planner, request, tell=told.append)
+    assert any(text.startswith("loading market-base, ") for text in told)
+    assert together == alone
+    assert "local/new@1.0.0 is unsigned: nobody vouches for it" in together.warnings
+    base, expert_texts = texts(together).values()
+    assert base != expert_texts
+
+
+def test_a_chain_of_files_and_installed_experts_is_measured_at_once(
+    planner: Planner, tmp_path: Path, market: Market
+) -> None:
+    file = fork(tmp_path, market)
+    for expert, compose in ((ONE, FileExpert(file, 0.5)), (FileExpert(file), TWO)):
+        request = EvaluationRequest(
+            data=data(tmp_path, 9), expert=expert, compose=(compose,), deterministic=True
+        )
+        assert evaluate(planner, request) == evaluate(planner, replace(request, at_once=1))
+
+
+def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
+    planner: Planner, tmp_path: Path, market: Market
+) -> None:
+    wishes = SamplingWishes(greedy=True, max_tokens=12)
+    requests = [
+        RunRequest(
+            message=UserMessage(prompt=f"{n} + {n * '2'}"),
+            route=RouteRequest(prompt=f"{n}", wishes=wishes, deterministic=True),
+            experts=(FileExpert(fork(tmp_path, market)),),
+        )
+        for n in range(19)
+    ]
+    [base] = planner.bases.bases()
+    alone = dict(one_by_one(Engine(planner))(requests))
+    with in_batch(
+        planner, base, requests[0], budget=None, at_once=AT_ONCE, tell=tell_nobody
+    ) as answering:
+        together = dict(answering(requests))
+    tokens = {number: result.generated.tokens for number, result in together.items()}
+    assert tokens == {number: result.generated.tokens for number, result in alone.items()}
+    assert len(set(map(tuple, tokens.values()))) > 1
+
+
+def test_the_engine_reads_no_file_that_it_was_not_started_with(
+    planner: Planner, tmp_path: Path, market: Market
+) -> None:
+    [base] = planner.bases.bases()
+    route = RouteRequest(prompt="x", deterministic=True)
+    first = RunRequest(message=UserMessage(prompt="x"), route=route)
+    named = replace(first, experts=(FileExpert(fork(tmp_path, market)),))
+    with (
+        in_batch(planner, base, first, budget=None, at_once=2, tell=tell_nobody) as answering,
+        pytest.raises(UsageError, match=r"local-new-1\.0\.0\.expert was not read"),
+    ):
+        list(answering([named]))
+
+
+def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
+    planner: Planner, tmp_path: Path, market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other = fork(tmp_path / "a", market), fork(tmp_path / "b", market, seed=8)
+    request = EvaluationRequest(data=data(tmp_path, 9), expert=FileExpert(file), deterministic=True)
+
+    def change(*known: Any, **options: Any) -> bool:
+        file.write_bytes(other.read_bytes())
+        return can_batch(*known, **options)
+
+    monkeypatch.setattr(evaluation, "can_batch", change)
+    with pytest.raises(DigestError, match="changed while it was evaluated"):
+        evaluate(planner, request)
+
+
+def test_a_file_that_a_stranger_signed_is_not_measured(
+    planner: Planner, tmp_path: Path, market: Market
+) -> None:
+    stranger = make_package(
+        tmp_path, "other/new", base_dir=market.base_dir, base=market.base, key=a_key("stranger")
+    )
+    request = EvaluationRequest(
+        data=data(tmp_path, 9), expert=FileExpert(stranger), deterministic=True
+    )
+    with pytest.raises(TrustError):
+        evaluate(planner, request)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_interrupted_evaluation_ends_its_engine(
+    at: int, planner: Planner, tmp_path: Path, market: Market
+) -> None:
+    def interrupt(count: int) -> None:
+        counted.append(count)
+        if sum(counted) == at:
+            raise KeyboardInterrupt
+
+    counted, before = list[int](), threading.active_count()
+    expert = FileExpert(fork(tmp_path, market))
+    request = EvaluationRequest(data=data(tmp_path, 9), expert=expert, deterministic=True)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(planner, request, progress=interrupt)
+    assert threading.active_count() == before
+    assert present(planner.home.engines) == []
 
 
 def test_a_prompt_that_does_not_fit_is_named_by_its_line(planner: Planner, tmp_path: Path) -> None:
@@ -86,10 +215,24 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_line(planner: Planner, tmp_p
         evaluate(planner, request)
 
 
-def test_in_little_memory_the_answers_are_the_same(planner: Planner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at_once", "fits"), [(16, True), (4096, False)])
+def test_in_little_memory_the_answers_are_the_same(
+    at_once: int, fits: bool, planner: Planner, tmp_path: Path
+) -> None:
     request = EvaluationRequest(data=data(tmp_path, 9), expert=ONE, deterministic=True)
+    counted, told = list[int](), list[str]()
     whole = evaluate(planner, replace(request, at_once=1))
-    assert texts(evaluate(planner, request, budget=16 << 20)) == texts(whole)
+    little = evaluate(
+        planner,
+        replace(request, at_once=at_once),
+        budget=16 << 20,
+        progress=counted.append,
+        tell=told.append,
+    )
+    assert little == whole
+    assert sum(counted) == request.answers
+    words = "loading market-base, " if fits else "prompts are answered one at a time, "
+    assert [text for text in told if text.startswith(words)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +242,7 @@ def test_in_little_memory_the_answers_are_the_same(planner: Planner, tmp_path: P
         ({"dtype": "int8"}, ONE, WORTH, True),
         ({"dtype": "int8"}, ONE, WORTH - 1, False),
         ({"dtype": "int8", "moe_miss": "skip"}, ONE, AT_ONCE, False),
-        ({"dtype": "int8"}, FileExpert(Path("x.expert")), AT_ONCE, False),
+        ({"dtype": "int8"}, FileExpert(Path("x.expert")), AT_ONCE, True),
         ({}, ONE, AT_ONCE, False),
     ],
     ids=["kernels", "enough", "few", "lossy", "a file", "torch"],

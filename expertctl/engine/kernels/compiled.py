@@ -71,20 +71,24 @@ class _Keeping:
     folder: Path | None = None
     tell: Tell = tell_nobody
     told: bool = True
+    check: Callable[[], None] | None = None
 
 
 _KEEPING = _Keeping()
 _LOCK = threading.RLock()
 
 
-def compiled_cache(home: Home, *, tell: Tell = tell_nobody) -> Path | None:
+def compiled_cache(
+    home: Home, *, tell: Tell = tell_nobody, check: Callable[[], None] | None = None
+) -> Path | None:
     """Keep below a home what is compiled from now on; return where, None if it is not safe there.
 
-    ``tell`` gets a sentence, once, when something has to be compiled.
+    ``tell`` gets a sentence, once, when something has to be compiled. ``check`` is called before
+    each kernel is compiled or loaded; what it raises is raised there.
     """
     with _LOCK:
         folder = _KEEPING.folder = _folder(home)
-        _KEEPING.tell, _KEEPING.told = tell, False
+        _KEEPING.tell, _KEEPING.told, _KEEPING.check = tell, False, check
         if folder is not None:
             _remove_unused(folder)
         return folder
@@ -96,6 +100,8 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
     The function gets what it has to pass to numba as ``cache``, and must name every signature.
     """
     with _LOCK:
+        if _KEEPING.check is not None:
+            _KEEPING.check()
         folder, are_apart = _KEEPING.folder, _are_numbered_apart()
         if folder is None or not are_apart:
             _tell(COMPILING_AGAIN if folder is None else COMPILING_BY_ANOTHER)

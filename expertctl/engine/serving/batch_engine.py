@@ -235,8 +235,12 @@ class BatchEngine:
         return self.observation()
 
     def close(self, *, seconds: float = 0.0) -> None:
-        """Take no more jobs; those that are here have so many seconds to end."""
+        """Take no more jobs; those that are here have so many seconds to end.
+
+        A `start` that was interrupted ends, too: before the next kernel is compiled.
+        """
         self._board.close(seconds=seconds)
+        self._house.stop()
         if self._press is not None:
             self._press.join()
         self._desk.close()

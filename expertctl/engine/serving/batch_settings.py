@@ -1,6 +1,7 @@
 """What a batch is: its base, its limits, and what it does where memory is short."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from expertctl.engine.moe.start import USUAL, StartWishes
@@ -43,5 +44,9 @@ class BatchSettings:
     """What is done when experts do not fit: wait, or leave out those that never would."""
     warm_experts: bool = True
     """Whether kernels are compiled at the start for each kind of the installed experts."""
+    tell_memory: bool = True
+    """Whether the operator is told at the start what the memory is used for."""
+    files: tuple[Path, ...] = ()
+    """The ``.expert`` files that jobs may name; each is read into memory once, at the start."""
     warm: tuple[str, ...] = ()
     """Prompts that are answered with a few tokens before the first job is taken."""

@@ -68,8 +68,7 @@ class Desk:
         A future that is cancelled before it begins no longer holds the request.
         """
         asked = [request]
-        plan = partial(plan_request, self._session)
-        future = self._planning.submit(lambda: self._discreetly(lambda: plan(asked[0], {})))
+        future = self._planning.submit(lambda: self._discreetly(lambda: self._planned(asked[0])))
         future.add_done_callback(lambda _: asked.clear())
         return future
 
@@ -126,11 +125,14 @@ class Desk:
         ticket.clock.lap("queue")
         ticket.demand_wanted()
         request = ticket.job.request
-        ticket.planned = plan_request(self._session, request, {})
+        ticket.planned = self._planned(request)
         ticket.prepared = self._house.prepared(request, ticket.planned)
         ticket.planned = ticket.prepared.planned  # perhaps with fewer experts
         ticket.clock.lap("route")
         self._loading.submit(self._guarded, ticket, self._load)
+
+    def _planned(self, request: RunRequest) -> Planned:
+        return plan_request(self._session, request, self._house.files_for(request))
 
     def _load(self, ticket: Ticket) -> None:
         """Load the experts; where memory is missing, queue again behind jobs that may find it."""

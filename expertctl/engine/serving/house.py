@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 
-from expertctl.digest import no_progress
 from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
 from expertctl.engine.budget import PURPOSES, Budget, kept_kv_limit
 from expertctl.engine.compose import BASE_ALONE
+from expertctl.engine.experts import local_expert
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import OpenBase
@@ -24,10 +24,12 @@ from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.habit_keeper import learnt_guide
 from expertctl.engine.preparation import (
+    Files,
     Prepared,
     check_fits,
     needs,
     opened,
+    paths_of,
     prepare_fewer,
     prepare_on,
 )
@@ -47,6 +49,7 @@ from expertctl.engine.tiers import Tier
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
+    CancelledError,
     DeviceError,
     IncompatibleError,
     InvalidPackageError,
@@ -87,15 +90,20 @@ class House:
             planner,
             self.budget,
             ram=ram,
-            progress=no_progress,
+            progress=lambda _: self._check_stopped(),
             tell=tell,
             moe=settings.moe,
             kept_kv=self.kept_kv_limit,
+            check=self._check_stopped,
         )
         self._planner, self._torch_below, self._tell = planner, torch_below, tell
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running)
         self._stack = ExitStack()
+        self._files: Files = {}
+        self._files_stack = ExitStack()
+        self._files_bytes = 0
+        self._is_stopped = False
         self._seat: Seat | None = None
         self._buffers = 0
         self._widest = 1, 0
@@ -123,6 +131,7 @@ class House:
         planned = session.plan(request.route, base=request.base)
         open_beside = partial(self._opened, request, planned)
         room = RoomForExperts(session, request, self.budget.limit, self.settings.rows, self._tell)
+        self._read_files()
         self.base = base = room.leave(open_beside(0), open_beside)
         self.threads = choose_threads(base.weight_bytes)
         before = self._resident()
@@ -137,7 +146,30 @@ class House:
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()
-        self._tell(self._described_memory(before))
+        if self.settings.tell_memory:
+            self._tell(self._described_memory(before))
+
+    def stop(self) -> None:
+        """Have loading and compiling end with `CancelledError`, soon, in whatever thread."""
+        self._is_stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            raise CancelledError("the engine ends")
+
+    def _read_files(self) -> None:
+        """Read the files that jobs may name; they stay in memory until `close`."""
+        trust, tiers, enter = self._planner.trust, self.residents.tiers, self._files_stack
+        paths = self.settings.files
+        self._files = {
+            path: enter.enter_context(local_expert(path, trust=trust, tiers=tiers))
+            for path in paths
+        }
+        self._files_bytes = self.budget.held("experts")
+
+    def files_for(self, request: RunRequest) -> Files:
+        """Return the files that a request names, which were read at the start."""
+        return {path: self._files[path] for path in paths_of(request)}
 
     def _described_memory(self, before: int | None) -> str:
         now, process = self._resident(), None
@@ -190,6 +222,11 @@ class House:
                 f"this server answers on {self.base.stored.name}, not on {request.base}",
                 hint="leave out the base, or ask a server of that base",
             )
+        if unknown := [path for path in paths_of(request) if path not in self._files]:
+            raise UsageError(
+                f"{unknown[0]} was not read when this server started",
+                hint="install the expert and name it by its reference",
+            )
         return self._as_held(replace(request, base=self.base.stored.name))
 
     def prepared(self, request: RunRequest, planned: Planned) -> Prepared:
@@ -205,14 +242,15 @@ class House:
                 f"{planned.base.name} is another base now than the one that is served",
                 hint="start the server again",
             )
-        base, rows, limit = self.base, self.settings.rows, self.budget.limit
+        base, rows, limit = self.base, self.settings.rows, self.budget.limit - self._files_bytes
+        files = self.files_for(request)
         if self.settings.on_budget == "fewer":
             prepared = prepare_fewer(
-                base, self._planner, request, planned, {}, limit=limit, rows=rows
+                base, self._planner, request, planned, files, limit=limit, rows=rows
             )
         else:
-            prepared = prepare_on(base, self._planner, request, planned, {})
-        check_fits(needs(self._planner, prepared, {}, rows=rows), limit)
+            prepared = prepare_on(base, self._planner, request, planned, files)
+        check_fits(needs(self._planner, prepared, files, rows=rows), limit)
         return prepared
 
     @told_when_full()
@@ -232,7 +270,9 @@ class House:
         loads, moved = tiers.traffic[Tier.RAM].loads, self.residents.moved
         with ExitStack() as pins:
             planned = prepared.planned
-            plan = pins.enter_context(self.residents.plan(self.base, self.model, planned))
+            plan = pins.enter_context(
+                self.residents.plan(self.base, self.model, planned, self._files)
+            )
             loads = tiers.traffic[Tier.RAM].loads - loads
             return InMemory(
                 self.model, plan, pins.pop_all(), loads, self.residents.moved.since(moved)
@@ -330,10 +370,12 @@ class House:
         if self._buffers:
             self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers)
             self._buffers = 0
+        self._files_stack.close()
         self.residents.close()
         self.tell_notes()
         self._presence.close()
         self._stack.close()
+        self._is_stopped = False  # kernels that others compile are not checked against it
 
     def check_integrity(self) -> None:
         """Assert what always holds."""

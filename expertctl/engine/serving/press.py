@@ -26,7 +26,7 @@ from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.threads import threads
-from expertctl.errors import BudgetError, DeviceError, ExpertError
+from expertctl.errors import BudgetError, CancelledError, DeviceError, ExpertError
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
@@ -227,6 +227,8 @@ class Press:
         """Do one pass, and end the texts that are over."""
         try:
             over = self.batch.advance()
+        except CancelledError as error:  # the engine ends while kernels are compiled
+            over = self.batch.abandon(error)
         except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
             over = self.batch.abandon(_failure())

@@ -84,6 +84,22 @@ def test_code_is_compiled_once_for_all_processes_and_a_person_is_told_that_once(
     assert told == [COMPILING, COMPILING_MORE]
 
 
+def test_a_check_that_raises_ends_compiling_before_the_next_kernel(place: Home) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def check() -> None:
+        if files(place, ".kept"):
+            raise StoppedError
+
+    compiled_cache(place, check=check)
+    assert compiled("triple", compile_triple).ctypes(14) == 42
+    with pytest.raises(StoppedError):
+        compiled("another", compile_triple)
+    compiled_cache(place)
+    assert compiled("another", compile_triple).ctypes(14) == 42
+
+
 def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:
     told: list[str] = []
     compiled_cache(place, tell=told.append)

@@ -517,6 +517,20 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
+    house: House, settings: BatchSettings
+) -> None:
+    def call_off(text: str) -> None:
+        if text.startswith("loading "):
+            starting._house.stop()
+
+    starting = BatchEngine(planner(house), settings, tell=call_off, torch_below=0)
+    with pytest.raises(CancelledError):
+        starting.start()
+    starting.close()
+    assert starting._house.budget.used == 0
+
+
 def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
