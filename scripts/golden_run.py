@@ -210,15 +210,9 @@ def record_registry(recorder: Recorder) -> None:
         recorder.run("publish-again", "publish", "one.expert")
         recorder.run("search", "search", "sort")
         recorder.run("info", "info", "acme/sorting")
-        for path in ("/api/v1/openapi.json", "/tuf/targets/index/acme/sorting.json", "/api/v1/search?q=sort",
-                     "/v2/", "/v2/acme/sorting/tags/list", "/healthz", "/readyz"):  # fmt: skip
-            record_answer(
-                recorder, httpx.get(url + path, headers={"Authorization": f"Bearer {token}"})
-            )
-        for path in ("/v2/acme/sorting/manifests/none", "/api/v1/packages/acme/none", "/nothing"):
-            record_answer(
-                recorder, httpx.get(url + path, headers={"Authorization": f"Bearer {token}"})
-            )
+        bearer = {"Authorization": f"Bearer {token}"}
+        for path in REGISTRY_PATHS:
+            record_answer(recorder, httpx.get(url + path, headers=bearer))
         recorder.run("remove-again", "remove", "acme/sorting")
         (recorder.work / "experts.toml").write_text('[experts]\n"acme/sorting" = "^1.0"\n')
         recorder.run("lock", "lock")
@@ -242,13 +236,14 @@ def record_serving(recorder: Recorder) -> None:
         prompt = "Sort these numbers: 41, 17, 23"
         messages = [{"role": "user", "content": prompt}]
         expert = "starter/sorting"
+        chat = {"model": "auto", "messages": messages}
         for path, body in (
             ("/v1/infer", {"prompt": prompt, "seed": 1}),
             ("/v1/route", {"prompt": prompt}),
-            ("/v1/chat/completions", {"model": "auto", "messages": messages, "seed": 1, "logprobs": True}),
-            ("/v1/chat/completions", {"model": f"{expert}+starter/exclaim", "messages": messages}),
-            ("/v1/completions", {"model": expert, "prompt": prompt, "max_tokens": 20, "echo": True}),
-            ("/v1/completions", {"model": "starter/base", "prompt": prompt, "max_tokens": 9, "temperature": 0}),
+            ("/v1/chat/completions", chat | {"seed": 1, "logprobs": True}),
+            ("/v1/chat/completions", chat | {"model": f"{expert}+starter/exclaim"}),
+            ("/v1/completions", {"model": expert, "prompt": prompt, "echo": True}),
+            ("/v1/completions", {"model": "starter/base", "prompt": prompt, "max_tokens": 9}),
             ("/v1/messages", {"model": "auto", "max_tokens": 30, "messages": messages}),
             ("/v1/responses", {"model": "auto", "input": prompt}),
             ("/v1/embeddings", {"model": "minilm", "input": prompt}),
@@ -353,7 +348,7 @@ def main() -> None:
         record_errors(recorder)
         record_registry(recorder)
         record_serving(recorder)
-    print(f"{recorder.count} documents in {out}")  # noqa: T201  # a script
+    print(f"{recorder.count} documents in {out}")
 
 
 if __name__ == "__main__":
