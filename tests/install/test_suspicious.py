@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.cli.info_view import info_document, info_text
+from expertctl.cli.info_view import Here, info_document, info_text
 from expertctl.install.doctor import Finding, examine
 from expertctl.install.reindex import reindex
 from expertctl.reference import Reference
 from expertctl.routing.suspicion import RULES
 from expertctl.store.flags import read_flagged
+from expertctl.store.preference import Preference
 from expertctl.store.suspicions import Suspicions
 from tests.cli.commands import Commands, expertctl
 from tests.routing.copied import EXAMPLES
@@ -89,11 +90,11 @@ def test_attack_105_a_copy_is_shown_by_info(
     expertctl: Commands, house: House, sold: list[object]
 ) -> None:
     expertctl("install", *sold, "--allow-unsigned")
-    here = [house.store.find(Reference.parse("evil/helper"))]
-    name, flagged = here[0].package, read_flagged(house.home.flagged)
-    shown = info_document(name, None, None, here, flagged)
+    expert = house.store.find(Reference.parse("evil/helper"))
+    here = Here((expert,), read_flagged(house.home.flagged), Preference())
+    shown = info_document(expert.package, None, None, here)
     assert SENTENCE in str(shown["installed"])
-    assert f"suspicious  {SENTENCE}" in info_text(name, None, None, here, flagged)
+    assert f"suspicious  {SENTENCE}" in info_text(expert.package, None, None, here)
 
 
 def test_attack_105_a_copy_is_told_by_doctor(

@@ -531,6 +531,7 @@ def test_a_start_that_is_called_off_while_the_base_is_read_leaves_nothing(
     assert starting._house.budget.used == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
