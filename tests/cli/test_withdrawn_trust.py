@@ -159,11 +159,7 @@ def test_doctor_does_not_say_that_all_is_well_without_asking(
 def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
     expertctl: Commands, house: House, market: Market
 ) -> None:
-    expertctl("install")
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
-    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
-    expertctl("install")
+    install_versions_of_two_keys(expertctl, market)
     market.revoke("acme", OLD)
     for words in (["update"], ["install"], ["outdated"]):
         said = expertctl(*words)
@@ -181,11 +177,7 @@ def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
 def test_an_older_version_whose_key_was_revoked_is_refused_where_it_is_locked(
     expertctl: Commands, house: House, market: Market
 ) -> None:
-    expertctl("install")
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
-    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
-    expertctl("install")
+    install_versions_of_two_keys(expertctl, market)
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
     expertctl("install")
     market.revoke("acme", OLD)
@@ -281,6 +273,15 @@ def test_what_was_pinned_is_told_and_in_the_document(
     assert "pinned" not in expertctl("install").err
 
 
+def install_versions_of_two_keys(expertctl: Commands, market: Market) -> None:
+    """Install 1.0.0, and beside it 1.1.0 by a new key, which the old one vouches for."""
+    expertctl("install")
+    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
+    expertctl("install")
+
+
 def rotated(market: Market, *refs: str) -> None:
     """Publish with a new key, which the old one vouches for, and revoke the old one."""
     word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
@@ -344,11 +345,7 @@ def test_search_and_info_mark_a_key_that_only_this_machine_revoked(
 def test_info_marks_what_is_installed_and_withdrawn(
     expertctl: Commands, house: House, market: Market
 ) -> None:
-    expertctl("install")
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
-    Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
-    expertctl("install")
+    install_versions_of_two_keys(expertctl, market)
     market.revoke("acme", OLD, "laptop stolen")
     market.yank("acme/sql@1.1.0", "wrong joins")
     expertctl("outdated")

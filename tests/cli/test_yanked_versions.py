@@ -44,6 +44,12 @@ class Scene:
         for ref in refs:
             self.market.sell(ref, routing={"examples": [PROMPT], "keywords": ["joins"]})
 
+    def install_both(self) -> None:
+        """Publish two versions, and install one after the other."""
+        self.sell(OLD, NEW)
+        self.expertctl("install", OLD)
+        self.expertctl("install", "acme/sql")
+
     def routed(self, *words: str) -> str:
         """The expert that answers."""
         [expert] = self.plan(*words)["plan"]["experts"]
@@ -98,9 +104,7 @@ def test_the_newest_installed_version_that_was_not_yanked_is_used(scene: Scene) 
 def test_what_a_registry_said_last_counts_offline(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene.sell(OLD, NEW)
-    scene.expertctl("install", OLD)
-    scene.expertctl("install", "acme/sql")
+    scene.install_both()
     scene.market.yank(NEW, "wrong joins")
     assert scene.everywhere() == {NEW}
     scene.expertctl("outdated")
@@ -112,9 +116,7 @@ def test_a_yank_that_was_taken_back_counts_no_more(scene: Scene) -> None:
     from expertctl.reference import PackageName
     from registry_server.publishing.yank import unyank
 
-    scene.sell(OLD, NEW)
-    scene.expertctl("install", OLD)
-    scene.expertctl("install", "acme/sql")
+    scene.install_both()
     scene.market.yank(NEW, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
@@ -138,9 +140,7 @@ def test_a_yanked_version_that_is_alone_is_used_and_told(scene: Scene) -> None:
 
 
 def test_a_yanked_version_that_is_named_is_used_and_told(scene: Scene) -> None:
-    scene.sell(OLD, NEW)
-    scene.expertctl("install", OLD)
-    scene.expertctl("install", "acme/sql")
+    scene.install_both()
     scene.market.yank(OLD, "wrong joins")
     scene.expertctl("update")
     assert scene.routed("--expert", OLD) == OLD
@@ -199,9 +199,7 @@ def test_a_damaged_lock_file_is_ignored_and_told(scene: Scene) -> None:
 
 
 def test_the_list_marks_versions_that_are_yanked_and_unused(scene: Scene) -> None:
-    scene.sell(OLD, NEW)
-    scene.expertctl("install", OLD)
-    scene.expertctl("install", "acme/sql")
+    scene.install_both()
     scene.market.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
     old, new = (line.split() for line in scene.expertctl("list").out.splitlines()[1:])
@@ -226,9 +224,7 @@ def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: Scene) -> No
 
 
 def test_outdated_compares_the_version_that_is_used(scene: Scene) -> None:
-    scene.sell(OLD, NEW)
-    scene.expertctl("install", OLD)
-    scene.expertctl("install", "acme/sql")
+    scene.install_both()
     scene.market.yank(NEW, "wrong joins")
     said = scene.expertctl("outdated")
     row = said.out.splitlines()[1].split()
