@@ -142,7 +142,7 @@ def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
     )
     rows = connection.execute(statement).all()
     signers = _signers(connection, [row[6] for row in rows])
-    keys = {row[7]: namespace_keys(connection, row[7]) for row in rows}
+    keys = {space: namespace_keys(connection, space) for space in {row[7] for row in rows}}
     results = {
         package: _result(*facts, signers=signers[release], keys=keys[namespace])
         for package, *facts, release, namespace in (tuple(row) for row in rows)
