@@ -5,16 +5,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import as_table
+from benchmarks.harness import format_table
 
-HELPERS = {
+HELPER_MODULES = {
     *("cache_oracles", "drawn_deep", "drawn_rows", "harness", "injections", "inputs"),
     *("installed", "memorised", "popularity"),
 }
-ENGINES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
-HOMES = {"routed_home", "served_home"}
-SERVERS = {"servers", "serving_load"}
-NOT_BENCHMARKS = {"__init__", "__main__", *HELPERS, *ENGINES, *HOMES, *SERVERS}
+ENGINE_MODULES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
+HOME_MODULES = {"routed_home", "served_home"}
+SERVER_MODULES = {"servers", "serving_load"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "__main__",
+    *HELPER_MODULES,
+    *ENGINE_MODULES,
+    *HOME_MODULES,
+    *SERVER_MODULES,
+}
 
 
 def benchmark_names() -> list[str]:
@@ -31,7 +38,7 @@ def main() -> None:
         output = subprocess.run(command, check=False, stdout=subprocess.PIPE).stdout
         document = json.loads(output)  # also of one that exits 1 for what it found
         missed |= any(row["ok"] is False for row in document["rows"])
-        print(as_table(document), flush=True)
+        print(format_table(document), flush=True)
     sys.exit(1 if missed else 0)
 
 

@@ -8,28 +8,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.expert_engines import PEFT_INSTALL, TOKENS, Beside, has_peft, ours, peft
-from benchmarks.harness import Row, Seconds, absent, compare_rates, main, take_turns
+from benchmarks.expert_engines import (
+    PEFT_INSTALL,
+    TOKENS,
+    DecodeBatch,
+    has_peft,
+    open_ours,
+    open_peft,
+)
+from benchmarks.harness import Row, Seconds, compare_rates, main, make_absent_row, take_turns
 
 TEXTS, WORKERS = 16, 2
-ONE, BASE = Beside(1, 1), Beside(TEXTS, 0)
-SAME, MANY = Beside(TEXTS, 1), Beside(TEXTS, TEXTS)
-OURS = {"one": ONE, "base": BASE, "same": SAME, "many": MANY}
+ONE_TEXT, BASE_ONLY = DecodeBatch(1, 1), DecodeBatch(TEXTS, 0)
+ONE_EXPERT, MANY_EXPERTS = DecodeBatch(TEXTS, 1), DecodeBatch(TEXTS, TEXTS)
+OURS = {"one": ONE_TEXT, "base": BASE_ONLY, "same": ONE_EXPERT, "many": MANY_EXPERTS}
 
 
 def measure(rounds: int) -> Sequence[Row]:
     """Let all take turns, then compare."""
     with ExitStack() as stack:
-        mine = stack.enter_context(EngineProcess(ours(TEXTS)))
-        runs = {name: mine.runs(task, WORKERS) for name, task in OURS.items()}
+        mine = stack.enter_context(EngineProcess(open_ours(TEXTS)))
+        runs = {name: mine.bind(task, WORKERS) for name, task in OURS.items()}
         if has_peft():
-            rival = stack.enter_context(EngineProcess(peft(TEXTS)))
-            runs["PEFT"] = rival.runs(MANY, WORKERS)
+            rival = stack.enter_context(EngineProcess(open_peft(TEXTS)))
+            runs["PEFT"] = rival.bind(MANY_EXPERTS, WORKERS)
         seconds = take_turns(runs, rounds=rounds)
-    return list(_rows(seconds))
+    return list(_make_rows(seconds))
 
 
-def _rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
+def _make_rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
     many, case = float(TEXTS * TOKENS), f"{TEXTS} texts, {TEXTS} experts, threads: {WORKERS}"
     yield compare_rates(
         case,
@@ -51,7 +58,9 @@ def _rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
             target=">= 3",
         )
     else:
-        yield absent(case, rival="PEFT, adapter_names", install=PEFT_INSTALL, target=">= 3")
+        yield make_absent_row(
+            case, rival="PEFT, adapter_names", install=PEFT_INSTALL, target=">= 3"
+        )
     yield compare_rates(
         f"{TEXTS} texts, one expert, threads: {WORKERS}",
         seconds["same"],

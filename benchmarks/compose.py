@@ -14,31 +14,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.expert_engines import PEFT_INSTALL, Together, has_peft, ours, peft
+from benchmarks.expert_engines import PEFT_INSTALL, DecodeTogether, has_peft, open_ours, open_peft
 from benchmarks.expert_engines import TOKENS as STEPS
 from benchmarks.harness import (
     Row,
     Run,
     Seconds,
-    absent,
     compare,
     compare_rates,
     compare_times,
     main,
+    make_absent_row,
     take_turns,
-    timed,
+    time_action,
 )
-from benchmarks.inputs import HIDDEN, RANK, base_config, shapes
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.base_weights import BaseWeights
-from expertctl.engine.chain import Step
-from expertctl.engine.compose import CompiledPlan, Form, Weighted, compose
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.dora import DoraTensors
-from expertctl.engine.ia3 import Ia3Tensors
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.lora import LoraTensors
-from expertctl.engine.memory import allocate
+from benchmarks.inputs import HIDDEN, RANK, list_module_shapes, make_base_config
+from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.fuse import AdapterStep
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.engine.model.weights import BaseWeights
 
 TARGETS = {1: "<= 1.05", 2: "<= 1.08", 5: "<= 1.15", 10: "<= 1.25"}
 """Experts, and how many times as long a token may take as with the base alone."""
@@ -48,36 +46,38 @@ PROMPT, TOKENS = 16, 4
 """Tokens that are read before, and steps of decoding that are measured at a time."""
 WEIGHT = 0.8
 CPU = torch.device("cpu")
-FORM = Form(shapes(), HIDDEN, torch.float32, CPU)
-Make = Callable[[str], Step]
+PLAN_FORM = CompileSpec(list_module_shapes(), HIDDEN, torch.float32, CPU)
+MakeStep = Callable[[str], AdapterStep]
 
 
 def measure(rounds: int) -> Sequence[Row]:
     """Decode with more and more experts, then compile and decode ten of three kinds."""
-    return [*_experts(rounds), *_kinds(rounds)]
+    return [*_measure_experts(rounds), *_measure_kinds(rounds)]
 
 
-def _experts(rounds: int) -> Iterator[Row]:
+def _measure_experts(rounds: int) -> Iterator[Row]:
     """Compare with the base alone, by time, and with PEFT, by tokens."""
-    tasks = {count: Together(count) for count in (0, *TARGETS)}
+    tasks = {count: DecodeTogether(count) for count in (0, *TARGETS)}
     with ExitStack() as stack:
-        mine = stack.enter_context(EngineProcess(ours(max(TARGETS), together=tuple(TARGETS))))
-        runs = {f"ours {n}": mine.runs(task, WORKERS) for n, task in tasks.items()}
+        mine = stack.enter_context(EngineProcess(open_ours(max(TARGETS), together=tuple(TARGETS))))
+        runs = {f"ours {n}": mine.bind(task, WORKERS) for n, task in tasks.items()}
         if has_peft():
-            rival = stack.enter_context(EngineProcess(peft(max(TARGETS))))
-            runs |= {f"PEFT {n}": rival.runs(task, WORKERS) for n, task in tasks.items()}
+            rival = stack.enter_context(EngineProcess(open_peft(max(TARGETS))))
+            runs |= {f"PEFT {n}": rival.bind(task, WORKERS) for n, task in tasks.items()}
         seconds = take_turns(runs, rounds=rounds)
     for count, target in TARGETS.items():
         case, found = f"decode, {count} LoRAs, threads: {WORKERS}", seconds[f"ours {count}"]
         yield compare_times(
             case, found, seconds["ours 0"], steps=STEPS, rival="base alone", target=target
         )
-        yield _against_peft(case, found, seconds.get(f"PEFT {count}"))
+        yield _compare_with_peft(case, found, seconds.get(f"PEFT {count}"))
 
 
-def _against_peft(case: str, found: Sequence[Seconds], theirs: Sequence[Seconds] | None) -> Row:
+def _compare_with_peft(
+    case: str, found: Sequence[Seconds], theirs: Sequence[Seconds] | None
+) -> Row:
     if theirs is None:
-        return absent(case, rival="PEFT", install=PEFT_INSTALL, target=AGAINST_PEFT)
+        return make_absent_row(case, rival="PEFT", install=PEFT_INSTALL, target=AGAINST_PEFT)
     return compare_rates(
         case,
         found,
@@ -89,48 +89,50 @@ def _against_peft(case: str, found: Sequence[Seconds], theirs: Sequence[Seconds]
     )
 
 
-def _kinds(rounds: int) -> Sequence[Row]:
+def _measure_kinds(rounds: int) -> Sequence[Row]:
     """Compile both plans, then decode with them in turn."""
     torch.manual_seed(0)
-    loras = [_expert(_lora) for _ in range(10)]
-    mixed = [_expert(make) for make in (*(_lora, _ia3, _dora) * 3, _lora)]
+    loras = [_make_expert(_make_lora) for _ in range(10)]
+    mixed = [_make_expert(make) for make in (*(_make_lora, _make_ia3, _make_dora) * 3, _make_lora)]
     with torch.inference_mode():
         return [
-            _compiling("ten LoRAs", loras, rounds),
-            _compiling("LoRA, IA³ and DoRA, ten together", mixed, rounds),
-            _decoding(mixed, loras, rounds),
+            _measure_compile("ten LoRAs", loras, rounds),
+            _measure_compile("LoRA, IA³ and DoRA, ten together", mixed, rounds),
+            _measure_decode(mixed, loras, rounds),
         ]
 
 
-def _compiling(case: str, chain: Sequence[Weighted], rounds: int) -> Row:
-    source = torch.zeros(compose(chain, FORM).nbytes, dtype=torch.uint8)
+def _measure_compile(case: str, chain: Sequence[WeightedAdapter], rounds: int) -> Row:
+    source = torch.zeros(fold_plan(chain, PLAN_FORM).nbytes, dtype=torch.uint8)
 
     def copy() -> None:
         torch.frombuffer(allocate(len(source)), dtype=torch.uint8).copy_(source)
 
     return compare(
         f"compile {case}, {len(source) / 1e6:.0f} MB",
-        timed(lambda: compose(chain, FORM).compile()),
-        timed(copy),
+        time_action(lambda: fold_plan(chain, PLAN_FORM).compile()),
+        time_action(copy),
         rival="a copy of the plan's bytes into new memory",
         rounds=rounds,
         target="<= 3",
     )
 
 
-def _decoding(mixed: Sequence[Weighted], loras: Sequence[Weighted], rounds: int) -> Row:
-    decoder = _decoder()
+def _measure_decode(
+    mixed: Sequence[WeightedAdapter], loras: Sequence[WeightedAdapter], rounds: int
+) -> Row:
+    decoder = _make_decoder()
     return compare(
         f"decode {TOKENS} tokens, LoRA, IA³ and DoRA, ten together",
-        _steps(decoder, compose(mixed, FORM).compile()),
-        _steps(decoder, compose(loras, FORM).compile()),
+        _make_decode_run(decoder, fold_plan(mixed, PLAN_FORM).compile()),
+        _make_decode_run(decoder, fold_plan(loras, PLAN_FORM).compile()),
         rival="ten LoRAs",
         rounds=rounds,
         target="<= 1.05",
     )
 
 
-def _steps(decoder: Decoder, plan: CompiledPlan) -> Run:
+def _make_decode_run(decoder: Decoder, plan: CompiledPlan) -> Run:
     cache = KVCache(decoder.config, PROMPT + TOKENS)
     decoder.prefill(range(PROMPT), cache, plan.deltas)
 
@@ -140,47 +142,49 @@ def _steps(decoder: Decoder, plan: CompiledPlan) -> Run:
 
     def run() -> float:
         cache.rewind(PROMPT)
-        return timed(decode)()
+        return time_action(decode)()
 
     return run
 
 
-def _decoder() -> Decoder:
-    config = base_config(VOCAB)
-    tensors = {name: _random(*shape) for name, shape in config.tensor_shapes().items()}
+def _make_decoder() -> Decoder:
+    config = make_base_config(VOCAB)
+    tensors = {name: _random_tensor(*shape) for name, shape in config.tensor_shapes().items()}
     return Decoder(config, BaseWeights(tensors, torch.float32, CPU))
 
 
-def _expert(make: Make) -> Weighted:
+def _make_expert(make: MakeStep) -> WeightedAdapter:
     """One expert of one kind on every layer; gains that are close to one, as those of training."""
-    modules = {module: (make(module),) for module in FORM.shapes}
+    modules = {module: (make(module),) for module in PLAN_FORM.shapes}
     adapter = LoadedAdapter(f"bench/{make.__name__}@1.0.0", modules, (), 0, 0)
-    return Weighted(adapter, WEIGHT, dict(_gains(adapter)))
+    return WeightedAdapter(adapter, WEIGHT, dict(_make_dora_scales(adapter)))
 
 
-def _gains(adapter: LoadedAdapter) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+def _make_dora_scales(adapter: LoadedAdapter) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     for module, [step] in adapter.modules.items():
         if isinstance(step, DoraTensors):
-            yield module, (1 + _random(len(step.b)),)
+            yield module, (1 + _random_tensor(len(step.b)),)
 
 
-def _lora(module: str) -> LoraTensors:
-    out, into = FORM.shapes[module]
-    return LoraTensors(_random(RANK, into).bfloat16(), _random(out, RANK).bfloat16(), 2.0)
+def _make_lora(module: str) -> LoraTensors:
+    out, into = PLAN_FORM.shapes[module]
+    return LoraTensors(
+        _random_tensor(RANK, into).bfloat16(), _random_tensor(out, RANK).bfloat16(), 2.0
+    )
 
 
-def _dora(module: str) -> DoraTensors:
-    lora = _lora(module)
-    return DoraTensors(lora.a, lora.b, 1 + _random(len(lora.b)).bfloat16(), lora.scale)
+def _make_dora(module: str) -> DoraTensors:
+    lora = _make_lora(module)
+    return DoraTensors(lora.a, lora.b, 1 + _random_tensor(len(lora.b)).bfloat16(), lora.scale)
 
 
-def _ia3(module: str) -> Ia3Tensors:
-    out, into = FORM.shapes[module]
+def _make_ia3(module: str) -> Ia3Tensors:
+    out, into = PLAN_FORM.shapes[module]
     on_input = module.endswith("down_proj")
-    return Ia3Tensors((1 + _random(into if on_input else out)).bfloat16(), on_input)
+    return Ia3Tensors((1 + _random_tensor(into if on_input else out)).bfloat16(), on_input)
 
 
-def _random(*shape: int) -> Tensor:
+def _random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape) * 0.02
 
 

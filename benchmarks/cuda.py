@@ -13,16 +13,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import Row, absent, compare_rates, judged, main, take_turns
-from expertctl.engine.accelerator import device_name, has_cuda
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.base_weights import BaseWeights
-from expertctl.engine.bench_subject import config_of
-from expertctl.engine.compose import Form, Weighted, compose
-from expertctl.engine.linear import Deltas
-from expertctl.engine.lora import LoraTensors
-from expertctl.engine.static_decoder import StaticDecoder, StaticRow
-from expertctl.engine.static_kv import KVArena
+from benchmarks.harness import Row, compare_rates, judge, main, make_absent_row, take_turns
+from expertctl.engine.adapters.compile import CompileSpec, WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.bench_subject import load_shape_config
+from expertctl.engine.devices import get_device_name, is_cuda_available
+from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
+from expertctl.engine.model.cuda_graph_step import StaticKVCache
+from expertctl.engine.model.functional import Deltas, LoraTensors
+from expertctl.engine.model.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-4b")
@@ -30,41 +29,43 @@ RANK, EXPERTS, ROWS = 16, 10, 16
 STEPS, CONTEXT, PROMPT = 32, 128, 512
 CAPACITY = PROMPT + 64
 _DTYPE = torch.bfloat16
-_COPIED = 4 << 30
+_COPY_BYTES = 4 << 30
 """Bytes of the copy that measures the bandwidth: many times the caches."""
 
 
 def measure(rounds: int) -> list[Row]:
     """Measure every shape on the device of this machine, if it has one."""
-    if not has_cuda():
-        row = absent("decode, CUDA", rival="copy within the device", install="there is no device")
+    if not is_cuda_available():
+        row = make_absent_row(
+            "decode, CUDA", rival="copy within the device", install="there is no device"
+        )
         return [replace(row, ok=None)]  # no target is missed where there is none
     return [row for shape in SHAPES for row in _measure_shape(shape, rounds)]
 
 
 def _measure_shape(shape: str, rounds: int) -> Iterator[Row]:
-    config, device = config_of(shape), torch.device("cuda")
-    weights = random_weights(config, device)
-    decoder = StaticDecoder(config, weights)
-    plans = [_plan(config, device, [seed]) for seed in range(ROWS)]
+    config, device = load_shape_config(shape), torch.device("cuda")
+    weights = make_random_weights(config, device)
+    decoder = CudaGraphDecoder(config, weights)
+    plans = [_make_plan(config, device, [seed]) for seed in range(ROWS)]
     runs: dict[str, Callable[[], float]] = {
-        "bandwidth": partial(_copy, device),
+        "bandwidth": partial(_copy_memory, device),
         "base": partial(_decode, decoder, [{}]),
         "one": partial(_decode, decoder, plans[:1]),
-        "ten": partial(_decode, decoder, [_plan(config, device, range(EXPERTS))]),
+        "ten": partial(_decode, decoder, [_make_plan(config, device, range(EXPERTS))]),
         "rows": partial(_decode, decoder, [{}] * ROWS),
         "plans": partial(_decode, decoder, plans),
         "prompt": partial(_read_prompt, decoder),
     }
     seconds = take_turns(runs, rounds=rounds)
     decoder.close()
-    rate = 2 * _COPIED / statistics.median(seconds["bandwidth"])
-    yield _against_bandwidth(shape, seconds["base"], rate=rate, nbytes=weights.nbytes)
+    rate = 2 * _COPY_BYTES / statistics.median(seconds["bandwidth"])
+    yield _compare_with_bandwidth(shape, seconds["base"], rate=rate, nbytes=weights.nbytes)
     cases = (("one", "base", 1, 0.9), ("ten", "base", 1, 1 / 1.3), ("plans", "rows", ROWS, 0.7))
     for ours, theirs, rows, target in cases:
         yield compare_rates(
-            f"{shape} bf16, {_WORDS[ours]}", seconds[ours], seconds[theirs],
-            work=(STEPS * rows, STEPS * rows), rival=_WORDS[theirs], unit="tok/s",
+            f"{shape} bf16, {_CASE_LABELS[ours]}", seconds[ours], seconds[theirs],
+            work=(STEPS * rows, STEPS * rows), rival=_CASE_LABELS[theirs], unit="tok/s",
             target=f">= {target:.2f}",
         )  # fmt: skip
     prompt = statistics.median(seconds["prompt"])
@@ -75,7 +76,7 @@ def _measure_shape(shape: str, rounds: int) -> Iterator[Row]:
     )  # fmt: skip
 
 
-_WORDS = {
+_CASE_LABELS = {
     "base": "base alone, 1 row",
     "one": "1 expert, 1 row",
     "ten": f"{EXPERTS} experts, 1 row",
@@ -84,7 +85,7 @@ _WORDS = {
 }
 
 
-def random_weights(config: ModelConfig, device: torch.device) -> BaseWeights:
+def make_random_weights(config: ModelConfig, device: torch.device) -> BaseWeights:
     """Return random weights of a base on a device; their numbers keep activations small."""
     torch.manual_seed(0)
     tensors = {
@@ -94,13 +95,13 @@ def random_weights(config: ModelConfig, device: torch.device) -> BaseWeights:
     return BaseWeights(tensors, _DTYPE, device)
 
 
-def _plan(config: ModelConfig, device: torch.device, seeds: Sequence[int]) -> Deltas:
-    form = Form(config.linear_shapes(), config.hidden_size, torch.float32, device)
-    experts = [_expert(config, device, seed) for seed in seeds]
-    return compose(experts, form).compile().deltas
+def _make_plan(config: ModelConfig, device: torch.device, seeds: Sequence[int]) -> Deltas:
+    form = CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, device)
+    experts = [_make_expert(config, device, seed) for seed in seeds]
+    return fold_plan(experts, form).compile().deltas
 
 
-def _expert(config: ModelConfig, device: torch.device, seed: int) -> Weighted:
+def _make_expert(config: ModelConfig, device: torch.device, seed: int) -> WeightedAdapter:
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -111,27 +112,29 @@ def _expert(config: ModelConfig, device: torch.device, seed: int) -> Weighted:
         module: (LoraTensors(draw(RANK, into), draw(out, RANK), 2.0),)
         for module, (out, into) in config.linear_shapes().items()
     }
-    return Weighted(LoadedAdapter(f"bench/lora-{seed}@1.0.0", modules, (), 1, 0))
+    return WeightedAdapter(LoadedAdapter(f"bench/lora-{seed}@1.0.0", modules, (), 1, 0))
 
 
-def _decode(decoder: StaticDecoder, plans: Sequence[Deltas]) -> float:
+def _decode(decoder: CudaGraphDecoder, plans: Sequence[Deltas]) -> float:
     """Return the seconds of `STEPS` steps; graphs are captured and plans stacked before."""
-    decoder.rest()  # or slots would stay as large as those of the largest plan so far
-    arena = _arena(decoder, len(plans))
-    rows = [arena.row(number) for number in range(len(plans))]
+    decoder.free_buffers()  # or slots would stay as large as those of the largest plan so far
+    arena = _make_kv_cache(decoder, len(plans))
+    rows = [arena.get_row(number) for number in range(len(plans))]
     for row in rows:
         decoder.prefill(range(CONTEXT), row)
     for _ in range(3):
-        decoder.step([StaticRow(7, row, plan) for row, plan in zip(rows, plans, strict=True)])
+        decoder.step([GraphStepRow(7, row, plan) for row, plan in zip(rows, plans, strict=True)])
     torch.cuda.synchronize()
     started = time.perf_counter()
     for token in range(STEPS):
-        decoder.step([StaticRow(token, row, plan) for row, plan in zip(rows, plans, strict=True)])
+        decoder.step(
+            [GraphStepRow(token, row, plan) for row, plan in zip(rows, plans, strict=True)]
+        )
     return time.perf_counter() - started
 
 
-def _read_prompt(decoder: StaticDecoder) -> float:
-    row = _arena(decoder, 1).row(0)
+def _read_prompt(decoder: CudaGraphDecoder) -> float:
+    row = _make_kv_cache(decoder, 1).get_row(0)
     torch.cuda.synchronize()
     started = time.perf_counter()
     decoder.prefill(range(PROMPT), row)
@@ -139,14 +142,14 @@ def _read_prompt(decoder: StaticDecoder) -> float:
     return time.perf_counter() - started
 
 
-def _arena(decoder: StaticDecoder, rows: int) -> KVArena:
-    return KVArena(
+def _make_kv_cache(decoder: CudaGraphDecoder, rows: int) -> StaticKVCache:
+    return StaticKVCache(
         decoder.config, rows=rows, capacity=CAPACITY, dtype=_DTYPE, device=decoder.device
     )
 
 
-def _copy(device: torch.device) -> float:
-    source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+def _copy_memory(device: torch.device) -> float:
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
     torch.cuda.synchronize()
@@ -156,18 +159,20 @@ def _copy(device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _against_bandwidth(shape: str, seconds: Sequence[float], *, rate: float, nbytes: int) -> Row:
+def _compare_with_bandwidth(
+    shape: str, seconds: Sequence[float], *, rate: float, nbytes: int
+) -> Row:
     """Compare the bytes of the weights that steps read in a second with those of a copy."""
     rates = sorted(STEPS * nbytes / taken for taken in seconds)
     ours = statistics.median(rates)
     low, high = rates[len(rates) // 4], rates[-1 - len(rates) // 4]
     tokens = STEPS / statistics.median(seconds)
     row = Row(
-        f"{shape} bf16, {_WORDS['base']}", round(ours / 1e9, 1), "copy within the device",
+        f"{shape} bf16, {_CASE_LABELS['base']}", round(ours / 1e9, 1), "copy within the device",
         round(rate / 1e9, 1), "GB/s", "higher", round(ours / rate, 3),
         (round(low / rate, 3), round(high / rate, 3)),
     )  # fmt: skip
-    return replace(judged(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {device_name('cuda')}")
+    return replace(judge(row, ">= 0.7"), note=f"{tokens:.0f} tok/s; {get_device_name('cuda')}")
 
 
 if __name__ == "__main__":

@@ -7,25 +7,29 @@ measured in the same run, is what memory allows.
 
 from collections.abc import Sequence
 
-from benchmarks.contest import Case, Targets, measure_cases
+from benchmarks.comparison import ComparisonCase, ComparisonTargets, measure_cases
 from benchmarks.engine_process import Decode
 from benchmarks.harness import Row, main
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.packed_format import Scheme
 
 TASK = Decode(tokens=16, context=128)
 TARGETS = {
-    (Scheme.BFLOAT16, 2): Targets(llama=">= 1.2", transformers=">= 3.5", memory=">= 0.87"),
-    (Scheme.BFLOAT16, 1): Targets(llama=">= 1.05", memory=">= 0.87"),
-    (Scheme.INT8, 2): Targets(llama=">= 1.6"),
-    (Scheme.INT8, 1): Targets(llama=">= 1.4"),
-    (Scheme.INT4, 2): Targets(llama=">= 1.2"),
-    (Scheme.INT4, 1): Targets(llama=">= 1.2"),
+    (Scheme.BFLOAT16, 2): ComparisonTargets(
+        llama=">= 1.2", transformers=">= 3.5", memory=">= 0.87"
+    ),
+    (Scheme.BFLOAT16, 1): ComparisonTargets(llama=">= 1.05", memory=">= 0.87"),
+    (Scheme.INT8, 2): ComparisonTargets(llama=">= 1.6"),
+    (Scheme.INT8, 1): ComparisonTargets(llama=">= 1.4"),
+    (Scheme.INT4, 2): ComparisonTargets(llama=">= 1.2"),
+    (Scheme.INT4, 1): ComparisonTargets(llama=">= 1.2"),
 }
 
 
 def measure(rounds: int) -> Sequence[Row]:
     """Decode in every width with one and two threads."""
-    cases = [Case(scheme, TASK, threads, asked) for (scheme, threads), asked in TARGETS.items()]
+    cases = [
+        ComparisonCase(scheme, TASK, threads, asked) for (scheme, threads), asked in TARGETS.items()
+    ]
     return measure_cases(cases, rounds=rounds)
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.harness import Row, absent, compare, main, timed
+from benchmarks.harness import Row, compare, main, make_absent_row, time_action
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.minilm import open_minilm
-from expertctl.routing.static import open_static
+from expertctl.routing.static_encoder import open_static_encoder
 from expertctl.routing.vector_table import Vectors
 
 PROMPT = (
@@ -46,48 +46,52 @@ def measure(rounds: int) -> Sequence[Row]:
     """Compare prompts, batches and opening; then the table of token vectors with MiniLM."""
     found = find_minilm()
     if found is None:
-        return [absent("a prompt of 30 tokens", rival=RIVAL, install=WEIGHTS, target=TARGET)]
-    rows = [*_against_rival(found, rounds), _static(found, rounds)]
+        return [
+            make_absent_row("a prompt of 30 tokens", rival=RIVAL, install=WEIGHTS, target=TARGET)
+        ]
+    rows = [*_compare_with_rival(found, rounds), _measure_static(found, rounds)]
     if KERNELS in os.environ:
-        rows = [_named(row, os.environ[KERNELS]) for row in rows]
-        rows += [_named(row, "of OpenBLAS's choice") for row in _elsewhere(rounds)]
+        rows = [_label_row(row, os.environ[KERNELS]) for row in rows]
+        rows += [_label_row(row, "of OpenBLAS's choice") for row in _measure_in_subprocess(rounds)]
     return rows
 
 
-def _against_rival(directory: Path, rounds: int) -> Sequence[Row]:
+def _compare_with_rival(directory: Path, rounds: int) -> Sequence[Row]:
     if find_spec("sentence_transformers") is None:
-        return [absent("a prompt of 30 tokens", rival=RIVAL, install=INSTALL, target=TARGET)]
+        return [
+            make_absent_row("a prompt of 30 tokens", rival=RIVAL, install=INSTALL, target=TARGET)
+        ]
     ours = open_minilm(directory)
-    theirs = _rival(directory)
+    theirs = _load_rival(directory)
     apart = np.abs(ours.encode([PROMPT, *TEXTS]) - theirs([PROMPT, *TEXTS])).max()
-    note = f"{_tokens(directory)} tokens; numbers differ by {apart:.0e} at most"
+    note = f"{_make_token_encoder(directory)} tokens; numbers differ by {apart:.0e} at most"
     prompt = compare(
-        "a prompt of 30 tokens", timed(lambda: ours.encode([PROMPT])),
-        timed(lambda: theirs([PROMPT])), rival=RIVAL, rounds=rounds, target=TARGET,
+        "a prompt of 30 tokens", time_action(lambda: ours.encode([PROMPT])),
+        time_action(lambda: theirs([PROMPT])), rival=RIVAL, rounds=rounds, target=TARGET,
     )  # fmt: skip
     batch = compare(
-        "64 texts of 4 to 12 words", timed(lambda: ours.encode(TEXTS)),
-        timed(lambda: theirs(TEXTS)), rival=RIVAL, rounds=max(3, rounds // 6),
+        "64 texts of 4 to 12 words", time_action(lambda: ours.encode(TEXTS)),
+        time_action(lambda: theirs(TEXTS)), rival=RIVAL, rounds=max(3, rounds // 6),
     )  # fmt: skip
     opening = compare(
-        "opening the model", timed(lambda: open_minilm(directory)),
-        timed(lambda: _rival(directory)), rival=RIVAL, rounds=max(3, rounds // 20),
+        "opening the model", time_action(lambda: open_minilm(directory)),
+        time_action(lambda: _load_rival(directory)), rival=RIVAL, rounds=max(3, rounds // 20),
     )  # fmt: skip
     return [replace(prompt, note=note), batch, opening]
 
 
-def _static(directory: Path, rounds: int) -> Row:
+def _measure_static(directory: Path, rounds: int) -> Row:
     """Compare one look-up for each token with our own forward pass."""
     ours = open_minilm(directory)
     with tempfile.TemporaryDirectory() as folder:
-        table = open_static(Path(folder, "table"), directory)
+        table = open_static_encoder(Path(folder, "table"), directory)
     return compare(
-        "a prompt of 30 tokens, static", timed(lambda: table.encode([PROMPT])),
-        timed(lambda: ours.encode([PROMPT])), rival="ours with MiniLM", rounds=rounds,
+        "a prompt of 30 tokens, static", time_action(lambda: table.encode([PROMPT])),
+        time_action(lambda: ours.encode([PROMPT])), rival="ours with MiniLM", rounds=rounds,
     )  # fmt: skip
 
 
-def _rival(directory: Path) -> Encode:
+def _load_rival(directory: Path) -> Encode:
     import torch
     from sentence_transformers import SentenceTransformer
 
@@ -103,13 +107,13 @@ def _rival(directory: Path) -> Encode:
     return encode
 
 
-def _tokens(directory: Path) -> int:
+def _make_token_encoder(directory: Path) -> int:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_padding()
     return len(tokenizer.encode(PROMPT).ids)
 
 
-def _elsewhere(rounds: int) -> list[Row]:
+def _measure_in_subprocess(rounds: int) -> list[Row]:
     """Measure in a process without the choice of kernels."""
     environment = {key: value for key, value in os.environ.items() if key != KERNELS}
     command = [sys.executable, "-m", "benchmarks.embedding", "--json", "--rounds", str(rounds)]
@@ -117,7 +121,7 @@ def _elsewhere(rounds: int) -> list[Row]:
     return [Row(**row) for row in json.loads(output)["rows"]]
 
 
-def _named(row: Row, kernels: str) -> Row:
+def _label_row(row: Row, kernels: str) -> Row:
     return replace(row, case=f"{row.case} (kernels {kernels})")
 
 

@@ -35,34 +35,34 @@ class ReadMemory:
 
 
 Task = ReadPrompt | Decode | ReadMemory
-TaskIn = TypeVar("TaskIn", contravariant=True)
+InputTask = TypeVar("TaskIn", contravariant=True)
 AnyTask = TypeVar("AnyTask")
 
 
-class Engine(Protocol[TaskIn]):
+class MeasuredEngine(Protocol[InputTask]):
     """What is measured; ``about`` says what it is, in a line."""
 
     about: str
     weight_bytes: int
 
-    def run(self, task: TaskIn, threads: int) -> Seconds:
+    def run(self, task: InputTask, threads: int) -> Seconds:
         """Do a task; return how long it took."""
         ...
 
 
-OpenEngine = Callable[[], Engine[Task]]
+OpenEngine = Callable[[], MeasuredEngine[Task]]
 
 
 class EngineProcess(Generic[AnyTask]):
     """An engine in another process; use with ``with``."""
 
-    def __init__(self, open_engine: Callable[[], Engine[AnyTask]]) -> None:
+    def __init__(self, open_engine: Callable[[], MeasuredEngine[AnyTask]]) -> None:
         """Describe it; ``open_engine`` is called in the other process, so it must be importable."""
         self.about, self.weight_bytes = "", 0
         self._open = open_engine
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, open_engine), daemon=True)
+        self._process = context.Process(target=_serve_tasks, args=(there, open_engine), daemon=True)
         self._there = there
 
     def __enter__(self) -> "EngineProcess[AnyTask]":
@@ -89,17 +89,19 @@ class EngineProcess(Generic[AnyTask]):
         assert isinstance(answer, float)
         return answer
 
-    def runs(self, task: AnyTask, threads: int) -> Run:
+    def bind(self, task: AnyTask, threads: int) -> Run:
         """Return the task as a run."""
         return lambda: self.run(task, threads)
 
 
-def prompt_ids(tokens: int, vocabulary: int) -> list[int]:
+def make_prompt_ids(tokens: int, vocabulary: int) -> list[int]:
     """Return a prompt that jumps about in the vocabulary."""
     return [7919 * (number + 1) % vocabulary for number in range(tokens)]
 
 
-def _serve(connection: Connection, open_engine: Callable[[], Engine[AnyTask]]) -> None:
+def _serve_tasks(
+    connection: Connection, open_engine: Callable[[], MeasuredEngine[AnyTask]]
+) -> None:
     engine = open_engine()
     connection.send((engine.about, engine.weight_bytes))
     while True:

@@ -18,12 +18,12 @@ from benchmarks.engine_process import (
     ReadMemory,
     ReadPrompt,
     Task,
-    prompt_ids,
+    make_prompt_ids,
 )
 from benchmarks.gguf import width_name
-from benchmarks.harness import Seconds, timed
-from benchmarks.inputs import base_config, config_document
-from expertctl.engine.kernels.scheme import Scheme
+from benchmarks.harness import Seconds, time_action
+from benchmarks.inputs import make_base_config, make_config_document
+from expertctl.engine.kernels.packed_format import Scheme
 
 LLAMA_INSTALL = "pip install llama-cpp-python==0.3.36, built on this machine"
 TRANSFORMERS_INSTALL = "pip install transformers"
@@ -31,19 +31,19 @@ CONTEXT = 1024
 """Room for tokens in every engine."""
 
 
-def ours(scheme: Scheme, threads: Sequence[int]) -> OpenEngine:
+def open_ours(scheme: Scheme, threads: Sequence[int]) -> OpenEngine:
     """Return what opens our own engine, with a crew for each number of threads."""
-    return partial(_Ours, scheme, tuple(threads))
+    return partial(_OurDenseEngine, scheme, tuple(threads))
 
 
-def llama(path: Path, scheme: Scheme, *, flash: bool) -> OpenEngine:
+def open_llama(path: Path, scheme: Scheme, *, flash: bool) -> OpenEngine:
     """Return what opens llama.cpp on a file of `write_gguf`."""
-    return partial(_Llama, path, scheme, flash)
+    return partial(_LlamaEngine, path, scheme, flash)
 
 
-def transformers() -> OpenEngine:
+def open_transformers() -> OpenEngine:
     """Return what opens transformers in bfloat16."""
-    return _Transformers
+    return _TransformersDenseEngine
 
 
 def has_llama() -> bool:
@@ -56,43 +56,49 @@ def has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
-class _Ours:
+class _OurDenseEngine:
     def __init__(self, scheme: Scheme, threads: Sequence[int]) -> None:
         from benchmarks.oracle import check_decoder
-        from expertctl.engine.kernels.crew import Crew
-        from expertctl.engine.kernels.reading import Reading
-        from expertctl.engine.kv_pages import KVPages
-        from expertctl.engine.packed_decoder import PackedDecoder
-        from expertctl.engine.random_base import base_bytes, base_matrices, random_base
+        from expertctl.engine.cpu.base_loader import (
+            create_random_base,
+            decode_bytes_per_token,
+            list_matrices,
+        )
+        from expertctl.engine.cpu.decoder import PackedDecoder
+        from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark
+        from expertctl.engine.kernels.thread_pool import ThreadPool
+        from expertctl.engine.kv.block_pool import PagedKVCache
 
-        self._crews = {count: Crew(count) for count in threads}
+        self._crews = {count: ThreadPool(count) for count in threads}
         for crew in self._crews.values():
             check_decoder(scheme, crew)
-        base = random_base(base_config(), scheme)
+        base = create_random_base(make_base_config(), scheme)
         self._decoders = {n: PackedDecoder(base, crew) for n, crew in self._crews.items()}
         exact = scheme is Scheme.FLOAT32  # pages are those of `run`
         numbers = Scheme.FLOAT32 if exact else Scheme.FLOAT16
-        self._cache = KVPages(base.config, CONTEXT, numbers=numbers)
-        self._reading = Reading(base_matrices(base))
+        self._cache = PagedKVCache(base.config, CONTEXT, numbers=numbers)
+        self._reading = MemoryReadBenchmark(list_matrices(base))
         self._vocabulary = base.config.vocab_size
-        self.weight_bytes = base_bytes(base)
+        self.weight_bytes = decode_bytes_per_token(base)
         self.about = f"ours, {scheme.value}"
 
     def run(self, task: Task, threads: int) -> Seconds:
         """Do a task with so many workers; what comes out has to be numbers."""
         match task:
             case ReadMemory():
-                return timed(lambda: self._reading.run(self._crews[threads]))()
+                return time_action(lambda: self._reading.run(self._crews[threads]))()
             case ReadPrompt(tokens):
                 self._cache.reset()
-                return self._checked(self._reader([prompt_ids(tokens, self._vocabulary)], threads))
+                return self._check_scores(
+                    self._make_reader([make_prompt_ids(tokens, self._vocabulary)], threads)
+                )
             case Decode(tokens, context):
                 self._cache.reset()
-                self._reader([prompt_ids(context, self._vocabulary)], threads)()
-                steps = [[token] for token in prompt_ids(tokens, self._vocabulary)]
-                return self._checked(self._reader(steps, threads))
+                self._make_reader([make_prompt_ids(context, self._vocabulary)], threads)()
+                steps = [[token] for token in make_prompt_ids(tokens, self._vocabulary)]
+                return self._check_scores(self._make_reader(steps, threads))
 
-    def _reader(self, steps: Sequence[Sequence[int]], threads: int) -> Callable[[], Any]:
+    def _make_reader(self, steps: Sequence[Sequence[int]], threads: int) -> Callable[[], Any]:
         """Return what reads some tokens in each step, and returns the last scores."""
         decoder, cache = self._decoders[threads], self._cache
 
@@ -104,15 +110,15 @@ class _Ours:
 
         return read
 
-    def _checked(self, read: Callable[[], Any]) -> Seconds:
+    def _check_scores(self, read: Callable[[], Any]) -> Seconds:
         scores: list[Any] = []
-        seconds = timed(lambda: scores.append(read()))()
+        seconds = time_action(lambda: scores.append(read()))()
         assert math.isfinite(float(scores[0].sum())), "scores are no numbers"
         self._cache.check_integrity()  # so are all keys and values on the way there
         return seconds
 
 
-class _Llama:
+class _LlamaEngine:
     def __init__(self, path: Path, scheme: Scheme, flash: bool) -> None:
         import llama_cpp.llama_cpp as library
         from llama_cpp._logger import set_verbose
@@ -129,7 +135,7 @@ class _Llama:
         self._context = library.llama_init_from_model(self._model, params)
         assert self._context, f"llama.cpp does not open {path.name}"
         self._memory = library.llama_get_memory(self._context)
-        self._vocabulary = base_config().vocab_size
+        self._vocabulary = make_base_config().vocab_size
         facts = library.llama_print_system_info().decode().strip(" |")
         self.about = f"llama.cpp {version('llama-cpp-python')} {width_name(scheme)}: {facts}"
 
@@ -141,13 +147,16 @@ class _Llama:
             case ReadMemory():
                 raise NotImplementedError
             case ReadPrompt(tokens):
-                return timed(self._reader(prompt_ids(tokens, self._vocabulary)))()
+                return time_action(self._make_reader(make_prompt_ids(tokens, self._vocabulary)))()
             case Decode(tokens, context):
-                self._reader(prompt_ids(context, self._vocabulary))()
-                steps = [self._reader([token]) for token in prompt_ids(tokens, self._vocabulary)]
-                return timed(lambda: [step() for step in steps])()
+                self._make_reader(make_prompt_ids(context, self._vocabulary))()
+                steps = [
+                    self._make_reader([token])
+                    for token in make_prompt_ids(tokens, self._vocabulary)
+                ]
+                return time_action(lambda: [step() for step in steps])()
 
-    def _reader(self, ids: Sequence[int]) -> Callable[[], None]:
+    def _make_reader(self, ids: Sequence[int]) -> Callable[[], None]:
         """Return what reads tokens and waits for the scores of the last."""
         library, held = self._library, (ctypes.c_int32 * len(ids))(*ids)
 
@@ -162,14 +171,14 @@ class _Llama:
         return read
 
 
-class _Transformers:
+class _TransformersDenseEngine:
     def __init__(self) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         configs: Any = AutoConfig
         models: Any = AutoModelForCausalLM
-        config = configs.for_model(**config_document())
+        config = configs.for_model(**make_config_document())
         model = models.from_config(config, dtype=torch.bfloat16)
         self._torch, self._model = torch, model.eval()
         self._vocabulary = config.vocab_size
@@ -187,12 +196,12 @@ class _Transformers:
             case ReadMemory():
                 raise NotImplementedError
             case ReadPrompt(tokens):
-                ids = prompt_ids(tokens, self._vocabulary)
-                return timed(lambda: self._read(ids, cache))()
+                ids = make_prompt_ids(tokens, self._vocabulary)
+                return time_action(lambda: self._read(ids, cache))()
             case Decode(tokens, context):
-                self._read(prompt_ids(context, self._vocabulary), cache)
-                ids = prompt_ids(tokens, self._vocabulary)
-                return timed(lambda: self._read_each(ids, cache))()
+                self._read(make_prompt_ids(context, self._vocabulary), cache)
+                ids = make_prompt_ids(tokens, self._vocabulary)
+                return time_action(lambda: self._read_each(ids, cache))()
 
     def _read_each(self, ids: Sequence[int], cache: object) -> None:
         for token in ids:

@@ -11,39 +11,46 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.engine_process import Engine, prompt_ids
-from benchmarks.harness import Seconds, timed
-from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, base_config, config_document, shapes
+from benchmarks.engine_process import MeasuredEngine, make_prompt_ids
+from benchmarks.harness import Seconds, time_action
+from benchmarks.inputs import (
+    HIDDEN,
+    PROJECTIONS,
+    RANK,
+    list_module_shapes,
+    make_base_config,
+    make_config_document,
+)
 
 PEFT_INSTALL = "pip install peft transformers"
 CONTEXT, TOKENS = 16, 8
 """Tokens that are there before, and steps that are measured at a time."""
-SCALE, SPREAD = 2.0, 0.02
+LORA_SCALE, SPREAD = 2.0, 0.02
 THREADS = (2,)
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class DecodeTogether:
     """Decode one text with the first so many experts active at once."""
 
     experts: int
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class DecodeBatch:
     """Decode so many texts in one batch: each has one of so many experts, or none has any."""
 
     texts: int
     experts: int
 
     @property
-    def places(self) -> list[int]:
+    def expert_indices(self) -> list[int]:
         """Return which expert each text has; -1 where there is none."""
         return [text % self.experts if self.experts else -1 for text in range(self.texts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class AnswerBatch:
     """Read prompts of so many tokens in one batch, each with an expert of its own, and answer."""
 
     texts: int
@@ -51,19 +58,19 @@ class Answers:
     tokens: int
 
 
-Task = Together | Beside
-OpenEngine = Callable[[], Engine[Task]]
-PeftTask = Task | Answers
+Task = DecodeTogether | DecodeBatch
+OpenEngine = Callable[[], MeasuredEngine[Task]]
+PeftTask = Task | AnswerBatch
 
 
-def ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
+def open_ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
     """Return what opens our engine with so many experts, and plans of the first so many."""
-    return partial(_Ours, experts, tuple(together))
+    return partial(_OurExpertEngine, experts, tuple(together))
 
 
-def peft(experts: int) -> Callable[[], Engine[PeftTask]]:
+def open_peft(experts: int) -> Callable[[], MeasuredEngine[PeftTask]]:
     """Return what opens transformers and PEFT with so many experts."""
-    return partial(_Peft, experts)
+    return partial(_PeftEngine, experts)
 
 
 def has_peft() -> bool:
@@ -71,33 +78,33 @@ def has_peft() -> bool:
     return all(find_spec(name) is not None for name in ("peft", "transformers"))
 
 
-class _Ours:
+class _OurExpertEngine:
     def __init__(self, experts: int, together: Sequence[int]) -> None:
-        from expertctl.engine.kernels.crew import Crew
-        from expertctl.engine.kernels.scheme import Scheme
-        from expertctl.engine.kv_pages import KVPages
-        from expertctl.engine.packed_decoder import PackedDecoder, StepRow
-        from expertctl.engine.random_base import base_bytes, random_base
+        from expertctl.engine.cpu.base_loader import create_random_base, decode_bytes_per_token
+        from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
+        from expertctl.engine.kernels.packed_format import Scheme
+        from expertctl.engine.kernels.thread_pool import ThreadPool
+        from expertctl.engine.kv.block_pool import PagedKVCache
 
-        with closing(Crew(1)) as crew:
+        with closing(ThreadPool(1)) as crew:
             check_experts(crew)
-        base = random_base(base_config(), Scheme.BFLOAT16)
-        loras = _loras(experts)
-        self._alone = [_plan([lora]) for lora in loras]
-        self._together = {count: _plan(loras[:count]) for count in together}
-        self._row, self._pages = StepRow, KVPages
-        self._decoders = {count: PackedDecoder(base, Crew(count)) for count in THREADS}
+        base = create_random_base(make_base_config(), Scheme.BFLOAT16)
+        loras = _make_loras(experts)
+        self._alone = [_make_plan([lora]) for lora in loras]
+        self._together = {count: _make_plan(loras[:count]) for count in together}
+        self._row, self._pages = DecodeRow, PagedKVCache
+        self._decoders = {count: PackedDecoder(base, ThreadPool(count)) for count in THREADS}
         self._config = base.config
-        self.weight_bytes = base_bytes(base)
+        self.weight_bytes = decode_bytes_per_token(base)
         self.about = "ours, bfloat16"
 
     def run(self, task: Task, threads: int) -> Seconds:
         """Do a task with so many workers."""
         match task:
-            case Together(experts):
+            case DecodeTogether(experts):
                 plans = [self._together[experts] if experts else None]
-            case Beside():
-                plans = [None if place < 0 else self._alone[place] for place in task.places]
+            case DecodeBatch():
+                plans = [None if place < 0 else self._alone[place] for place in task.expert_indices]
         return self._decode(plans, threads)
 
     def _decode(self, plans: Sequence[Any], threads: int) -> Seconds:
@@ -106,14 +113,14 @@ class _Ours:
         decoder, vocabulary = self._decoders[threads], self._config.vocab_size
         texts = [(self._pages(self._config, CONTEXT + TOKENS), plan) for plan in plans]
         for cache, plan in texts:
-            decoder.prefill(prompt_ids(CONTEXT, vocabulary), cache, plan)
+            decoder.prefill(make_prompt_ids(CONTEXT, vocabulary), cache, plan)
         scores = torch.empty(len(plans), vocabulary)
 
         def decode() -> None:
-            for token in prompt_ids(TOKENS, vocabulary):
+            for token in make_prompt_ids(TOKENS, vocabulary):
                 decoder.step([self._row(token, *text) for text in texts], out=scores)
 
-        seconds = timed(decode)()
+        seconds = time_action(decode)()
         for cache, _ in texts:
             cache.check_integrity()
         return seconds
@@ -124,51 +131,55 @@ def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
     import numpy as np
     import torch
 
-    from benchmarks.oracle import SEED, TOLERANCE, TorchScores, assert_same, small_config
-    from expertctl.engine.compose import Form, compose
-    from expertctl.engine.kernels.scheme import Scheme
-    from expertctl.engine.kv_pages import KVPages
-    from expertctl.engine.packed_decoder import PackedDecoder
-    from expertctl.engine.random_base import random_base
+    from benchmarks.oracle import SEED, TOLERANCE, TorchReference, assert_same, make_small_config
+    from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+    from expertctl.engine.cpu.base_loader import create_random_base
+    from expertctl.engine.cpu.decoder import PackedDecoder
+    from expertctl.engine.kernels.packed_format import Scheme
+    from expertctl.engine.kv.block_pool import PagedKVCache
 
-    config = small_config()
-    base = random_base(config, Scheme.BFLOAT16, seed=SEED)
-    decoder, ids = PackedDecoder(base, crew), prompt_ids(CONTEXT, config.vocab_size)
-    alone = np.asarray(decoder.prefill(ids, KVPages(config, CONTEXT)).logits)
-    modules = {name: shape for name, shape in shapes().items() if name in config.linear_shapes()}
-    loras = _loras(2, modules, spread=spread)
+    config = make_small_config()
+    base = create_random_base(config, Scheme.BFLOAT16, seed=SEED)
+    decoder, ids = PackedDecoder(base, crew), make_prompt_ids(CONTEXT, config.vocab_size)
+    alone = np.asarray(decoder.prefill(ids, PagedKVCache(config, CONTEXT)).logits)
+    modules = {
+        name: shape
+        for name, shape in list_module_shapes().items()
+        if name in config.linear_shapes()
+    }
+    loras = _make_loras(2, modules, spread=spread)
     for chain in (loras[:1], loras):
-        plan = _plan(chain, modules)
+        plan = _make_plan(chain, modules)
         assert plan.modules == modules.keys(), "experts are not on all projections"
-        form = Form(modules, HIDDEN, torch.float32, torch.device("cpu"))
-        theirs = TorchScores(base).read(ids, compose(chain, form).compile().deltas)
-        ours = np.asarray(decoder.prefill(ids, KVPages(config, CONTEXT), plan).logits)
+        form = CompileSpec(modules, HIDDEN, torch.float32, torch.device("cpu"))
+        theirs = TorchReference(base).read(ids, fold_plan(chain, form).compile().deltas)
+        ours = np.asarray(decoder.prefill(ids, PagedKVCache(config, CONTEXT), plan).logits)
         assert_same(ours, theirs, TOLERANCE[Scheme.BFLOAT16])
         changed = float(np.abs(ours - alone).max() / alone.std())
         assert changed > 2 * TOLERANCE[Scheme.BFLOAT16], "experts change nothing"
 
 
-def _loras(
+def _make_loras(
     count: int, modules: Mapping[str, tuple[int, int]] | None = None, *, spread: float = SPREAD
 ) -> list[Any]:
     """Return experts as they are loaded, each with one LoRA on every projection."""
     import torch
 
-    from expertctl.engine.adapter_load import LoadedAdapter
-    from expertctl.engine.compose import Weighted
-    from expertctl.engine.lora import LoraTensors
+    from expertctl.engine.adapters.compile import WeightedAdapter
+    from expertctl.engine.adapters.load import LoadedAdapter
+    from expertctl.engine.model.functional import LoraTensors
 
     def drawn(*shape: int) -> torch.Tensor:
         return (torch.randn(shape) * spread).bfloat16()
 
     torch.manual_seed(0)
     return [
-        Weighted(
+        WeightedAdapter(
             LoadedAdapter(
                 f"bench/lora-{number}@1.0.0",
                 {
-                    module: (LoraTensors(drawn(RANK, into), drawn(out, RANK), SCALE),)
-                    for module, (out, into) in (modules or shapes()).items()
+                    module: (LoraTensors(drawn(RANK, into), drawn(out, RANK), LORA_SCALE),)
+                    for module, (out, into) in (modules or list_module_shapes()).items()
                 },
                 (),
                 0,
@@ -179,19 +190,20 @@ def _loras(
     ]
 
 
-def _plan(chain: Sequence[Any], modules: Mapping[str, tuple[int, int]] | None = None) -> Any:
+def _make_plan(chain: Sequence[Any], modules: Mapping[str, tuple[int, int]] | None = None) -> Any:
     import torch
 
-    from expertctl.engine.compose import Form, compose
-    from expertctl.engine.kernels.scheme import Scheme
-    from expertctl.engine.packed_delta import Packing
+    from expertctl.engine.adapters.compile import CompileSpec, fold_plan
+    from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
 
-    packing = Packing(Scheme.BFLOAT16)
-    form = Form(modules or shapes(), HIDDEN, torch.float32, torch.device("cpu"), packing)
-    return compose(chain, form).compile().packed
+    packing = PlanPacking(Scheme.BFLOAT16)
+    form = CompileSpec(
+        modules or list_module_shapes(), HIDDEN, torch.float32, torch.device("cpu"), packing
+    )
+    return fold_plan(chain, form).compile().packed
 
 
-class _Peft:
+class _PeftEngine:
     def __init__(self, experts: int) -> None:
         import peft
         import torch
@@ -199,11 +211,11 @@ class _Peft:
 
         configs: Any = AutoConfig
         models: Any = AutoModelForCausalLM
-        config = configs.for_model(**config_document())
+        config = configs.for_model(**make_config_document())
         base = models.from_config(config, dtype=torch.bfloat16)
         wanted: Any = peft.LoraConfig(
             r=RANK,
-            lora_alpha=int(SCALE * RANK),
+            lora_alpha=int(LORA_SCALE * RANK),
             target_modules=sorted(name.split(".")[1] for name in PROJECTIONS),
             init_lora_weights=False,
         )
@@ -223,15 +235,15 @@ class _Peft:
         """Do a task with so many threads."""
         self._torch.set_num_threads(threads)
         match task:
-            case Together(experts):
+            case DecodeTogether(experts):
                 self._model.base_model.set_adapter(self._names[: max(experts, 1)])
                 alone = nullcontext() if experts else self._model.disable_adapter()
                 with alone:
                     return self._decode(1)
-            case Beside(texts):
-                names = [self._names[p] if p >= 0 else "__base__" for p in task.places]
+            case DecodeBatch(texts):
+                names = [self._names[p] if p >= 0 else "__base__" for p in task.expert_indices]
                 return self._decode(texts, adapter_names=names)
-            case Answers(texts=texts, prompt=prompt, tokens=tokens):
+            case AnswerBatch(texts=texts, prompt=prompt, tokens=tokens):
                 names = [self._names[text % len(self._names)] for text in range(texts)]
                 return self._answer(texts, prompt, tokens, adapter_names=names)
 
@@ -239,24 +251,24 @@ class _Peft:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
-        self._read(prompt_ids(CONTEXT, self._vocabulary), texts, cache, options)
+        self._read(make_prompt_ids(CONTEXT, self._vocabulary), texts, cache, options)
 
         def decode() -> None:
-            for token in prompt_ids(TOKENS, self._vocabulary):
+            for token in make_prompt_ids(TOKENS, self._vocabulary):
                 self._read([token], texts, cache, options)
 
-        return timed(decode)()
+        return time_action(decode)()
 
     def _answer(self, texts: int, prompt: int, tokens: int, **options: Any) -> Seconds:
         from transformers import DynamicCache
 
         def answer() -> None:
             cache = DynamicCache(config=self._model.config)
-            self._read(prompt_ids(prompt, self._vocabulary), texts, cache, options)
-            for token in prompt_ids(tokens - 1, self._vocabulary):
+            self._read(make_prompt_ids(prompt, self._vocabulary), texts, cache, options)
+            for token in make_prompt_ids(tokens - 1, self._vocabulary):
                 self._read([token], texts, cache, options)
 
-        return timed(answer)()
+        return time_action(answer)()
 
     def _read(self, ids: Sequence[int], texts: int, cache: object, options: dict[str, Any]) -> None:
         torch = self._torch

@@ -15,16 +15,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Row, Run, absent, compare, main, timed
-from benchmarks.inputs import HIDDEN, INTERMEDIATE, KEYS, LAYERS, QUERIES, shapes, write_lora
-from benchmarks.installed import WEIGHTS, installed
+from benchmarks.harness import Row, Run, compare, main, make_absent_row, time_action
+from benchmarks.inputs import (
+    HIDDEN,
+    INTERMEDIATE,
+    KEYS,
+    LAYERS,
+    QUERIES,
+    WEIGHTS,
+    list_module_shapes,
+    make_source,
+    write_lora,
+)
 from expertctl.digest import Digest
-from expertctl.engine.budget import Budget
-from expertctl.engine.compose import Form
-from expertctl.engine.experts import ExpertSource, Target, compiled
-from expertctl.engine.gains import GainSource
-from expertctl.engine.tiers import Tiers
-from expertctl.store.derived import Derived
+from expertctl.engine.adapters.compile import CompileSpec
+from expertctl.engine.adapters.experts import (
+    CompileTarget,
+    DoraScaleSource,
+    ExpertSource,
+    borrow_compiled_plan,
+)
+from expertctl.engine.memory.adapter_cache import AdapterCache
+from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.store.disk import DerivedData
 
 BASE = "bench/qwen3-0.6b"
 INSTALL = "pip install 'expertctl[dev]'"
@@ -40,42 +53,44 @@ def measure(rounds: int) -> Sequence[Row]:
         rows = [
             compare(
                 "verified cold load, SSD to compiled",
-                _cold(one),
-                _floor(one / WEIGHTS),
+                _drop_page_cache(one),
+                _read_and_hash(one / WEIGHTS),
                 rival="read + sha256 + copy",
                 rounds=rounds,
                 target="<= 1.5",
             )
         ]
-        return rows + (_against_peft(one, two, rounds) if find_spec("peft") else _without_peft())
+        return rows + (
+            _compare_with_peft(one, two, rounds) if find_spec("peft") else _make_absent_rows()
+        )
 
 
-def _against_peft(one: Path, two: Path, rounds: int) -> list[Row]:
+def _compare_with_peft(one: Path, two: Path, rounds: int) -> list[Row]:
     """3 times as fast is a ratio of at most a third."""
-    model = _peft_model(one)
+    model = _make_peft_model(one)
     model.load_adapter(str(two), adapter_name="two")
     cold = compare(
         "verified cold load, SSD to compiled",
-        _cold(one),
-        _peft_load(model, one),
+        _drop_page_cache(one),
+        _make_peft_load(model, one),
         rival="PEFT load_adapter (verifies nothing)",
         rounds=rounds,
         target="<= 0.333",
     )
-    with _switching(one, two, forget=False) as ours:
+    with _make_switch_run(one, two, forget=False) as ours:
         known = compare(
             "switch to an expert whose plan is compiled",
             ours,
-            _peft_switch(model),
+            _make_peft_switch(model),
             rival="PEFT set_adapter",
             rounds=rounds,
             target="<= 1.0",
         )
-    with _switching(one, two, forget=True) as ours:
+    with _make_switch_run(one, two, forget=True) as ours:
         new = compare(
             "switch to an expert in memory, plan compiled anew",
             ours,
-            _peft_switch(model),
+            _make_peft_switch(model),
             rival="PEFT set_adapter",
             rounds=rounds,
             target="<= 1.0",
@@ -83,69 +98,72 @@ def _against_peft(one: Path, two: Path, rounds: int) -> list[Row]:
     return [cold, known, new]
 
 
-def _without_peft() -> list[Row]:
+def _make_absent_rows() -> list[Row]:
     cases = {
         "verified cold load, SSD to compiled": ("PEFT load_adapter (verifies nothing)", "<= 0.333"),
         "switch to an expert whose plan is compiled": ("PEFT set_adapter", "<= 1.0"),
         "switch to an expert in memory, plan compiled anew": ("PEFT set_adapter", "<= 1.0"),
     }
     return [
-        absent(case, rival=rival, install=INSTALL, target=target)
+        make_absent_row(case, rival=rival, install=INSTALL, target=target)
         for case, (rival, target) in cases.items()
     ]
 
 
-def _target() -> Target:
+def _make_target() -> CompileTarget:
     """The base's form; no expert here has DoRA, so nothing of the base is asked for."""
-    form = Form(shapes(), HIDDEN, torch.float32, torch.device("cpu"))
-    gains = GainSource(Digest.of(b"base"), lambda _: torch.empty(0), Derived(Path()))
-    return Target(form, gains)
+    form = CompileSpec(list_module_shapes(), HIDDEN, torch.float32, torch.device("cpu"))
+    gains = DoraScaleSource(Digest.compute(b"base"), lambda _: torch.empty(0), DerivedData(Path()))
+    return CompileTarget(form, gains)
 
 
-def _use(tiers: Tiers, source: ExpertSource, target: Target) -> None:
+def _borrow_plan(tiers: AdapterCache, source: ExpertSource, target: CompileTarget) -> None:
     tiers.begin_request()
     chain = [(source, 1.0)]
-    with compiled(tiers, chain, identity=source.content_digest, target=target) as plan:
+    with borrow_compiled_plan(tiers, chain, identity=source.content_digest, target=target) as plan:
         assert len(plan.deltas) == len(target.form.shapes)
 
 
-def _cold(directory: Path) -> Run:
-    source, target = installed(directory, base=BASE), _target()
+def _drop_page_cache(directory: Path) -> Run:
+    source, target = make_source(directory, base=BASE), _make_target()
 
     def load() -> None:
-        budget = Budget(BUDGET)
-        _use(Tiers(ram=budget, device=budget), source, target)
+        budget = MemoryBudget(BUDGET)
+        _borrow_plan(AdapterCache(ram=budget, device=budget), source, target)
 
-    return timed(load)
+    return time_action(load)
 
 
-def _floor(path: Path) -> Run:
+def _read_and_hash(path: Path) -> Run:
     def load() -> None:
         data = bytearray(path.read_bytes())
         hashlib.sha256(data).digest()
 
-    return timed(load)
+    return time_action(load)
 
 
 @contextmanager
-def _switching(one: Path, two: Path, *, forget: bool) -> Iterator[Run]:
+def _make_switch_run(one: Path, two: Path, *, forget: bool) -> Iterator[Run]:
     """Change between two experts in memory; ``forget`` their compiled plans each time."""
-    budget, target = Budget(BUDGET), _target()
-    tiers, sources = Tiers(ram=budget, device=budget), [installed(d, base=BASE) for d in (one, two)]
-    with tiers.pin([source.wanted for source in sources]):
+    budget, target = MemoryBudget(BUDGET), _make_target()
+    tiers, sources = (
+        AdapterCache(ram=budget, device=budget),
+        [make_source(d, base=BASE) for d in (one, two)],
+    )
+    with tiers.pin([source.cache_request for source in sources]):
         for source in sources:
-            _use(tiers, source, target)
+            _borrow_plan(tiers, source, target)
 
         def switch() -> float:
             sources.reverse()
             if forget:
                 tiers.clear()
-            return timed(lambda: _use(tiers, sources[0], target))()
+            return time_action(lambda: _borrow_plan(tiers, sources[0], target))()
 
         yield switch
 
 
-def _peft_model(directory: Path) -> Any:
+def _make_peft_model(directory: Path) -> Any:
     """A base of that shape whose weights are never touched, with one adapter."""
     from peft import PeftModel
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -165,21 +183,21 @@ def _peft_model(directory: Path) -> Any:
     return PeftModel.from_pretrained(model, str(directory), adapter_name="one")
 
 
-def _peft_load(model: Any, directory: Path) -> Run:
+def _make_peft_load(model: Any, directory: Path) -> Run:
     def load() -> float:
-        seconds = timed(lambda: model.load_adapter(str(directory), adapter_name="cold"))()
+        seconds = time_action(lambda: model.load_adapter(str(directory), adapter_name="cold"))()
         model.delete_adapter("cold")
         return seconds
 
     return load
 
 
-def _peft_switch(model: Any) -> Run:
+def _make_peft_switch(model: Any) -> Run:
     names = ["one", "two"]
 
     def switch() -> float:
         names.reverse()
-        return timed(lambda: model.set_adapter(names[0]))()
+        return time_action(lambda: model.set_adapter(names[0]))()
 
     return switch
 

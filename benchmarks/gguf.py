@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.random_base import SPREAD, drawn_floats
+from expertctl.engine.cpu.base_loader import WEIGHT_STD, draw_random_floats
+from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.package.model_config import ModelConfig
 
 ALIGNMENT = 32
@@ -23,7 +23,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Value = str | int | float
 
 _UINT32, _FLOAT32, _STRING = 4, 6, 8
-_DRAWN_BYTES = 1 << 22
+_RANDOM_BYTES = 1 << 22
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -41,7 +41,7 @@ _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _GgmlType:
     """A type of ggml: ``block_bytes`` for each ``block`` numbers of a row."""
 
     name: str
@@ -53,12 +53,12 @@ class _Storage:
         return numbers // self.block * self.block_bytes
 
 
-_FLOATS = _Storage("f32", 0, 1, 4)
+_FLOATS = _GgmlType("f32", 0, 1, 4)
 _STORAGE = {
     Scheme.FLOAT32: _FLOATS,
-    Scheme.BFLOAT16: _Storage("bf16", 30, 1, 2),
-    Scheme.INT8: _Storage("q8_0", 8, 32, 34),
-    Scheme.INT4: _Storage("q4_0", 2, 32, 18),
+    Scheme.BFLOAT16: _GgmlType("bf16", 30, 1, 2),
+    Scheme.INT8: _GgmlType("q8_0", 8, 32, 34),
+    Scheme.INT4: _GgmlType("q4_0", 2, 32, 18),
 }
 
 
@@ -71,17 +71,17 @@ def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0
     """Write a base with random weights; its head is its embedding."""
     assert config.architecture == "qwen3", config.architecture
     assert config.tied, "the head is the embedding"
-    drawn = _drawn(scheme, np.random.default_rng(seed))
-    tensors = [(_renamed(name), shape) for name, shape in config.tensor_shapes().items()]
+    drawn = _make_random_blocks(scheme, np.random.default_rng(seed))
+    tensors = [(_to_gguf_name(name), shape) for name, shape in config.tensor_shapes().items()]
     with path.open("wb") as file:
-        file.write(_header(_facts(config), tensors, scheme))
+        file.write(_make_header(_list_metadata(config), tensors, scheme))
         for _, shape in tensors:
-            _fill(file)
+            _pad(file)
             _write_numbers(file, shape, scheme, drawn)
     return path
 
 
-def _facts(config: ModelConfig) -> dict[str, Value]:
+def _list_metadata(config: ModelConfig) -> dict[str, Value]:
     return {
         "general.architecture": "qwen3",
         "general.alignment": ALIGNMENT,
@@ -100,46 +100,46 @@ def _facts(config: ModelConfig) -> dict[str, Value]:
     }
 
 
-def _header(
+def _make_header(
     facts: dict[str, Value], tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
 ) -> bytes:
     parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(facts))]
-    parts += [_text(key) + _typed(value) for key, value in facts.items()]
-    parts += _tensor_entries(tensors, scheme)
+    parts += [_encode_text(key) + _encode_typed(value) for key, value in facts.items()]
+    parts += _iterate_tensor_entries(tensors, scheme)
     return b"".join(parts)
 
 
-def _tensor_entries(
+def _iterate_tensor_entries(
     tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
 ) -> Iterator[bytes]:
     """Yield name, dimensions from the innermost, type and place of every tensor."""
     offset = 0
     for name, shape in tensors:
-        storage = _storage_of(shape, scheme)
+        storage = _choose_storage(shape, scheme)
         assert shape[-1] % storage.block == 0, f"{name}: rows of {shape[-1]} are not whole blocks"
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        yield _text(name) + sizes + struct.pack("<IQ", storage.code, offset)
+        yield _encode_text(name) + sizes + struct.pack("<IQ", storage.code, offset)
         offset += -(-storage.nbytes(int(np.prod(shape))) // ALIGNMENT) * ALIGNMENT
 
 
-def _storage_of(shape: tuple[int, ...], scheme: Scheme) -> _Storage:
+def _choose_storage(shape: tuple[int, ...], scheme: Scheme) -> _GgmlType:
     return _STORAGE[scheme] if len(shape) > 1 else _FLOATS
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<Q", len(data)) + data
 
 
-def _typed(value: Value) -> bytes:
+def _encode_typed(value: Value) -> bytes:
     if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _text(value)
+        return struct.pack("<I", _STRING) + _encode_text(value)
     if isinstance(value, int):
         return struct.pack("<II", _UINT32, value)
     return struct.pack("<If", _FLOAT32, value)
 
 
-def _fill(file: BinaryIO) -> None:
+def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
 
 
@@ -152,20 +152,20 @@ def _write_numbers(file: BinaryIO, shape: tuple[int, ...], scheme: Scheme, drawn
         left -= file.write(drawn[: min(left, len(drawn))].data)
 
 
-def _drawn(scheme: Scheme, rng: np.random.Generator) -> Bytes:
+def _make_random_blocks(scheme: Scheme, rng: np.random.Generator) -> Bytes:
     """Return some blocks, which every matrix repeats: what is read costs the same."""
     storage = _STORAGE[scheme]
-    blocks = _DRAWN_BYTES // storage.block_bytes
+    blocks = _RANDOM_BYTES // storage.block_bytes
     if storage.block == 1:
-        return drawn_floats(scheme, blocks, rng)
+        return draw_random_floats(scheme, blocks, rng)
     drawn = rng.integers(0, 256, (blocks, storage.block_bytes), np.uint8)
     levels = 1 << 8 if scheme is Scheme.INT8 else 1 << 4
-    step = np.full(1, SPREAD * 12**0.5 / levels, "<f2")
+    step = np.full(1, WEIGHT_STD * 12**0.5 / levels, "<f2")
     drawn[:, :2] = step.view(np.uint8)
     return drawn.reshape(-1)
 
 
-def _renamed(name: str) -> str:
+def _to_gguf_name(name: str) -> str:
     module, kind = name.rsplit(".", 1)
     if module in _OTHER_NAMES:
         return f"{_OTHER_NAMES[module]}.{kind}"

@@ -18,22 +18,29 @@ from statistics import mean
 from typing import Self
 
 from benchmarks.harness import Row, main
-from benchmarks.routed_home import Choose, Described, choosing, furnish, made_up, starter_experts
-from expertctl.routing.candidate import Installed
+from benchmarks.routing_home import (
+    DescribedExpert,
+    RoutePrompt,
+    list_starter_experts,
+    make_experts,
+    make_home,
+    make_router,
+)
+from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.planner import Planner
-from expertctl.routing.vetting import vet
+from expertctl.routing.vetting import vet_experts
 from expertctl.settings import Home, Settings
 
 INTENTS = "EXPERT_INTENTS"
 SIZES = (5, 20)
 """How many honest experts there are."""
-EXAMPLES, STOLEN, PROMPTS = 5, 200, 100
+EXAMPLES, COPIED_EXAMPLES, PROMPTS = 5, 200, 100
 KINDS = ("theirs right", "other intents' left to the base", "out of scope left to the base")
 CASES = ("without", "plain", "flagged")
 """The package about everything is absent, present but not flagged, or flagged."""
-GRABBER = "grabber/helper"
+CATCH_ALL = "grabber/helper"
 DESCRIPTIONS = (
     "A helpful assistant for everything.",
     "Answers questions of all kinds.",
@@ -44,7 +51,7 @@ DESCRIPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Intents:
+class IntentDataset:
     """Utterances by intent, those of a test, and those that are of no intent at all."""
 
     texts: dict[str, list[str]]
@@ -57,44 +64,47 @@ class Intents:
         document = json.loads(path.read_bytes())
         texts: dict[str, list[str]] = defaultdict(list)
         for text, label in document["train"]:
-            texts[_name(label)].append(text)
-        tests = [(text, _name(label)) for text, label in document["test"]]
+            texts[_make_name(label)].append(text)
+        tests = [(text, _make_name(label)) for text, label in document["test"]]
         return cls(dict(texts), tests, [text for text, _ in document["oos_test"]])
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class IntentSample:
     """Some intents, a package about everything, prompts for the former and two sorts of others."""
 
-    honest: tuple[Described, ...]
-    grabber: Described
-    theirs: tuple[tuple[str, str], ...]
-    others: tuple[str, ...]
-    outside: tuple[str, ...]
+    honest: tuple[DescribedExpert, ...]
+    catch_all: DescribedExpert
+    honest_prompts: tuple[tuple[str, str], ...]
+    other_prompts: tuple[str, ...]
+    out_of_scope: tuple[str, ...]
 
     @classmethod
-    def of(cls, intents: Intents, size: int, number: int) -> Self:
+    def sample(cls, intents: IntentDataset, size: int, number: int) -> Self:
         """Draw with a seed of its own."""
         draw = random.Random(1_000 * size + number)
         names = draw.sample(sorted(intents.texts), size)
-        honest = tuple(_described(n, draw.sample(intents.texts[n], EXAMPLES)) for n in names)
+        honest = tuple(_describe(n, draw.sample(intents.texts[n], EXAMPLES)) for n in names)
         everything = [text for texts in intents.texts.values() for text in texts]
-        stolen = tuple(draw.sample(everything, STOLEN))
+        stolen = tuple(draw.sample(everything, COPIED_EXAMPLES))
         described = DESCRIPTIONS[number % len(DESCRIPTIONS)]
         theirs = [test for test in intents.tests if test[1] in names]
         others = [text for text, name in intents.tests if name not in names]
         return cls(
             honest,
-            Described(GRABBER, described, (), stolen),
+            DescribedExpert(CATCH_ALL, described, (), stolen),
             tuple(draw.sample(theirs, PROMPTS)),
             tuple(draw.sample(others, PROMPTS)),
             tuple(draw.sample(intents.outside, PROMPTS)),
         )
 
-    def rightly(self, choose: Choose) -> tuple[float, ...]:
+    def score(self, choose: RoutePrompt) -> tuple[float, ...]:
         """Return which percentage of each of `KINDS` is answered rightly."""
-        theirs = [choose(prompt) == (name,) for prompt, name in self.theirs]
-        alone = [[choose(prompt) == () for prompt in left] for left in (self.others, self.outside)]
+        theirs = [choose(prompt) == (name,) for prompt, name in self.honest_prompts]
+        alone = [
+            [choose(prompt) == () for prompt in left]
+            for left in (self.other_prompts, self.out_of_scope)
+        ]
         return tuple(100 * mean(right) for right in (theirs, *alone))
 
 
@@ -102,20 +112,24 @@ def measure(rounds: int) -> Sequence[Row]:
     """Route the prompts of each draw with the package, flagged and not, and without it."""
     data = os.environ.get(INTENTS)
     if data is None or find_minilm() is None:
-        return [_missing(f"needs {INTENTS}=FILE in the layout of CLINC150, and the extra `minilm`")]
-    intents = Intents.read(Path(data))
+        return [
+            _make_missing_rows(
+                f"needs {INTENTS}=FILE in the layout of CLINC150, and the extra `minilm`"
+            )
+        ]
+    intents = IntentDataset.read(Path(data))
     with tempfile.TemporaryDirectory() as folder:
-        home = furnish(Path(folder) / "home")
+        home = make_home(Path(folder) / "home")
         return [row for size in SIZES for row in _rows(home, intents, size, rounds)]
 
 
-def _rows(home: Home, intents: Intents, size: int, rounds: int) -> list[Row]:
-    draws = [Draw.of(intents, size, number) for number in range(rounds)]
-    shares = {case: [_measured(home, draw, case=case) for draw in draws] for case in CASES}
-    return compared(size, shares)
+def _rows(home: Home, intents: IntentDataset, size: int, rounds: int) -> list[Row]:
+    draws = [IntentSample.sample(intents, size, number) for number in range(rounds)]
+    shares = {case: [_measure_case(home, draw, case=case) for draw in draws] for case in CASES}
+    return make_rows(size, shares)
 
 
-def compared(size: int, shares: Mapping[str, Sequence[tuple[float, ...]]]) -> list[Row]:
+def make_rows(size: int, shares: Mapping[str, Sequence[tuple[float, ...]]]) -> list[Row]:
     """Return a row for each of `KINDS`; ``shares`` are those of each draw, by case."""
 
     def share(case: str, kind: int) -> float:
@@ -137,36 +151,36 @@ def compared(size: int, shares: Mapping[str, Sequence[tuple[float, ...]]]) -> li
     ]
 
 
-def _measured(home: Home, draw: Draw, *, case: str) -> tuple[float, ...]:
+def _measure_case(home: Home, draw: IntentSample, *, case: str) -> tuple[float, ...]:
     """Install nothing: experts are in memory, their vectors and flags in a folder of their own."""
     planner = Planner.open(Settings(home, encoder="minilm"))
     with tempfile.TemporaryDirectory() as folder:
         own = replace(planner, index=RoutingIndex(Path(folder), planner.index.encoder))
-        described = [*draw.honest, *(() if case == "without" else (draw.grabber,))]
-        experts = made_up(described, starter_experts(home)[0])
+        described = [*draw.honest, *(() if case == "without" else (draw.catch_all,))]
+        experts = make_experts(described, list_starter_experts(home)[0])
         if case == "flagged":
-            _judge(experts, own.index)
-        return draw.rightly(choosing(own, experts))
+            _flag_experts(experts, own.index)
+        return draw.score(make_router(own, experts))
 
 
-def _judge(experts: Sequence[Installed], index: RoutingIndex) -> None:
+def _flag_experts(experts: Sequence[InstalledExpert], index: RoutingIndex) -> None:
     manifests = {expert.digest: expert.manifest for expert in experts}
     index.add(manifests)
-    flags = vet(manifests, index)
+    flags = vet_experts(manifests, index)
     assert [bool(flags[expert.digest]) for expert in experts] == [False] * (len(experts) - 1) + [
         True
     ]
 
 
-def _described(name: str, texts: Sequence[str]) -> Described:
-    return Described(name, name.partition("/")[2].replace("-", " "), (), tuple(texts))
+def _describe(name: str, texts: Sequence[str]) -> DescribedExpert:
+    return DescribedExpert(name, name.partition("/")[2].replace("-", " "), (), tuple(texts))
 
 
-def _name(label: str) -> str:
+def _make_name(label: str) -> str:
     return f"intents/{label.replace('_', '-')}"
 
 
-def _missing(why: str) -> Row:
+def _make_missing_rows(why: str) -> Row:
     return Row("a package about everything", None, "-", None, "%", "higher", None, None, note=why)
 
 

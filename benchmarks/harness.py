@@ -37,7 +37,7 @@ class Row:
     note: str | None = None
 
 
-def timed(action: Callable[[], object]) -> Run:
+def time_action(action: Callable[[], object]) -> Run:
     """Turn an action into a run that returns its wall time in seconds."""
 
     def run() -> Seconds:
@@ -54,7 +54,7 @@ def compare(
 ) -> Row:
     """Measure two runs alternately, after one warm-up of each; smaller is better."""
     ours(), theirs()
-    pairs = [_pair(ours, theirs, swapped=bool(i % 2)) for i in range(rounds)]
+    pairs = [_run_pair(ours, theirs, swapped=bool(i % 2)) for i in range(rounds)]
     mine, other = zip(*pairs, strict=True)
     return compare_times(case, mine, other, steps=1, rival=rival, target=target)
 
@@ -99,7 +99,7 @@ def compare_rates(
         ratio=round(mine / other, 3),
         spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
     )
-    return judged(row, target) if target else row
+    return judge(row, target) if target else row
 
 
 def compare_times(
@@ -124,10 +124,10 @@ def compare_times(
         ratio=round(mine / other, 3),
         spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
     )
-    return judged(row, target) if target else row
+    return judge(row, target) if target else row
 
 
-def judged(row: Row, target: str) -> Row:
+def judge(row: Row, target: str) -> Row:
     """Say whether the ratio meets a target such as ``<= 1.5``."""
     operator, bound = target.split()
     ratio = row.ratio
@@ -137,7 +137,7 @@ def judged(row: Row, target: str) -> Row:
     return replace(row, target=target, ok=met)
 
 
-def absent(case: str, *, rival: str, install: str, target: str | None = None) -> Row:
+def make_absent_row(case: str, *, rival: str, install: str, target: str | None = None) -> Row:
     """The row of a rival that is not installed, with the line that installs it."""
     return Row(case, None, rival, None, "ms", "lower", None, None, target, False, install)
 
@@ -150,22 +150,27 @@ def main(name: str, measure: Callable[[int], Sequence[Row]], *, rounds: int) -> 
     options = parser.parse_args()
     document: dict[str, object] = {
         "name": name,
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in measure(options.rounds)],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
-def machine() -> dict[str, object]:
+def describe_machine() -> dict[str, object]:
     """What the figures were measured on."""
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
-    return {"cpu": _cpu(), "threads": threads, "device": "cpu", "python": platform.python_version()}
+    return {
+        "cpu": _read_cpu_name(),
+        "threads": threads,
+        "device": "cpu",
+        "python": platform.python_version(),
+    }
 
 
-def as_table(document: dict[str, object]) -> str:
+def format_table(document: dict[str, object]) -> str:
     """The document for a person."""
     header = ("case", "ours", "theirs", "rival", "ratio", "spread", "target", "ok")
-    lines = [header, *(_cells(row) for row in document["rows"])]  # type: ignore[attr-defined]  # rows is a list
+    lines = [header, *(_format_cells(row) for row in document["rows"])]  # type: ignore[attr-defined]  # rows is a list
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     body = "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines
@@ -174,14 +179,14 @@ def as_table(document: dict[str, object]) -> str:
     return "\n".join([f"{document['name']}  {document['machine']}", body, *notes])
 
 
-def _cells(row: dict[str, object]) -> tuple[str, ...]:
+def _format_cells(row: dict[str, object]) -> tuple[str, ...]:
     ok = {True: "yes", False: "NO", None: "-"}[row["ok"]]  # type: ignore[index]  # bool or None
     figures = ["-" if f is None else f"{f} {row['unit']}" for f in (row["ours"], row["theirs"])]
     rest = ["-" if row[key] is None else str(row[key]) for key in ("ratio", "spread", "target")]
     return (str(row["case"]), *figures, str(row["rival"]), *rest, ok)
 
 
-def _pair(ours: Run, theirs: Run, *, swapped: bool) -> tuple[Seconds, Seconds]:
+def _run_pair(ours: Run, theirs: Run, *, swapped: bool) -> tuple[Seconds, Seconds]:
     if swapped:
         other = theirs()
         return ours(), other
@@ -195,7 +200,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return values[low] + (values[high] - values[low]) * (position - low)
 
 
-def _cpu() -> str:
+def _read_cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()

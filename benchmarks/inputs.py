@@ -1,4 +1,7 @@
-"""What the benchmarks work on: a base in the shape of Qwen3-0.6B, adapters with random weights."""
+"""What the benchmarks work on: a base in the shape of Qwen3-0.6B, adapters with random weights.
+
+Adapters of the benchmarks as the store would offer them, once they are installed.
+"""
 
 import json
 from collections.abc import Iterator
@@ -7,11 +10,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from expertctl.digest import Digest
+from expertctl.digest import Digest, FileDigest, hash_file
+from expertctl.engine.adapters.experts import ExpertSource
+from expertctl.engine.adapters.load import StoredFiles, estimate_adapter_bytes, load_adapter
 from expertctl.package.base_model import BaseFacts, BaseIdentity
-from expertctl.package.build import Built, build, plan_build
-from expertctl.package.draft import Overrides
-from expertctl.package.model_config import ModelConfig, parse_config
+from expertctl.package.build import BuildResult, build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.model_config import ModelConfig, parse_model_config
+from expertctl.package.tensor_file import read_table
+from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
 from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.keys import PrivateKey
 
@@ -30,7 +37,7 @@ PROJECTIONS = {
 RANK = 16
 
 
-def shapes() -> dict[str, tuple[int, int]]:
+def list_module_shapes() -> dict[str, tuple[int, int]]:
     """Return ``(out, in)`` of every linear module of the base."""
     return {
         f"model.layers.{layer}.{name}": shape
@@ -39,7 +46,7 @@ def shapes() -> dict[str, tuple[int, int]]:
     }
 
 
-def config_document(vocabulary: int = VOCABULARY) -> JsonObject:
+def make_config_document(vocabulary: int = VOCABULARY) -> JsonObject:
     """Return what ``config.json`` of the base says."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -60,23 +67,27 @@ def config_document(vocabulary: int = VOCABULARY) -> JsonObject:
     }
 
 
-def base_config(vocabulary: int = VOCABULARY) -> ModelConfig:
+def make_base_config(vocabulary: int = VOCABULARY) -> ModelConfig:
     """Return the configuration of the base."""
-    return parse_config(config_document(vocabulary))
+    return parse_model_config(make_config_document(vocabulary))
 
 
-def facts() -> BaseFacts:
+def make_base_facts() -> BaseFacts:
     """The base that the adapters are for, by made-up digests: no weights are needed here."""
-    arch, tokenizer = Digest.of(b"arch"), Digest.of(b"tokenizer")
+    arch, tokenizer = Digest.compute(b"arch"), Digest.compute(b"tokenizer")
     identity = BaseIdentity("bench/qwen3-0.6b", None, arch, None, tokenizer)
-    return BaseFacts(identity, shapes())
+    return BaseFacts(identity, list_module_shapes())
 
 
 def write_lora(directory: Path, *, seed: int = 0, rank: int = RANK) -> Path:
     """Write a float32 LoRA on all projections as PEFT does: about 2.5 MB for each rank."""
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    save_file(dict(_tensors(rng, rank)), directory / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        dict(_make_lora_tensors(rng, rank)),
+        directory / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -91,18 +102,43 @@ def write_lora(directory: Path, *, seed: int = 0, rank: int = RANK) -> Path:
     return directory
 
 
-def write_package(directory: Path, output: Path, *, name: str, key: PrivateKey) -> Built:
+def write_package(directory: Path, output: Path, *, name: str, key: PrivateKey) -> BuildResult:
     """Build and sign a package of an adapter that `write_lora` made."""
-    overrides = Overrides(name=name, version="1.0.0", description="a benchmark's adapter")
-    return build(plan_build(directory, overrides, base=facts()), output, key=key)
+    overrides = ManifestOverrides(name=name, version="1.0.0", description="a benchmark's adapter")
+    return build_package(plan_build(directory, overrides, base=make_base_facts()), output, key=key)
 
 
-def _tensors(rng: np.random.Generator, rank: int) -> Iterator[tuple[str, np.ndarray]]:
-    for module, (out, into) in shapes().items():
+def _make_lora_tensors(rng: np.random.Generator, rank: int) -> Iterator[tuple[str, np.ndarray]]:
+    for module, (out, into) in list_module_shapes().items():
         name = f"base_model.model.{module}"
-        yield f"{name}.lora_A.weight", _random(rng, (rank, into))
-        yield f"{name}.lora_B.weight", _random(rng, (out, rank))
+        yield f"{name}.lora_A.weight", _random_matrix(rng, (rank, into))
+        yield f"{name}.lora_B.weight", _random_matrix(rng, (out, rank))
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def _random_matrix(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
     return (rng.standard_normal(shape) * 0.01).astype(np.float32)
+
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def make_source(directory: Path, *, base: str) -> ExpertSource:
+    """Offer the float32 LoRA of a directory, named after it; its files are hashed now."""
+    files = {
+        name: (directory / name, FileDigest(name, *hash_file(directory / name)))
+        for name in (WEIGHTS, CONFIG)
+    }
+    tensors = len(read_table(directory / WEIGHTS).tensors)
+    manifest = Manifest(
+        schema=1,
+        name=f"bench/{directory.name}",
+        version="1.0.0",
+        description="a benchmark's adapter",
+        license="Apache-2.0",
+        base=BaseRequirement(name=base, arch="", tokenizer=""),
+        adapters=(AdapterEntry("lora", WEIGHTS, CONFIG, "float32", tensors),),
+    )
+    stored = StoredFiles(manifest.ref, files)
+    cost = estimate_adapter_bytes(manifest, {name: file.size for name, (_, file) in files.items()})
+    digest = files[WEIGHTS][1].digest
+    return ExpertSource(manifest, digest, cost, lambda: load_adapter(manifest, stored))

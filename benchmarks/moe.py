@@ -21,35 +21,56 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import engines as dense_engines
-from benchmarks.cache_oracles import Trace
+from benchmarks.cache_policies import Trace
 from benchmarks.engine_process import EngineProcess, ReadPrompt
 from benchmarks.harness import (
     Row,
     Run,
-    absent,
-    as_table,
     compare_rates,
-    judged,
-    machine,
+    describe_machine,
+    format_table,
+    judge,
+    make_absent_row,
     take_turns,
 )
 from benchmarks.routed import on_device
-from benchmarks.routed.budgeted import ANSWER, ANSWERS, Budgeted, Told, answering
-from benchmarks.routed.engines import THREADS, WARM_UP, Setting, ours, transformers
-from benchmarks.routed.hit_rows import SHARE, draw, hit_rows
-from benchmarks.routed.readers import keep_copy
-from benchmarks.routed.shape import RoutedShape, write_base
-from benchmarks.routed.tasks import Figure, Follow, Keeping, RoutedTask, Tell
-from benchmarks.routed.traces import drawn, shape_of, stored
-from expertctl.cli.plot import check_picture
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.memory import unused
-from expertctl.engine.packed_base import packed_bytes
+from benchmarks.routed.decoders import (
+    ExpertPlacement,
+    FollowTask,
+    ProcessFigure,
+    ReportTask,
+    RoutedTask,
+)
+from benchmarks.routed.engine_processes import (
+    ANSWER,
+    ANSWERS,
+    THREADS,
+    WARM_UP,
+    BudgetFigure,
+    BudgetSetup,
+    DecoderSetup,
+    open_answering,
+    open_our_decoders,
+    open_transformers,
+)
+from benchmarks.routed.expert_sources import make_packed_copy
+from benchmarks.routed.hit_rates import SHARE, compare_hit_rates, draw_hit_rates
+from benchmarks.routed.traced_base import (
+    RoutedShape,
+    make_shape,
+    make_trace,
+    read_trace,
+    write_base,
+)
+from expertctl.cli.plot import check_plot_path
+from expertctl.engine.cpu.packed_base import packed_base_bytes
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.memory.host import find_unused_bytes
 from expertctl.routing.request import Dtype
 
 NAME = "moe"
 TOKENS, DRIFT = 4000, 1000
-LAYERS, FEW_LAYERS, ENOUGH = 4, 2, 14 << 30
+LAYERS, FEW_LAYERS, MIN_FREE_BYTES = 4, 2, 14 << 30
 """How many layers the base has where so many bytes are free, and where they are not."""
 STEPS, PROMPT = 24, 512
 SHORT_TURNS = 5
@@ -64,12 +85,12 @@ DTYPES: dict[Scheme, Dtype] = {
     Scheme.INT8: "int8",
     Scheme.INT4: "int4",
 }
-_LOOKED = "anonymous memory, looked at every 2 ms"
+_SAMPLING_NOTE = "anonymous memory, looked at every 2 ms"
 Process = EngineProcess[RoutedTask]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class BenchmarkedBase:
     """A base that was written, and the trace that its tokens follow."""
 
     directory: Path
@@ -78,70 +99,77 @@ class Subject:
     trace: Trace
     simulates: str
 
-    def setting(self, *keepings: Keeping, limit: float | None = None) -> Setting:
+    def make_setting(self, *keepings: ExpertPlacement, limit: float | None = None) -> DecoderSetup:
         """Return how decoders of it are held, `SHARE` of the experts resident."""
         tokens = len(self.trace)
-        return Setting(self.directory, self.home, keepings, tokens, share=SHARE, limit=limit)
+        return DecoderSetup(self.directory, self.home, keepings, tokens, share=SHARE, limit=limit)
 
 
 def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int) -> list[Row]:
     """Measure everything in a folder that is on the disk that counts."""
-    layers = LAYERS if (unused() or 0) >= ENOUGH else FEW_LAYERS
-    rows = _hits(trace, picture, layers)
-    with _subject(trace, folder, layers) as subject:
-        rows += from_memory(subject, rounds)
+    layers = LAYERS if (find_unused_bytes() or 0) >= MIN_FREE_BYTES else FEW_LAYERS
+    rows = _measure_hits(trace, picture, layers)
+    with _write_subject(trace, folder, layers) as subject:
+        rows += measure_from_memory(subject, rounds)
         for scheme in (Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4):
-            rows += from_disk(subject, rounds, scheme=scheme)
+            rows += measure_from_disk(subject, rounds, scheme=scheme)
         tokens, simulates = len(subject.trace), subject.simulates
         rows.append(
-            on_device.row(subject.directory, tokens=tokens, simulates=simulates, rounds=rounds)
+            on_device.compare_on_device(
+                subject.directory, tokens=tokens, simulates=simulates, rounds=rounds
+            )
         )
         for scheme in (Scheme.BFLOAT16, Scheme.INT8):
-            rows += prompts(subject, scheme, rounds)
-    with _subject(trace, folder, min(layers, FEW_LAYERS)) as small:
-        rows += prompts(small, Scheme.FLOAT32, rounds)
+            rows += measure_prompts(subject, scheme, rounds)
+    with _write_subject(trace, folder, min(layers, FEW_LAYERS)) as small:
+        rows += measure_prompts(small, Scheme.FLOAT32, rounds)
     return rows
 
 
 @contextmanager
-def _subject(path: Path | None, folder: Path, layers: int) -> Iterator[Subject]:
+def _write_subject(path: Path | None, folder: Path, layers: int) -> Iterator[BenchmarkedBase]:
     """Write a base, and delete it afterwards."""
     if path is None:
         shape, source = RoutedShape(layers), "requests by Zipf's law"
-        trace = drawn(shape, TOKENS)
+        trace = make_trace(shape, TOKENS)
     else:
-        trace = stored(path)
-        shape, source = shape_of(trace, layers=layers), f"requests of {path.stem}"
+        trace = read_trace(path)
+        shape, source = make_shape(trace, layers=layers), f"requests of {path.stem}"
         trace = trace[: shape.vocabulary, : shape.layers]
     simulates = (
         f"{shape.layers} of OLMoE's 16 layers, {shape.experts} experts, {shape.used} used, {source}"
     )
     with TemporaryDirectory(dir=folder) as directory:
         base = write_base(Path(directory), shape, trace)
-        yield Subject(base, folder / "home", shape, trace, simulates)
+        yield BenchmarkedBase(base, folder / "home", shape, trace, simulates)
 
 
-def from_memory(subject: Subject, rounds: int) -> list[Row]:
+def measure_from_memory(subject: BenchmarkedBase, rounds: int) -> list[Row]:
     """Run all decoders in one process, in turns: they share the weights and the workers."""
-    keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
-    with EngineProcess(ours(subject.setting(*keepings))) as process:
-        runs = _follow(dict.fromkeys(keepings, process))
+    keepings = (ExpertPlacement.WHOLE, ExpertPlacement.CACHED, ExpertPlacement.LENT)
+    with EngineProcess(open_our_decoders(subject.make_setting(*keepings))) as process:
+        runs = _make_follow_runs(dict.fromkeys(keepings, process))
         seconds = take_turns(runs, rounds=SHORT_TURNS * rounds)
         misses, huge = (
-            process.run(Tell(Keeping.LENT, figure), THREADS)
-            for figure in (Figure.MISSES, Figure.HUGE)
+            process.run(ReportTask(ExpertPlacement.LENT, figure), THREADS)
+            for figure in (ProcessFigure.MISSES, ProcessFigure.HUGE)
         )
-    lent = _decoded(
-        f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.LENT, ">= 0.9"
+    lent = _make_decode_row(
+        f"decode, {SHARE:.0%} resident, cold experts in memory",
+        seconds,
+        ExpertPlacement.LENT,
+        ">= 0.9",
     )
-    cached = _decoded("decode, all resident, through the cache", seconds, Keeping.CACHED, ">= 0.95")
+    cached = _make_decode_row(
+        "decode, all resident, through the cache", seconds, ExpertPlacement.CACHED, ">= 0.95"
+    )
     about = f"{subject.simulates}, bf16; {huge:.0%} of the process in huge pages"
     note = f"{about}; {misses:.0%} of requests not in memory; blocks are lent"
     return [replace(cached, note=about), replace(lent, note=note)]
 
 
-def from_disk(
-    subject: Subject,
+def measure_from_disk(
+    subject: BenchmarkedBase,
     rounds: int,
     *,
     scheme: Scheme = Scheme.BFLOAT16,
@@ -151,81 +179,85 @@ def from_disk(
 
     We read the copy that a machine keeps, past the system's file cache; the rival the base's files.
     """
-    mine, copies = Keeping.PREPACKED, subject.home / "bases"
-    keep_copy(subject.directory, copies, scheme)
+    mine, copies = ExpertPlacement.PREPACKED, subject.home / "bases"
+    make_packed_copy(subject.directory, copies, scheme)
     settings = {
         keeping: replace(
-            subject.setting(keeping, limit=None if keeping is Keeping.WHOLE else limit),
+            subject.make_setting(
+                keeping, limit=None if keeping is ExpertPlacement.WHOLE else limit
+            ),
             scheme=scheme,
             copies=copies,
         )
-        for keeping in (Keeping.WHOLE, mine, Keeping.ON_MISS)
+        for keeping in (ExpertPlacement.WHOLE, mine, ExpertPlacement.ON_MISS)
     }
     with ExitStack() as stack:
-        opened = {k: stack.enter_context(EngineProcess(ours(s))) for k, s in settings.items()}
-        seconds = take_turns(_follow(opened), rounds=rounds)
+        opened = {
+            k: stack.enter_context(EngineProcess(open_our_decoders(s))) for k, s in settings.items()
+        }
+        seconds = take_turns(_make_follow_runs(opened), rounds=rounds)
         told = {
-            name: _told(keeping, opened[keeping])
-            for name, keeping in (("ours", mine), ("theirs", Keeping.ON_MISS))
+            name: _read_figures(keeping, opened[keeping])
+            for name, keeping in (("ours", mine), ("theirs", ExpertPlacement.ON_MISS))
         }
     case = f"decode, {scheme.value}, {SHARE:.0%} resident, cold experts on disk"
-    naive = _decoded(case, seconds, mine, ">= 3", rival=Keeping.ON_MISS)
-    whole = _decoded(case, seconds, mine, None)
+    naive = _make_decode_row(case, seconds, mine, ">= 3", rival=ExpertPlacement.ON_MISS)
+    whole = _make_decode_row(case, seconds, mine, None)
     compact = "ours are compact, so as many bytes hold more of them; "
     held = compact if scheme is Scheme.BFLOAT16 else ""
     return [
-        replace(naive, note=f"{subject.simulates}; {held}{_read_note(told)}"),
+        replace(naive, note=f"{subject.simulates}; {held}{_describe_reads(told)}"),
         replace(whole, note=f"the process may have {LIMIT:.0%} of the size of the base"),
-        _parts(told["ours"], scheme),
-        _budget(subject, scheme, limit),
+        _compare_parts(told["ours"], scheme),
+        _measure_budget(subject, scheme, limit),
     ]
 
 
-def _told(keeping: Keeping, process: Process) -> dict[Figure, float]:
-    return {figure: process.run(Tell(keeping, figure), THREADS) for figure in Figure}
+def _read_figures(keeping: ExpertPlacement, process: Process) -> dict[ProcessFigure, float]:
+    return {figure: process.run(ReportTask(keeping, figure), THREADS) for figure in ProcessFigure}
 
 
-def _read_note(told: Mapping[str, Mapping[Figure, float]]) -> str:
+def _describe_reads(told: Mapping[str, Mapping[ProcessFigure, float]]) -> str:
     """Say what was missing, and whether it came from the disk."""
     parts = []
     for name, found in told.items():
         parts.append(
-            f"{name}: {found[Figure.MISSES]:.0%} of requests were not in memory, "
-            f"{found[Figure.READ] / 1e9:.1f} GB of experts were read, and with all else "
-            f"{found[Figure.DISK] / 1e9:.1f} GB from the disk"
+            f"{name}: {found[ProcessFigure.MISSES]:.0%} of requests were not in memory, "
+            f"{found[ProcessFigure.READ] / 1e9:.1f} GB of experts were read, and with all else "
+            f"{found[ProcessFigure.DISK] / 1e9:.1f} GB from the disk"
         )
     return "; ".join(parts)
 
 
-def _parts(told: Mapping[Figure, float], scheme: Scheme) -> Row:
+def _compare_parts(told: Mapping[ProcessFigure, float], scheme: Scheme) -> Row:
     """Compare what that process took with what its parts report; Python and kernels are no part."""
-    return _megabytes(
+    return _make_megabyte_row(
         f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
-        told[Figure.GROWN],
-        told[Figure.HELD],
+        told[ProcessFigure.GROWN],
+        told[ProcessFigure.HELD],
         rival="trunk, blocks, buffers, keys and values",
-        note=f"{_LOOKED} while the base is read and 2 times {WARM_UP} tokens are decoded",
+        note=f"{_SAMPLING_NOTE} while the base is read and 2 times {WARM_UP} tokens are decoded",
     )
 
 
-def _budget(subject: Subject, scheme: Scheme, share: float | None) -> Row:
+def _measure_budget(subject: BenchmarkedBase, scheme: Scheme, share: float | None) -> Row:
     """Compare what `run` takes with the budget that it has, a share of the size of the base."""
-    size = packed_bytes(subject.shape.config(), scheme)
+    size = packed_base_bytes(subject.shape.make_config(), scheme)
     budget, dtype = int((share or LIMIT) * size), DTYPES[scheme]
-    setting = Budgeted(subject.directory, subject.home, dtype, budget)
-    with EngineProcess(answering(setting)) as process:
-        grown = process.run(Told.GROWN, THREADS)
-    row = _megabytes(
+    setting = BudgetSetup(subject.directory, subject.home, dtype, budget)
+    with EngineProcess(open_answering(setting)) as process:
+        grown = process.run(BudgetFigure.GROWN, THREADS)
+    row = _make_megabyte_row(
         f"memory at most, {scheme.value}, a run in {budget / size:.0%} of the size of the base",
         grown,
         budget,
         rival="--memory-budget",
-        note=f"{_LOOKED} while the base is read and {ANSWERS} answers of {ANSWER} tokens written",
+        note=f"{_SAMPLING_NOTE} while the base is read and {ANSWERS} answers of {ANSWER} tokens written",
     )
-    return judged(row, "<= 1.0")
+    return judge(row, "<= 1.0")
 
 
-def _megabytes(case: str, ours: float, theirs: float, *, rival: str, note: str) -> Row:
+def _make_megabyte_row(case: str, ours: float, theirs: float, *, rival: str, note: str) -> Row:
     return Row(
         case=case,
         ours=round(ours / 1e6, 1),
@@ -239,7 +271,7 @@ def _megabytes(case: str, ours: float, theirs: float, *, rival: str, note: str) 
     )
 
 
-def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
+def measure_prompts(subject: BenchmarkedBase, scheme: Scheme, rounds: int) -> list[Row]:
     """Read a prompt with all experts in memory, against the better of two implementations.
 
     Where ours is quantised, transformers reads bfloat16.
@@ -247,15 +279,15 @@ def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
     case = f"prompt of {PROMPT} tokens, all resident, {scheme.value}"
     if not dense_engines.has_transformers():
         install = dense_engines.TRANSFORMERS_INSTALL
-        return [absent(case, rival="transformers", install=install, target=">= 2")]
-    setting = replace(subject.setting(Keeping.WHOLE), scheme=scheme)
+        return [make_absent_row(case, rival="transformers", install=install, target=">= 2")]
+    setting = replace(subject.make_setting(ExpertPlacement.WHOLE), scheme=scheme)
     dtype = "float32" if scheme is Scheme.FLOAT32 else "bfloat16"
-    openers = {"ours": ours(setting)}
+    openers = {"ours": open_our_decoders(setting)}
     for name in IMPLEMENTATIONS:
-        openers[name] = transformers(subject.directory, dtype, name)
+        openers[name] = open_transformers(subject.directory, dtype, name)
     with ExitStack() as stack:
         opened = {n: stack.enter_context(EngineProcess(o)) for n, o in openers.items()}
-        runs = {name: each.runs(ReadPrompt(PROMPT), THREADS) for name, each in opened.items()}
+        runs = {name: each.bind(ReadPrompt(PROMPT), THREADS) for name, each in opened.items()}
         seconds = take_turns(runs, rounds=rounds)
         about = {name: each.about for name, each in opened.items()}
     best = min(IMPLEMENTATIONS, key=lambda name: sorted(seconds[name])[rounds // 2])
@@ -266,43 +298,45 @@ def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
     return [replace(row, note=f"{subject.simulates}; {about[best]}")]
 
 
-def _hits(path: Path | None, picture: Path | None, layers: int) -> list[Row]:
+def _measure_hits(path: Path | None, picture: Path | None, layers: int) -> list[Row]:
     """Compare hits on the trace that the base follows, and on one whose favourites change."""
     if path is None:
         shape = RoutedShape(layers)
         traces = {
-            "Zipf's law": drawn(shape, TOKENS),
-            f"Zipf's law, new favourites every {DRIFT} tokens": drawn(shape, TOKENS, every=DRIFT),
+            "Zipf's law": make_trace(shape, TOKENS),
+            f"Zipf's law, new favourites every {DRIFT} tokens": make_trace(
+                shape, TOKENS, every=DRIFT
+            ),
         }
     else:
-        whole = stored(path)
-        shape, traces = shape_of(whole, layers=whole.shape[1]), {path.stem: whole}
+        whole = read_trace(path)
+        shape, traces = make_shape(whole, layers=whole.shape[1]), {path.stem: whole}
     rows, outcomes = [], []
     for name, trace in traces.items():
-        found, outcome = hit_rows(name, trace, shape)
+        found, outcome = compare_hit_rates(name, trace, shape)
         rows += found
         outcomes.append((name, outcome))
     if picture is not None:
-        draw(outcomes, picture, used=shape.used)
+        draw_hit_rates(outcomes, picture, used=shape.used)
     return rows
 
 
-def _follow(processes: Mapping[Keeping, Process]) -> dict[str, Run]:
+def _make_follow_runs(processes: Mapping[ExpertPlacement, Process]) -> dict[str, Run]:
     return {
-        keeping.name: process.runs(Follow(keeping, STEPS), THREADS)
+        keeping.name: process.bind(FollowTask(keeping, STEPS), THREADS)
         for keeping, process in processes.items()
     }
 
 
-def _decoded(
+def _make_decode_row(
     case: str,
     seconds: Mapping[str, Sequence[float]],
-    mine: Keeping,
+    mine: ExpertPlacement,
     target: str | None,
     *,
-    rival: Keeping = Keeping.WHOLE,
+    rival: ExpertPlacement = ExpertPlacement.WHOLE,
 ) -> Row:
-    names = {Keeping.WHOLE: "all resident", Keeping.ON_MISS: "load on miss, LRU"}
+    names = {ExpertPlacement.WHOLE: "all resident", ExpertPlacement.ON_MISS: "load on miss, LRU"}
     return compare_rates(
         case, seconds[mine.name], seconds[rival.name], work=(STEPS, STEPS),
         rival=names[rival], unit="tok/s", target=target,
@@ -319,15 +353,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="write bases here, for a while")
     options = parser.parse_args()
     if options.plot is not None:
-        check_picture(options.plot, example="hits")
+        check_plot_path(options.plot, example="hits")
     with TemporaryDirectory(dir=options.folder) as folder:
         rows = measure(options.trace, options.plot, Path(folder), options.rounds)
     document: dict[str, object] = {
         "name": NAME,
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.harness import Row, as_table, judged, machine
-from benchmarks.skipped.holdings import HeldBases, Holding
-from benchmarks.skipped.picture import Results, draw
-from benchmarks.skipped.readings import Found, Material, found, found_whole, material
-from expertctl.cli.plot import check_picture
-from expertctl.engine.kernels.compiled import compiled_cache
-from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
+from benchmarks.harness import Row, describe_machine, format_table, judge
+from benchmarks.skipped.evaluation import (
+    BaseLoader,
+    CacheConfiguration,
+    EvaluationSet,
+    SkippingResult,
+    evaluate,
+    evaluate_whole,
+    make_evaluation_set,
+)
+from benchmarks.skipped.plot import Results, draw_skipping
+from expertctl.cli.plot import check_plot_path
+from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.moe.routed_experts import EXACT_POLICY, MissPolicy
 from expertctl.settings import Home
 
 NAME = "moe_skip"
@@ -29,37 +36,43 @@ BUILD = Path(__file__).parents[1] / "build" / "moe"
 _SAME = "<= 1.00001"
 
 
-def holdings(shares: Sequence[float]) -> Iterator[Holding]:
+def list_configurations(shares: Sequence[float]) -> Iterator[CacheConfiguration]:
     """Yield what is compared, two of the caps without reading ahead as well."""
-    policies = [EXACT, *(MissPolicy(skips=True, cap=cap) for cap in CAPS)]
-    policies += [MissPolicy(skips=True, cap=cap, reads_ahead=False) for cap in LATE_CAPS]
-    yield from (Holding(share=share, policy=policy) for share in shares for policy in policies)
+    policies = [EXACT_POLICY, *(MissPolicy(skips=True, cap=cap) for cap in CAPS)]
+    policies += [MissPolicy(skips=True, cap=cap, prefetches=False) for cap in LATE_CAPS]
+    yield from (
+        CacheConfiguration(share=share, policy=policy) for share in shares for policy in policies
+    )
 
 
-def measure(bases: HeldBases, read: Material, shares: Sequence[float]) -> tuple[Found, Results]:
+def measure(
+    bases: BaseLoader, read: EvaluationSet, shares: Sequence[float]
+) -> tuple[SkippingResult, Results]:
     """Read the material with all experts in memory, and with each holding."""
     results = {}
-    for holding in holdings(shares):
-        results[holding] = found(bases, holding, read)
-        print(f"{_case(holding)}: {results[holding]}", file=sys.stderr, flush=True)
-    return found_whole(bases, read), results
+    for holding in list_configurations(shares):
+        results[holding] = evaluate(bases, holding, read)
+        print(f"{_describe(holding)}: {results[holding]}", file=sys.stderr, flush=True)
+    return evaluate_whole(bases, read), results
 
 
-def rows(whole: Found, results: Results) -> list[Row]:
+def make_rows(whole: SkippingResult, results: Results) -> list[Row]:
     """Compare exact figures with those of the whole base, and skipping with exact figures."""
     made = []
     for holding, mine in results.items():
         if not holding.policy.skips:
             exact = mine
-            row = _perplexity(f"text, {_case(holding)}", mine, whole, "all in memory, no cache")
-            made.append(judged(row, _SAME))
+            row = _compare_perplexity(
+                f"text, {_describe(holding)}", mine, whole, "all in memory, no cache"
+            )
+            made.append(judge(row, _SAME))
         else:
-            row = _perplexity(f"text, {_case(holding)}", mine, exact, "exact")
-            made += [row, _right(f"answers, {_case(holding)}", mine, exact)]
+            row = _compare_perplexity(f"text, {_describe(holding)}", mine, exact, "exact")
+            made += [row, _compare_accuracy(f"answers, {_describe(holding)}", mine, exact)]
     return made
 
 
-def _perplexity(case: str, mine: Found, other: Found, rival: str) -> Row:
+def _compare_perplexity(case: str, mine: SkippingResult, other: SkippingResult, rival: str) -> Row:
     ours, theirs = mine.text.perplexity, other.text.perplexity
     note = (
         f"{mine.text.skipped:.1%} of weights left out, {mine.text.fallback:.0%} of requests were "
@@ -69,8 +82,8 @@ def _perplexity(case: str, mine: Found, other: Found, rival: str) -> Row:
     return replace(row, ratio=round(ours / theirs, 6))
 
 
-def _right(case: str, mine: Found, other: Found) -> Row:
-    ours, theirs = 100 * mine.right, 100 * other.right
+def _compare_accuracy(case: str, mine: SkippingResult, other: SkippingResult) -> Row:
+    ours, theirs = 100 * mine.accuracy, 100 * other.accuracy
     note = (
         f"perplexity {mine.answers.perplexity:.4f} beside {other.answers.perplexity:.4f}, "
         f"{mine.answers.skipped:.1%} of weights left out"
@@ -79,16 +92,16 @@ def _right(case: str, mine: Found, other: Found) -> Row:
     return replace(row, ratio=round(ours / theirs, 4)) if theirs else row
 
 
-def _case(holding: Holding) -> str:
+def _describe(holding: CacheConfiguration) -> str:
     policy = holding.policy
     there = f"{holding.share:.0%} of experts in memory"
     if not policy.skips:
         return f"{there}, exact"
-    late = "" if policy.reads_ahead else ", nothing read ahead"
+    late = "" if policy.prefetches else ", nothing read ahead"
     return f"{there}, skip up to {policy.cap:.0%} of a token{late}"
 
 
-def trained(base: Path | None) -> Path:
+def find_trained_base(base: Path | None) -> Path:
     """Return the folder of the base, which is trained first if there is none yet."""
     if base is not None:
         return base
@@ -109,20 +122,20 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the figures here, .svg or .png")
     options = parser.parse_args()
     if options.plot is not None:
-        check_picture(options.plot, example="skip")
-    directory = trained(options.base)
-    compiled_cache(Home(BUILD / "home"))
-    bases = HeldBases(directory, threads=options.threads)
-    read = material(documents=options.documents, questions=options.questions)
+        check_plot_path(options.plot, example="skip")
+    directory = find_trained_base(options.base)
+    use_kernel_cache(Home(BUILD / "home"))
+    bases = BaseLoader(directory, threads=options.threads)
+    read = make_evaluation_set(documents=options.documents, questions=options.questions)
     whole, results = measure(bases, read, options.shares)
     if options.plot is not None:
-        draw(results, options.plot)
+        draw_skipping(results, options.plot)
     document: dict[str, object] = {
         "name": NAME,
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows(whole, results)],
+        "machine": describe_machine(),
+        "rows": [asdict(row) for row in make_rows(whole, results)],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine_process import prompt_ids
-from benchmarks.inputs import base_config
-from expertctl.engine.base_weights import BaseWeights
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.packed import PackedMatrix, unpack
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.linear import NO_DELTAS, Deltas
-from expertctl.engine.packed_base import PackedBase
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.random_base import random_base
+from benchmarks.engine_process import make_prompt_ids
+from benchmarks.inputs import make_base_config
+from expertctl.engine.cpu.base_loader import create_random_base
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import PackedBase
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix, unpack_matrix
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
+from expertctl.engine.model.weights import BaseWeights
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -41,16 +41,16 @@ TOLERANCE = {
 """How far scores may be from those of the oracle, which rounds no token, of their spread."""
 
 
-def check_decoder(scheme: Scheme, crew: Crew) -> None:
+def check_decoder(scheme: Scheme, crew: ThreadPool) -> None:
     """Assert that kernels of a scheme say what the formulas say."""
-    base = random_base(small_config(), scheme, seed=SEED)
-    check_tokens(base, TorchScores(base), crew)
+    base = create_random_base(make_small_config(), scheme, seed=SEED)
+    check_tokens(base, TorchReference(base), crew)
 
 
-def check_tokens(base: PackedBase, scores: "TorchScores", crew: Crew) -> None:
+def check_tokens(base: PackedBase, scores: "TorchReference", crew: ThreadPool) -> None:
     """Assert that kernels say of a base what an oracle says."""
-    decoder, cache = PackedDecoder(base, crew), KVPages(base.config, PROMPT + TOKENS)
-    ids = prompt_ids(PROMPT, base.config.vocab_size)
+    decoder, cache = PackedDecoder(base, crew), PagedKVCache(base.config, PROMPT + TOKENS)
+    ids = make_prompt_ids(PROMPT, base.config.vocab_size)
     ours, theirs = decoder.prefill(ids, cache).logits, scores.read(ids)
     for _ in range(TOKENS):
         assert_same(ours.numpy(), theirs, TOLERANCE[base.scheme])
@@ -58,27 +58,27 @@ def check_tokens(base: PackedBase, scores: "TorchScores", crew: Crew) -> None:
         ours, theirs = decoder.decode(token, cache).logits, scores.read([token])
 
 
-def small_config() -> ModelConfig:
+def make_small_config() -> ModelConfig:
     """Return the configuration of the small base."""
-    config = base_config(vocabulary=VOCABULARY)
+    config = make_base_config(vocabulary=VOCABULARY)
     return replace(config, layers=LAYERS, windows=config.windows[:LAYERS])
 
 
-class TorchScores:
+class TorchReference:
     """The torch decoder with the unpacked weights of a base."""
 
     def __init__(self, base: PackedBase) -> None:
         """Unpack them."""
         numbers = {
-            name: unpack(place) if isinstance(place, PackedMatrix) else place
-            for name, place in base.places().items()
+            name: unpack_matrix(place) if isinstance(place, PackedMatrix) else place
+            for name, place in base.tensor_places().items()
         }
         tensors = {name: torch.from_numpy(each) for name, each in numbers.items()}
         weights = BaseWeights(tensors, torch.float32, torch.device("cpu"))
         self._decoder = Decoder(base.config, weights)
         self._cache = KVCache(base.config, PROMPT + TOKENS)
 
-    def read(self, ids: list[int], deltas: Deltas = NO_DELTAS) -> Numbers:
+    def read(self, ids: list[int], deltas: Deltas = EMPTY_DELTAS) -> Numbers:
         """Return the scores behind some more tokens."""
         return np.asarray(self._decoder.prefill(ids, self._cache, deltas).logits)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import zstandard
 
-from benchmarks.harness import Row, compare, main, timed
+from benchmarks.harness import Row, compare, main, time_action
 from benchmarks.inputs import write_lora, write_package
-from expertctl.install.install import install_files
+from expertctl.install.installer import install_files
 from expertctl.package.verify import verify_file
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from expertctl.trust.keys import PrivateKey
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 
 
 def measure(rounds: int) -> Sequence[Row]:
@@ -33,20 +33,20 @@ def measure(rounds: int) -> Sequence[Row]:
         write_package(write_lora(root / "lora"), package, name="bench/lora", key=key)
         trust = TrustStore(root / "trust.json")
         trust.add(key.public, name="bench", namespaces=["bench"])
-        content = _decompressed(package)
+        content = _decompress(package)
         return [
             compare(
                 f"verify, {len(content) / 1e6:.0f} MB",
-                timed(lambda: verify_file(package, trust)),
-                timed(lambda: hashlib.sha256(content).digest()),
+                time_action(lambda: verify_file(package, trust)),
+                time_action(lambda: hashlib.sha256(content).digest()),
                 rival="hashlib.sha256 of the bytes",
                 rounds=rounds,
                 target="<= 1.3",
             ),
             compare(
                 f"install, {len(content) / 1e6:.0f} MB",
-                timed(lambda: _install(package, trust, root / "home")),
-                timed(lambda: _floor(package, root / "copy")),
+                time_action(lambda: _install(package, trust, root / "home")),
+                time_action(lambda: _do_least_work(package, root / "copy")),
                 rival="zstd decompress + sha256 + write + fsync",
                 rounds=rounds,
                 target="<= 1.5",
@@ -60,9 +60,9 @@ def _install(package: Path, trust: TrustStore, root: Path) -> None:
     install_files([package], store=Store(home.store), bases=BaseStore(home.bases), trust=trust)
 
 
-def _floor(package: Path, target: Path) -> None:
+def _do_least_work(package: Path, target: Path) -> None:
     """Decompress, hash, write and flush, one after the other, in the fewest calls."""
-    data = _decompressed(package)
+    data = _decompress(package)
     hashlib.sha256(data).digest()
     with target.open("wb") as stream:
         stream.write(data)
@@ -70,7 +70,7 @@ def _floor(package: Path, target: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _decompressed(package: Path) -> bytes:
+def _decompress(package: Path) -> bytes:
     return zstandard.ZstdDecompressor().decompress(package.read_bytes())
 
 

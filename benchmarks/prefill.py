@@ -5,15 +5,21 @@ The base and the engines are those of `decode`.
 
 from collections.abc import Sequence
 
-from benchmarks.contest import NO_TARGETS, THREADS, Case, Targets, measure_cases
+from benchmarks.comparison import (
+    NO_TARGETS,
+    THREADS,
+    ComparisonCase,
+    ComparisonTargets,
+    measure_cases,
+)
 from benchmarks.engine_process import ReadPrompt
 from benchmarks.harness import Row, main
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.packed_format import Scheme
 
 PROMPTS = (128, 512)
 TARGETS = {
-    Scheme.BFLOAT16: Targets(llama=">= 1.3", transformers=">= 1.0"),
-    Scheme.INT8: Targets(llama=">= 1.8"),
+    Scheme.BFLOAT16: ComparisonTargets(llama=">= 1.3", transformers=">= 1.0"),
+    Scheme.INT8: ComparisonTargets(llama=">= 1.8"),
     Scheme.INT4: NO_TARGETS,
 }
 
@@ -21,7 +27,7 @@ TARGETS = {
 def measure(rounds: int) -> Sequence[Row]:
     """Read both prompts in every width with one and two threads."""
     cases = [
-        Case(scheme, ReadPrompt(tokens), threads, asked)
+        ComparisonCase(scheme, ReadPrompt(tokens), threads, asked)
         for scheme, asked in TARGETS.items()
         for tokens in PROMPTS
         for threads in THREADS

@@ -19,39 +19,46 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.harness import Row, Seconds, compare_times, main, take_turns
-from benchmarks.inputs import HEAD_DIM, HIDDEN, LAYERS, VOCABULARY, config_document, shapes
-from expertctl.engine.message import Message, UserMessage
+from benchmarks.inputs import (
+    HEAD_DIM,
+    HIDDEN,
+    LAYERS,
+    VOCABULARY,
+    list_module_shapes,
+    make_config_document,
+)
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.install.starter import STARTER
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 
 DOCUMENT, ANSWER = 8192, 4
 """Tokens of the document, of which each is a byte, and of an answer."""
-SPREAD, DRAWN = 0.02, 1 << 20
+SPREAD, RANDOM_NUMBERS = 0.02, 1 << 20
 
 
-class Chat:
+class DocumentChat:
     """Asks one question after the other about documents."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         """Ask an engine with one base."""
         self._engine = engine
         self._questions, self._documents = count(1), 0
 
-    def first(self) -> Seconds:
+    def ask_first(self) -> Seconds:
         """Ask about a document that was not read before."""
         self._documents += 1
         asked = self._ask()
         assert asked.kv_reused_tokens == 0, asked.kv_reused_tokens
         return asked.timings_ms["ttft"] / 1000
 
-    def next(self) -> Seconds:
+    def ask_next(self) -> Seconds:
         """Ask something else about it."""
         asked = self._ask()
         assert asked.kv_reused_tokens >= DOCUMENT, asked.kv_reused_tokens
@@ -59,23 +66,26 @@ class Chat:
 
     def _ask(self) -> RunResult:
         question = f"What does line {next(self._questions)} say?"
-        sampling = SamplingWishes(greedy=True, max_tokens=ANSWER)
-        route = RouteRequest(prompt=question, base_alone=True, seed=0, wishes=sampling)
+        sampling = SamplingOverrides(greedy=True, max_tokens=ANSWER)
+        route = RouteRequest(prompt=question, base_alone=True, seed=0, sampling=sampling)
         document = (f"{self._documents} documents. " * DOCUMENT)[:DOCUMENT]
         request = RunRequest(
             message=UserMessage(prompt=question),
             route=route,
-            history=(Message("user", document), Message("assistant", "I have read it.")),
+            history=(
+                ConversationMessage("user", document),
+                ConversationMessage("assistant", "I have read it."),
+            ),
             cache_key=f"document {self._documents}",
         )
         found: list[RunResult] = []
-        for _ in _kept(self._engine.run(request), found):
+        for _ in _capture_result(self._engine.run(request), found):
             pass
         assert found[0].numerics.backend == "packed", "kernels are what is measured"
         return found[0]
 
 
-def _kept(
+def _capture_result(
     answer: Generator[str, None, RunResult], found: list[RunResult]
 ) -> Generator[str, None, None]:
     """Yield the pieces of an answer; keep its result."""
@@ -83,38 +93,46 @@ def _kept(
 
 
 @contextmanager
-def opened() -> Iterator[Chat]:
+def open_engine() -> Iterator[DocumentChat]:
     """Open an engine in a home of its own."""
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder, "home"))
         BaseStore(home.bases).add(write_base(Path(folder, "base")))
         planner = Planner.open(Settings(home, encoder="lexical"))
-        with closing(Engine(planner)) as engine:
-            yield Chat(engine)
+        with closing(LocalEngine(planner)) as engine:
+            yield DocumentChat(engine)
 
 
 def write_base(directory: Path) -> Path:
     """Write a base with random weights, and the byte-level tokenizer of the starter base."""
     directory.mkdir()
-    document = json.dumps({**config_document(), "dtype": "bfloat16", "torch_dtype": "bfloat16"})
+    document = json.dumps(
+        {**make_config_document(), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    )
     (directory / "config.json").write_text(document)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(STARTER / "base" / name, directory / name)
-    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul(SPREAD).bfloat16()
+    drawn = (
+        torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
+        .mul(SPREAD)
+        .bfloat16()
+    )
     tensors = {
-        f"{name}.weight": drawn.repeat(-(-out * into // DRAWN))[: out * into].view(out, into)
+        f"{name}.weight": drawn.repeat(-(-out * into // RANDOM_NUMBERS))[: out * into].view(
+            out, into
+        )
         for name, (out, into) in {
             "model.embed_tokens": (VOCABULARY, HIDDEN),
-            **shapes(),
+            **list_module_shapes(),
         }.items()
     }
-    for name, width in _norms():
+    for name, width in _make_norms():
         tensors[f"{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
-def _norms() -> Iterator[tuple[str, int]]:
+def _make_norms() -> Iterator[tuple[str, int]]:
     yield "model.norm", HIDDEN
     for layer in range(LAYERS):
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -125,8 +143,8 @@ def _norms() -> Iterator[tuple[str, int]]:
 
 def measure(rounds: int) -> Sequence[Row]:
     """Ask a first and another question in turn."""
-    with opened() as chat:
-        found = take_turns({"first": chat.first, "next": chat.next}, rounds=rounds)
+    with open_engine() as chat:
+        found = take_turns({"first": chat.ask_first, "next": chat.ask_next}, rounds=rounds)
     case = f"first token of the next answer about {DOCUMENT} tokens"
     return [
         compare_times(

@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.harness import Row, Run, absent, compare, judged, main, timed
+from benchmarks.harness import Row, Run, compare, judge, main, make_absent_row, time_action
 from benchmarks.inputs import write_lora, write_package
-from benchmarks.servers import (
+from benchmarks.registry_servers import (
     DOCKER_REGISTRY,
     EXPERTCTL,
-    Server,
-    docker_registry,
-    our_server,
+    RegistryServer,
+    run_docker_registry,
+    run_our_server,
 )
 from expertctl.trust.keys import PrivateKey
 
@@ -62,53 +62,56 @@ def measure(rounds: int) -> Sequence[Row]:
     """Compare the two servers, then the two clients on ours."""
     if DOCKER_REGISTRY is None or shutil.which("ab") is None:
         install = "apt-get install docker-registry apache2-utils"
-        return [absent("all", rival=RIVAL, install=install, target=">= 1.0")]
+        return [make_absent_row("all", rival=RIVAL, install=install, target=">= 1.0")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with our_server(folder / "ours") as ours, docker_registry(folder / "theirs") as theirs:
-            _namespace(ours, "bench", kind="oci")
+        with (
+            run_our_server(folder / "ours") as ours,
+            run_docker_registry(folder / "theirs") as theirs,
+        ):
+            _create_namespace(ours, "bench", kind="oci")
             rows = [
-                _blob_get(ours, theirs, rounds),
-                _blob_put(ours, theirs, rounds),
-                _manifest_get(ours, theirs, rounds),
+                _compare_blob_get(ours, theirs, rounds),
+                _compare_blob_put(ours, theirs, rounds),
+                _compare_manifest_get(ours, theirs, rounds),
             ]
-        with our_server(folder / "memory") as ours:
-            _namespace(ours, "bench", kind="oci")
-            rows.append(_memory(ours))
-        with our_server(folder / "install") as ours:
-            rows += _install(ours, folder, rounds=min(rounds, 3))
+        with run_our_server(folder / "memory") as ours:
+            _create_namespace(ours, "bench", kind="oci")
+            rows.append(_measure_memory(ours))
+        with run_our_server(folder / "install") as ours:
+            rows += _compare_install(ours, folder, rounds=min(rounds, 3))
     return rows
 
 
-def _blob_get(ours: Server, theirs: Server, rounds: int) -> Row:
+def _compare_blob_get(ours: RegistryServer, theirs: RegistryServer, rounds: int) -> Row:
     data = np.random.default_rng(0).bytes(BLOB_BYTES)
     runs = []
     for server in (ours, theirs):
         digest = _put_blob(server, "bench/get", data)
-        runs.append(_getting(server, f"/v2/bench/get/blobs/{digest}"))
+        runs.append(_make_get_run(server, f"/v2/bench/get/blobs/{digest}"))
     row = compare("blob GET, 256 MiB", *runs, rival=RIVAL, rounds=rounds)
-    return _as_rate(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
+    return _to_rate_row(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
 
 
-def _blob_put(ours: Server, theirs: Server, rounds: int) -> Row:
-    runs = [_putting(server, BLOB_BYTES) for server in (ours, theirs)]
+def _compare_blob_put(ours: RegistryServer, theirs: RegistryServer, rounds: int) -> Row:
+    runs = [_make_put_run(server, BLOB_BYTES) for server in (ours, theirs)]
     row = compare("blob PUT, 256 MiB", *runs, rival=RIVAL, rounds=rounds)
-    return _as_rate(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
+    return _to_rate_row(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
 
 
-def _manifest_get(ours: Server, theirs: Server, rounds: int) -> Row:
+def _compare_manifest_get(ours: RegistryServer, theirs: RegistryServer, rounds: int) -> Row:
     runs = []
     for server in (ours, theirs):
         digest = _put_manifest(server, "bench/manifest")
-        runs.append(_asking(server, f"/v2/bench/manifest/manifests/{digest}"))
+        runs.append(_make_request_run(server, f"/v2/bench/manifest/manifests/{digest}"))
     row = compare("manifest GET by digest", *runs, rival=RIVAL, rounds=rounds)
-    return _as_rate(row, REQUESTS, "requests/s", ">= 0.5")
+    return _to_rate_row(row, REQUESTS, "requests/s", ">= 0.5")
 
 
-def _memory(server: Server) -> Row:
+def _measure_memory(server: RegistryServer) -> Row:
     """The most that the server's processes hold together while 1 GiB is sent to them."""
-    with _Watch(server.process.pid) as peak:
-        _putting(server, BIG_BYTES)()
+    with _PeakMemorySampler(server.process.pid) as peak:
+        _make_put_run(server, BIG_BYTES)()
     row = Row(
         "server memory, upload of 1 GiB",
         ours=round(peak[0] / 1e6, 1),
@@ -119,10 +122,10 @@ def _memory(server: Server) -> Row:
         ratio=round(peak[0] / MAX_SERVER_BYTES, 3),
         spread=None,
     )
-    return judged(row, "<= 1.0")
+    return judge(row, "<= 1.0")
 
 
-def _install(server: Server, folder: Path, *, rounds: int) -> list[Row]:
+def _compare_install(server: RegistryServer, folder: Path, *, rounds: int) -> list[Row]:
     """One ``install`` of 50 packages into a new home, against 50 pulls.
 
     The rival's package has no command of its own: one is a process that pulls through its library.
@@ -131,29 +134,29 @@ def _install(server: Server, folder: Path, *, rounds: int) -> list[Row]:
     home = folder / "publisher"
     references = _publish_packages(server, folder, home)
     targets = [f"{server.host}/{ref.replace('@', ':')}" for ref in references]
-    ours = timed(lambda: _install_all(server, folder / "home", home, references))
+    ours = time_action(lambda: _install_all(server, folder / "home", home, references))
     case = f"install of {PACKAGES} packages of 5 MB, cold"
     commands = compare(
         case,
         ours,
-        timed(lambda: _pull_all(server, folder / "pulled", targets, at_once=1)),
+        time_action(lambda: _pull_all(server, folder / "pulled", targets, at_once=1)),
         rival="oras pull, one after another",
         rounds=rounds,
     )
     loop = compare(
         case,
         ours,
-        timed(lambda: _pull_all(server, folder / "pulled", targets, at_once=PACKAGES)),
+        time_action(lambda: _pull_all(server, folder / "pulled", targets, at_once=PACKAGES)),
         rival="oras pull in a loop, one process",
         rounds=rounds,
     )
     return [
-        _as_rate(commands, PACKAGES, "packages/s", ">= 2.0"),
-        _as_rate(loop, PACKAGES, "packages/s", None),
+        _to_rate_row(commands, PACKAGES, "packages/s", ">= 2.0"),
+        _to_rate_row(loop, PACKAGES, "packages/s", None),
     ]
 
 
-def _getting(server: Server, path: str) -> Run:
+def _make_get_run(server: RegistryServer, path: str) -> Run:
     buffer = bytearray(CHUNK)
 
     def get() -> None:
@@ -167,10 +170,10 @@ def _getting(server: Server, path: str) -> Run:
         assert size == BLOB_BYTES, size
         connection.close()
 
-    return timed(get)
+    return time_action(get)
 
 
-def _putting(server: Server, size: int) -> Run:
+def _make_put_run(server: RegistryServer, size: int) -> Run:
     """Send a blob that is new every time: one MiB that changes, repeated."""
     rng = np.random.default_rng(os.getpid())
     count = size // CHUNK
@@ -182,12 +185,12 @@ def _putting(server: Server, size: int) -> Run:
             hasher.update(piece)
         digest = f"sha256:{hasher.hexdigest()}"
         pieces = (piece for _ in range(count))
-        return timed(lambda: _send_blob(server, "bench/put", pieces, size, digest))()
+        return time_action(lambda: _send_blob(server, "bench/put", pieces, size, digest))()
 
     return run
 
 
-def _asking(server: Server, path: str) -> Run:
+def _make_request_run(server: RegistryServer, path: str) -> Run:
     """Ask the same thing over several connections that stay open."""
     headers = [f"{k}: {v}" for k, v in {**server.headers, "Accept": MANIFEST_TYPE}.items()]
     words = [word for header in headers for word in ("-H", header)]
@@ -207,7 +210,7 @@ def _asking(server: Server, path: str) -> Run:
     return run
 
 
-def _put_blob(server: Server, repository: str, data: bytes) -> str:
+def _put_blob(server: RegistryServer, repository: str, data: bytes) -> str:
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     view = memoryview(data)
     pieces = (bytes(view[i : i + CHUNK]) for i in range(0, len(data), CHUNK))
@@ -216,16 +219,16 @@ def _put_blob(server: Server, repository: str, data: bytes) -> str:
 
 
 def _send_blob(
-    server: Server, repository: str, pieces: Iterator[bytes], size: int, digest: str
+    server: RegistryServer, repository: str, pieces: Iterator[bytes], size: int, digest: str
 ) -> None:
-    begun = _asked(server, "POST", f"/v2/{repository}/blobs/uploads/", status=202)
+    begun = _request(server, "POST", f"/v2/{repository}/blobs/uploads/", status=202)
     location = begun.headers["Location"].removeprefix(server.url)
     mark = "&" if "?" in location else "?"
     headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-    _asked(server, "PUT", f"{location}{mark}digest={digest}", pieces, headers, status=201)
+    _request(server, "PUT", f"{location}{mark}digest={digest}", pieces, headers, status=201)
 
 
-def _put_manifest(server: Server, repository: str) -> str:
+def _put_manifest(server: RegistryServer, repository: str) -> str:
     config, layer = _put_blob(server, repository, b"{}"), _put_blob(server, repository, b"layer")
     manifest = {
         "schemaVersion": 2,
@@ -235,12 +238,12 @@ def _put_manifest(server: Server, repository: str) -> str:
     }
     data = json.dumps(manifest).encode()
     headers = {"Content-Type": MANIFEST_TYPE}
-    _asked(server, "PUT", f"/v2/{repository}/manifests/1", data, headers, status=201)
+    _request(server, "PUT", f"/v2/{repository}/manifests/1", data, headers, status=201)
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def _asked(
-    server: Server,
+def _request(
+    server: RegistryServer,
     method: str,
     path: str,
     body: bytes | Iterator[bytes] | None = None,
@@ -257,13 +260,13 @@ def _asked(
     return answer
 
 
-def _namespace(server: Server, name: str, *, kind: str) -> None:
+def _create_namespace(server: RegistryServer, name: str, *, kind: str) -> None:
     body = json.dumps({"name": name, "kind": kind}).encode()
     headers = {"Content-Type": "application/json"}
-    _asked(server, "POST", "/api/v1/namespaces", body, headers, status=201)
+    _request(server, "POST", "/api/v1/namespaces", body, headers, status=201)
 
 
-class _Watch:
+class _PeakMemorySampler:
     """Samples what a process and its children hold; the first item is the peak in bytes.
 
     Pages that several of them share count once (PSS).
@@ -293,7 +296,7 @@ class _Watch:
             self._peak[0] = max(self._peak[0], held)
 
 
-def _publish_packages(server: Server, folder: Path, home: Path) -> list[str]:
+def _publish_packages(server: RegistryServer, folder: Path, home: Path) -> list[str]:
     """Publish packages of about 5 MB, each with weights of its own; return their references."""
     key = PrivateKey.generate("ecdsa-p256")
     files = []
@@ -302,32 +305,32 @@ def _publish_packages(server: Server, folder: Path, home: Path) -> list[str]:
         files.append(folder / f"p{number}.expert")
         write_package(source, files[-1], name=f"bench/p{number}", key=key)
         shutil.rmtree(source)
-    _namespace(server, "bench", kind="expert")
+    _create_namespace(server, "bench", kind="expert")
     pem = json.dumps({"public_key": key.public.pem().decode(), "statement": None}).encode()
     headers = {"Content-Type": "application/json"}
-    _asked(server, "POST", "/api/v1/namespaces/bench/keys", pem, headers, status=200)
+    _request(server, "POST", "/api/v1/namespaces/bench/keys", pem, headers, status=200)
     _prepare_home(server, home)
-    _expertctl(["trust", "add", str(_written(folder / "bench.pem", key.public.pem())),
+    _expertctl(["trust", "add", str(_write_file(folder / "bench.pem", key.public.pem())),
                 "--namespace", "bench"], server, home)  # fmt: skip
     _expertctl(["publish", *map(str, files)], server, home)
     return [f"bench/p{number}@1.0.0" for number in range(PACKAGES)]
 
 
-def _prepare_home(server: Server, home: Path) -> None:
+def _prepare_home(server: RegistryServer, home: Path) -> None:
     """Trust the registry, as `registry init` tells its users to."""
-    registry = json.loads(_asked_body(server, "/api/v1/"))
+    registry = json.loads(_request_body(server, "/api/v1/"))
     fingerprint = registry["index_key"]["key_id"]
     _expertctl(["trust", "registry", "add", server.url, "--fingerprint", fingerprint], server, home)
 
 
-def _install_all(server: Server, home: Path, like: Path, references: list[str]) -> None:
+def _install_all(server: RegistryServer, home: Path, like: Path, references: list[str]) -> None:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(mode=0o700)
     shutil.copy(like / "trust.json", home / "trust.json")
     _expertctl(["install", "--json", *references], server, home)
 
 
-def _pull_all(server: Server, folder: Path, targets: list[str], *, at_once: int) -> None:
+def _pull_all(server: RegistryServer, folder: Path, targets: list[str], *, at_once: int) -> None:
     """Pull everything, with a process for every few packages."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -341,7 +344,7 @@ def _pull_all(server: Server, folder: Path, targets: list[str], *, at_once: int)
     assert all(any(Path(pulled).iterdir()) for pulled in folders.values())
 
 
-def _expertctl(words: list[str], server: Server, home: Path) -> None:
+def _expertctl(words: list[str], server: RegistryServer, home: Path) -> None:
     environment = {
         **os.environ,
         "EXPERT_HOME": str(home),
@@ -353,18 +356,18 @@ def _expertctl(words: list[str], server: Server, home: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _asked_body(server: Server, path: str) -> bytes:
+def _request_body(server: RegistryServer, path: str) -> bytes:
     connection = http.client.HTTPConnection(server.host)
     connection.request("GET", path, headers=server.headers)
     return connection.getresponse().read()
 
 
-def _written(path: Path, data: bytes) -> Path:
+def _write_file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
 
-def _as_rate(row: Row, amount: float, unit: str, target: str | None) -> Row:
+def _to_rate_row(row: Row, amount: float, unit: str, target: str | None) -> Row:
     """Turn milliseconds for an amount into a rate, of which more is better."""
     assert row.ours is not None
     assert row.theirs is not None
@@ -376,7 +379,7 @@ def _as_rate(row: Row, amount: float, unit: str, target: str | None) -> Row:
         row, ours=rates[0], theirs=rates[1], unit=unit, better="higher",
         ratio=round(1 / row.ratio, 3), spread=(low, high),
     )  # fmt: skip
-    return judged(better, target) if target else better
+    return judge(better, target) if target else better
 
 
 if __name__ == "__main__":

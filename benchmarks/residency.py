@@ -25,60 +25,78 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from benchmarks.harness import Row, judged, main
-from benchmarks.installed import CONFIG, WEIGHTS, installed
-from benchmarks.popularity import belady, best_static, drawn, lru, shifting
+from benchmarks.cache_policies import (
+    belady_hit_rate,
+    best_static_hit_rate,
+    lru_hit_rate,
+    make_requests,
+    make_shifting_requests,
+)
+from benchmarks.harness import Row, judge, main
+from benchmarks.inputs import CONFIG, WEIGHTS, make_source
 from expertctl.digest import Digest
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.budget import Budget
-from expertctl.engine.compose import Form
-from expertctl.engine.experts import ExpertSource, Target, compiled
-from expertctl.engine.gains import GainSource
-from expertctl.engine.prefetch import Prefetch
-from expertctl.engine.tiers import Tier, Tiers, Wanted
-from expertctl.package.model_config import ModelConfig, read_config
-from expertctl.store.derived import Derived
+from expertctl.engine.adapters.compile import CompileSpec
+from expertctl.engine.adapters.experts import (
+    CompileTarget,
+    DoraScaleSource,
+    ExpertSource,
+    borrow_compiled_plan,
+)
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.memory.adapter_cache import (
+    AdapterCache,
+    AdapterPrefetcher,
+    CacheRequest,
+    Tier,
+)
+from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.package.model_config import ModelConfig, read_model_config
+from expertctl.store.disk import DerivedData
 
 EXPERTS, EXPERT_BYTES = 100, 20_000_000
 BUDGET = 256_000_000
 REQUESTS, REAL, JOBS = 20_000, 1_500, 300
-FAVOURITES_LAST = 2_500
+DRIFT_REQUESTS = 2_500
 SEED = 0
 STARTER = Path(__file__).parent.parent / "expertctl" / "_starter" / "base"
 _MB = 1e6
-_LOOKS_APART = 0.002
+_SAMPLE_INTERVAL = 0.002
 
 
 def measure(_rounds: int) -> Sequence[Row]:
     """Replay all requests, then make the first of them, then make jobs with notice."""
-    wanted = drawn(REQUESTS, experts=EXPERTS, seed=SEED)
+    wanted = make_requests(REQUESTS, experts=EXPERTS, seed=SEED)
     with tempfile.TemporaryDirectory() as folder:
-        shelf = Shelf.write(Path(folder))
+        shelf = ExpertFiles.write(Path(folder))
         replayed = replay(wanted, shelf.sizes)
-        moving = shifting(REQUESTS, experts=EXPERTS, seed=SEED, every=FAVOURITES_LAST)
+        moving = make_shifting_requests(REQUESTS, experts=EXPERTS, seed=SEED, every=DRIFT_REQUESTS)
         followed = replay(moving, shelf.sizes)
         copies = replay(wanted, shelf.sizes, plan_bytes=EXPERT_BYTES)
-        real = make(wanted[:REAL], shelf)
-        told, untold = (_Jobs(shelf).make(wanted[:JOBS], notice=n) for n in (True, False))
-    policy = [*_policy(wanted, replayed, copies), *_following(moving, followed)]
-    return [*policy, *_reality(replayed, real), *_notice(told, untold)]
+        real = load_requests(wanted[:REAL], shelf)
+        told, untold = (_JobRunner(shelf).run(wanted[:JOBS], notice=n) for n in (True, False))
+    policy = [*_compare_policies(wanted, replayed, copies), *_compare_drift(moving, followed)]
+    return [*policy, *_compare_with_reality(replayed, real), *_compare_notice(told, untold)]
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class ExpertFiles:
     """Experts as files, and what they are compiled for."""
 
     sources: tuple[ExpertSource, ...]
-    target: Target
+    target: CompileTarget
 
     @classmethod
-    def write(cls, folder: Path) -> "Shelf":
+    def write(cls, folder: Path) -> "ExpertFiles":
         """Write all experts."""
-        config = read_config(STARTER)
-        form = Form(config.linear_shapes(), config.hidden_size, torch.float32, torch.device("cpu"))
-        gains = GainSource(Digest.of(b"no DoRA"), lambda _: torch.empty(0), Derived(folder))
-        sources = tuple(_written(folder / str(n), config, n) for n in range(EXPERTS))
-        return cls(sources, Target(form, gains))
+        config = read_model_config(STARTER)
+        form = CompileSpec(
+            config.linear_shapes(), config.hidden_size, torch.float32, torch.device("cpu")
+        )
+        gains = DoraScaleSource(
+            Digest.compute(b"no DoRA"), lambda _: torch.empty(0), DerivedData(folder)
+        )
+        sources = tuple(_write_lora(folder / str(n), config, n) for n in range(EXPERTS))
+        return cls(sources, CompileTarget(form, gains))
 
     @property
     def sizes(self) -> list[int]:
@@ -86,7 +104,7 @@ class Shelf:
         return [source.nbytes for source in self.sources]
 
 
-def _written(directory: Path, config: ModelConfig, number: int) -> ExpertSource:
+def _write_lora(directory: Path, config: ModelConfig, number: int) -> ExpertSource:
     """Write a float32 LoRA whose scale is 1, so that its plan uses it where it lies."""
     directory.mkdir()
     shapes = config.linear_shapes()
@@ -100,11 +118,11 @@ def _written(directory: Path, config: ModelConfig, number: int) -> ExpertSource:
     targets = sorted({module.rpartition(".")[2] for module in shapes})
     adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     (directory / CONFIG).write_text(json.dumps({**adapter, "task_type": "CAUSAL_LM"}))
-    return installed(directory, base="starter")
+    return make_source(directory, base="starter")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Which requests found their expert in memory, and the most bytes that were held."""
 
     hits: tuple[bool, ...]
@@ -112,69 +130,73 @@ class Outcome:
     resident_set: int = 0
 
 
-def replay(wanted: Sequence[int], sizes: Sequence[int], *, plan_bytes: int = 0) -> Outcome:
+def replay(wanted: Sequence[int], sizes: Sequence[int], *, plan_bytes: int = 0) -> ReplayOutcome:
     """Ask the tiers for experts that are nothing but their size, and for their plans.
 
     A plan uses its expert where it lies, or is a copy of so many bytes.
     """
     uses_in_place = not plan_bytes
-    budget = Budget(BUDGET)
-    tiers, hits = Tiers(ram=budget, device=budget), []
-    digests = [Digest.of(b"%d" % number) for number in range(len(sizes))]
+    budget = MemoryBudget(BUDGET)
+    tiers, hits = AdapterCache(ram=budget, device=budget), []
+    digests = [Digest.compute(b"%d" % number) for number in range(len(sizes))]
     for number in wanted:
         tiers.begin_request()
         expert, plan = (Tier.RAM, digests[number]), (Tier.DEVICE, digests[number])
         with ExitStack() as stack:
-            found = stack.enter_context(tiers.resident(plan))
+            found = stack.enter_context(tiers.pin_if_present(plan))
             hits.append(found is not None)
             if found is None:
-                bytes_of = Wanted(expert, sizes[number], "an expert", lambda: "its bytes")
+                bytes_of = CacheRequest(expert, sizes[number], "an expert", lambda: "its bytes")
                 stack.enter_context(tiers.pin([bytes_of]))
                 uses = (expert,) if uses_in_place else ()
-                compiled_one = Wanted(plan, plan_bytes, "a plan", lambda: "compiled", uses)
+                compiled_one = CacheRequest(plan, plan_bytes, "a plan", lambda: "compiled", uses)
                 stack.enter_context(tiers.pin([compiled_one]))
     tiers.check_integrity()
-    return Outcome(tuple(hits), budget.peak)
+    return ReplayOutcome(tuple(hits), budget.peak)
 
 
-def make(wanted: Sequence[int], shelf: Shelf) -> Outcome:
+def load_requests(wanted: Sequence[int], shelf: ExpertFiles) -> ReplayOutcome:
     """Make requests: read, verify and compile what is absent, and watch the resident set."""
-    budget, hits = Budget(BUDGET), []
-    _use(Tiers(ram=budget, device=budget), shelf, wanted[0])  # what the first brings once
-    budget = Budget(BUDGET)
-    tiers = Tiers(ram=budget, device=budget)
-    with _watched() as watch:
+    budget, hits = MemoryBudget(BUDGET), []
+    _borrow_and_release(
+        AdapterCache(ram=budget, device=budget), shelf, wanted[0]
+    )  # what the first brings once
+    budget = MemoryBudget(BUDGET)
+    tiers = AdapterCache(ram=budget, device=budget)
+    with _watch_growth() as watch:
         for number in wanted:
             before = tiers.traffic[Tier.RAM].loads
-            _use(tiers, shelf, number)
+            _borrow_and_release(tiers, shelf, number)
             hits.append(tiers.traffic[Tier.RAM].loads == before)
     tiers.check_integrity()
-    return Outcome(tuple(hits), budget.peak, watch.grown)
+    return ReplayOutcome(tuple(hits), budget.peak, watch.growth)
 
 
-def _use(tiers: Tiers, shelf: Shelf, number: int) -> None:
-    with _borrowed(tiers, shelf, number):
+def _borrow_and_release(tiers: AdapterCache, shelf: ExpertFiles, number: int) -> None:
+    with _borrow_plan(tiers, shelf, number):
         pass
 
 
 @contextmanager
-def _borrowed(tiers: Tiers, shelf: Shelf, number: int) -> Iterator[None]:
+def _borrow_plan(tiers: AdapterCache, shelf: ExpertFiles, number: int) -> Iterator[None]:
     """Borrow the plan of one expert."""
     source = shelf.sources[number]
     tiers.begin_request()
     chain = [(source, 1.0)]
-    with compiled(tiers, chain, identity=source.content_digest, target=shelf.target) as plan:
+    with borrow_compiled_plan(
+        tiers, chain, identity=source.content_digest, target=shelf.target
+    ) as plan:
         assert len(plan.deltas) == len(shelf.target.form.shapes)
         yield
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class NoticedJob:
     """What one job went through; an expert that was there has no ``load``."""
 
-    ready: float
+    wait_seconds: float
     """Seconds until its plan was there."""
-    waits: bool
+    has_waited: bool
     """Whether it waited for its expert to be read, or read it itself."""
     notice: float
     """Seconds for which its need was known before."""
@@ -188,12 +210,12 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Loads:
+class _LoadTimes:
     """How long each expert took to read the last time, and which thread read it."""
 
     seconds: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def timed(self, source: ExpertSource) -> ExpertSource:
+    def wrap_source(self, source: ExpertSource) -> ExpertSource:
         """Return the same expert, its reading timed."""
 
         def load() -> LoadedAdapter:
@@ -206,51 +228,51 @@ class _Loads:
         return replace(source, load=load)
 
 
-class _Jobs:
+class _JobRunner:
     """Jobs one after the other; with notice, the next is known when one begins."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        budget = Budget(BUDGET)
-        self.loads = _Loads()
-        self.tiers = Tiers(ram=budget, device=budget)
-        self.prefetch: Prefetch[LoadedAdapter] = Prefetch(self.tiers)
-        self.answer = 2 * _load_seconds(shelf)
-        self.shelf = replace(shelf, sources=tuple(map(self.loads.timed, shelf.sources)))
+    def __init__(self, shelf: ExpertFiles) -> None:
+        budget = MemoryBudget(BUDGET)
+        self.loads = _LoadTimes()
+        self.tiers = AdapterCache(ram=budget, device=budget)
+        self.prefetch: AdapterPrefetcher[LoadedAdapter] = AdapterPrefetcher(self.tiers)
+        self.answer = 2 * _measure_load_seconds(shelf)
+        self.shelf = replace(shelf, sources=tuple(map(self.loads.wrap_source, shelf.sources)))
 
-    def make(self, wanted: Sequence[int], *, notice: bool) -> list[Job]:
+    def run(self, wanted: Sequence[int], *, notice: bool) -> list[NoticedJob]:
         """Make all of them."""
         made, known, since = [], ExitStack(), time.perf_counter()
         for number, following in zip(wanted, [*wanted[1:], None], strict=True):
             told, known, told_at, since = known, ExitStack(), since, time.perf_counter()
             if notice and following is not None:
-                known.enter_context(self._expected(following))
-            made.append(self._job(number, notice=since - told_at if notice else 0.0))
+                known.enter_context(self._announce(following))
+            made.append(self._run_job(number, notice=since - told_at if notice else 0.0))
             told.close()
-        self.prefetch.wait()
+        self.prefetch.wait_until_idle()
         self.prefetch.check_integrity()
         self.tiers.check_integrity()
         return made
 
-    def _expected(self, number: int) -> AbstractContextManager[None]:
+    def _announce(self, number: int) -> AbstractContextManager[None]:
         source = self.shelf.sources[number]
         plan = (Tier.DEVICE, source.content_digest)
-        return self.prefetch.expect([source.wanted], plan=plan)
+        return self.prefetch.expect([source.cache_request], plan=plan)
 
-    def _job(self, number: int, *, notice: float) -> Job:
+    def _run_job(self, number: int, *, notice: float) -> NoticedJob:
         """Answer for as long as two experts take to load."""
         waits, start = self.tiers.traffic[Tier.RAM].waits, time.perf_counter()
-        with _borrowed(self.tiers, self.shelf, number):
+        with _borrow_plan(self.tiers, self.shelf, number):
             ready = time.perf_counter() - start
             waited = self.tiers.traffic[Tier.RAM].waits > waits
             load, by = self.loads.seconds.pop(self._ref(number), (None, "prefetch"))
             time.sleep(self.answer)
-        return Job(ready, waited or by != "prefetch", notice, load)
+        return NoticedJob(ready, waited or by != "prefetch", notice, load)
 
     def _ref(self, number: int) -> str:
         return self.shelf.sources[number].manifest.ref
 
 
-def _load_seconds(shelf: Shelf) -> float:
+def _measure_load_seconds(shelf: ExpertFiles) -> float:
     seconds = []
     for source in shelf.sources[:9]:
         start = time.perf_counter()
@@ -259,20 +281,20 @@ def _load_seconds(shelf: Shelf) -> float:
     return statistics.median(seconds)
 
 
-class _Watch(threading.Thread):
+class _ResidentSetWatch(threading.Thread):
     """Looks again and again at how much anonymous memory this process has."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._start, self._most, self._going = _resident(), 0, True
+        self._start, self._most, self._going = _read_resident_bytes(), 0, True
 
     def run(self) -> None:
         while self._going:
-            self._most = max(self._most, _resident())
-            time.sleep(_LOOKS_APART)
+            self._most = max(self._most, _read_resident_bytes())
+            time.sleep(_SAMPLE_INTERVAL)
 
     @property
-    def grown(self) -> int:
+    def growth(self) -> int:
         return self._most - self._start
 
     def end(self) -> None:
@@ -281,8 +303,8 @@ class _Watch(threading.Thread):
 
 
 @contextmanager
-def _watched() -> Iterator[_Watch]:
-    watch = _Watch()
+def _watch_growth() -> Iterator[_ResidentSetWatch]:
+    watch = _ResidentSetWatch()
     watch.start()
     try:
         yield watch
@@ -290,47 +312,57 @@ def _watched() -> Iterator[_Watch]:
         watch.end()
 
 
-def _resident() -> int:
+def _read_resident_bytes() -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     [line] = [line for line in lines if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
 
-def _policy(wanted: Sequence[int], replayed: Outcome, copies: Outcome) -> list[Row]:
+def _compare_policies(
+    wanted: Sequence[int], replayed: ReplayOutcome, copies: ReplayOutcome
+) -> list[Row]:
     case, fit = f"hits of {len(wanted):,} requests, replayed", BUDGET // EXPERT_BYTES
     ours, beside = (sum(outcome.hits) / len(wanted) for outcome in (replayed, copies))
-    fixed, rival = best_static(wanted, fit), f"the best {fit} that never change"
+    fixed, rival = best_static_hit_rate(wanted, fit), f"the best {fit} that never change"
     return [
-        _share(case, ours, rival, fixed, ">= 0.95"),
-        _share(case, ours, f"an LRU of {fit}", lru(wanted, fit), ">= 1.2"),
-        _share(case, ours, f"Belady's rule, {fit}", belady(wanted, fit), None),
-        _share(f"{case}, plans are copies", beside, rival, fixed, None),
+        _make_share_row(case, ours, rival, fixed, ">= 0.95"),
+        _make_share_row(case, ours, f"an LRU of {fit}", lru_hit_rate(wanted, fit), ">= 1.2"),
+        _make_share_row(case, ours, f"Belady's rule, {fit}", belady_hit_rate(wanted, fit), None),
+        _make_share_row(f"{case}, plans are copies", beside, rival, fixed, None),
     ]
 
 
-def _following(wanted: Sequence[int], replayed: Outcome) -> list[Row]:
-    case, fit = f"the same, new favourites every {FAVOURITES_LAST:,}", BUDGET // EXPERT_BYTES
+def _compare_drift(wanted: Sequence[int], replayed: ReplayOutcome) -> list[Row]:
+    case, fit = f"the same, new favourites every {DRIFT_REQUESTS:,}", BUDGET // EXPERT_BYTES
     ours = sum(replayed.hits) / len(wanted)
     return [
-        _share(case, ours, f"an LRU of {fit}", lru(wanted, fit), ">= 1.2"),
-        _share(case, ours, f"the best {fit} that never change", best_static(wanted, fit), ">= 1.2"),
-        _share(case, ours, f"Belady's rule, {fit}", belady(wanted, fit), None),
+        _make_share_row(case, ours, f"an LRU of {fit}", lru_hit_rate(wanted, fit), ">= 1.2"),
+        _make_share_row(
+            case,
+            ours,
+            f"the best {fit} that never change",
+            best_static_hit_rate(wanted, fit),
+            ">= 1.2",
+        ),
+        _make_share_row(case, ours, f"Belady's rule, {fit}", belady_hit_rate(wanted, fit), None),
     ]
 
 
-def _share(case: str, ours: float, rival: str, theirs: float, target: str | None) -> Row:
+def _make_share_row(case: str, ours: float, rival: str, theirs: float, target: str | None) -> Row:
     ours, theirs = round(100 * ours, 2), round(100 * theirs, 2)
-    return _row(case, ours, rival, theirs, "%", "higher", target)
+    return _make_row(case, ours, rival, theirs, "%", "higher", target)
 
 
-def _reality(replayed: Outcome, real: Outcome) -> list[Row]:
+def _compare_with_reality(replayed: ReplayOutcome, real: ReplayOutcome) -> list[Row]:
     count, limit = len(real.hits), BUDGET / _MB
     ledger, grown = replayed.ledger / _MB, real.resident_set / _MB
     same = sum(a == b for a, b in zip(real.hits, replayed.hits, strict=False))
     what = f"{count:,} requests, real"
     return [
-        _row("the ledger at most, replayed", ledger, "the budget", limit, "MB", "lower", "<= 1.0"),
-        _row(
+        _make_row(
+            "the ledger at most, replayed", ledger, "the budget", limit, "MB", "lower", "<= 1.0"
+        ),
+        _make_row(
             f"{what}: the ledger at most",
             real.ledger / _MB,
             "the budget",
@@ -339,8 +371,10 @@ def _reality(replayed: Outcome, real: Outcome) -> list[Row]:
             "lower",
             "<= 1.0",
         ),
-        _row(f"{what}: resident set at most", grown, "the budget", limit, "MB", "lower", "<= 1.0"),
-        _row(
+        _make_row(
+            f"{what}: resident set at most", grown, "the budget", limit, "MB", "lower", "<= 1.0"
+        ),
+        _make_row(
             f"{what}: found in memory as replayed",
             same,
             "all",
@@ -352,18 +386,18 @@ def _reality(replayed: Outcome, real: Outcome) -> list[Row]:
     ]
 
 
-def _notice(told: Sequence[Job], untold: Sequence[Job]) -> list[Row]:
+def _compare_notice(told: Sequence[NoticedJob], untold: Sequence[NoticedJob]) -> list[Row]:
     in_time = [job for job in told if job.should_not_wait]
     comparable = min(len(in_time), sum(job.load is not None for job in untold))
     if not comparable:
         case = f"{len(told)} jobs with notice, real: absent experts known for long enough"
-        return [_row(case, 0, "at least", 1, "jobs", "higher", ">= 1.0")]
-    late = sum(job.waits for job in in_time)
-    absent = [[1e3 * job.ready for job in jobs if job.load] for jobs in (told, untold)]
+        return [_make_row(case, 0, "at least", 1, "jobs", "higher", ">= 1.0")]
+    late = sum(job.has_waited for job in in_time)
+    absent = [[1e3 * job.wait_seconds for job in jobs if job.load] for jobs in (told, untold)]
     ready, unready = map(statistics.median, absent)
     what = f"{len(told)} jobs with notice, real"
     return [
-        _row(
+        _make_row(
             f"{what}: wait though known for longer than loading takes",
             late,
             "all such jobs whose expert was absent",
@@ -372,7 +406,7 @@ def _notice(told: Sequence[Job], untold: Sequence[Job]) -> list[Row]:
             "lower",
             "<= 0.0",
         ),
-        _row(
+        _make_row(
             f"{what}: an absent expert's plan is ready after",
             ready,
             "no notice",
@@ -384,12 +418,12 @@ def _notice(told: Sequence[Job], untold: Sequence[Job]) -> list[Row]:
     ]
 
 
-def _row(
+def _make_row(
     case: str, ours: float, rival: str, theirs: float, unit: str, better: str, target: str | None
 ) -> Row:
     ratio = round(ours / theirs, 3)
     row = Row(case, round(ours, 2), rival, round(theirs, 2), unit, better, ratio, None)
-    return judged(row, target) if target else row
+    return judge(row, target) if target else row
 
 
 if __name__ == "__main__":

@@ -17,23 +17,32 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.drawn_deep import DeepEncoder, deep_prompts, write_deep
-from benchmarks.drawn_rows import CLUSTER
-from benchmarks.harness import Row, absent, as_table, compare, machine
-from benchmarks.routed_home import Described, furnish, made_up, starter_experts
-from benchmarks.routing_index import ABSENT, TEN, TIMED, built_index, mean_of, smallest_width
-from expertctl.routing.base_choice import BaseRule
-from expertctl.routing.candidate import Installed
-from expertctl.routing.decision import Decision, decide
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.features import features_of
-from expertctl.routing.head import FEW
-from expertctl.routing.index import DEEP_FOLDER, RoutingIndex
-from expertctl.routing.prompt_view import view
+from benchmarks.harness import Row, compare, describe_machine, format_table, make_absent_row
+from benchmarks.random_rows import (
+    CLUSTER,
+    RandomDeepEncoder,
+    make_random_deep_prompts,
+    write_random_deep_rows,
+)
+from benchmarks.routing_home import DescribedExpert, list_starter_experts, make_experts, make_home
+from benchmarks.routing_index import (
+    ABSENT,
+    TEN,
+    TIMED,
+    build_index,
+    find_smallest_width,
+    make_mean_run,
+)
+from expertctl.routing.base_choice import BaseSelector
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import EligibleExperts, RoutingDecision, score_prompt
+from expertctl.routing.features import extract_features
+from expertctl.routing.index import RERANK_FOLDER, RoutingIndex
+from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.roster import Roster
-from expertctl.routing.router import roster_of
-from expertctl.routing.vector_table import VectorTable
+from expertctl.routing.reranker import SMALL_RERANK
+from expertctl.routing.router import find_eligible_experts
+from expertctl.routing.vector_table import EncodedTexts, VectorTable
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 
@@ -43,50 +52,50 @@ TARGET = "<= 3.0"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptSample:
     """A prompt with what an encoder made of it."""
 
     text: str
-    encoded: Encoded
+    encoded: EncodedTexts
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class BenchmarkedRouter:
     """What stays from prompt to prompt."""
 
-    roster: Roster
+    roster: EligibleExperts
     index: RoutingIndex
 
-    def decide(self, asked: Asked) -> Decision:
+    def decide(self, asked: PromptSample) -> RoutingDecision:
         """Decide one prompt."""
-        seen = view(asked.text, self.roster.names)
-        features = features_of(asked.text, seen=seen)
-        return decide(self.roster, self.index, features, asked.encoded, _nobody_judged)
+        seen = normalise_prompt(asked.text, self.roster.names)
+        features = extract_features(asked.text, normalised=seen)
+        return score_prompt(self.roster, self.index, features, asked.encoded, _report_no_usage)
 
-    def is_settled(self, asked: Asked) -> bool:
+    def is_reranked_once(self, asked: PromptSample) -> bool:
         """Tell whether the head was content with the closest few."""
-        return len(self.decide(asked).standings) <= FEW.candidates
+        return len(self.decide(asked).scores) <= SMALL_RERANK.candidates
 
 
 def measure(experts: int, folder: Path, rounds: int) -> list[Row]:
     """Measure one size."""
-    built = built_index(experts * CLUSTER, folder)
-    width = smallest_width(built)
-    if not (folder / DEEP_FOLDER).exists():
-        write_deep(folder / DEEP_FOLDER, built.table)
-    bare, table, note = built.bare, built.table, built.note
+    built = build_index(experts * CLUSTER, folder)
+    width = find_smallest_width(built)
+    if not (folder / RERANK_FOLDER).exists():
+        write_random_deep_rows(folder / RERANK_FOLDER, built.table)
+    bare, table, note = built.graph, built.table, built.note
     del built  # its index would be one graph more in memory
-    router, texts = _opened(folder, table)
-    drawn = deep_prompts(TIMED, rows=experts * CLUSTER)
-    asked = [Asked(texts[n % len(texts)], encoded) for n, encoded in enumerate(drawn)]
-    settled = [each for each in asked if router.is_settled(each)]
-    open_ones = [each for each in asked if not router.is_settled(each)]
+    router, texts = _open_router(folder, table)
+    drawn = make_random_deep_prompts(TIMED, rows=experts * CLUSTER)
+    asked = [PromptSample(texts[n % len(texts)], encoded) for n, encoded in enumerate(drawn)]
+    settled = [each for each in asked if router.is_reranked_once(each)]
+    open_ones = [each for each in asked if not router.is_reranked_once(each)]
 
-    def row(case: str, some: Sequence[Asked], target: str | None) -> Row:
+    def row(case: str, some: Sequence[PromptSample], target: str | None) -> Row:
         return compare(
             f"{case}, {experts} experts",
-            mean_of(some, router.decide),
-            mean_of(some, lambda a: bare.index.knn_query(a.encoded.rows[0], k=TEN)),
+            make_mean_run(some, router.decide),
+            make_mean_run(some, lambda a: bare.index.knn_query(a.encoded.rows[0], k=TEN)),
             rival=f"hnswlib, 10 closest, ef {width}",
             rounds=rounds,
             target=target,
@@ -100,36 +109,38 @@ def measure(experts: int, folder: Path, rounds: int) -> list[Row]:
     return rows
 
 
-def _opened(folder: Path, table: VectorTable) -> tuple[Router, list[str]]:
+def _open_router(folder: Path, table: VectorTable) -> tuple[BenchmarkedRouter, list[str]]:
     """Return a router for the experts of a table, and prompts."""
     with TemporaryDirectory() as root:
-        home = furnish(Path(root))
-        index = RoutingIndex(folder, DeepEncoder())
-        index.prepare()
-        starter = starter_experts(home)
-        roster = _roster(home, index, table, starter[0])
-    index.search(index.table.rows[0], allowed=roster.allowed)
-    return Router(roster, index), [
+        home = make_home(Path(root))
+        index = RoutingIndex(folder, RandomDeepEncoder())
+        index.load_search_graph()
+        starter = list_starter_experts(home)
+        roster = _make_eligible_experts(home, index, table, starter[0])
+    index.search(index.table.rows[0], allowed=roster.search_filter)
+    return BenchmarkedRouter(roster, index), [
         example for expert in starter for example in expert.manifest.routing.examples
     ]
 
 
-def _roster(home: Home, index: RoutingIndex, table: VectorTable, like: Installed) -> Roster:
+def _make_eligible_experts(
+    home: Home, index: RoutingIndex, table: VectorTable, like: InstalledExpert
+) -> EligibleExperts:
     """Return a roster of as many experts as the table has entries, each with its digest."""
     described = [
-        Described(f"acme/expert-{n}", f"Answers questions of kind {n}.", (f"kind{n}",), ())
+        DescribedExpert(f"acme/expert-{n}", f"Answers questions of kind {n}.", (f"kind{n}",), ())
         for n in range(len(table))
     ]
     experts = [
-        replace(expert, stored=replace(expert.stored, content_digest=table.digest(n)))
-        for n, expert in enumerate(made_up(described, like))
+        replace(expert, stored=replace(expert.stored, content_digest=table.digest_at(n)))
+        for n, expert in enumerate(make_experts(described, like))
     ]
-    base = BaseRule(BaseStore(home.bases)).default()
+    base = BaseSelector(BaseStore(home.bases)).find_default()
     assert base is not None, "the starter pack brings one"
-    return roster_of(RouteRequest(prompt="any"), experts, base=base, index=index)
+    return find_eligible_experts(RouteRequest(prompt="any"), experts, base=base, index=index)
 
 
-def _nobody_judged(_: Installed) -> None:
+def _report_no_usage(_: InstalledExpert) -> None:
     """Know of no usage."""
 
 
@@ -141,16 +152,18 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="100,000 experts too")
     parser.add_argument("--folder", type=Path, help="keep what was built here")
     options = parser.parse_args()
-    rows = _all_rows(options) if find_spec("hnswlib") else [absent("a decision", **ABSENT)]
+    rows = (
+        _measure_all(options) if find_spec("hnswlib") else [make_absent_row("a decision", **ABSENT)]
+    )
     document: dict[str, object] = {
         "name": NAME,
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
-def _all_rows(options: argparse.Namespace) -> list[Row]:
+def _measure_all(options: argparse.Namespace) -> list[Row]:
     sizes = [EXPERTS, LARGE] if options.large else [EXPERTS]
     with TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

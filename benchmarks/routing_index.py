@@ -21,18 +21,32 @@ from typing import TypeVar
 import numpy as np
 import psutil
 
-from benchmarks.drawn_rows import DrawnEncoder, drawn_prompts, drawn_table
-from benchmarks.harness import Row, Run, absent, as_table, compare, judged, machine, timed
+from benchmarks.harness import (
+    Row,
+    Run,
+    compare,
+    describe_machine,
+    format_table,
+    judge,
+    make_absent_row,
+    time_action,
+)
+from benchmarks.random_rows import RandomEncoder, make_random_prompts, make_random_table
 from expertctl.digest import Digest
-from expertctl.routing.encoder import Encoder, open_encoder
-from expertctl.routing.expert_texts import ExpertTexts
-from expertctl.routing.found import Allowed
-from expertctl.routing.graph import RECALL, Graph, build_graph, load_graph, read_record, save_graph
+from expertctl.routing.encoder import Encoder, ExpertTexts, open_encoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.nearest import exactly
 from expertctl.routing.vector_files import VectorFiles
-from expertctl.routing.vector_table import Rows, Vectors, VectorTable
-from expertctl.schema.manifest import BaseRequirement, Composition, Decoding, Manifest, Routing
+from expertctl.routing.vector_search import (
+    RECALL,
+    HnswGraph,
+    build_graph,
+    find_nearest_exact,
+    load_graph,
+    read_record,
+    save_graph,
+)
+from expertctl.routing.vector_table import Rows, SearchFilter, Vectors, VectorTable
+from expertctl.schema.manifest import BaseRequirement, CompositionRules, Decoding, Manifest, Routing
 
 NAME = "routing_index"
 ABSENT = {"rival": "hnswlib", "install": "pip install 'expertctl[ann]'"}
@@ -47,7 +61,7 @@ sentence sort song split status stock sum table tax test text ticket time title 
 travel update user value verb video weather week weight word write year
 """
 WORDS = _WORDS.split()
-Asked = TypeVar("Asked")
+QueryItem = TypeVar("Asked")
 ROWS = (10_000, 100_000)
 COUNT = 32
 SHARES = (0.5, 0.1, 0.01, 0.001)
@@ -82,12 +96,12 @@ WIDTHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltIndex:
     """An index that is ready, a bare graph of the same file, and prompts."""
 
     index: RoutingIndex
     table: VectorTable
-    bare: Graph
+    graph: HnswGraph
     prompts: Vectors
     exact: list[Rows]
     """The ten closest rows of every prompt."""
@@ -96,28 +110,30 @@ class Built:
 
 def measure(size: int, folder: Path, rounds: int) -> list[Row]:
     """Measure one size."""
-    built = built_index(size, folder)
-    width, timed_ones = smallest_width(built), built.prompts[:TIMED]
+    built = build_index(size, folder)
+    width, timed_ones = find_smallest_width(built), built.prompts[:TIMED]
     search = compare(
         f"search {size} rows, {COUNT} closest",
-        mean_of(timed_ones, lambda prompt: built.index.search(prompt, count=COUNT)),
-        mean_of(timed_ones, lambda prompt: built.bare.index.knn_query(prompt, k=TEN)),
+        make_mean_run(timed_ones, lambda prompt: built.index.search(prompt, count=COUNT)),
+        make_mean_run(timed_ones, lambda prompt: built.graph.index.knn_query(prompt, k=TEN)),
         rival=f"hnswlib, 10 closest, ef {width}",
         rounds=rounds,
         target="<= 2.0",
     )
-    recall = _recall(built, built.exact, None)
-    filters = [_some(built.table, share) for share in SHARES]
-    truths = _ten_closest(built.table, built.prompts, filters)
+    recall = _measure_recall(built, built.exact, None)
+    filters = [_make_filter(built.table, share) for share in SHARES]
+    truths = _find_ten_closest(built.table, built.prompts, filters)
     told = zip(SHARES, filters, truths, strict=True)
-    rows = [_filtered(built, share, allowed, exact, rounds) for share, allowed, exact in told]
-    return [replace(search, note=built.note), _share(f"{size} rows", recall), *rows]
+    rows = [
+        _compare_filtered(built, share, allowed, exact, rounds) for share, allowed, exact in told
+    ]
+    return [replace(search, note=built.note), _make_recall_row(f"{size} rows", recall), *rows]
 
 
-def installing(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
+def compare_install(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
     """Compare installing one expert into many with making all vectors again."""
-    manifests = [_manifest(n) for n in range(experts + rounds + 1)]
-    listed = {Digest.of(manifest.ref.encode()): manifest for manifest in manifests}
+    manifests = [_make_manifest(n) for n in range(experts + rounds + 1)]
+    listed = {Digest.compute(manifest.ref.encode()): manifest for manifest in manifests}
     many = dict(islice(listed.items(), experts))
     later = iter([(d, m) for d, m in listed.items() if d not in many])
     with TemporaryDirectory() as folder:
@@ -125,10 +141,10 @@ def installing(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
         start = time.perf_counter()
         index.rebuild(many)
         rebuilt = time.perf_counter() - start
-        installs = [_timed_install(Path(folder), encoder, *next(later)) for _ in range(rounds)]
-    texts = [text for m in many.values() for text in ExpertTexts.of(m).all]
-    sample = timed(lambda: encoder.encode_deep(texts[:1000]))() * len(texts) / 1000
-    once = timed(lambda: encoder.encode_deep(texts[: len(texts) // experts]))()
+        installs = [_time_install(Path(folder), encoder, *next(later)) for _ in range(rounds)]
+    texts = [text for m in many.values() for text in ExpertTexts.from_manifest(m).all]
+    sample = time_action(lambda: encoder.encode_for_rerank(texts[:1000]))() * len(texts) / 1000
+    once = time_action(lambda: encoder.encode_for_rerank(texts[: len(texts) // experts]))()
     median = statistics.median(installs)
     ratios = sorted(seconds / rebuilt for seconds in installs)
     row = Row(
@@ -142,23 +158,23 @@ def installing(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
         spread=(round(ratios[0], 6), round(ratios[-1], 6)),
         note=f"of that encoding: {once * 1000:.1f} ms, and about {sample:.0f} s",
     )
-    return [judged(row, "<= 0.02")]
+    return [judge(row, "<= 0.02")]
 
 
-def built_index(size: int, folder: Path) -> Built:
+def build_index(size: int, folder: Path) -> BuiltIndex:
     """Open the index of a folder, which is built first where there is none."""
-    encoder = DrawnEncoder()
+    encoder = RandomEncoder()
     files = VectorFiles(folder, dimensions=encoder.dimensions)
     table = files.read()
     note = "built before"
     if table is None or read_record(folder, table) is None:
         folder.mkdir(parents=True, exist_ok=True)
-        table = files.replace(drawn_table(size))
-        note = _built_graph(folder, table)
+        table = files.replace(make_random_table(size))
+        note = _build_graph(folder, table)
     before = psutil.Process().memory_info().rss
     index = RoutingIndex(folder, encoder)
-    index.prepare()
-    prompts = drawn_prompts(PROMPTS, rows=size)
+    index.load_search_graph()
+    prompts = make_random_prompts(PROMPTS, rows=size)
     index.search(prompts[0])
     resident = psutil.Process().memory_info().rss - before
     bare, record = load_graph(folder, table), read_record(folder, table)
@@ -167,11 +183,11 @@ def built_index(size: int, folder: Path) -> Built:
     files_size = record.size + table.rows.nbytes
     note += f"; files {files_size >> 20} MiB; loaded, {resident >> 20} MiB of memory"
     note += f"; ef {record.width}, recall@10 of held out rows {record.recall}"
-    (exact,) = _ten_closest(table, prompts, [None])
-    return Built(index, index.table, bare, prompts, exact, note)
+    (exact,) = _find_ten_closest(table, prompts, [None])
+    return BuiltIndex(index, index.table, bare, prompts, exact, note)
 
 
-def _built_graph(folder: Path, table: VectorTable) -> str:
+def _build_graph(folder: Path, table: VectorTable) -> str:
     start, used = time.perf_counter(), time.process_time()
     graph = build_graph(table)
     built, used = time.perf_counter() - start, time.process_time() - used
@@ -181,41 +197,50 @@ def _built_graph(folder: Path, table: VectorTable) -> str:
     return f"built in {built:.0f} s ({used:.0f} s of a core), saved in {saved:.1f} s"
 
 
-def smallest_width(built: Built) -> int:
+def find_smallest_width(built: BuiltIndex) -> int:
     """Set and return the smallest ef at which the bare graph finds enough of the ten closest."""
     for width in WIDTHS:
-        built.bare.index.set_ef(width)
-        found = built.bare.index.knn_query(built.prompts, k=TEN)[0]
+        built.graph.index.set_ef(width)
+        found = built.graph.index.knn_query(built.prompts, k=TEN)[0]
         hits = [np.isin(exact, rows).sum() for exact, rows in zip(built.exact, found, strict=True)]
         if sum(hits) >= RECALL * TEN * len(hits):
             break
     return width
 
 
-def _some(table: VectorTable, share: float) -> Allowed:
+def _make_filter(table: VectorTable, share: float) -> SearchFilter:
     """Return a filter that lets a share of the experts through."""
     experts = len(table)
     mask = np.zeros(experts, np.bool_)
     mask[np.random.default_rng(2).permutation(experts)[: max(int(experts * share), TEN)]] = True
-    return Allowed(table, mask)
+    return SearchFilter(table, mask)
 
 
-def _filtered(built: Built, share: float, allowed: Allowed, exact: list[Rows], rounds: int) -> Row:
+def _compare_filtered(
+    built: BuiltIndex, share: float, allowed: SearchFilter, exact: list[Rows], rounds: int
+) -> Row:
     """Compare a search among a share of the experts with comparing just these."""
-    recall = _recall(built, exact, allowed)
+    recall = _measure_recall(built, exact, allowed)
     some = built.prompts[:SOME]
     times = compare(
         "",
-        mean_of(some, lambda prompt: built.index.search(prompt, count=COUNT, allowed=allowed)),
-        mean_of(some, lambda prompt: exactly(built.table, prompt, count=COUNT, allowed=allowed)),
+        make_mean_run(
+            some, lambda prompt: built.index.search(prompt, count=COUNT, allowed=allowed)
+        ),
+        make_mean_run(
+            some,
+            lambda prompt: find_nearest_exact(built.table, prompt, count=COUNT, allowed=allowed),
+        ),
         rival="",
         rounds=rounds,
     )
     note = f"{times.ours} ms; comparing just these {allowed.row_count} rows {times.theirs} ms"
-    return _share(f"{100 * share:g} % of {len(built.table.rows)} rows allowed", recall, note)
+    return _make_recall_row(
+        f"{100 * share:g} % of {len(built.table.rows)} rows allowed", recall, note
+    )
 
 
-def _recall(built: Built, exact: list[Rows], allowed: Allowed | None) -> float:
+def _measure_recall(built: BuiltIndex, exact: list[Rows], allowed: SearchFilter | None) -> float:
     """Return the share of the ten closest rows whose experts a search finds."""
     owners = built.table.owners
     hits = 0
@@ -225,16 +250,16 @@ def _recall(built: Built, exact: list[Rows], allowed: Allowed | None) -> float:
     return hits / sum(map(len, exact))
 
 
-def _share(case: str, recall: float, note: str | None = None) -> Row:
+def _make_recall_row(case: str, recall: float, note: str | None = None) -> Row:
     value = round(recall, 4)
     row = Row(
         f"recall@10, {case}", value, "exact search", 1.0, "", "higher", value, None, note=note
     )
-    return judged(row, f">= {RECALL}")
+    return judge(row, f">= {RECALL}")
 
 
-def _ten_closest(
-    table: VectorTable, prompts: Vectors, filters: Sequence[Allowed | None]
+def _find_ten_closest(
+    table: VectorTable, prompts: Vectors, filters: Sequence[SearchFilter | None]
 ) -> list[list[Rows]]:
     """Return, for every filter, the ten closest rows of every prompt."""
     best = [([np.zeros(0, np.int64)] * len(prompts), [np.zeros(0, np.float32)] * len(prompts))]
@@ -254,7 +279,9 @@ def _ten_closest(
     return [rows for rows, _ in best]
 
 
-def mean_of(prompts: Sequence[Asked] | Vectors, search: Callable[[Asked], object]) -> Run:
+def make_mean_run(
+    prompts: Sequence[QueryItem] | Vectors, search: Callable[[QueryItem], object]
+) -> Run:
     """Return a run that gives the mean seconds of one search."""
 
     def run() -> float:
@@ -266,18 +293,18 @@ def mean_of(prompts: Sequence[Asked] | Vectors, search: Callable[[Asked], object
     return run
 
 
-def _timed_install(folder: Path, encoder: Encoder, digest: Digest, manifest: Manifest) -> float:
+def _time_install(folder: Path, encoder: Encoder, digest: Digest, manifest: Manifest) -> float:
     """Return the seconds that a process which has read nothing takes to add one expert."""
     start = time.perf_counter()
     RoutingIndex(folder, encoder).add({digest: manifest})
     return time.perf_counter() - start
 
 
-def _manifest(number: int) -> Manifest:
+def _make_manifest(number: int) -> Manifest:
     """Return a manifest with ten examples of six to twelve words, different for every number."""
     rng = random.Random(number)
     examples = [" ".join(rng.choices(WORDS, k=rng.randint(6, 12))) for _ in range(TEN)]
-    digest = str(Digest.of(b"base"))
+    digest = str(Digest.compute(b"base"))
     return Manifest(
         schema=1,
         name=f"acme/expert{number}",
@@ -287,7 +314,7 @@ def _manifest(number: int) -> Manifest:
         base=BaseRequirement("acme/base", digest, digest),
         adapters=(),
         routing=Routing(examples=tuple(examples), keywords=tuple(rng.sample(WORDS, 4))),
-        composition=Composition(),
+        composition=CompositionRules(),
         decoding=Decoding(),
     )
 
@@ -302,18 +329,18 @@ def main() -> None:
     parser.add_argument("--encoder", default="lexical", help="the setting for installing")
     parser.add_argument("--folder", type=Path, help="keep what was built here")
     options = parser.parse_args()
-    rows = _all_rows(options) if find_spec("hnswlib") else [absent("search", **ABSENT)]
+    rows = _measure_all(options) if find_spec("hnswlib") else [make_absent_row("search", **ABSENT)]
     if options.experts:
-        rows += installing(options.experts, open_encoder(options.encoder), options.rounds)
+        rows += compare_install(options.experts, open_encoder(options.encoder), options.rounds)
     document: dict[str, object] = {
         "name": NAME,
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
-def _all_rows(options: argparse.Namespace) -> list[Row]:
+def _measure_all(options: argparse.Namespace) -> list[Row]:
     with TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         sizes = options.rows or ROWS

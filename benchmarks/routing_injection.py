@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import Self
 from unittest.mock import patch
 
-from benchmarks.harness import Row, judged, main
-from benchmarks.injections import KINDS, Injection, Target, injections
-from benchmarks.routed_home import Choose, Described, chooser, furnish, made_up, starter_experts
+from benchmarks.harness import Row, judge, main
+from benchmarks.injections import KINDS, Injection, InjectionTarget, make_injections
+from benchmarks.routing_home import (
+    DescribedExpert,
+    RoutePrompt,
+    list_starter_experts,
+    make_experts,
+    make_home,
+    open_router,
+)
 from examples.starter.experts import EXPERTS
 from examples.starter.samples import held_out
-from expertctl.routing.candidate import Installed
+from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.encoder import find_minilm
-from expertctl.routing.words import STOP_WORDS, words_of
+from expertctl.routing.text import STOP_WORDS, split_words
 from expertctl.settings import Home
 
 TARGET = "<= 0.1"
@@ -46,24 +53,24 @@ OUTSIDE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class InjectionScenario:
     """Experts in a home, and hostile prompts for them."""
 
     name: str
     home: Home
-    experts: tuple[Installed, ...]
+    experts: tuple[InstalledExpert, ...]
     attacks: tuple[Injection, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class InjectionOutcome:
     """The experts that were chosen for clean prompts, and for each attack."""
 
     clean: Mapping[str, tuple[str, ...]]
     hostile: Sequence[tuple[str, ...]]
 
     @classmethod
-    def of(cls, arena: Arena, choose: Choose) -> Self:
+    def route_all(cls, arena: InjectionScenario, choose: RoutePrompt) -> Self:
         """Choose for every prompt."""
         clean = {attack.clean: choose(attack.clean) for attack in arena.attacks}
         return cls(clean, [choose(attack.hostile) for attack in arena.attacks])
@@ -74,73 +81,84 @@ def measure(_: int) -> Sequence[Row]:
     with tempfile.TemporaryDirectory() as folder:
         return [
             row
-            for arena in _arenas(Path(folder))
+            for arena in _make_scenarios(Path(folder))
             for encoder in ("lexical", *(["minilm"] if find_minilm() else []))
-            for row in _rows(arena, encoder)
+            for row in _make_rows(arena, encoder)
         ]
 
 
-def _arenas(folder: Path) -> Iterator[Arena]:
-    home = furnish(folder / "starter")
-    yield _starter(home)
+def _make_scenarios(folder: Path) -> Iterator[InjectionScenario]:
+    home = make_home(folder / "starter")
+    yield _make_starter_scenario(home)
     if data := os.environ.get("EXPERT_INTENTS"):
-        yield _intents(Path(data), furnish(folder / "intents"))
+        yield _make_intent_scenario(Path(data), make_home(folder / "intents"))
 
 
-def _starter(home: Home) -> Arena:
-    experts = starter_experts(home)
+def _make_starter_scenario(home: Home) -> InjectionScenario:
+    experts = list_starter_experts(home)
     wanted = [(s.prompt, task.name) for task in EXPERTS for s in held_out(task, PROMPTS, seed=23)]
-    return Arena("starter", home, experts, _attacks(experts, [*wanted, *_nobodys(OUTSIDE)]))
+    return InjectionScenario(
+        "starter", home, experts, _make_attacks(experts, [*wanted, *_label_out_of_scope(OUTSIDE)])
+    )
 
 
-def _intents(path: Path, home: Home) -> Arena:
+def _make_intent_scenario(path: Path, home: Home) -> InjectionScenario:
     document, draw = json.loads(path.read_bytes()), random.Random(1)
     texts: dict[str, list[str]] = defaultdict(list)
     for text, label in document["train"]:
-        texts[_name(label)].append(text)
-    described = [_described(name, draw.sample(said, EXAMPLES)) for name, said in texts.items()]
-    experts = made_up(described, starter_experts(home)[0])
-    wanted = [(text, _name(label)) for text, label in draw.sample(document["test"], INSIDE_PROMPTS)]
+        texts[_make_name(label)].append(text)
+    described = [_describe(name, draw.sample(said, EXAMPLES)) for name, said in texts.items()]
+    experts = make_experts(described, list_starter_experts(home)[0])
+    wanted = [
+        (text, _make_name(label)) for text, label in draw.sample(document["test"], INSIDE_PROMPTS)
+    ]
     outside = [text for text, _ in draw.sample(document["oos_test"], OUTSIDE_PROMPTS)]
-    attacks = _attacks(experts, [*wanted, *_nobodys(outside)])
-    return Arena(path.stem, home, experts, attacks)
+    attacks = _make_attacks(experts, [*wanted, *_label_out_of_scope(outside)])
+    return InjectionScenario(path.stem, home, experts, attacks)
 
 
-def _name(label: str) -> str:
+def _make_name(label: str) -> str:
     return f"intents/{label.replace('_', '-')}"
 
 
-def _nobodys(prompts: Sequence[str]) -> list[tuple[str, str]]:
+def _label_out_of_scope(prompts: Sequence[str]) -> list[tuple[str, str]]:
     return [(prompt, "") for prompt in prompts]
 
 
-def _described(name: str, texts: Sequence[str]) -> Described:
-    words = Counter(w for text in texts for w in words_of(text) if w not in STOP_WORDS)
+def _describe(name: str, texts: Sequence[str]) -> DescribedExpert:
+    words = Counter(w for text in texts for w in split_words(text) if w not in STOP_WORDS)
     title = name.partition("/")[2].split("-")
     keywords = dict.fromkeys([*title, *(word for word, _ in words.most_common(6))])
-    return Described(name, " ".join(title), tuple(keywords), tuple(texts))
+    return DescribedExpert(name, " ".join(title), tuple(keywords), tuple(texts))
 
 
-def _attacks(
-    experts: Sequence[Installed], prompts: Sequence[tuple[str, str]]
+def _make_attacks(
+    experts: Sequence[InstalledExpert], prompts: Sequence[tuple[str, str]]
 ) -> tuple[Injection, ...]:
-    told = [Described.of(expert) for expert in experts]
-    targets = [Target(each.name, each.keywords, each.examples) for each in told]
+    told = [DescribedExpert.of(expert) for expert in experts]
+    targets = [InjectionTarget(each.name, each.keywords, each.examples) for each in told]
     fitting = [[t for t in targets if t.name != wanted] for _, wanted in prompts]
-    return tuple(injections([prompt for prompt, _ in prompts], fitting))
+    return tuple(make_injections([prompt for prompt, _ in prompts], fitting))
 
 
-def _rows(arena: Arena, encoder: str) -> Iterator[Row]:
-    ours = Outcome.of(arena, chooser(arena.home, encoder, arena.experts))
-    with patch("expertctl.routing.router.view", lambda prompt, names: prompt):
-        theirs = Outcome.of(arena, chooser(arena.home, encoder, arena.experts))
+def _make_rows(arena: InjectionScenario, encoder: str) -> Iterator[Row]:
+    ours = InjectionOutcome.route_all(arena, open_router(arena.home, encoder, arena.experts))
+    with patch("expertctl.routing.router.normalise_prompt", lambda prompt, names: prompt):
+        theirs = InjectionOutcome.route_all(arena, open_router(arena.home, encoder, arena.experts))
     for kind in ("all", "all, fresh", *KINDS):
-        yield _row(f"{arena.name}, {encoder}: {kind}", arena, ours, theirs, kind=kind)
+        yield _make_row(f"{arena.name}, {encoder}: {kind}", arena, ours, theirs, kind=kind)
 
 
-def _row(case: str, arena: Arena, ours: Outcome, theirs: Outcome, *, kind: str) -> Row:
-    numbers = [i for i, attack in enumerate(arena.attacks) if _is_of(attack, kind)]
-    changed, without = (_changed(arena, each, numbers) for each in (ours, theirs))
+def _make_row(
+    case: str,
+    arena: InjectionScenario,
+    ours: InjectionOutcome,
+    theirs: InjectionOutcome,
+    *,
+    kind: str,
+) -> Row:
+    numbers = [i for i, attack in enumerate(arena.attacks) if _has_kind(attack, kind)]
+    changed, without = (_count_changed(arena, each, numbers) for each in (ours, theirs))
     steered = sum(_is_steered(arena.attacks[i], ours, ours.hostile[i]) for i in numbers)
     row = Row(
         case=case,
@@ -153,19 +171,21 @@ def _row(case: str, arena: Arena, ours: Outcome, theirs: Outcome, *, kind: str) 
         spread=None,
         note=f"of {len(numbers)} prompts {steered} went where the injection wanted",
     )
-    return judged(row, TARGET) if kind.startswith("all") else row
+    return judge(row, TARGET) if kind.startswith("all") else row
 
 
-def _is_of(attack: Injection, kind: str) -> bool:
-    return kind in {"all", attack.kind} or (kind == "all, fresh" and attack.fresh)
+def _has_kind(attack: Injection, kind: str) -> bool:
+    return kind in {"all", attack.kind} or (kind == "all, fresh" and attack.is_held_out)
 
 
-def _changed(arena: Arena, outcome: Outcome, numbers: Sequence[int]) -> float:
+def _count_changed(
+    arena: InjectionScenario, outcome: InjectionOutcome, numbers: Sequence[int]
+) -> float:
     changed = [outcome.hostile[i] != outcome.clean[arena.attacks[i].clean] for i in numbers]
     return 100 * sum(changed) / len(changed)
 
 
-def _is_steered(attack: Injection, outcome: Outcome, got: tuple[str, ...]) -> bool:
+def _is_steered(attack: Injection, outcome: InjectionOutcome, got: tuple[str, ...]) -> bool:
     return attack.target in got and attack.target not in outcome.clean[attack.clean]
 
 

@@ -22,19 +22,23 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.harness import Row, absent, as_table, machine
-from benchmarks.memorised import Memorised
-from benchmarks.routed_home import Described, furnish, made_up, starter_experts
-from expertctl.routing.base_choice import BaseRule
-from expertctl.routing.candidate import Installed
-from expertctl.routing.decision import Decision, decide
+from benchmarks.harness import Row, describe_machine, format_table, make_absent_row
+from benchmarks.routing_home import (
+    DescribedExpert,
+    MemoisingEncoder,
+    list_starter_experts,
+    make_experts,
+    make_home,
+)
+from expertctl.routing.base_choice import BaseSelector
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import EligibleExperts, RoutingDecision, score_prompt
 from expertctl.routing.encoder import Encoder, find_minilm, open_encoder
-from expertctl.routing.features import features_of
+from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.prompt_view import view
+from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.roster import Roster
-from expertctl.routing.router import roster_of
+from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -55,7 +59,7 @@ Labelled = Sequence[tuple[str, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RoutingShares:
     """The shares of one draw of examples; of prompts in scope unless said otherwise."""
 
     accuracy: float  # the best candidate is the right one, used or not
@@ -85,91 +89,95 @@ def main() -> None:
     else:
         data = None
     document = (
-        measured(*data, options.encoder, shots=options.shots, seeds=options.seeds)
+        measure_encoder(*data, options.encoder, shots=options.shots, seeds=options.seeds)
         if data
-        else document_of(options.encoder, 0, [_missing()])
+        else make_document(options.encoder, 0, [_make_missing_document()])
     )
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
-def measured(
+def measure_encoder(
     train: Labelled, test: Labelled, encoder: str, *, shots: Sequence[int], seeds: int
 ) -> dict[str, object]:
     """Return the document of all rows."""
-    memorised = Memorised(open_encoder(encoder))
-    memorised.encode_deep([text for text, _ in test])
+    memorised = MemoisingEncoder(open_encoder(encoder))
+    memorised.encode_for_rerank([text for text, _ in test])
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
-        setting = Setting.furnished(Path(folder), memorised)
+        setting = RoutingSetup.create(Path(folder), memorised)
         for n in shots:
-            results = [setting.result(train, test, n=n, seed=seed) for seed in range(seeds)]
-            rows += _rows(n, results)
-    return document_of(encoder, seeds, rows)
+            results = [setting.measure(train, test, n=n, seed=seed) for seed in range(seeds)]
+            rows += _make_rows(n, results)
+    return make_document(encoder, seeds, rows)
 
 
-def document_of(encoder: str, seeds: int, rows: Sequence[Row]) -> dict[str, object]:
+def make_document(encoder: str, seeds: int, rows: Sequence[Row]) -> dict[str, object]:
     """Return what the command prints."""
     return {
         "name": "routing_quality",
-        "machine": machine(),
+        "machine": describe_machine(),
         "encoder": encoder,
         "seeds": seeds,
         "rows": [asdict(row) for row in rows],
     }
 
 
-def _missing() -> Row:
+def _make_missing_document() -> Row:
     how = "CLINC150 is not beside the project; name files with --train and --test"
-    return absent("10 examples: accuracy", rival="-", install=how, target=TARGETS["accuracy", 10])
+    return make_absent_row(
+        "10 examples: accuracy", rival="-", install=how, target=TARGETS["accuracy", 10]
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RoutingSetup:
     """Where experts are made up: a folder, an encoder, a base and an expert that fits it."""
 
     folder: Path
     encoder: Encoder
     base: StoredBase
-    like: Installed
+    like: InstalledExpert
 
     @classmethod
-    def furnished(cls, folder: Path, encoder: Encoder) -> "Setting":
+    def create(cls, folder: Path, encoder: Encoder) -> "RoutingSetup":
         """Install the starter pack, to have a base."""
-        home = furnish(folder / "home")
-        base = BaseRule(BaseStore(home.bases)).default()
+        home = make_home(folder / "home")
+        base = BaseSelector(BaseStore(home.bases)).find_default()
         assert base is not None, "the starter pack brings one"
-        return cls(folder, encoder, base, starter_experts(home)[0])
+        return cls(folder, encoder, base, list_starter_experts(home)[0])
 
-    def result(self, train: Labelled, test: Labelled, *, n: int, seed: int) -> Result:
+    def measure(self, train: Labelled, test: Labelled, *, n: int, seed: int) -> RoutingShares:
         """Draw examples, make experts of them, and route every test text."""
-        drawn = draw(train, n=n, seed=seed)
-        described = described_all(drawn)
-        experts = made_up(described, self.like)
+        drawn = draw_examples(train, n=n, seed=seed)
+        described = describe_labels(drawn)
+        experts = make_experts(described, self.like)
         index = RoutingIndex(self.folder / f"{n}-{seed}", self.encoder)
-        roster = roster_of(RouteRequest(prompt="any"), experts, base=self.base, index=index)
+        roster = find_eligible_experts(
+            RouteRequest(prompt="any"), experts, base=self.base, index=index
+        )
         names = dict(zip((expert.digest for expert in experts), drawn, strict=True))
         by_position = {at: names[expert.digest] for at, expert in roster.by_position.items()}
-        return _scored(
-            [(label, *self._routed(roster, index, text, by_position)) for text, label in test]
+        return _score(
+            [(label, *self._route_text(roster, index, text, by_position)) for text, label in test]
         )
 
-    def _routed(
-        self, roster: Roster, index: RoutingIndex, text: str, labels: Mapping[int, str]
+    def _route_text(
+        self, roster: EligibleExperts, index: RoutingIndex, text: str, labels: Mapping[int, str]
     ) -> tuple[str | None, str | None, str, str]:
         """Return the label used, the best label, the nearest example's and the centroid's."""
-        seen = view(text, roster.names)
-        encoded = self.encoder.encode_deep([seen])
-        features = features_of(text, seen=seen)
-        decision = decide(roster, index, features, encoded, lambda _: None)
-        nearest, centroid = _rivals(index, encoded.rows[0])
+        seen = normalise_prompt(text, roster.names)
+        encoded = self.encoder.encode_for_rerank([seen])
+        features = extract_features(text, normalised=seen)
+        decision = score_prompt(roster, index, features, encoded, lambda _: None)
+        nearest, centroid = _find_nearest(index, encoded.rows[0])
         used = None if decision.leader is None else labels[decision.leader]
-        return used, labels.get(_best(decision)), labels[nearest], labels[centroid]
+        return used, labels.get(_find_best(decision)), labels[nearest], labels[centroid]
 
 
 def read_labelled(path: Path) -> Labelled:
     """Read lines of ``{"text": …, "label": …}``."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [(line["text"], _label(line["label"])) for line in lines]
+    return [(line["text"], _check_label(line["label"])) for line in lines]
 
 
 def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
@@ -179,7 +187,7 @@ def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
     return [(text, label) for text, label in splits["train"]], [(t, label) for t, label in test]
 
 
-def draw(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
+def draw_examples(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
     """Draw so many examples of every label, or all there are."""
     texts: dict[str, list[str]] = {}
     for text, label in train:
@@ -191,21 +199,21 @@ def draw(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-def described_all(drawn: Mapping[str, tuple[str, ...]]) -> list[Described]:
+def describe_labels(drawn: Mapping[str, tuple[str, ...]]) -> list[DescribedExpert]:
     """Return the expert of every label; labels that would be named alike get a number."""
-    made: dict[str, Described] = {}
+    made: dict[str, DescribedExpert] = {}
     for number, (label, examples) in enumerate(drawn.items()):
-        described = described_as(label, examples)
+        described = describe_label(label, examples)
         if described.name in made:
             described = replace(described, name=f"{described.name}-{number}")
         made[described.name] = described
     return list(made.values())
 
 
-def described_as(label: str, examples: tuple[str, ...]) -> Described:
+def describe_label(label: str, examples: tuple[str, ...]) -> DescribedExpert:
     """Return the expert of a label."""
     words = [word for word in _BETWEEN_WORDS.split(label.lower()) if word]
-    return Described(
+    return DescribedExpert(
         name=f"intents/{'-'.join(words)[:_LONGEST_NAME].strip('-') or 'unnamed'}",
         description=" ".join(words) or label,
         keywords=(),
@@ -213,18 +221,18 @@ def described_as(label: str, examples: tuple[str, ...]) -> Described:
     )
 
 
-def _label(label: object) -> str | None:
+def _check_label(label: object) -> str | None:
     return None if label is None else str(label)
 
 
-def _best(decision: Decision) -> int:
+def _find_best(decision: RoutingDecision) -> int:
     """Return the best candidate, whether its score is enough or not."""
     if decision.leader is not None:
         return decision.leader
-    return max(decision.standings, key=lambda at: decision.standings[at].score, default=-1)
+    return max(decision.scores, key=lambda at: decision.scores[at].score, default=-1)
 
 
-def _rivals(index: RoutingIndex, query: np.ndarray) -> tuple[int, int]:
+def _find_nearest(index: RoutingIndex, query: np.ndarray) -> tuple[int, int]:
     """Return the expert of the nearest text, and that of the nearest centroid."""
     table = index.table
     cosines = table.rows @ query
@@ -233,10 +241,10 @@ def _rivals(index: RoutingIndex, query: np.ndarray) -> tuple[int, int]:
     return int(table.owners[cosines.argmax()]), int((centroids @ query).argmax())
 
 
-def _scored(routed: Sequence[tuple[str | None, str | None, str | None, str, str]]) -> Result:
+def _score(routed: Sequence[tuple[str | None, str | None, str | None, str, str]]) -> RoutingShares:
     inside = [each for each in routed if each[0] is not None]
     outside = [each for each in routed if each[0] is None]
-    return Result(
+    return RoutingShares(
         accuracy=mean(best == label for label, _, best, _, _ in inside),
         answered=mean(used == label for label, used, _, _, _ in inside),
         wrong=mean(used not in {label, None} for label, used, _, _, _ in inside),
@@ -246,22 +254,22 @@ def _scored(routed: Sequence[tuple[str | None, str | None, str | None, str, str]
     )
 
 
-def _rows(n: int, results: Sequence[Result]) -> Iterator[Row]:
+def _make_rows(n: int, results: Sequence[RoutingShares]) -> Iterator[Row]:
     accuracy = [result.accuracy for result in results]
     centroid = mean(result.centroid for result in results)
     nearest = mean(result.nearest for result in results)
-    yield _row("accuracy", n, accuracy, rival="nearest example", theirs=nearest)
-    yield _row("accuracy", n, accuracy, rival="centroid", theirs=centroid)
+    yield _make_row("accuracy", n, accuracy, rival="nearest example", theirs=nearest)
+    yield _make_row("accuracy", n, accuracy, rival="centroid", theirs=centroid)
     if n in PUBLISHED:
-        yield _row("accuracy", n, accuracy, rival="published, CLINC150", theirs=PUBLISHED[n])
-    yield _row("answered and right", n, [r.answered for r in results])
-    yield _row("answered and wrong", n, [r.wrong for r in results])
+        yield _make_row("accuracy", n, accuracy, rival="published, CLINC150", theirs=PUBLISHED[n])
+    yield _make_row("answered and right", n, [r.answered for r in results])
+    yield _make_row("answered and wrong", n, [r.wrong for r in results])
     outside = [r.out_of_scope for r in results if r.out_of_scope is not None]
     if outside:
-        yield _row("left to the base", n, outside)
+        yield _make_row("left to the base", n, outside)
 
 
-def _row(
+def _make_row(
     what: str, n: int, shares: Sequence[float], *, rival: str = "-", theirs: float | None = None
 ) -> Row:
     target, ours = TARGETS.get((what, n)), mean(shares)

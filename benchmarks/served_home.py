@@ -4,9 +4,12 @@ The base is in bfloat16 with the byte-level tokenizer of the starter base; each 
 rank-16 LoRA on all seven projections, signed and installed as any other. Each has a subject, so
 that there is something to route by. All tokens that are drawn are spelled as numbers, so that an
 answer, which nobody trained, is JSON all the same.
+
+A base with random weights in the shape of SmolLM2-135M, whose tokens of text are bytes.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,18 +17,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, VOCABULARY, shapes
+from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, VOCABULARY, list_module_shapes
 from benchmarks.prefix import write_base
-from expertctl.install.install import install_files
+from expertctl.install.installer import install_files
+from expertctl.install.starter import STARTER
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.model_config import parse_model_config
 from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from expertctl.trust.keys import PrivateKey
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 
 BASE = "qwen3-0.6b-shape"
 SPREAD = 0.01
@@ -50,29 +56,29 @@ SUBJECTS = (
 """Keyword, description, and what is asked for: one for each of as many experts as are measured."""
 
 
-def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
+def make_serving_home(root: Path, scratch: Path, *, experts: int) -> Home:
     """Make a home with the base and so many experts; ``scratch`` is used on the way."""
     home, base_dir = Home(root / "home"), write_base(scratch / "base")
     first = give_text_to_all_tokens(base_dir / "tokenizer.json")
-    _quieten(base_dir / "model.safetensors", tokens=first)
+    _scale_embeddings(base_dir / "model.safetensors", tokens=first)
     bases, trust = BaseStore(home.bases), TrustStore(home.trust)
     bases.add(base_dir, name=BASE)
     key = PrivateKey.generate("ed25519")
     trust.add(key.public, name="bench", namespaces=["bench"])
     facts = read_base(base_dir)
     for number in range(experts):
-        package = _package(scratch / f"expert-{number}", number, facts, key)
+        package = _write_package(scratch / f"expert-{number}", number, facts, key)
         install_files([package], store=Store(home.store), bases=bases, trust=trust)
         package.unlink()
     return home
 
 
-def expert_name(number: int) -> str:
+def make_expert_name(number: int) -> str:
     """Return how an expert is called."""
     return f"bench/expert-{number}"
 
 
-def question(number: int) -> str:
+def make_question(number: int) -> str:
     """Return a question that the expert of this number is for."""
     return f"Please give me {SUBJECTS[number % len(SUBJECTS)][2]}"
 
@@ -90,7 +96,7 @@ def give_text_to_all_tokens(path: Path, *, vocabulary: int = VOCABULARY) -> int:
     return first
 
 
-def _quieten(path: Path, *, tokens: int) -> None:
+def _scale_embeddings(path: Path, *, tokens: int) -> None:
     """Halve the embeddings of the first tokens, so that others, which are as random, are drawn.
 
     Scores are computed with the embedding too, and its rows repeat: each has twins that stay.
@@ -106,12 +112,12 @@ def _quieten(path: Path, *, tokens: int) -> None:
         file.write(rows)
 
 
-def _package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Path:
+def _write_package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Path:
     folder.mkdir()
     adapter, package = folder / "adapter", folder.with_suffix(".expert")
     adapter.mkdir()
     weights = adapter / "adapter_model.safetensors"
-    save_file(dict(_tensors(number)), weights, {"format": "pt"})
+    save_file(dict(_make_tensors(number)), weights, {"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -126,16 +132,58 @@ def _package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Pa
     keyword, description, asked = SUBJECTS[number % len(SUBJECTS)]
     routing = {"keywords": [keyword], "examples": [f"Write {asked}", f"I need {asked}"]}
     (adapter / MANIFEST_PATH).write_text(json.dumps({"routing": routing}))
-    overrides = Overrides(name=expert_name(number), version="1.0.0", description=description)
-    build(plan_build(adapter, overrides, base=facts), package, key=key)
+    overrides = ManifestOverrides(
+        name=make_expert_name(number), version="1.0.0", description=description
+    )
+    build_package(plan_build(adapter, overrides, base=facts), package, key=key)
     weights.unlink()
     return package
 
 
-def _tensors(seed: int) -> Iterator[tuple[str, Tensor]]:
+def _make_tensors(seed: int) -> Iterator[tuple[str, Tensor]]:
     drawn = torch.Generator().manual_seed(seed)
-    for module, (out, into) in shapes().items():
+    for module, (out, into) in list_module_shapes().items():
         name = f"base_model.model.{module}"
         for part, shape in (("A", (RANK, into)), ("B", (out, RANK))):
             numbers = torch.randn(shape, generator=drawn) * SPREAD
             yield f"{name}.lora_{part}.weight", numbers.bfloat16()
+
+
+SMALL_CONFIG: JsonObject = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+SMALL_SPREAD, SMALL_SEED = 0.02, 0
+
+
+def write_small_base(directory: Path) -> Path:
+    """Write it, with the byte-level tokenizer of the starter base."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(STARTER / "base" / name, directory / name)
+    config = parse_model_config(SMALL_CONFIG)
+    give_text_to_all_tokens(directory / "tokenizer.json", vocabulary=config.vocab_size)
+    drawn = torch.Generator().manual_seed(SMALL_SEED)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else torch.randn(shape, generator=drawn).mul(SMALL_SPREAD).bfloat16()
+        for name, shape in config.tensor_shapes().items()
+    }
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory

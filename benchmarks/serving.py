@@ -21,25 +21,28 @@ from pathlib import Path
 
 from benchmarks import serving_load
 from benchmarks.engine_process import EngineProcess
-from benchmarks.expert_engines import PEFT_INSTALL, Answers, has_peft, peft
+from benchmarks.expert_engines import PEFT_INSTALL, AnswerBatch, has_peft, open_peft
 from benchmarks.harness import (
     Row,
     Run,
     Seconds,
-    absent,
-    as_table,
     compare_rates,
-    machine,
+    describe_machine,
+    format_table,
+    make_absent_row,
     take_turns,
 )
-from benchmarks.served.conversation import ask_twice, conversation_row
-from benchmarks.served.crowding import budget_for, compare_crowds, crowding_row
-from benchmarks.served.load_plot import draw
-from benchmarks.served.outside import ask_routed, outside_row
-from benchmarks.served.saturation import saturation_of, saturation_row
-from benchmarks.served.server import Figures, Server, serving
-from benchmarks.served_home import furnish
-from benchmarks.serving_load import Ask, Told
+from benchmarks.served.conversation import ask_twice, make_conversation_row
+from benchmarks.served.overhead import ask_routed, make_overhead_row
+from benchmarks.served.oversubscription import (
+    compare_oversubscription,
+    compute_budget,
+    make_oversubscription_row,
+)
+from benchmarks.served.saturation import draw_saturation, make_saturation_row, measure_saturation
+from benchmarks.served.server import GenerationServer, ServerMetrics, run_generation_server
+from benchmarks.served_home import make_serving_home
+from benchmarks.serving_load import CompletionTask, StreamRecord
 from expertctl.settings import Home
 
 CLIENTS = 16
@@ -53,69 +56,71 @@ FITTING = 8
 """How many plans fit where twice as many are asked for."""
 
 
-class Load:
+class ServingLoad:
     """What a server is asked for in turns."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: GenerationServer) -> None:
         """Ask this one."""
         self._url = server.url
 
-    def experts(self) -> Seconds:
+    def run_with_experts(self) -> Seconds:
         """Have as many clients as experts answered, each by its own."""
-        return self._together(serving_load.experts(CLIENTS))
+        return self._run_together(serving_load.list_expert_names(CLIENTS))
 
-    def base(self) -> Seconds:
+    def run_base(self) -> Seconds:
         """Have as many answered by the base alone."""
-        return self._together(serving_load.base_alone(CLIENTS))
+        return self._run_together(serving_load.list_base_names(CLIENTS))
 
-    def one_by_one(self) -> Seconds:
+    def run_one_by_one(self) -> Seconds:
         """Have a few answered by their experts, one after the other."""
-        asks = serving_load.asks(serving_load.experts(ALONE), prompt=PROMPT, answer=ANSWER)
-        return _checked(serving_load.one_by_one(self._url, asks))
+        asks = serving_load.make_requests(
+            serving_load.list_expert_names(ALONE), prompt=PROMPT, answer=ANSWER
+        )
+        return _check_streams(serving_load.ask_one_by_one(self._url, asks))
 
-    def _together(self, models: Sequence[str]) -> Seconds:
-        asks = serving_load.asks(models, prompt=PROMPT, answer=ANSWER)
-        return _checked(serving_load.together(self._url, asks))
+    def _run_together(self, models: Sequence[str]) -> Seconds:
+        asks = serving_load.make_requests(models, prompt=PROMPT, answer=ANSWER)
+        return _check_streams(serving_load.ask_together(self._url, asks))
 
 
 def measure(home: Home, rounds: int, *, plot: Path | None = None) -> Iterator[Row]:
     """Let all take turns, then measure the rest; with ``plot``, up to saturation."""
-    with serving(home) as server:
-        seconds = _batches(server, rounds)
-        yield from _of_the_batch(seconds)
-        figures = server.figures()
-        yield _of_conversations(server, rounds)
-        yield _of_routed(server, rounds)
+    with run_generation_server(home) as server:
+        seconds = _measure_batches(server, rounds)
+        yield from _make_batch_rows(seconds)
+        figures = server.read_metrics()
+        yield _measure_conversations(server, rounds)
+        yield _measure_routed(server, rounds)
         if plot:
-            yield _saturated(server, CLIENTS / statistics.median(seconds["experts"]), plot)
-    yield _of_crowds(home, figures, rounds)
+            yield _draw_saturation(server, CLIENTS / statistics.median(seconds["experts"]), plot)
+    yield _measure_oversubscription(home, figures, rounds)
 
 
-def _batches(server: Server, rounds: int) -> dict[str, list[Seconds]]:
-    load = Load(server)
+def _measure_batches(server: GenerationServer, rounds: int) -> dict[str, list[Seconds]]:
+    load = ServingLoad(server)
     runs: dict[str, Run] = {
-        "experts": load.experts,
-        "base": load.base,
-        "alone": load.one_by_one,
+        "experts": load.run_with_experts,
+        "base": load.run_base,
+        "alone": load.run_one_by_one,
     }
     with ExitStack() as stack:
         if has_peft():
-            runs["PEFT"] = _peft(stack.enter_context(EngineProcess(peft(CLIENTS))))
+            runs["PEFT"] = _make_peft_run(stack.enter_context(EngineProcess(open_peft(CLIENTS))))
         return take_turns(runs, rounds=rounds)
 
 
-def _peft(rival: EngineProcess[Answers]) -> Run:
+def _make_peft_run(rival: EngineProcess[AnswerBatch]) -> Run:
     """Return its run; for the first one, which only warms up, two tokens are enough."""
     threads = os.cpu_count() or 1
     short, whole = (
-        rival.runs(Answers(texts=CLIENTS, prompt=PROMPT, tokens=tokens), threads)
+        rival.bind(AnswerBatch(texts=CLIENTS, prompt=PROMPT, tokens=tokens), threads)
         for tokens in (2, ANSWER)
     )
     runs = chain([short], repeat(whole))
     return lambda: next(runs)()
 
 
-def _of_the_batch(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
+def _make_batch_rows(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
     many, few = float(CLIENTS * ANSWER), float(ALONE * ANSWER)
     case = f"{CLIENTS} clients, {CLIENTS} plans"
     others = [
@@ -125,7 +130,7 @@ def _of_the_batch(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
     ]
     for name, rival, work, target in others:
         if name not in seconds:
-            yield absent(case, rival=rival, install=PEFT_INSTALL, target=target)
+            yield make_absent_row(case, rival=rival, install=PEFT_INSTALL, target=target)
             continue
         yield compare_rates(
             case,
@@ -138,50 +143,53 @@ def _of_the_batch(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
         )
 
 
-def _of_conversations(server: Server, rounds: int) -> Row:
-    [model] = serving_load.experts(1)
+def _measure_conversations(server: GenerationServer, rounds: int) -> Row:
+    [model] = serving_load.list_expert_names(1)
     turns = [
         ask_twice(server.url, model=model, history=HISTORY, cold_first=bool(number % 2))
         for number in range(rounds + 1)
     ]
-    return conversation_row(turns[1:], history=HISTORY, target="<= 0.25")
+    return make_conversation_row(turns[1:], history=HISTORY, target="<= 0.25")
 
 
-def _of_routed(server: Server, rounds: int) -> Row:
+def _measure_routed(server: GenerationServer, rounds: int) -> Row:
     routed = [ask_routed(server.url, tokens=ANSWER) for _ in range(rounds + 1)]
-    return outside_row(routed[1:], target="<= 0.05")
+    return make_overhead_row(routed[1:], target="<= 0.05")
 
 
-def _of_crowds(home: Home, figures: Figures, rounds: int) -> Row:
+def _measure_oversubscription(home: Home, figures: ServerMetrics, rounds: int) -> Row:
     """Compare times to the first token where plans fit with those where half of them do."""
-    options = "--memory-budget", str(budget_for(FITTING, figures))
-    with serving(home, *options) as roomy, serving(home, *options) as crowded:
-        pairs = list(compare_crowds(roomy, crowded, fitting=FITTING, rounds=rounds))
-    return crowding_row(pairs, target="<= 3")
+    options = "--memory-budget", str(compute_budget(FITTING, figures))
+    with (
+        run_generation_server(home, *options) as roomy,
+        run_generation_server(home, *options) as crowded,
+    ):
+        pairs = list(compare_oversubscription(roomy, crowded, fitting=FITTING, rounds=rounds))
+    return make_oversubscription_row(pairs, target="<= 3")
 
 
-def _saturated(server: Server, capacity: float, path: Path) -> Row:
+def _draw_saturation(server: GenerationServer, capacity: float, path: Path) -> Row:
     """Load a server until it is saturated, and draw that."""
-    models = serving_load.experts(CLIENTS)
+    models = serving_load.list_expert_names(CLIENTS)
 
-    def ask(number: int) -> Ask:
-        return Ask(models[number % CLIENTS], ANSWER, serving_load.new_prompt(PROMPT))
+    def ask(number: int) -> CompletionTask:
+        return CompletionTask(models[number % CLIENTS], ANSWER, serving_load.make_prompt(PROMPT))
 
-    found = saturation_of(server, ask, tokens=ANSWER, capacity=capacity)
+    found = measure_saturation(server, ask, tokens=ANSWER, capacity=capacity)
     what = f"expertctl serve, shape of Qwen3-0.6B, {CLIENTS} experts, {os.cpu_count()} cores\n"
     what += f"open loop, prompts of {PROMPT} tokens, answers of {ANSWER}"
-    draw(found, path, tokens=ANSWER, what=what)
-    return saturation_row(found, capacity=capacity, clients=CLIENTS)
+    draw_saturation(found, path, tokens=ANSWER, what=what)
+    return make_saturation_row(found, capacity=capacity, clients=CLIENTS)
 
 
-def _checked(measured: tuple[Seconds, list[Told]]) -> Seconds:
+def _check_streams(measured: tuple[Seconds, list[StreamRecord]]) -> Seconds:
     seconds, told = measured
     if not all(one.status == 200 and one.tokens == ANSWER for one in told):
         raise SystemExit(f"serving: not all answers are whole: {told}")
     return seconds
 
 
-def _said(row: Row) -> Row:
+def _print_row(row: Row) -> Row:
     """Print a row at once, so that a later error does not lose it."""
     print(f"{row.case} / {row.rival}: {row.ratio}", file=sys.stderr, flush=True)
     return row
@@ -195,14 +203,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        home = furnish(Path(folder), Path(folder), experts=CLIENTS)
-        rows = [_said(row) for row in measure(home, options.rounds, plot=options.plot)]
+        home = make_serving_home(Path(folder), Path(folder), experts=CLIENTS)
+        rows = [_print_row(row) for row in measure(home, options.rounds, plot=options.plot)]
     document: dict[str, object] = {
         "name": "serving",
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ from pathlib import Path
 import httpx2
 
 from benchmarks import serving_load
-from benchmarks.harness import Row, Seconds, as_table, compare_times, machine
-from benchmarks.served.server import Server, serving
-from benchmarks.served.small_base import write_small_base
-from benchmarks.serving_load import LONG, Ask, Told, percentile
-from expertctl.engine.tokenizer import Tokenizer
+from benchmarks.harness import Row, Seconds, compare_times, describe_machine, format_table
+from benchmarks.served.server import GenerationServer, run_generation_server
+from benchmarks.served_home import write_small_base
+from benchmarks.serving_load import TIMEOUT_SECONDS, CompletionTask, StreamRecord, percentile
+from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 
 NAME = "measured"
-STREAMS, ALONE_TOKENS, BESIDE_TOKENS = 4, 500, 1200
+STREAMS, ALONE_TOKENS, WITH_PROMPT_TOKENS = 4, 500, 1200
 PROMPT = 6900
 TARGET, SLOWER = "<= 3", "<= 4"
 COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, "
@@ -40,57 +40,63 @@ _LINE = "The quick brown fox jumps over the lazy dog and runs along the river. "
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class GapRound:
     """One run without the long prompt, and one with it."""
 
     alone: Sequence[Seconds]
-    beside: Sequence[Seconds]
+    with_prompt: Sequence[Seconds]
     prompt_alone: Seconds
     """From the request to the first token, with no stream."""
-    prompt_beside: Seconds
+    prompt_with_streams: Seconds
 
 
-def measure(server: Server, tokenizer: Tokenizer, *, streams: int, rounds: int) -> list[Round]:
+def measure(
+    server: GenerationServer, tokenizer: Tokenizer, *, streams: int, rounds: int
+) -> list[GapRound]:
     """Let runs take turns, after one that only warms up."""
 
-    def long_ask() -> Ask:
-        return Ask(NAME, 1, long_prompt(tokenizer, PROMPT))
+    def long_ask() -> CompletionTask:
+        return CompletionTask(NAME, 1, make_long_prompt(tokenizer, PROMPT))
 
-    asyncio.run(_run(server.url, streams, 40, None))
+    asyncio.run(_run_streams(server.url, streams, 40, None))
     found = []
     for number in range(rounds):
-        _, [prompt] = serving_load.one_by_one(server.url, [long_ask()])
+        _, [prompt] = serving_load.ask_one_by_one(server.url, [long_ask()])
         kinds = ("alone", "beside") if number % 2 == 0 else ("beside", "alone")
         gaps: dict[str, list[Seconds]] = {}
-        beside: Told | None = None
+        beside: StreamRecord | None = None
         for kind in kinds:
             ask = long_ask() if kind == "beside" else None
-            tokens = ALONE_TOKENS if ask is None else BESIDE_TOKENS
-            gaps[kind], told = asyncio.run(_run(server.url, streams, tokens, ask))
+            tokens = ALONE_TOKENS if ask is None else WITH_PROMPT_TOKENS
+            gaps[kind], told = asyncio.run(_run_streams(server.url, streams, tokens, ask))
             beside = told or beside
         assert beside is not None
-        one = Round(gaps["alone"], gaps["beside"], prompt.first, beside.first)
-        print(_shown(one), file=sys.stderr, flush=True)
+        one = GapRound(gaps["alone"], gaps["beside"], prompt.first, beside.first)
+        print(_describe_round(one), file=sys.stderr, flush=True)
         found.append(one)
     return found
 
 
-def long_prompt(tokenizer: Tokenizer, tokens: int) -> str:
+def make_long_prompt(tokenizer: Tokenizer, tokens: int) -> str:
     """Return a text of about so many tokens that no server has read before."""
     text = f"{time.time_ns()} " + _LINE * (tokens // 4)
     ids = tokenizer.encode(text)[:tokens]
     return tokenizer.decode(ids)
 
 
-async def _run(
-    url: str, streams: int, tokens: int, ask: Ask | None
-) -> tuple[list[Seconds], Told | None]:
+async def _run_streams(
+    url: str, streams: int, tokens: int, ask: CompletionTask | None
+) -> tuple[list[Seconds], StreamRecord | None]:
     """Read some streams, and have a prompt read once all have begun; return the gaps that count."""
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=url, timeout=LONG, limits=limits) as client:
-        told = [Told(time.perf_counter()) for _ in range(streams)]
+    async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+        told = [StreamRecord(time.perf_counter()) for _ in range(streams)]
         tasks = [
-            asyncio.create_task(serving_load.hear(client, Ask(NAME, tokens, _started()), one))
+            asyncio.create_task(
+                serving_load.record_stream(
+                    client, CompletionTask(NAME, tokens, _wait_for_start()), one
+                )
+            )
             for one in told
         ]
         while not all(one.times for one in told):
@@ -99,48 +105,48 @@ async def _run(
         if ask is None:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         else:
-            prompt = Told(time.perf_counter())
-            await serving_load.hear(client, ask, prompt)
-            _check(prompt)
+            prompt = StreamRecord(time.perf_counter())
+            await serving_load.record_stream(client, ask, prompt)
+            _check_stream(prompt)
         end = time.perf_counter()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [gap for one in told for gap in _gaps(one, begin, end)], prompt
+    return [gap for one in told for gap in _list_gaps(one, begin, end)], prompt
 
 
-def _started() -> str:
-    return f"{serving_load.new_number():03d} {COUNTING}"
+def _wait_for_start() -> str:
+    return f"{serving_load.make_number():03d} {COUNTING}"
 
 
-def _check(told: Told) -> None:
+def _check_stream(told: StreamRecord) -> None:
     if told.status != httpx2.codes.OK or not told.times:
         raise SystemExit(f"serving_gaps: the long prompt was answered with {told.status}")
 
 
-def _gaps(told: Told, begin: float, end: float) -> list[Seconds]:
+def _list_gaps(told: StreamRecord, begin: float, end: float) -> list[Seconds]:
     """Return the gaps of a stream that lie between two moments."""
-    times = [told.begun + at for at in told.times]
+    times = [told.started + at for at in told.times]
     inside = [at for at in times if begin <= at <= end]
     return [later - sooner for sooner, later in pairwise(inside)]
 
 
-def rows_of(rounds: Sequence[Round], *, streams: int, what: str) -> Iterator[Row]:
+def make_rows(rounds: Sequence[GapRound], *, streams: int, what: str) -> Iterator[Row]:
     """Compare the gaps, and the times to the first token of the prompt."""
     row = compare_times(
         f"p99 of gaps of {streams} streams beside a prompt of {PROMPT} tokens, {what}",
-        [percentile(one.beside, 0.99) for one in rounds],
+        [percentile(one.with_prompt, 0.99) for one in rounds],
         [percentile(one.alone, 0.99) for one in rounds],
         steps=1,
         rival="of the streams alone",
         target=TARGET,
     )
-    beside = [gap for one in rounds for gap in one.beside]
+    beside = [gap for one in rounds for gap in one.with_prompt]
     alone = [gap for one in rounds for gap in one.alone]
-    yield replace(row, note=f"beside: {_summary(beside)}; alone: {_summary(alone)}")
+    yield replace(row, note=f"beside: {_summarise(beside)}; alone: {_summarise(alone)}")
     yield compare_times(
         f"first token of the prompt beside {streams} streams, {what}",
-        [one.prompt_beside for one in rounds],
+        [one.prompt_with_streams for one in rounds],
         [one.prompt_alone for one in rounds],
         steps=1,
         rival="with nobody beside it",
@@ -148,15 +154,15 @@ def rows_of(rounds: Sequence[Round], *, streams: int, what: str) -> Iterator[Row
     )
 
 
-def _shown(one: Round) -> str:
-    ratio = percentile(one.beside, 0.99) / percentile(one.alone, 0.99)
+def _describe_round(one: GapRound) -> str:
+    ratio = percentile(one.with_prompt, 0.99) / percentile(one.alone, 0.99)
     return (
-        f"ratio {ratio:.2f}; beside {_summary(one.beside)}; alone {_summary(one.alone)}; "
-        f"prompt {one.prompt_beside:.1f} s, alone {one.prompt_alone:.1f} s"
+        f"ratio {ratio:.2f}; beside {_summarise(one.with_prompt)}; alone {_summarise(one.alone)}; "
+        f"prompt {one.prompt_with_streams:.1f} s, alone {one.prompt_alone:.1f} s"
     )
 
 
-def _summary(gaps: Sequence[Seconds]) -> str:
+def _summarise(gaps: Sequence[Seconds]) -> str:
     shares = (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("most", 1.0))
     shown = ", ".join(f"{name} {1000 * percentile(gaps, share):.1f}" for name, share in shares)
     return f"{len(gaps)} gaps: {shown} ms"
@@ -174,16 +180,16 @@ def main() -> None:
         base = options.base or write_small_base(Path(folder, "base"))
         home = Home(Path(folder, "home"))
         BaseStore(home.bases).add(base, name=NAME)
-        with serving(home, base=NAME) as server:
+        with run_generation_server(home, base=NAME) as server:
             tokenizer = Tokenizer.open(base)
             found = measure(server, tokenizer, streams=options.streams, rounds=options.rounds)
     what = "random weights in the shape of SmolLM2-135M" if options.base is None else base.name
     document: dict[str, object] = {
         "name": "serving_gaps",
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows_of(found, streams=options.streams, what=what)],
+        "machine": describe_machine(),
+        "rows": [asdict(row) for row in make_rows(found, streams=options.streams, what=what)],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
 if __name__ == "__main__":

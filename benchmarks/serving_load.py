@@ -1,7 +1,7 @@
 """Clients of a generation server: what they ask for, and when each token came.
 
 They speak the OpenAI API and stream, in one event loop; a client waits for its answer before it
-asks again, or asks when a clock says so (`open_loop`).
+asks again, or asks when a clock says so (`run_open_loop`).
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from typing import Any
 import httpx2
 
 from benchmarks.harness import Seconds
-from benchmarks.served_home import BASE, expert_name
+from benchmarks.served_home import BASE, make_expert_name
 
 _NUMBERS = count()
 """No two prompts are the same, so nothing is found again that was not asked to be."""
-LONG = 600.0
+TIMEOUT_SECONDS = 600.0
 UNANSWERED = 0
 """The status of an answer that has none yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionTask:
     """One completion: the model, and how many tokens of prompt and answer there are."""
 
     model: str
@@ -46,13 +46,13 @@ class Ask:
         return {
             "model": self.model,
             "prompt": self.prompt,
-            **_streamed(self.tokens),
+            **_make_stream_options(self.tokens),
             **({} if self.key is None else {"user": self.key}),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """The next turn of a conversation: what was said so far, by the user first and last."""
 
     model: str
@@ -76,15 +76,15 @@ class Turn:
             "model": self.model,
             "messages": messages,
             "session_id": self.session,
-            **_streamed(self.tokens),
+            **_make_stream_options(self.tokens),
         }
 
 
 @dataclass(slots=True)
-class Told:
+class StreamRecord:
     """When the pieces of one answer came, since it was asked for."""
 
-    begun: float
+    started: float
     """By `time.perf_counter`."""
     times: list[Seconds] = field(default_factory=list)
     end: Seconds | None = None
@@ -107,88 +107,96 @@ class Told:
         return self.times[-1]
 
 
-def asks(models: Sequence[str], *, prompt: int, answer: int) -> list[Ask]:
+def make_requests(models: Sequence[str], *, prompt: int, answer: int) -> list[CompletionTask]:
     """Ask each model once, with prompts of so many tokens, of which each is a byte."""
-    return [Ask(model, answer, new_prompt(prompt)) for model in models]
+    return [CompletionTask(model, answer, make_prompt(prompt)) for model in models]
 
 
-def new_prompt(tokens: int) -> str:
+def make_prompt(tokens: int) -> str:
     """Return a prompt that was not used before."""
-    return (f"{new_number():06d} " + "all that is asked for here is text. " * tokens)[:tokens]
+    return (f"{make_number():06d} " + "all that is asked for here is text. " * tokens)[:tokens]
 
 
-def new_number() -> int:
+def make_number() -> int:
     """Return a number that makes a prompt a new one."""
     return next(_NUMBERS)
 
 
-def experts(number: int) -> list[str]:
+def list_expert_names(number: int) -> list[str]:
     """Return the names of so many models, one for each expert."""
-    return [expert_name(n) for n in range(number)]
+    return [make_expert_name(n) for n in range(number)]
 
 
-def base_alone(number: int) -> list[str]:
+def list_base_names(number: int) -> list[str]:
     """Return the name of the base, so many times."""
     return [BASE] * number
 
 
-def together(url: str, wanted: Sequence[Ask | Turn]) -> tuple[Seconds, list[Told]]:
+def ask_together(
+    url: str, wanted: Sequence[CompletionTask | ConversationTurn]
+) -> tuple[Seconds, list[StreamRecord]]:
     """Ask all at once; return how long it took until all were answered."""
 
-    async def all_of_them(client: httpx2.AsyncClient) -> list[Told]:
-        return list(await asyncio.gather(*(_told(client, ask) for ask in wanted)))
+    async def all_of_them(client: httpx2.AsyncClient) -> list[StreamRecord]:
+        return list(await asyncio.gather(*(_ask(client, ask) for ask in wanted)))
 
-    return _timed(url, all_of_them)
+    return _time_work(url, all_of_them)
 
 
-def one_by_one(url: str, wanted: Sequence[Ask | Turn]) -> tuple[Seconds, list[Told]]:
+def ask_one_by_one(
+    url: str, wanted: Sequence[CompletionTask | ConversationTurn]
+) -> tuple[Seconds, list[StreamRecord]]:
     """Ask one after the other."""
 
-    async def in_turn(client: httpx2.AsyncClient) -> list[Told]:
-        return [await _told(client, ask) for ask in wanted]
+    async def in_turn(client: httpx2.AsyncClient) -> list[StreamRecord]:
+        return [await _ask(client, ask) for ask in wanted]
 
-    return _timed(url, in_turn)
+    return _time_work(url, in_turn)
 
 
-def closed_loop(
-    url: str, wanted: Callable[[int], Ask | Turn], *, clients: int, each: int
-) -> tuple[Seconds, list[Told]]:
+def run_closed_loop(
+    url: str, wanted: Callable[[int], CompletionTask | ConversationTurn], *, clients: int, each: int
+) -> tuple[Seconds, list[StreamRecord]]:
     """Let so many clients ask again and again; ``wanted`` gives the question of a number."""
 
-    async def client_of(client: httpx2.AsyncClient, first: int) -> list[Told]:
-        return [await _told(client, wanted(first + n * clients)) for n in range(each)]
+    async def client_of(client: httpx2.AsyncClient, first: int) -> list[StreamRecord]:
+        return [await _ask(client, wanted(first + n * clients)) for n in range(each)]
 
-    async def all_of_them(client: httpx2.AsyncClient) -> list[Told]:
+    async def all_of_them(client: httpx2.AsyncClient) -> list[StreamRecord]:
         found = await asyncio.gather(*(client_of(client, first) for first in range(clients)))
         return [told for one in found for told in one]
 
-    return _timed(url, all_of_them)
+    return _time_work(url, all_of_them)
 
 
-def open_loop(
-    url: str, wanted: Callable[[int], Ask | Turn], *, arrivals: Sequence[Seconds], seconds: Seconds
-) -> tuple[float, list[Told]]:
+def run_open_loop(
+    url: str,
+    wanted: Callable[[int], CompletionTask | ConversationTurn],
+    *,
+    arrival_times: Sequence[Seconds],
+    seconds: Seconds,
+) -> tuple[float, list[StreamRecord]]:
     """Ask at given times, whether or not answers have come, and hang up on all after a while.
 
     Returns when it began, by `time.perf_counter`, and what was told by the end.
     """
-    told, begun = list[Told](), time.perf_counter()
+    told, begun = list[StreamRecord](), time.perf_counter()
 
-    async def asked(client: httpx2.AsyncClient) -> list[Told]:
+    async def asked(client: httpx2.AsyncClient) -> list[StreamRecord]:
         tasks: list[asyncio.Task[None]] = []
-        for number, at in enumerate(arrivals):
+        for number, at in enumerate(arrival_times):
             await asyncio.sleep(begun + at - time.perf_counter())
-            told.append(Told(time.perf_counter()))
-            tasks.append(asyncio.create_task(hear(client, wanted(number), told[-1])))
+            told.append(StreamRecord(time.perf_counter()))
+            tasks.append(asyncio.create_task(record_stream(client, wanted(number), told[-1])))
         await asyncio.sleep(begun + seconds - time.perf_counter())
-        await _hang_up(tasks)
+        await _cancel_tasks(tasks)
         return told
 
-    _timed(url, asked)
+    _time_work(url, asked)
     return begun, told
 
 
-def arrivals_at(rate: float, *, seconds: Seconds, seed: int) -> list[Seconds]:
+def draw_arrival_times(rate: float, *, seconds: Seconds, seed: int) -> list[Seconds]:
     """Return random times of arrival, ``rate`` a second: one somewhere in each ``1 / rate``.
 
     With so few as a point can have, a Poisson process would say more of its draw than of the
@@ -203,7 +211,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
 
 
-async def _hang_up(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: Sequence[asyncio.Task[None]]) -> None:
     """End what still runs; what failed by itself is raised."""
     for task in tasks:
         task.cancel()
@@ -212,7 +220,7 @@ async def _hang_up(tasks: Sequence[asyncio.Task[None]]) -> None:
             raise ended
 
 
-def _streamed(tokens: int) -> Mapping[str, object]:
+def _make_stream_options(tokens: int) -> Mapping[str, object]:
     return {
         "max_tokens": tokens,
         "temperature": 0.0,
@@ -221,12 +229,14 @@ def _streamed(tokens: int) -> Mapping[str, object]:
     }
 
 
-def _timed(
-    url: str, work: Callable[[httpx2.AsyncClient], Awaitable[list[Told]]]
-) -> tuple[Seconds, list[Told]]:
-    async def run() -> tuple[Seconds, list[Told]]:
+def _time_work(
+    url: str, work: Callable[[httpx2.AsyncClient], Awaitable[list[StreamRecord]]]
+) -> tuple[Seconds, list[StreamRecord]]:
+    async def run() -> tuple[Seconds, list[StreamRecord]]:
         limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=url, timeout=LONG, limits=limits) as client:
+        async with httpx2.AsyncClient(
+            base_url=url, timeout=TIMEOUT_SECONDS, limits=limits
+        ) as client:
             begun = time.perf_counter()
             told = await work(client)
             return time.perf_counter() - begun, told
@@ -234,28 +244,30 @@ def _timed(
     return asyncio.run(run())
 
 
-async def _told(client: httpx2.AsyncClient, ask: Ask | Turn) -> Told:
-    told = Told(time.perf_counter())
-    await hear(client, ask, told)
+async def _ask(client: httpx2.AsyncClient, ask: CompletionTask | ConversationTurn) -> StreamRecord:
+    told = StreamRecord(time.perf_counter())
+    await record_stream(client, ask, told)
     return told
 
 
-async def hear(client: httpx2.AsyncClient, ask: Ask | Turn, told: Told) -> None:
+async def record_stream(
+    client: httpx2.AsyncClient, ask: CompletionTask | ConversationTurn, told: StreamRecord
+) -> None:
     """Ask, and note what comes as it comes."""
     async with client.stream("POST", ask.path, json=ask.body) as answer:
         told.status = answer.status_code
         if answer.status_code != 200:
             await answer.aread()
             return
-        async for chunk in _chunks(answer):
-            _note(chunk, told)
-        told.end = time.perf_counter() - told.begun
+        async for chunk in _iterate_chunks(answer):
+            _record_chunk(chunk, told)
+        told.end = time.perf_counter() - told.started
 
 
-def _note(chunk: Mapping[str, Any], told: Told) -> None:
+def _record_chunk(chunk: Mapping[str, Any], told: StreamRecord) -> None:
     """Note one chunk; the first of a chat says only who speaks, the last only why it ended."""
-    if text := "".join(map(_text, chunk.get("choices") or ())):
-        told.times.append(time.perf_counter() - told.begun)
+    if text := "".join(map(_read_text, chunk.get("choices") or ())):
+        told.times.append(time.perf_counter() - told.started)
         told.text += text
     if usage := chunk.get("usage"):
         told.tokens = int(usage["completion_tokens"])
@@ -264,11 +276,11 @@ def _note(chunk: Mapping[str, Any], told: Told) -> None:
         told.timings_ms = said["timings_ms"]
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def _read_text(choice: Mapping[str, Any]) -> str:
     return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
 
 
-async def _chunks(answer: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
+async def _iterate_chunks(answer: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))

@@ -33,9 +33,9 @@ from statistics import fmean
 import httpx2
 import psutil
 
-from benchmarks.harness import Row, as_table, machine
-from benchmarks.served.server import END_SECONDS, EXPERTCTL, Figures
-from benchmarks.served.small_base import write_small_base
+from benchmarks.harness import Row, describe_machine, format_table
+from benchmarks.served.server import END_SECONDS, EXPERTCTL, ServerMetrics
+from benchmarks.served_home import write_small_base
 from expertctl.settings import Home, parse_size
 from expertctl.store.bases import BaseStore
 
@@ -45,12 +45,12 @@ CALLERS = 8
 EVERY_SECONDS, REST_SECONDS = 1.0, 45.0
 GROWTH = 1.01
 """How much more the resident set may be in the last third of the time than in the second."""
-STATED = re.compile(r"memory: at most ([0-9.]+ [kMG]?B);")
+STATED_BOUND = re.compile(r"memory: at most ([0-9.]+ [kMG]?B);")
 _VOCABULARY = ("time", "people", "water", "day", "part", "work", "place", "year", "thing", "form")
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficMix:
     """What callers ask for: a prompt and an answer are as long as one of these numbers."""
 
     words: Sequence[int]
@@ -60,13 +60,13 @@ class Traffic:
     """How many keys each caller asks under."""
 
 
-USUAL = Traffic(words=(50, 200, 400, 800), answers=(16, 48), keys=5)
-SHORT = Traffic(words=(20, 60, 120), answers=(2, 4), keys=400)
+USUAL_TRAFFIC = TrafficMix(words=(50, 200, 400, 800), answers=(16, 48), keys=5)
+SHORT_TRAFFIC = TrafficMix(words=(20, 60, 120), answers=(2, 4), keys=400)
 """Many answers, to see what stays of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MemorySample:
     """One moment, in bytes."""
 
     at: float
@@ -78,32 +78,32 @@ class Sample:
     kept_limit: int
 
 
-class Load:
+class MemoryLoad:
     """Callers of a server, and somebody who looks at its memory."""
 
     def __init__(
-        self, url: str, process: psutil.Process, traffic: Traffic, *, minutes: float
+        self, url: str, process: psutil.Process, traffic: TrafficMix, *, minutes: float
     ) -> None:
         """Ask a server; ``process`` is the one that computes."""
         self._traffic = traffic
         self._url, self._process, self._end = url, process, time.monotonic() + 60 * minutes
         self._drawn = random.Random(0)  # prompts are no secret
-        self.samples: list[Sample] = []
-        self.at_rest: Sample | None = None
+        self.samples: list[MemorySample] = []
+        self.at_rest: MemorySample | None = None
         """After all answers."""
         self.answers = 0
 
     async def run(self) -> None:
         """Ask until the time is over."""
         async with httpx2.AsyncClient(base_url=self._url, timeout=600) as client:
-            watching = asyncio.create_task(self._watch(client))
-            await asyncio.gather(*(self._call(client, number) for number in range(CALLERS)))
+            watching = asyncio.create_task(self._sample_memory(client))
+            await asyncio.gather(*(self._run_caller(client, number) for number in range(CALLERS)))
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await asyncio.sleep(REST_SECONDS)
-            self.at_rest = await self._look(client)
+            self.at_rest = await self._take_sample(client)
 
-    async def _call(self, client: httpx2.AsyncClient, number: int) -> None:
+    async def _run_caller(self, client: httpx2.AsyncClient, number: int) -> None:
         traffic = self._traffic
         while time.monotonic() < self._end:
             said = " ".join(self._drawn.choices(_VOCABULARY, k=self._drawn.choice(traffic.words)))
@@ -117,25 +117,25 @@ class Load:
             answer.raise_for_status()
             self.answers += 1
 
-    async def _watch(self, client: httpx2.AsyncClient) -> None:
+    async def _sample_memory(self, client: httpx2.AsyncClient) -> None:
         while True:
-            self.samples.append(await self._look(client))
+            self.samples.append(await self._take_sample(client))
             await asyncio.sleep(EVERY_SECONDS)
 
-    async def _look(self, client: httpx2.AsyncClient) -> Sample:
-        figures = Figures.read((await client.get("/metrics")).raise_for_status().text)
+    async def _take_sample(self, client: httpx2.AsyncClient) -> MemorySample:
+        figures = ServerMetrics.read((await client.get("/metrics")).raise_for_status().text)
         owners = ("base", "experts", "kv", "buffers")
-        return Sample(
+        return MemorySample(
             at=time.monotonic(),
             resident=self._process.memory_info().rss,
-            entered=int(sum(figures.of("memory_bytes", owner=owner) for owner in owners)),
-            kept=int(figures.of("kv_kept_bytes")),
-            kept_limit=int(figures.of("kv_kept_limit_bytes")),
+            entered=int(sum(figures.get("memory_bytes", owner=owner) for owner in owners)),
+            kept=int(figures.get("kv_kept_bytes")),
+            kept_limit=int(figures.get("kv_kept_limit_bytes")),
         )
 
 
 @contextmanager
-def serving(home: Home, budget: str, log: Path) -> Iterator[tuple[str, psutil.Process]]:
+def run_measured_server(home: Home, budget: str, log: Path) -> Iterator[tuple[str, psutil.Process]]:
     """Run a server; give its address and the process that computes."""
     command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", NAME]
     command += ["--memory-budget", budget]
@@ -157,44 +157,52 @@ def serving(home: Home, budget: str, log: Path) -> Iterator[tuple[str, psutil.Pr
             server.wait(END_SECONDS)
 
 
-def stated_bound(log: str) -> int:
+def parse_stated_bound(log: str) -> int:
     """Return the bytes that a server says in its log that it takes at most.
 
     Raises:
         SystemExit: when it does not say it.
     """
-    found = STATED.search(log)
+    found = STATED_BOUND.search(log)
     if found is None:
         raise SystemExit("serving_memory: the server states no bound in its log")
     number, unit = found[1].split()
     return int(float(number) * parse_size(f"1{unit}"))
 
 
-def rows_of(load: Load, *, bound: int, what: str) -> Iterator[Row]:
+def make_rows(load: MemoryLoad, *, bound: int, what: str) -> Iterator[Row]:
     """Compare the resident set with the bound and with itself, and what is kept with its limit."""
-    samples: Sequence[Sample] = load.samples
+    samples: Sequence[MemorySample] = load.samples
     most = max(samples, key=lambda one: one.resident)
     kept = max(samples, key=lambda one: one.kept)
     minutes = (samples[-1].at - samples[0].at) / 60
     rest = load.at_rest or samples[-1]
     note = (
         f"{load.answers} answers in {minutes:.1f} minutes; by minute: resident "
-        f"{_by_minute(samples, lambda one: one.resident)} MB, of that outside of the ledger "
-        f"{_by_minute(samples, lambda one: one.resident - one.entered)} MB; "
+        f"{_average_by_minute(samples, lambda one: one.resident)} MB, of that outside of the ledger "
+        f"{_average_by_minute(samples, lambda one: one.resident - one.entered)} MB; "
         f"at rest {rest.resident / 1e6:.0f} and {(rest.resident - rest.entered) / 1e6:.0f} MB"
     )
-    yield _row(f"resident set at most, {what}", most.resident, "stated at the start", bound, note)
+    yield _make_row(
+        f"resident set at most, {what}", most.resident, "stated at the start", bound, note
+    )
     third = len(samples) // 3
-    second, last = (fmean(one.resident for one in part) for part in _last_parts(samples, third))
-    yield _row("resident set, last third", last, "second third", second, most=GROWTH)
-    yield _row("keys and values kept at most", kept.kept, "their limit", kept.kept_limit)
+    second, last = (
+        fmean(one.resident for one in part) for part in _split_last_parts(samples, third)
+    )
+    yield _make_row("resident set, last third", last, "second third", second, most=GROWTH)
+    yield _make_row("keys and values kept at most", kept.kept, "their limit", kept.kept_limit)
 
 
-def _last_parts(samples: Sequence[Sample], size: int) -> tuple[Sequence[Sample], Sequence[Sample]]:
+def _split_last_parts(
+    samples: Sequence[MemorySample], size: int
+) -> tuple[Sequence[MemorySample], Sequence[MemorySample]]:
     return samples[-2 * size : -size], samples[-size:]
 
 
-def _by_minute(samples: Sequence[Sample], figure: Callable[[Sample], int]) -> str:
+def _average_by_minute(
+    samples: Sequence[MemorySample], figure: Callable[[MemorySample], int]
+) -> str:
     """Return the mean of a figure in each minute, in MB."""
     minutes: dict[int, list[int]] = {}
     for one in samples:
@@ -202,7 +210,7 @@ def _by_minute(samples: Sequence[Sample], figure: Callable[[Sample], int]) -> st
     return ", ".join(f"{fmean(minute) / 1e6:.0f}" for minute in minutes.values())
 
 
-def _row(
+def _make_row(
     case: str,
     ours: float,
     rival: str,
@@ -230,19 +238,24 @@ def main() -> None:
         base = options.base or write_small_base(Path(folder, "base"))
         home, log = Home(Path(folder, "home")), Path(folder, "log")
         BaseStore(home.bases).add(base, name=NAME)
-        with serving(home, options.budget, log) as (url, worker):
-            bound = stated_bound(log.read_text(encoding="utf-8"))
+        with run_measured_server(home, options.budget, log) as (url, worker):
+            bound = parse_stated_bound(log.read_text(encoding="utf-8"))
             print(f"stated: {bound / 1e6:.0f} MB", file=sys.stderr, flush=True)
-            load = Load(url, worker, SHORT if options.short else USUAL, minutes=options.minutes)
+            load = MemoryLoad(
+                url,
+                worker,
+                SHORT_TRAFFIC if options.short else USUAL_TRAFFIC,
+                minutes=options.minutes,
+            )
             asyncio.run(load.run())
     what = "random weights in the shape of SmolLM2-135M" if options.base is None else base.name
-    rows = list(rows_of(load, bound=bound, what=f"{what}, a budget of {options.budget}"))
+    rows = list(make_rows(load, bound=bound, what=f"{what}, a budget of {options.budget}"))
     document: dict[str, object] = {
         "name": "serving_memory",
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
 
 
 if __name__ == "__main__":

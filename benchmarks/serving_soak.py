@@ -1,10 +1,10 @@
 """Half an hour of load on one generation server whose experts come, go and are evicted.
 
-``expertctl serve`` in a process of its own answers all APIs on a home of `benchmarks.soak.house`,
+``expertctl serve`` in a process of its own answers all APIs on a home of `benchmarks.soak.home`,
 where half of the experts have room. Capacity is measured in a closed loop; then requests come at
 random times at ``--share`` of it, for ``--minutes``. Callers leave midway, some send wrong
 requests, and commands change the home meanwhile. No caller may get a wrong answer, and the server
-may keep nothing at the end: see `benchmarks.soak.findings`. Exits 1 where that is not so.
+may keep nothing at the end: see `benchmarks.soak.report`. Exits 1 where that is not so.
 """
 
 import argparse
@@ -25,17 +25,14 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.harness import Row, as_table, machine
-from benchmarks.soak import findings
-from benchmarks.soak.caller import Caller, Told
-from benchmarks.soak.churn import EXPERTCTL, Churn
-from benchmarks.soak.house import BASE, House, furnish
-from benchmarks.soak.mistake import Mistake
-from benchmarks.soak.plot import plot
-from benchmarks.soak.record import write_record
-from benchmarks.soak.request import Draws, Request
-from benchmarks.soak.watch import Sample, Watch
-from expertctl.server.native.job_store import KEPT_PER_OWNER
+from benchmarks.harness import Row, describe_machine, format_table
+from benchmarks.soak import report
+from benchmarks.soak.caller import CallRecord, SoakCaller
+from benchmarks.soak.home import BASE, EXPERTCTL, HomeChurn, SoakHome, make_soak_home
+from benchmarks.soak.monitor import ServerMonitor, ServerSample
+from benchmarks.soak.report import draw_soak, write_record
+from benchmarks.soak.requests import InvalidRequest, RequestGenerator, SoakRequest
+from expertctl.server.native.jobs import MAX_ENDED_PER_OWNER
 from expertctl.store.store import Store
 
 ROWS = 8
@@ -45,26 +42,26 @@ CALLERS = 16
 CAPACITY_SECONDS = 60.0
 IDLE_SECONDS = 60.0
 SEED = 0
-Ask = Callable[[], Request | Mistake]
+NextRequest = Callable[[], SoakRequest | InvalidRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Soaked:
+class SoakResult:
     """All that was seen of one run."""
 
     capacity: float
     """Requests a second."""
     experts: int
-    before: Sample
-    after: Sample
-    samples: Sequence[Sample]
-    told: Sequence[Told]
-    churn: Churn
+    before: ServerSample
+    after: ServerSample
+    samples: Sequence[ServerSample]
+    told: Sequence[CallRecord]
+    churn: HomeChurn
     wrong: Sequence[str]
 
 
 @contextmanager
-def serving(house: House, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def run_soak_server(house: SoakHome, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Serve a home; give its address and its process."""
     options = ("--rows", str(ROWS), "--memory-budget", BUDGET, "--base", BASE)
     environment = {**os.environ, "EXPERT_HOME": str(house.home.root)}
@@ -81,28 +78,31 @@ def serving(house: House, log: Path) -> Iterator[tuple[str, subprocess.Popen[byt
             server.wait(IDLE_SECONDS)
 
 
-async def soak(
-    house: House, url: str, server: int, *, minutes: float, share: float, told: list[Told]
-) -> Soaked:
+async def run_soak(
+    house: SoakHome, url: str, server: int, *, minutes: float, share: float, told: list[CallRecord]
+) -> SoakResult:
     """Load a server that runs; ``told`` gets what callers were told at 0.8 of its capacity."""
-    watch, experts = Watch(url, server), house.experts
-    draws, churn = Draws(experts, prompts_of(house), seed=SEED), Churn(house, seed=SEED)
-    async with changing(churn):
-        capacity = await _capacity(url, draws, experts)
+    watch, experts = ServerMonitor(url, server), house.expert_names
+    draws, churn = (
+        RequestGenerator(experts, list_prompts(house), seed=SEED),
+        HomeChurn(house, seed=SEED),
+    )
+    async with run_churn(churn):
+        capacity = await _measure_capacity(url, draws, experts)
     before = await watch.until_idle(seconds=IDLE_SECONDS)
     print(f"capacity {capacity:.1f} requests/s", file=sys.stderr, flush=True)
     looking = asyncio.create_task(watch.run())
-    async with changing(churn), calling(url) as caller:
+    async with run_churn(churn), open_caller(url) as caller:
         rate = share * capacity
-        await open_loop(caller, draws.next, rate=rate, seconds=60 * minutes, told=told)
+        await run_open_loop(caller, draws.next, rate=rate, seconds=60 * minutes, told=told)
     if looking.done():  # what is judged would have been seen for a part of the time only
         looking.result()
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
-    wrong = await _all_answer(url, house, churn)
+    wrong = await _check_all_answer(url, house, churn)
     after = await watch.until_idle(seconds=IDLE_SECONDS)
     await watch.close()
-    return Soaked(
+    return SoakResult(
         capacity=capacity,
         experts=len(experts),
         before=before,
@@ -115,27 +115,29 @@ async def soak(
 
 
 @asynccontextmanager
-async def calling(url: str) -> AsyncIterator[Caller]:
+async def open_caller(url: str) -> AsyncIterator[SoakCaller]:
     """Give a caller with as many connections as it wants, all closed at the end."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CALLERS)
     async with httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        yield Caller(client)
+        yield SoakCaller(client)
 
 
 @asynccontextmanager
-async def changing(churn: Churn) -> AsyncIterator[None]:
+async def run_churn(churn: HomeChurn) -> AsyncIterator[None]:
     """Let a home change meanwhile; nothing is half done at the end."""
     running = asyncio.create_task(churn.run())
     try:
         yield
     finally:
-        churn.end()
+        churn.stop()
         await running
 
 
-async def closed_loop(caller: Caller, ask: Ask, *, enough: Callable[[int], bool]) -> list[Told]:
+async def run_closed_loop(
+    caller: SoakCaller, ask: NextRequest, *, enough: Callable[[int], bool]
+) -> list[CallRecord]:
     """Let `CALLERS` ask again and again, until so many answers are enough."""
-    told = list[Told]()
+    told = list[CallRecord]()
 
     async def go_on() -> None:
         while not enough(len(told)):
@@ -145,8 +147,8 @@ async def closed_loop(caller: Caller, ask: Ask, *, enough: Callable[[int], bool]
     return told
 
 
-async def open_loop(
-    caller: Caller, ask: Ask, *, rate: float, seconds: float, told: list[Told]
+async def run_open_loop(
+    caller: SoakCaller, ask: NextRequest, *, rate: float, seconds: float, told: list[CallRecord]
 ) -> None:
     """Ask at random times, ``rate`` a second on average, whether or not answers have come."""
     drawn, at, begun = random.Random(SEED), 0.0, time.monotonic()  # arrivals are no secret
@@ -163,52 +165,56 @@ async def open_loop(
     await asyncio.gather(*asking)
 
 
-async def _capacity(url: str, draws: Draws, experts: Sequence[str]) -> float:
+async def _measure_capacity(url: str, draws: RequestGenerator, experts: Sequence[str]) -> float:
     """Return how many requests a second are answered at most, once kept jobs fill their room."""
-    short = iter([_job(experts[n % len(experts)]) for n in range(KEPT_PER_OWNER + CALLERS)])
-    async with calling(url) as caller:
-        filled = await closed_loop(caller, short.__next__, enough=lambda n: n >= KEPT_PER_OWNER)
+    short = iter(
+        [_make_job(experts[n % len(experts)]) for n in range(MAX_ENDED_PER_OWNER + CALLERS)]
+    )
+    async with open_caller(url) as caller:
+        filled = await run_closed_loop(
+            caller, short.__next__, enough=lambda n: n >= MAX_ENDED_PER_OWNER
+        )
         assert all(one.status == httpx2.codes.ACCEPTED for one in filled), filled[0]
         end = time.monotonic() + CAPACITY_SECONDS
-        told = await closed_loop(caller, draws.next, enough=lambda _: time.monotonic() > end)
+        told = await run_closed_loop(caller, draws.next, enough=lambda _: time.monotonic() > end)
     return len(told) / (max(one.ended for one in told) - min(one.begun for one in told))
 
 
-async def _all_answer(url: str, house: House, churn: Churn) -> list[str]:
+async def _check_all_answer(url: str, house: SoakHome, churn: HomeChurn) -> list[str]:
     """Have each expert answer alone, one after the other: none is stuck, each finds room."""
     await churn.restore()
-    async with calling(url) as caller:
-        told = [await caller.ask(_job(name)) for name in house.experts]
+    async with open_caller(url) as caller:
+        told = [await caller.ask(_make_job(name)) for name in house.expert_names]
     async with httpx2.AsyncClient(base_url=url) as client:
         listed = (await client.get("/v1/experts")).json()["experts"]
-    wrong = findings.not_asked_for(told, churn.away)
+    wrong = report.describe_faults(told, churn.away)
     names = tuple(sorted({str(one["name"]) for one in listed}))
-    if names != tuple(sorted(house.experts)):
+    if names != tuple(sorted(house.expert_names)):
         wrong.append(f"experts are {names}")
     return wrong
 
 
-def _job(expert: str) -> Request:
+def _make_job(expert: str) -> SoakRequest:
     """Ask an expert for a word, as a job."""
     body: dict[str, object] = {"prompt": "Hello", "force_experts": [expert], "max_tokens": 2}
-    return Request(api="jobs", body=body, experts=(expert,))
+    return SoakRequest(api="jobs", body=body, experts=(expert,))
 
 
-def prompts_of(house: House) -> list[str]:
+def list_prompts(house: SoakHome) -> list[str]:
     """Return the example prompts of the starter's experts."""
     store = Store(house.home.store)
-    manifests = [store.manifest(expert) for expert in store.experts()]
+    manifests = [store.read_manifest(expert) for expert in store.list_experts()]
     return [text for one in manifests for text in one.routing.examples]
 
 
-def rows_of(soaked: Soaked) -> Iterator[Row]:
+def make_rows(soaked: SoakResult) -> Iterator[Row]:
     """Compare what came with what was asked for, and the end with the beginning."""
     told, count = soaked.told, float(len(soaked.told))
-    late = findings.refused(told)
-    faults = findings.faults(told, soaked.churn.away)
-    yield _row("answered as asked", count - faults, "requests", count, "", ok=not faults)
-    yield _row("refused for want of room", late, "of", count, "", ok=late == 0)
-    memory = findings.memory_of(soaked.samples)
+    late = report.count_refused(told)
+    faults = report.count_faults(told, soaked.churn.away)
+    yield _make_row("answered as asked", count - faults, "requests", count, "", ok=not faults)
+    yield _make_row("refused for want of room", late, "of", count, "", ok=late == 0)
+    memory = report.measure_memory(soaked.samples)
     hourly = [3600 * part / 1e6 for part in (memory.per_second.slope, memory.per_second.error)]
     yield Row(
         case="resident set, last third",
@@ -219,77 +225,77 @@ def rows_of(soaked: Soaked) -> Iterator[Row]:
         better="lower",
         ratio=round(1 + memory.growth, 4),
         spread=None,
-        target=f"<= {1 + findings.GROWTH}",
-        ok=memory.growth <= findings.GROWTH,
+        target=f"<= {1 + report.GROWTH}",
+        ok=memory.growth <= report.GROWTH,
         note=f"{hourly[0]:+.1f} MB/h, standard error {hourly[1]:.1f}",
     )
-    yield from _of_the_processes(soaked)
-    yield from _of_the_load(soaked)
+    yield from _make_process_rows(soaked)
+    yield from _make_load_rows(soaked)
 
 
-def _of_the_processes(soaked: Soaked) -> Iterator[Row]:
+def _make_process_rows(soaked: SoakResult) -> Iterator[Row]:
     before, after = soaked.before.processes, soaked.after.processes
-    for name, spare in (("files", 0), ("threads", findings.SPARE_THREADS)):
+    for name, spare in (("files", 0), ("threads", report.SPARE_THREADS)):
         then, now = getattr(before, name), getattr(after, name)
-        yield _row(f"{name} at the end", now, "before", then, "", ok=now <= then + spare)
+        yield _make_row(f"{name} at the end", now, "before", then, "", ok=now <= then + spare)
 
 
-def _of_the_load(soaked: Soaked) -> Iterator[Row]:
+def _make_load_rows(soaked: SoakResult) -> Iterator[Row]:
     first, last = soaked.samples[0], soaked.samples[-1]
     for what, tier in (("experts", "ram"), ("plans", "device")):
         evicted, loaded, found = (
-            _grown(first, last, f"expertctl_expert_{name}_total", tier=tier)
+            _compute_growth(first, last, f"expertctl_expert_{name}_total", tier=tier)
             for name in ("evictions", "loads", "hits")
         )
-        yield _row(f"{what} found in memory", found, "wanted", found + loaded, "")
-        yield _row(f"{what} evicted", evicted, "loaded", loaded, "", ok=evicted > 0)
+        yield _make_row(f"{what} found in memory", found, "wanted", found + loaded, "")
+        yield _make_row(f"{what} evicted", evicted, "loaded", loaded, "", ok=evicted > 0)
     seconds = last.at - first.at
-    yield _row("load", len(soaked.told) / seconds, "capacity", soaked.capacity, "requests/s")
+    yield _make_row("load", len(soaked.told) / seconds, "capacity", soaked.capacity, "requests/s")
     left = sum(one.is_left for one in soaked.told)
-    yield _row("callers who left", left, "requests", len(soaked.told), "")
+    yield _make_row("callers who left", left, "requests", len(soaked.told), "")
     changes = [change for change in soaked.churn.changes if change.at >= first.at]
-    yield _row("changes of the home", len(changes), "experts", soaked.experts, "")
+    yield _make_row("changes of the home", len(changes), "experts", soaked.experts, "")
     firsts = sorted(one.first for one in soaked.told if one.first is not None)
     late = firsts[int(0.99 * len(firsts))]
-    yield _row("first token, median", 1e3 * statistics.median(firsts), "p99", 1e3 * late, "ms")
+    yield _make_row("first token, median", 1e3 * statistics.median(firsts), "p99", 1e3 * late, "ms")
 
 
-def _row(
+def _make_row(
     case: str, ours: float, rival: str, theirs: float, unit: str, *, ok: bool | None = None
 ) -> Row:
     ratio = round(ours / theirs, 4) if theirs else None
     return Row(case, round(ours, 2), rival, round(theirs, 2), unit, "lower", ratio, None, None, ok)
 
 
-def _grown(first: Sample, last: Sample, name: str, **labels: str) -> float:
-    return last.metric(name, **labels) - first.metric(name, **labels)
+def _compute_growth(first: ServerSample, last: ServerSample, name: str, **labels: str) -> float:
+    return last.sum_metric(name, **labels) - first.sum_metric(name, **labels)
 
 
-def wrong_with(soaked: Soaked) -> list[str]:
+def list_problems(soaked: SoakResult) -> list[str]:
     """Say all that should not have been."""
     return [
-        *findings.not_asked_for(soaked.told, soaked.churn.away),
-        *findings.failed_changes(soaked.churn.changes),
-        *findings.kept_at_end(soaked.before, soaked.after, soaked.told),
+        *report.describe_faults(soaked.told, soaked.churn.away),
+        *report.list_failed_changes(soaked.churn.changes),
+        *report.list_leaks(soaked.before, soaked.after, soaked.told),
         *soaked.wrong,
     ]
 
 
-def measure(minutes: float, share: float, log: Path) -> tuple[Soaked, list[str]]:
+def measure(minutes: float, share: float, log: Path) -> tuple[SoakResult, list[str]]:
     """Furnish a home, load its server, end it, and look at all that is left."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "packages"
         scratch.mkdir()
-        house = furnish(Path(folder) / "home", scratch)
-        with serving(house, log) as (url, server):
-            told = list[Told]()
-            load = soak(house, url, server.pid, minutes=minutes, share=share, told=told)
+        house = make_soak_home(Path(folder) / "home", scratch)
+        with run_soak_server(house, log) as (url, server):
+            told = list[CallRecord]()
+            load = run_soak(house, url, server.pid, minutes=minutes, share=share, told=told)
             try:
                 soaked = asyncio.run(load)
             except httpx2.HTTPError:
-                print("the server is gone", *findings.not_asked_for(told, ()), sep="\n")
+                print("the server is gone", *report.describe_faults(told, ()), sep="\n")
                 raise
-        wrong = wrong_with(soaked)
+        wrong = list_problems(soaked)
         if server.returncode:
             wrong.append(f"the server ended with {server.returncode}")
         Store(house.home.store).check_integrity()
@@ -312,15 +318,15 @@ def main() -> None:
     if options.record:
         write_record(soaked.samples, soaked.told, options.record)
     if options.plot:
-        plot(soaked.samples, soaked.told, options.plot)
-    rows = [asdict(row) for row in rows_of(soaked)]
+        draw_soak(soaked.samples, soaked.told, options.plot)
+    rows = [asdict(row) for row in make_rows(soaked)]
     document: dict[str, object] = {
         "name": "serving_soak",
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": rows,
         "wrong": wrong,
     }
-    print(json.dumps(document) if options.json else as_table(document))
+    print(json.dumps(document) if options.json else format_table(document))
     if not options.json:
         print("\n".join(wrong))
     sys.exit(1 if wrong or any(row["ok"] is False for row in rows) else 0)

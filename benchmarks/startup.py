@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Row, Run, compare, judged, main
+from benchmarks.harness import Row, Run, compare, judge, main
 
 TYPER_PROGRAM = """
 import typer
@@ -34,28 +34,28 @@ def measure(rounds: int) -> Sequence[Row]:
         program = Path(folder, "hello.py")
         program.write_text(TYPER_PROGRAM)
         home = {"EXPERT_HOME": str(Path(folder, "home"))}
-        _output([*EXPERTCTL, "run", PROMPT, "--json"], home)  # installs the starter pack
-        typer = _process([sys.executable, str(program)], home)
-        torch = _process([sys.executable, "-c", "import torch"], home)
+        _read_output([*EXPERTCTL, "run", PROMPT, "--json"], home)  # installs the starter pack
+        typer = _make_process_run([sys.executable, str(program)], home)
+        torch = _make_process_run([sys.executable, "-c", "import torch"], home)
         return [
             compare(
-                "expertctl --version", _process([*EXPERTCTL, "--version"], home), typer,
+                "expertctl --version", _make_process_run([*EXPERTCTL, "--version"], home), typer,
                 rival="one-command typer program", rounds=rounds, target="<= 1.2",
             ),
             compare(
-                "expertctl list", _process([*EXPERTCTL, "list"], home), typer,
+                "expertctl list", _make_process_run([*EXPERTCTL, "list"], home), typer,
                 rival="one-command typer program", rounds=rounds, target="<= 1.5",
             ),
-            _added_by_run(torch, home, rounds),
+            _compare_added_time(torch, home, rounds),
         ]  # fmt: skip
 
 
 EXPERTCTL = [str(Path(sys.executable).with_name("expertctl"))]
 
 
-def _added_by_run(torch: Run, home: dict[str, str], rounds: int) -> Row:
+def _compare_added_time(torch: Run, home: dict[str, str], rounds: int) -> Row:
     """What ``run`` takes beyond importing torch and generating, as a part of importing torch."""
-    pairs = [(torch(), _besides_generating(home)) for _ in range(rounds)]
+    pairs = [(torch(), _measure_overhead(home)) for _ in range(rounds)]
     added = [(whole - imported) for imported, whole in pairs]
     imports = [imported for imported, _ in pairs]
     shares = sorted(a / i for a, i in zip(added, imports, strict=True))
@@ -69,27 +69,27 @@ def _added_by_run(torch: Run, home: dict[str, str], rounds: int) -> Row:
         ratio=round(median(added) / median(imports), 3),
         spread=(round(shares[len(shares) // 4], 3), round(shares[-1 - len(shares) // 4], 3)),
     )
-    return judged(row, "<= 0.5")
+    return judge(row, "<= 0.5")
 
 
-def _besides_generating(home: dict[str, str]) -> float:
+def _measure_overhead(home: dict[str, str]) -> float:
     start = time.perf_counter()
-    document = json.loads(_output([*EXPERTCTL, "run", PROMPT, "--json"], home))
+    document = json.loads(_read_output([*EXPERTCTL, "run", PROMPT, "--json"], home))
     seconds = time.perf_counter() - start
     timings = document["timings_ms"]
     return float(seconds - (timings["prefill"] + timings["decode"]) / 1000)
 
 
-def _process(command: list[str], home: dict[str, str]) -> Run:
+def _make_process_run(command: list[str], home: dict[str, str]) -> Run:
     def run() -> float:
         start = time.perf_counter()
-        _output(command, home)
+        _read_output(command, home)
         return time.perf_counter() - start
 
     return run
 
 
-def _output(command: list[str], home: dict[str, str]) -> bytes:
+def _read_output(command: list[str], home: dict[str, str]) -> bytes:
     environment = {**os.environ, **home}
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
 

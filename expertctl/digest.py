@@ -9,14 +9,14 @@ from typing import BinaryIO, Self
 
 from expertctl.errors import DigestError, UsageError
 
-CHUNK = 1 << 20
+READ_CHUNK = 1 << 20
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just handled."""
 
 
-def no_progress(_: int) -> None:
+def ignore_progress(_: int) -> None:
     """Report nothing."""
 
 
@@ -39,7 +39,7 @@ class Digest:
         return cls(value)
 
     @classmethod
-    def typed(cls, text: str) -> Self:
+    def parse_input(cls, text: str) -> Self:
         """Read a digest that the user typed: a typing error is a usage error, not a broken promise.
 
         Raises:
@@ -52,7 +52,7 @@ class Digest:
             raise UsageError(error.message, hint=hint) from error
 
     @classmethod
-    def of(cls, data: bytes | bytearray | memoryview) -> Self:
+    def compute(cls, data: bytes | bytearray | memoryview) -> Self:
         """Hash bytes that are in memory."""
         return cls(hashlib.sha256(data).hexdigest())
 
@@ -70,10 +70,10 @@ class FileDigest:
     digest: Digest
 
 
-def hash_stream(stream: BinaryIO, *, progress: Progress = no_progress) -> tuple[int, Digest]:
+def hash_stream(stream: BinaryIO, *, progress: Progress = ignore_progress) -> tuple[int, Digest]:
     """Return the size in bytes and the digest of what is left in ``stream``."""
     hasher, size = hashlib.sha256(), 0
-    buffer = bytearray(CHUNK)
+    buffer = bytearray(READ_CHUNK)
     view = memoryview(buffer)
     while count := stream.readinto(buffer):  # type: ignore[attr-defined]  # raw and buffered files
         hasher.update(view[:count])
@@ -82,7 +82,7 @@ def hash_stream(stream: BinaryIO, *, progress: Progress = no_progress) -> tuple[
     return size, Digest(hasher.hexdigest())
 
 
-def hash_file(path: Path, *, progress: Progress = no_progress) -> tuple[int, Digest]:
+def hash_file(path: Path, *, progress: Progress = ignore_progress) -> tuple[int, Digest]:
     """Return the size in bytes and the digest of a file."""
     with path.open("rb") as stream:
         return hash_stream(stream, progress=progress)

@@ -37,7 +37,7 @@
         └── CancelledError                    the caller no longer wants it
 
 A message names the thing, the fact and, in ``hint``, the way out. Exit codes and HTTP statuses are
-mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
+mapped at the edges (``expertctl/cli/process.py``), never here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,10 +61,10 @@ class UsageError(ExpertError):
 
     code = "usage"
 
-    def __init__(self, message: str, *, hint: str = "", misnamed: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", unknown_name: str = "") -> None:
         """Also keep the text given as the name of a package, where that is at fault."""
         super().__init__(message, hint=hint)
-        self.misnamed = misnamed
+        self.unknown_name = unknown_name
 
 
 class ContextLengthError(UsageError):
@@ -76,11 +76,11 @@ class ContextLengthError(UsageError):
     code = "context_length_exceeded"
 
     def __init__(
-        self, message: str, *, size: int = 0, most: int = 0, unit: str = "tokens", hint: str = ""
+        self, message: str, *, size: int = 0, limit: int = 0, unit: str = "tokens", hint: str = ""
     ) -> None:
         """Keep the message and both lengths: APIs have their own words for them."""
         super().__init__(message, hint=hint)
-        self.size, self.most, self.unit = size, most, unit
+        self.size, self.limit, self.unit = size, limit, unit
 
 
 class MediaTypeError(UsageError):

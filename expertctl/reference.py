@@ -94,7 +94,7 @@ class Constraint:
             return cls(text, ())
         bounds: list[tuple[str, Version]] = []
         for part in text.split(","):
-            bounds += _bounds(part.strip(" "), text)
+            bounds += _parse_bounds(part.strip(" "), text)
         return cls(text, tuple(bounds))
 
     def allows(self, version: Version) -> bool:
@@ -111,7 +111,7 @@ class Constraint:
         return self.bounds[0][1] if operators == ["="] else None
 
     @classmethod
-    def exactly(cls, version: Version) -> Self:
+    def for_version(cls, version: Version) -> Self:
         """Return the constraint that allows one version."""
         return cls(str(version), (("=", version),))
 
@@ -143,7 +143,7 @@ class PackageName:
             raise UsageError(
                 f"{text[:80]!r} is not a package name",
                 hint="names look like acme/sql-gen: lower-case letters, digits, single dashes",
-                misnamed=text,
+                unknown_name=text,
             )
         return cls(namespace, name)
 
@@ -174,7 +174,7 @@ class Reference:
             raise UsageError(message, hint="references look like acme/sql-gen@^1.2")
         path, at, constraint = text.partition("@")
         registry, _, rest = path.partition("/")
-        host = _host(registry, text) if "/" in rest else None
+        host = _parse_host(registry, text) if "/" in rest else None
         if at and not constraint:
             hint = f"{path}@1.2.0, {path}@^1, or {path} alone"
             raise UsageError(f"{text!r} has nothing after '@'", hint=hint)
@@ -183,7 +183,7 @@ class Reference:
             PackageName.parse(rest if host else path),
             Constraint.parse(constraint) if at and not by_digest else ANY,
             host,
-            Digest.typed(constraint) if by_digest else None,
+            Digest.parse_input(constraint) if by_digest else None,
         )
 
     def allows(self, version: Version, *digests: Digest) -> bool:
@@ -208,7 +208,7 @@ def is_loopback(hostname: str) -> bool:
         return False
 
 
-def _host(text: str, whole: str) -> str:
+def _parse_host(text: str, whole: str) -> str:
     """Return the canonical spelling of a host, that of `expertctl.registry.address`."""
     match = _HOST.fullmatch(text)
     try:
@@ -225,47 +225,47 @@ def _host(text: str, whole: str) -> str:
     return shown if port == 443 and not local else f"{shown}:{port}"
 
 
-def _bounds(part: str, whole: str) -> list[tuple[str, Version]]:
+def _parse_bounds(part: str, whole: str) -> list[tuple[str, Version]]:
     if part[:1] in {"^", "~"}:
-        return _range(part[0], part[1:], whole)
+        return _parse_range(part[0], part[1:], whole)
     match = _OPERATOR.fullmatch(part)
     if match is None:
-        raise _bad(whole)
+        raise _build_constraint_error(whole)
     operator, number = match.group(1) or "=", match.group(2)
     if _VERSION.fullmatch(number):
         return [(operator, Version.parse(number))]
     if operator == "=":
-        return _range("=", number, whole)
-    numbers = _partial(number, whole)
-    return [_partial_bound(operator, numbers)]
+        return _parse_range("=", number, whole)
+    numbers = _parse_partial(number, whole)
+    return [_build_partial_bound(operator, numbers)]
 
 
-def _range(operator: str, text: str, whole: str) -> list[tuple[str, Version]]:
+def _parse_range(operator: str, text: str, whole: str) -> list[tuple[str, Version]]:
     if _VERSION.fullmatch(text):
         low = Version.parse(text)
         numbers = [low.major, low.minor, low.patch]
     else:
-        numbers = _partial(text, whole)
-        low = _padded(numbers)
-    fixed = _fixed(operator, numbers)
+        numbers = _parse_partial(text, whole)
+        low = _pad(numbers)
+    fixed = _count_fixed(operator, numbers)
     high = [*numbers[: fixed - 1], numbers[fixed - 1] + 1]
-    return [(">=", low), ("<", _padded(high))]
+    return [(">=", low), ("<", _pad(high))]
 
 
-def _partial_bound(operator: str, numbers: list[int]) -> tuple[str, Version]:
+def _build_partial_bound(operator: str, numbers: list[int]) -> tuple[str, Version]:
     """``>1`` means beyond every 1.x, and ``<=1`` up to the last of them, as cargo reads them."""
     if operator in {">", "<="}:
-        beyond = _padded([*numbers[:-1], numbers[-1] + 1])
+        beyond = _pad([*numbers[:-1], numbers[-1] + 1])
         return (">=" if operator == ">" else "<", beyond)
-    return (operator, _padded(numbers))
+    return (operator, _pad(numbers))
 
 
-def _padded(numbers: list[int]) -> Version:
+def _pad(numbers: list[int]) -> Version:
     major, minor, patch = [*numbers, 0, 0][:3]
     return Version(major, minor, patch)
 
 
-def _fixed(operator: str, numbers: list[int]) -> int:
+def _count_fixed(operator: str, numbers: list[int]) -> int:
     """How many leading numbers must stay equal or grow by one at the last of them."""
     if operator == "~":
         return min(2, len(numbers))
@@ -275,10 +275,10 @@ def _fixed(operator: str, numbers: list[int]) -> int:
     return nonzero + 1
 
 
-def _partial(text: str, whole: str) -> list[int]:
+def _parse_partial(text: str, whole: str) -> list[int]:
     match = _PARTIAL.fullmatch(text)
     if match is None:
-        raise _bad(whole)
+        raise _build_constraint_error(whole)
     return [int(group) for group in match.groups() if group is not None]
 
 
@@ -296,7 +296,7 @@ def _compare(version: Version, operator: str, bound: Version) -> bool:
             return version == bound
 
 
-def _bad(text: str) -> UsageError:
+def _build_constraint_error(text: str) -> UsageError:
     return UsageError(
         f"{text[:80]!r} is not a version constraint", hint="use 1.2.0, ^1.2, ~1.2, >=1,<2 or *"
     )

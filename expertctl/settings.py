@@ -21,11 +21,11 @@ _UNITS: dict[str | None, int] = {
     **{u: int(1000 ** (i + 1)) for i, u in enumerate("KMGT")},
     **{f"{u}i": int(1024 ** (i + 1)) for i, u in enumerate("KMGT")},
 }
-_TYPED = {
+_LIMIT_UNITS = {
     **{f"{u}B": 1000 ** (4 - i) for i, u in enumerate("TGMk")},
     **{f"{u}iB": 1024 ** (4 - i) for i, u in enumerate("TGMK")},
 }
-_MOST_WHOLE = 10_000
+_MAX_WHOLE_UNITS = 10_000
 """A number of units this large is a whole one only by chance: no user types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
@@ -99,7 +99,7 @@ def parse_size(text: str) -> int:
     return int(number) * _UNITS[unit.upper().replace("I", "i") if unit else None]
 
 
-def human_size(size: int) -> str:
+def format_size(size: int) -> str:
     """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
     if size < 1000:
         return f"{size} B"
@@ -111,13 +111,13 @@ def human_size(size: int) -> str:
     return f"{value:.1f} TB"
 
 
-def human_limit(size: int) -> str:
-    """Return a limit as a person typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `human_size`."""
-    for unit, factor in _TYPED.items():
-        if size % factor == 0 and 0 < size // factor < _MOST_WHOLE:
+def format_limit(size: int) -> str:
+    """Return a limit as a person typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `format_size`."""
+    for unit, factor in _LIMIT_UNITS.items():
+        if size % factor == 0 and 0 < size // factor < _MAX_WHOLE_UNITS:
             shown = f"{size // factor} {unit}"
-            return f"{shown} ({human_size(size)})" if "i" in unit else shown
-    return human_size(size)
+            return f"{shown} ({format_size(size)})" if "i" in unit else shown
+    return format_size(size)
 
 
 def parse_age(text: str) -> timedelta:
@@ -283,7 +283,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeChoices:
+class ServeDefaults:
     """How ``expertctl serve`` answers where no option says; ``None``: as it usually does."""
 
     base: str | None = None
@@ -330,7 +330,7 @@ class Settings:
     moe_warmup: str | None = None
     moe_learn: bool = True
     encoder: str | None = None
-    serve: ServeChoices = ServeChoices()
+    serve: ServeDefaults = ServeDefaults()
 
 
 def find_home(environment: Mapping[str, str] = os.environ) -> Home:
@@ -340,7 +340,7 @@ def find_home(environment: Mapping[str, str] = os.environ) -> Home:
         StoreError: when it can never be a folder.
         UsageError: when there is no home directory.
     """
-    return Home(_root(environment.get("EXPERT_HOME")))
+    return Home(_resolve_root(environment.get("EXPERT_HOME")))
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -351,7 +351,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         UsageError: when a value is not of its kind, or there is no home directory.
     """
     home = find_home(environment)
-    values = {**read_config(home.config), **_from_environment(environment)}
+    values = {**read_config(home.config), **_read_environment(environment)}
     budget, age = values.get("memory_budget"), values.get("minimum_release_age")
     return Settings(
         home=home,
@@ -371,11 +371,11 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         moe_warmup=values.get("moe_warmup"),
         moe_learn=parse_switch("moe_learn", values.get("moe_learn", "yes")),
         encoder=values.get("encoder"),
-        serve=_serve_choices(values),
+        serve=_read_serve_defaults(values),
     )
 
 
-def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
+def _read_serve_defaults(values: Mapping[str, str]) -> ServeDefaults:
     def count(key: str) -> int | None:
         return parse_count(key, values[key]) if key in values else None
 
@@ -391,7 +391,7 @@ def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
     def path(key: str) -> Path | None:
         return Path(values[key]).expanduser() if key in values else None
 
-    return ServeChoices(
+    return ServeDefaults(
         base=values.get("serve_base"),
         host=values.get("serve_host"),
         port=count("serve_port"),
@@ -430,17 +430,17 @@ def read_config(path: Path) -> dict[str, str]:
     return {key: str(value) for key, value in document.items()}
 
 
-def _root(text: str | None) -> Path:
+def _resolve_root(text: str | None) -> Path:
     try:
         root = Path(text or "~/.expert").expanduser().absolute()
     except RuntimeError as error:
         message = f"{text or '~/.expert'}: there is no such home directory"
         raise UsageError(message, hint="set EXPERT_HOME to a folder") from error
-    _demand_possible(root)
+    _check_root(root)
     return root
 
 
-def _demand_possible(root: Path) -> None:
+def _check_root(root: Path) -> None:
     """Refuse a home that can never be a folder: below a file, or with too long a name."""
     try:
         there = next(place for place in (root, *root.parents) if place.exists())
@@ -455,6 +455,6 @@ def _demand_possible(root: Path) -> None:
     raise StoreError(f"{shown} cannot be a folder: {problem}", hint=hint)
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     pairs = ((key, environment.get(name)) for key, name in CONFIG_KEYS.items())
     return {key: value for key, value in pairs if value}

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from expertctl.errors import ExpertError
-from expertctl.http.listening import Listening
+from expertctl.http.address import ListenAddress
 from registry_server.operation.serve import serve
-from registry_server.settings_file import overridden, read_settings
+from registry_server.settings import override_settings, read_settings
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve until told to end; return the exit code."""
-    given = _parser().parse_args(words)
+    given = _build_parser().parse_args(arguments)
     try:
-        settings = overridden(
+        settings = override_settings(
             read_settings(given.data),
             host=given.host,
             port=given.port,
             certificate=given.tls_cert,
             private_key=given.tls_key,
         )
-        serve(settings, workers=given.workers, insecure=given.insecure_http, report=_report)
+        serve(settings, workers=given.workers, insecure=given.insecure_http, report=_print_address)
     except ExpertError as error:
         hint = f"\n\nhint: {error.hint}" if error.hint else ""
         sys.stderr.write(f"error: {error.message}{hint}\n")
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m registry_server", description=__doc__)
     parser.add_argument("data", type=Path, metavar="DIR", help="the data folder")
     parser.add_argument("--host", help="the address to listen on")
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(address: Listening) -> None:
+def _print_address(address: ListenAddress) -> None:
     sys.stderr.write(f"listening on {address.url}\n")
     sys.stderr.flush()
 

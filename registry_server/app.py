@@ -1,34 +1,211 @@
-"""The server as one ASGI application, made from the areas below this folder.
+"""What a request to the registry must be like: its names, its pages, and how large a body may be.
+
+Only writing needs a page of our own: a foreign page cannot see what it makes a browser read.
+
+What the registry counts and logs of its requests, and how it says that it failed.
+
+What is done by time while the server runs: before the first request, then every `SECONDS`.
+
+Uploads that nobody continues are removed. Their quota, their files and their places among the
+uploads of a user are free again, whether or not anybody begins a new upload.
+
+Index documents that are older than half of the interval that they state are signed again, a few in
+each transaction, so that no request waits long. That goes on beside the first requests.
+
+The server as one ASGI application, made from the areas below this folder.
 
 What looks at every request is wrapped around it, the outermost first: the log, the limits on
 sizes and hosts, and who asks. An error inside becomes an answer here, in one place.
 """
 
-from collections.abc import AsyncIterator
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
+import anyio
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Scope
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
-from registry_server.access import routes as access
-from registry_server.access.authentication import Authentication
+from expertctl.http.address import is_loopback
+from expertctl.http.limits import (
+    STALL_SECONDS,
+    LimitsMiddleware,
+    RequestPolicy,
+    RequestRefusal,
+    build_host_names,
+)
+from expertctl.http.log import RequestLogMiddleware, RequestRecord, get_route_path
+from registry_server.access import authentication as access
+from registry_server.access.authentication import AuthenticationMiddleware
+from registry_server.access.rights import ANONYMOUS, Identity
 from registry_server.api import routes as api
-from registry_server.errors import error_response
+from registry_server.api import routes as publishing
+from registry_server.errors import REQUEST_LOGGER, OciCode, OciError, error_response
 from registry_server.oci import routes as oci
-from registry_server.oci.errors import OciCode, OciError
 from registry_server.operation import health
-from registry_server.operation.limits import request_limits
-from registry_server.operation.request_log import request_log
-from registry_server.operation.sweeping import sweeping
-from registry_server.publishing import routes as publishing
+from registry_server.operation.gc import remove_stale_uploads
+from registry_server.publishing.index import is_renewal_due, renew_indexes
 from registry_server.registry import Registry, open_registry
-from registry_server.settings import ServerSettings
-from registry_server.web import routes as web
+from registry_server.settings import RegistryLimits, ServerSettings
+from registry_server.web import pages as web
+from registry_server.web.pages import prefers_html, render_error_page
+
+
+def make_request_limits(
+    app: ASGIApp, settings: ServerSettings, *, stall_seconds: float = STALL_SECONDS
+) -> LimitsMiddleware:
+    """Guard the application of a registry."""
+    bounds = RequestPolicy(
+        names=build_host_names(settings.host, settings.public_url),
+        accepts_addresses=not is_loopback(settings.host),
+        origins=frozenset({settings.public_url}),
+        body_limit=partial(_body_limit, settings.limits),
+        build_response=partial(_refusal_response, settings),
+        server_label="this registry",
+        host_hint="set `url` in registry.toml to the address that users see",
+        origin_hint="set `url` in registry.toml to the address of the page that asks",
+        stall_seconds=stall_seconds,
+    )
+    return LimitsMiddleware(app, bounds)
+
+
+def _body_limit(limits: RegistryLimits, path: str) -> int | None:
+    """Return how many bytes a route takes; blobs have a limit and a quota of their own."""
+    if path.startswith("/v2/"):
+        if "/blobs/uploads/" in path:
+            return None
+        if "/manifests/" in path:
+            return limits.manifest_bytes
+    return limits.body_bytes
+
+
+def _refusal_response(settings: ServerSettings, refusal: RequestRefusal, scope: Scope) -> Response:
+    return error_response(refusal.error, scope, settings, status=refusal.status)
+
+
+def make_request_log(app: ASGIApp, registry: Registry) -> RequestLogMiddleware:
+    """Watch the application of a registry."""
+    return RequestLogMiddleware(app, RegistryRequestObserver(registry))
+
+
+class RegistryRequestObserver:
+    """Counts in the metrics of the registry."""
+
+    log = REQUEST_LOGGER
+    id_headers: tuple[str, ...] = ("X-Request-Id",)
+
+    def __init__(self, registry: Registry) -> None:
+        """Watch the requests to one registry."""
+        self.registry = registry
+
+    def new_id(self) -> str:
+        """Return the id of a request."""
+        return secrets.token_hex(8)
+
+    def request_started(self) -> None:
+        """Count a request that is being answered."""
+        self.registry.metrics.running.inc()
+
+    def request_finished(self, scope: Scope, exchange: RequestRecord) -> None:
+        """Count and log a request that was answered."""
+        self.registry.metrics.running.dec()
+        identity = scope["state"].get("identity")
+        self.registry.metrics.count_request(
+            method=scope["method"],
+            route=get_route_path(scope),
+            status=exchange.status,
+            seconds=exchange.seconds,
+            received=exchange.received,
+            sent=exchange.sent,
+        )
+        fields = exchange.fields(scope) | {
+            "user": identity.name if isinstance(identity, Identity) else None,
+            "address": _logged_address(scope, identity),
+        }
+        REQUEST_LOGGER.info("request", extra={"fields": fields})
+
+    def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
+        """Return the answer to an unexpected error."""
+        hint = f"tell whoever runs this registry the request {exchange.id}"
+        error = ExpertError("the registry failed to answer this", hint=hint)
+        if prefers_html(scope):
+            return render_error_page(self.registry, ANONYMOUS, error)
+        return error_response(error, scope, self.registry.settings)
+
+
+def _logged_address(scope: Scope, identity: object) -> str | None:
+    if isinstance(identity, Identity) and identity.address:
+        return identity.address
+    client = scope.get("client")
+    return str(client[0]) if client else None
+
+
+SWEEP_SECONDS = 600.0
+RENEWAL_BATCH = 20
+"""How many documents are signed again in one transaction."""
+_SWEEP_LOG = logging.getLogger("registry")
+
+
+def sweep_uploads(registry: Registry) -> None:
+    """Remove the uploads that were not continued in time; what fails is logged, and goes later."""
+    try:
+        remove_stale_uploads(registry, time.time() - registry.settings.limits.upload_seconds)
+    except ExpertError as error:
+        _SWEEP_LOG.warning("uploads that nobody continues were not removed: %s", error.message)
+
+
+def renew_index_batch(registry: Registry) -> bool:
+    """Sign some old index documents again; return whether there may be more.
+
+    What fails is logged, and tried again later. Several workers find the work done by one.
+    """
+    now = time.time()
+    try:
+        if not _is_renewal_due(registry, now):
+            return False
+        with registry.database.write() as connection:
+            renewed = renew_indexes(
+                connection, signer=registry.index_signer, now=now, max_documents=RENEWAL_BATCH
+            )
+    except ExpertError as error:
+        _SWEEP_LOG.warning("index documents that grow old were not signed again: %s", error.message)
+        return False
+    return renewed == RENEWAL_BATCH
+
+
+def _is_renewal_due(registry: Registry, now: float) -> bool:
+    with registry.database.read() as connection:
+        return is_renewal_due(connection, signer=registry.index_signer, now=now)
+
+
+@asynccontextmanager
+async def run_periodic_tasks(
+    registry: Registry, *, pause: Callable[[float], Awaitable[None]] = anyio.sleep
+) -> AsyncIterator[None]:
+    """Sweep and renew at once, and again after each pause, until the block ends."""
+    await to_thread.run_sync(sweep_uploads, registry)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_repeat_tasks, registry, pause)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def _repeat_tasks(registry: Registry, pause: Callable[[float], Awaitable[None]]) -> None:
+    while True:
+        while await to_thread.run_sync(renew_index_batch, registry):
+            pass
+        await pause(SWEEP_SECONDS)
+        await to_thread.run_sync(sweep_uploads, registry)
 
 
 def create_app(settings: ServerSettings) -> Starlette:
@@ -37,31 +214,31 @@ def create_app(settings: ServerSettings) -> Starlette:
     Raises:
         StoreError: when there is no registry in the data folder, or it cannot be opened.
     """
-    return app_of(open_registry(settings))
+    return build_app(open_registry(settings))
 
 
-def app_of(registry: Registry) -> Starlette:
+def build_app(registry: Registry) -> Starlette:
     """Return the application of an open registry, which it closes when it shuts down."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
-            async with sweeping(registry):
+            async with run_periodic_tasks(registry):
                 yield
         finally:
             registry.close()
 
     app = Starlette(
-        routes=_routes(registry),
+        routes=_build_routes(registry),
         middleware=[
-            Middleware(request_log, registry),
-            Middleware(request_limits, registry.settings),
-            Middleware(Authentication, registry),
+            Middleware(make_request_log, registry),
+            Middleware(make_request_limits, registry.settings),
+            Middleware(AuthenticationMiddleware, registry),
         ],
         exception_handlers={
-            ExpertError: _refused,
-            HTTPException: _unrouted,
-            ClientDisconnect: _left,
+            ExpertError: _handle_expert_error,
+            HTTPException: _handle_http_error,
+            ClientDisconnect: _handle_disconnect,
         },
         lifespan=lifespan,
     )
@@ -70,35 +247,37 @@ def app_of(registry: Registry) -> Starlette:
     return app
 
 
-def _routes(registry: Registry) -> list[BaseRoute]:
+def _build_routes(registry: Registry) -> list[BaseRoute]:
     """Return all addresses; the pages last, since theirs are the most general."""
     return [
-        *health.routes(registry),
-        *access.routes(registry),
-        *oci.routes(registry),
-        *publishing.routes(registry),
-        *api.routes(registry),
-        *web.routes(registry),
+        *health.make_health_routes(registry),
+        *access.make_token_routes(registry),
+        *oci.make_oci_routes(registry),
+        *publishing.make_index_routes(registry),
+        *api.make_api_routes(registry),
+        *web.make_page_routes(registry),
     ]
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _handle_expert_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ExpertError)
     registry: Registry = request.app.state.registry
     return error_response(error, request.scope, registry.settings)
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         fact = f"{request.method} is not allowed here"
         allowed = (error.headers or {}).get("Allow", "")
-        return await _refused(
+        return await _handle_expert_error(
             request, OciError(OciCode.UNSUPPORTED, fact, headers={"Allow": allowed})
         )
-    return await _refused(request, NotFoundError("there is nothing at this address"))
+    return await _handle_expert_error(request, NotFoundError("there is nothing at this address"))
 
 
-async def _left(request: Request, _: Exception) -> Response:
+async def _handle_disconnect(request: Request, _: Exception) -> Response:
     """A body that stops, or whose chunks are malformed, is no fault of the server."""
-    return await _refused(request, UsageError("the body of the request did not come whole"))
+    return await _handle_expert_error(
+        request, UsageError("the body of the request did not come whole")
+    )

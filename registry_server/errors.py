@@ -1,23 +1,177 @@
-"""How an error is answered: as OCI wants it below ``/v2/``, as ``{"error": …}`` elsewhere.
+"""The error codes of the OCI distribution specification, and the statuses that go with them.
+
+HTTP statuses, in one table. The most specific class of an error decides.
+
+What the registry logs, and where to.
+
+How an error is answered: as OCI wants it below ``/v2/``, as ``{"error": …}`` elsewhere.
 
 Messages reach terminals and logs, so they are printable and bounded here, whatever is in them.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 
 from starlette.responses import Response
 from starlette.types import Scope
 
-from expertctl.errors import ExpertError, ForbiddenError
-from expertctl.http.printable import printable
-from registry_server.access.sessions import PREFIX as SESSION_PREFIX
-from registry_server.oci.errors import CODE_OF_STATUS, OciCode, OciError
+from expertctl.errors import (
+    BudgetError,
+    DiskFullError,
+    ExpertError,
+    ForbiddenError,
+    IncompatibleError,
+    InvalidPackageError,
+    MediaTypeError,
+    MisdirectedError,
+    NotFoundError,
+    RateLimitError,
+    RegistryError,
+    SlowBodyError,
+    StoreError,
+    TooLargeError,
+    TrustError,
+    UnauthenticatedError,
+    UsageError,
+)
+from expertctl.http.log import build_log_config
+from expertctl.messages import sanitise_error_text
+from registry_server.access.accounts import SESSION_PREFIX as SESSION_PREFIX
 from registry_server.settings import ServerSettings
-from registry_server.statuses import retry_after, status_of
 
-_REPOSITORY = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
+
+class OciCode(StrEnum):
+    """What ``errors[].code`` may say."""
+
+    BLOB_UNKNOWN = "BLOB_UNKNOWN"
+    BLOB_UPLOAD_INVALID = "BLOB_UPLOAD_INVALID"
+    BLOB_UPLOAD_UNKNOWN = "BLOB_UPLOAD_UNKNOWN"
+    DIGEST_INVALID = "DIGEST_INVALID"
+    MANIFEST_BLOB_UNKNOWN = "MANIFEST_BLOB_UNKNOWN"
+    MANIFEST_INVALID = "MANIFEST_INVALID"
+    MANIFEST_UNKNOWN = "MANIFEST_UNKNOWN"
+    NAME_INVALID = "NAME_INVALID"
+    NAME_UNKNOWN = "NAME_UNKNOWN"
+    RANGE_INVALID = "RANGE_INVALID"
+    SIZE_INVALID = "SIZE_INVALID"
+    TAG_INVALID = "TAG_INVALID"
+    PAGE_INVALID = "PAGINATION_NUMBER_INVALID"
+    UNAUTHORIZED = "UNAUTHORIZED"
+    DENIED = "DENIED"
+    UNSUPPORTED = "UNSUPPORTED"
+    TOO_MANY_REQUESTS = "TOOMANYREQUESTS"
+    UNAVAILABLE = "UNAVAILABLE"
+    UPLOAD_BUSY = "BLOB_UPLOAD_BUSY"
+    UNKNOWN = "UNKNOWN"
+
+
+STATUS_BY_CODE: dict[OciCode, int] = {
+    OciCode.BLOB_UNKNOWN: 404,
+    OciCode.BLOB_UPLOAD_INVALID: 400,
+    OciCode.BLOB_UPLOAD_UNKNOWN: 404,
+    OciCode.DIGEST_INVALID: 400,
+    OciCode.MANIFEST_BLOB_UNKNOWN: 404,
+    OciCode.MANIFEST_INVALID: 400,
+    OciCode.MANIFEST_UNKNOWN: 404,
+    OciCode.NAME_INVALID: 400,
+    OciCode.NAME_UNKNOWN: 404,
+    OciCode.RANGE_INVALID: 416,
+    OciCode.SIZE_INVALID: 400,
+    OciCode.TAG_INVALID: 400,
+    OciCode.PAGE_INVALID: 400,
+    OciCode.UNAUTHORIZED: 401,
+    OciCode.DENIED: 403,
+    OciCode.UNSUPPORTED: 405,
+    OciCode.TOO_MANY_REQUESTS: 429,
+    OciCode.UNAVAILABLE: 503,
+    OciCode.UPLOAD_BUSY: 409,
+    OciCode.UNKNOWN: 500,
+}
+"""Statuses of the errors that this server finds itself."""
+
+CODE_BY_STATUS: dict[int, OciCode] = {
+    400: OciCode.MANIFEST_INVALID,
+    401: OciCode.UNAUTHORIZED,
+    403: OciCode.DENIED,
+    404: OciCode.NAME_UNKNOWN,
+    405: OciCode.UNSUPPORTED,
+    408: OciCode.UNKNOWN,
+    409: OciCode.DENIED,
+    413: OciCode.SIZE_INVALID,
+    414: OciCode.NAME_INVALID,
+    415: OciCode.UNSUPPORTED,
+    421: OciCode.UNSUPPORTED,
+    429: OciCode.TOO_MANY_REQUESTS,
+    431: OciCode.SIZE_INVALID,
+    503: OciCode.UNAVAILABLE,
+    507: OciCode.UNAVAILABLE,
+}
+"""Codes of errors from elsewhere, by their status."""
+
+
+class OciError(ExpertError):
+    """A request that the specification has a code for; ``headers`` go with the answer."""
+
+    def __init__(
+        self,
+        oci_code: OciCode,
+        message: str,
+        *,
+        hint: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Say what is wrong, under which code."""
+        super().__init__(message, hint=hint)
+        self.oci_code = oci_code
+        self.headers = dict(headers or {})
+
+
+DEFAULT_RETRY_SECONDS = 5
+"""What ``Retry-After`` says when the server cannot tell."""
+
+_STATUS_BY_CLASS: dict[type[ExpertError], int] = {
+    UsageError: 400,
+    MediaTypeError: 415,
+    MisdirectedError: 421,
+    SlowBodyError: 408,
+    InvalidPackageError: 400,
+    TrustError: 400,
+    UnauthenticatedError: 401,
+    ForbiddenError: 403,
+    BudgetError: 403,
+    NotFoundError: 404,
+    IncompatibleError: 409,
+    TooLargeError: 413,
+    RateLimitError: 429,
+    RegistryError: 502,
+    StoreError: 503,
+    DiskFullError: 507,
+}
+
+
+def get_status(error: ExpertError) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, OciError):
+        return STATUS_BY_CODE[error.oci_code]
+    statuses = (_STATUS_BY_CLASS.get(cls) for cls in type(error).__mro__)
+    return next((status for status in statuses if status is not None), 500)
+
+
+def get_retry_after(error: ExpertError) -> int | None:
+    """Return the seconds after which the same request may succeed, None when that is no matter."""
+    if isinstance(error, RateLimitError):
+        return error.retry_after
+    return DEFAULT_RETRY_SECONDS if get_status(error) == 503 else None
+
+
+REQUEST_LOGGER = logging.getLogger("registry_server.requests")
+LOG_CONFIG = build_log_config("registry_server")
+
+
+_REPOSITORY_PATH = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
 
 
 def error_response(
@@ -27,22 +181,22 @@ def error_response(
 
     ``status`` is another one than that of the error's class.
     """
-    status = status or status_of(error)
+    status = status or get_status(error)
     path = str(scope.get("path", ""))
-    body = _oci_body(error, status) if path.startswith("/v2") else _plain_body(error)
-    headers = {"Cache-Control": "no-store", **_headers(error)}
+    body = _oci_error_body(error, status) if path.startswith("/v2") else _api_error_body(error)
+    headers = {"Cache-Control": "no-store", **_error_headers(error)}
     response = Response(json.dumps(body), status, headers, media_type="application/json")
-    asked = _asked_scope(path, str(scope.get("method", "")))
+    asked = _required_scope(path, str(scope.get("method", "")))
     if status == 401:
-        for challenge in challenges(settings, asked):
+        for challenge in build_challenges(settings, asked):
             response.headers.append("WWW-Authenticate", challenge)
-    elif asked and isinstance(error, ForbiddenError) and _shows_session(scope):
-        _, bearer = challenges(settings, asked)
+    elif asked and isinstance(error, ForbiddenError) and _used_session_token(scope):
+        _, bearer = build_challenges(settings, asked)
         response.headers["WWW-Authenticate"] = f'{bearer},error="insufficient_scope"'
     return response
 
 
-def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
+def build_challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
     """Return the values of ``WWW-Authenticate``: Basic, or a bearer token from ``/token``.
 
     Basic comes first: clients that know one scheme take the first header, and some take them both
@@ -55,37 +209,43 @@ def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
     return 'Basic realm="expertctl registry"', bearer
 
 
-def _shows_session(scope: Scope) -> bool:
+def _used_session_token(scope: Scope) -> bool:
     """Tell whether a token from ``/token`` was shown: another may allow more (RFC 6750, 3.1)."""
     shown = dict(scope.get("headers", ())).get(b"authorization", b"")
     return bool(shown.lower().startswith(b"bearer " + SESSION_PREFIX.encode("ascii")))
 
 
-def _oci_body(error: ExpertError, status: int) -> dict[str, object]:
+def _oci_error_body(error: ExpertError, status: int) -> dict[str, object]:
     code = (
         error.oci_code
         if isinstance(error, OciError)
-        else CODE_OF_STATUS.get(status, OciCode.UNKNOWN)
+        else CODE_BY_STATUS.get(status, OciCode.UNKNOWN)
     )
     own = "" if isinstance(error, OciError) else error.code
-    detail = {"code": own, "hint": printable(error.hint)}
-    return {"errors": [{"code": code, "message": printable(error.message), "detail": detail}]}
+    detail = {"code": own, "hint": sanitise_error_text(error.hint)}
+    return {
+        "errors": [{"code": code, "message": sanitise_error_text(error.message), "detail": detail}]
+    }
 
 
-def _plain_body(error: ExpertError) -> dict[str, object]:
+def _api_error_body(error: ExpertError) -> dict[str, object]:
     code = error.oci_code if isinstance(error, OciError) else error.code
-    shown = {"code": code, "message": printable(error.message), "hint": printable(error.hint)}
+    shown = {
+        "code": code,
+        "message": sanitise_error_text(error.message),
+        "hint": sanitise_error_text(error.hint),
+    }
     return {"error": shown}
 
 
-def _headers(error: ExpertError) -> Mapping[str, str]:
+def _error_headers(error: ExpertError) -> Mapping[str, str]:
     own = error.headers if isinstance(error, OciError) else {}
-    seconds = retry_after(error)
+    seconds = get_retry_after(error)
     return own if seconds is None else {**own, "Retry-After": str(seconds)}
 
 
-def _asked_scope(path: str, method: str) -> str:
-    match = _REPOSITORY.match(path)
+def _required_scope(path: str, method: str) -> str:
+    match = _REPOSITORY_PATH.match(path)
     if match is None:
         return ""
     actions = "pull" if method in {"GET", "HEAD"} else "pull,push"

@@ -1,21 +1,184 @@
-"""The state that all of the server shares: settings, database, blobs, the index key, counters."""
+"""The index key: the file that signs every index document of this registry.
 
+It is made once, by ``registry init``. A registry whose key is gone, damaged or another than the one
+that signed so far publishes nothing: clients believe only the key whose fingerprint they pinned.
+
+How often a version was fetched: counted in memory, written now and then.
+
+A counter that wrote to the database at each request would make readers wait for writers: so the
+first fetch after a while is written at once, and those that follow are written together. What was
+not written when the process is killed is lost, which is acceptable for statistics.
+
+The state that all of the server shares: settings, database, blobs, the index key, counters.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select, update
 
-from expertctl.durable import make_folders
-from expertctl.errors import StoreError
-from expertctl.trust.keys import PrivateKey
-from registry_server.access.quota import check_used
+from expertctl.errors import ExpertError, SignatureError, StoreError
+from expertctl.files import make_folders
+from expertctl.registry.index_document import INDEX_PAYLOAD_TYPE, MAX_ENVELOPE
+from expertctl.trust.dsse import DsseEnvelope
+from expertctl.trust.keys import KeyRing, PrivateKey
+from registry_server.access.namespaces import check_used_bytes
+from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 from registry_server.database.connection import Database
-from registry_server.database.tables import BLOBS
-from registry_server.operation.metrics import Metrics
-from registry_server.publishing.downloads import DownloadCounts
-from registry_server.publishing.index_key import IndexSigner, demand_same_signer, load_index_key
-from registry_server.settings import ServerSettings
-from registry_server.storage.blob_digest import BlobDigest
-from registry_server.storage.blobs import BlobStorage, disk_errors
+from registry_server.database.tables import BLOBS, NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
+from registry_server.operation.metrics import RegistryMetrics
+from registry_server.settings import DAY, ServerSettings
+
+_RESTORE_KEY_HINT = "put it back from a backup: clients have pinned this key and believe no other"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSigner:
+    """What index documents are signed with, and the interval that they state."""
+
+    key: PrivateKey
+    interval_days: int
+
+    @property
+    def renewal_seconds(self) -> float:
+        """The age from which on a document is signed again: half of the interval."""
+        return self.interval_days * DAY / 2
+
+
+def create_index_key(path: Path) -> PrivateKey:
+    """Make the key of a new registry.
+
+    Raises:
+        UsageError: when there is a key already, which is never overwritten.
+    """
+    return KeyRing(path.parent).create(path.stem)
+
+
+def load_index_key(path: Path) -> PrivateKey:
+    """Read the key of a registry.
+
+    Raises:
+        StoreError: when it is missing, damaged, or others could read it.
+    """
+    try:
+        return KeyRing(path.parent).read_private(path.stem)
+    except ExpertError as error:
+        message = f"the registry's index key cannot be used: {error.message}"
+        raise StoreError(
+            message, hint=error.hint if path.exists() else _RESTORE_KEY_HINT
+        ) from error
+    except OSError as error:
+        message = f"the registry's index key {path} cannot be read: {error.strerror}"
+        raise StoreError(message, hint=_RESTORE_KEY_HINT) from error
+
+
+def check_index_key(path: Path, expected: str) -> None:
+    """Demand that the key file is still there and is the one with this id.
+
+    Raises:
+        StoreError: when it is not.
+    """
+    found = load_index_key(path).public.key_id
+    if found != expected:
+        message = f"{path} holds the key {found}, but this registry signs with {expected}"
+        raise StoreError(message, hint=_RESTORE_KEY_HINT)
+
+
+def check_same_signer(connection: Connection, key: PrivateKey) -> None:
+    """Demand that this key signed what was published so far.
+
+    Raises:
+        StoreError: when another did.
+    """
+    query = select(PACKAGES.c.index_document).order_by(PACKAGES.c.id).limit(1)
+    document = connection.execute(query).scalar_one_or_none()
+    if document is None:
+        return
+    try:
+        signed = DsseEnvelope.parse(
+            document,
+            payload_type=INDEX_PAYLOAD_TYPE,
+            max_bytes=MAX_ENVELOPE,
+            what="an index document",
+        )
+    except SignatureError as error:
+        raise StoreError(f"the database is damaged: {error.message}") from error
+    if signed.key_id != key.public.key_id:
+        raise StoreError(
+            f"the index key is {key.public.key_id}, but packages were signed by {signed.key_id}",
+            hint=_RESTORE_KEY_HINT,
+        )
+
+
+MAX_PENDING_DOWNLOADS = 1000
+"""How many manifests are counted before all are written."""
+
+FLUSH_SECONDS = 10.0
+"""How long at least between two writes, while there are few."""
+
+ManifestFetch = tuple[str, str]
+"""A repository and the package digest that was fetched from it."""
+
+
+class DownloadCounter:
+    """Fetches of manifests that the database does not know yet."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with none."""
+        self._pending: Counter[ManifestFetch] = Counter()
+        self._lock = Lock()
+        self._clock = clock
+        self._last_flush: float | None = None
+
+    def count(self, repository: str, digest: str) -> bool:
+        """Count one fetch; tell whether it is time to `flush`."""
+        with self._lock:
+            self._pending[repository, digest] += 1
+            return len(self._pending) >= MAX_PENDING_DOWNLOADS or self._is_flush_due()
+
+    def flush(self, database: Database) -> None:
+        """Write what was counted; when that fails it stays counted."""
+        taken = self._take_pending()
+        try:
+            if taken:
+                with database.write_relaxed() as connection:
+                    for (repository, digest), times in sorted(taken.items()):
+                        _add_downloads(connection, repository, digest, times)
+        except BaseException:
+            with self._lock:
+                self._pending.update(taken)
+            raise
+
+    def _is_flush_due(self) -> bool:
+        return self._last_flush is None or self._clock() - self._last_flush >= FLUSH_SECONDS
+
+    def _take_pending(self) -> Counter[ManifestFetch]:
+        with self._lock:
+            self._last_flush = self._clock()
+            taken, self._pending = self._pending, Counter()
+            return taken
+
+
+def _add_downloads(connection: Connection, repository: str, digest: str, times: int) -> None:
+    """Count fetches of packages; fetches of anything else are not downloads."""
+    namespace, _, name = repository.partition("/")
+    release = (
+        select(SIGNED_FORMS.c.release_id)
+        .join(RELEASES, RELEASES.c.id == SIGNED_FORMS.c.release_id)
+        .join(PACKAGES, PACKAGES.c.id == RELEASES.c.package_id)
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .where(NAMESPACES.c.name == namespace, PACKAGES.c.name == name)
+        .where(SIGNED_FORMS.c.package_digest == digest)
+    )
+    connection.execute(
+        update(RELEASES)
+        .where(RELEASES.c.id.in_(release))
+        .values(downloads=RELEASES.c.downloads + times)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +189,8 @@ class Registry:
     database: Database
     storage: BlobStorage
     index_key: PrivateKey
-    metrics: Metrics = field(default_factory=Metrics)
-    downloads: DownloadCounts = field(default_factory=DownloadCounts)
+    metrics: RegistryMetrics = field(default_factory=RegistryMetrics)
+    downloads: DownloadCounter = field(default_factory=DownloadCounter)
 
     @property
     def index_signer(self) -> IndexSigner:
@@ -47,7 +210,7 @@ class Registry:
         """
         self.database.check_integrity()
         with self.database.read() as connection:
-            check_used(connection)
+            check_used_bytes(connection)
             rows = connection.execute(select(BLOBS.c.digest, BLOBS.c.size)).all()
         for digest, size in rows:
             if self.storage.size(BlobDigest.parse(digest)) != size:
@@ -62,13 +225,13 @@ def open_registry(settings: ServerSettings) -> Registry:
         DiskFullError: when there is no room.
     """
     key = load_index_key(settings.index_key)
-    with disk_errors():
+    with wrap_disk_errors():
         make_folders(settings.uploads, mode=0o700)
         make_folders(settings.blobs, mode=0o700)
     database = Database.open(settings.database)
     try:
         with database.read() as connection:
-            demand_same_signer(connection, key)
+            check_same_signer(connection, key)
     except StoreError:
         database.close()
         raise

@@ -7,17 +7,38 @@
     DATA/blobs/<algorithm>/ab/<hex>
     DATA/uploads/<id>            blob uploads that go on
     DATA/keys/index.pem          signs index documents; mode 0600
+
+``registry.toml``: read strictly, so that a slip in it cannot open what should be closed.
+
+Every key has one type and one range; all problems are told at once. A missing key keeps the value
+of `ServerSettings`, a relative path counts from the data folder.
+
+The lock of a data folder: one server at a time.
+
+The operating system drops it with the process that holds it, so a killed server leaves nothing to
+repair. Worker processes share the lock of the server that started them.
 """
 
-from dataclasses import dataclass, field
+import ipaddress
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from expertctl.errors import InvalidPackageError, NotFoundError, StoreError
+from expertctl.files import write_atomic
 
 DAY = 86400.0
 DEFAULT_INTERVAL_DAYS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RegistryLimits:
     """What one may use; sizes in bytes, times in seconds."""
 
     manifest_bytes: int = 4 << 20
@@ -54,7 +75,7 @@ class ServerSettings:
     """Index documents say that a newer one is made at least so often, and the server keeps that."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks whose ``X-Forwarded-For`` is believed."""
-    limits: Limits = field(default_factory=Limits)
+    limits: RegistryLimits = field(default_factory=RegistryLimits)
 
     @property
     def public_url(self) -> str:
@@ -84,3 +105,256 @@ class ServerSettings:
     def index_key(self) -> Path:
         """The private key that signs index documents."""
         return self.data / "keys" / "index.pem"
+
+
+SETTINGS_NAME = "registry.toml"
+READ_ACCESS_VALUES = ("public", "token")
+_MAX_BYTES = 64 << 10
+_SETTING_KEYS = (
+    "host",
+    "port",
+    "url",
+    "read",
+    "certificate",
+    "private_key",
+    "index_interval_days",
+    "trusted_proxies",
+    "limits",
+)
+MAX_INTERVAL_DAYS = 3650
+"""What the schema of index documents allows."""
+_Value = TypeVar("_Value")
+
+
+def settings_path(data: Path) -> Path:
+    """Return the settings file of a data folder."""
+    return data / SETTINGS_NAME
+
+
+def read_settings(data: Path) -> ServerSettings:
+    """Read the settings of a registry.
+
+    Raises:
+        NotFoundError: when there is no registry in this folder.
+        InvalidPackageError: when the file says something unknown or impossible.
+    """
+    path = settings_path(data)
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(_MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        hint = f"make one with `expertctl registry init {data}`"
+        raise NotFoundError(f"{data}: there is no registry here", hint=hint) from error
+    return _parse(data.absolute(), path, text)
+
+
+def write_settings(settings: ServerSettings) -> None:
+    """Write what differs from the defaults; the file appears at once and whole."""
+    text = "\n".join([*_format_lines(settings), ""])
+    write_atomic(settings_path(settings.data), text.encode("utf-8"), mode=0o600)
+
+
+def override_settings(
+    settings: ServerSettings,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+) -> ServerSettings:
+    """Return the settings with what was given on the command line instead.
+
+    Raises:
+        InvalidPackageError: when a value is impossible.
+    """
+    changed = replace(
+        settings,
+        host=settings.host if host is None else host,
+        port=settings.port if port is None else port,
+        certificate=settings.certificate if certificate is None else certificate.absolute(),
+        private_key=settings.private_key if private_key is None else private_key.absolute(),
+    )
+    return check_settings(changed)
+
+
+def check_settings(settings: ServerSettings) -> ServerSettings:
+    """Return settings that were not read from a file, when a file could say them.
+
+    Raises:
+        InvalidPackageError: when a value is impossible.
+    """
+    text = "\n".join(_format_lines(settings))
+    return _parse(settings.data, settings_path(settings.data), text.encode("utf-8"))
+
+
+def _format_lines(settings: ServerSettings) -> list[str]:
+    lines = [f"read = {_quote(settings.read)}", f"host = {_quote(settings.host)}"]
+    lines += [f"port = {settings.port}"]
+    paths = {"certificate": settings.certificate, "private_key": settings.private_key}
+    texts = {"url": settings.url, **{k: str(v) for k, v in paths.items() if v is not None}}
+    lines += [f"{key} = {_quote(text)}" for key, text in texts.items() if text is not None]
+    if settings.index_interval_days != DEFAULT_INTERVAL_DAYS:
+        lines += [f"index_interval_days = {settings.index_interval_days}"]
+    if settings.trusted_proxies:
+        lines += [f"trusted_proxies = [{', '.join(map(_quote, settings.trusted_proxies))}]"]
+    names = [f.name for f in fields(RegistryLimits)]
+    usual = RegistryLimits()
+    changed = [n for n in names if getattr(settings.limits, n) != getattr(usual, n)]
+    if changed:
+        lines += ["", "[limits]", *(f"{n} = {getattr(settings.limits, n)}" for n in changed)]
+    return lines
+
+
+def _quote(text: str) -> str:
+    shown = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in shown) + '"'
+
+
+def _parse(data: Path, path: Path, text: bytes) -> ServerSettings:
+    if len(text) > _MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"more than {_MAX_BYTES} bytes are too many"])
+    try:
+        document = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidPackageError(str(path), [f"not valid TOML: {error}"]) from error
+    unknown = [f"unknown setting {k[:80]!r}" for k in document if k not in _SETTING_KEYS]
+    hint = f"known: {', '.join(_SETTING_KEYS)}" if unknown else ""
+    reader = _SettingsReader(document, unknown)
+    settings = _read_table(data, reader)
+    if reader.problems:
+        raise InvalidPackageError(str(path), reader.problems, hint=hint)
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class _SettingsReader:
+    """Takes values of one type out of a table and collects what is wrong with them."""
+
+    table: Mapping[str, object]
+    problems: list[str]
+
+    def read_value(self, key: str, kind: type[_Value], default: _Value) -> _Value:
+        found = self.table.get(key, default)
+        if isinstance(found, kind) and not (isinstance(found, bool) and kind is not bool):
+            return found
+        self.problems.append(f"{key} must be of the kind {kind.__name__}")
+        return default
+
+    def check(self, valid: bool, problem: str) -> None:
+        if not valid:
+            self.problems.append(problem)
+
+
+def _read_table(data: Path, reader: _SettingsReader) -> ServerSettings:
+    usual = ServerSettings(data=data)
+    host = reader.read_value("host", str, usual.host)
+    reader.check(_is_host(host), f"host {host[:80]!r} is not an address to listen on")
+    port = reader.read_value("port", int, usual.port)
+    reader.check(0 <= port <= 65535, f"port {port} is not a port")
+    read = reader.read_value("read", str, usual.read)
+    reader.check(read in READ_ACCESS_VALUES, f"read {read[:80]!r} is neither 'public' nor 'token'")
+    certificate, private_key = (_read_path(data, reader, k) for k in ("certificate", "private_key"))
+    days = reader.read_value("index_interval_days", int, usual.index_interval_days)
+    problem = f"index_interval_days {days} is not between 1 and {MAX_INTERVAL_DAYS}"
+    reader.check(1 <= days <= MAX_INTERVAL_DAYS, problem)
+    both = (certificate is None) == (private_key is None)
+    reader.check(both, "certificate and private_key belong together")
+    return replace(
+        usual,
+        host=host,
+        port=port,
+        url=_read_url(reader),
+        read=read,
+        certificate=certificate,
+        private_key=private_key,
+        index_interval_days=days,
+        trusted_proxies=_read_proxies(reader),
+        limits=_read_limits(reader),
+    )
+
+
+def _read_url(reader: _SettingsReader) -> str | None:
+    text = reader.read_value("url", str, "")
+    if text:
+        problem = f"url {text[:200]!r} is not https://host[:port] or http://host[:port]"
+        reader.check(_is_origin(text), problem)
+    return text.rstrip("/") or None
+
+
+def _is_origin(text: str) -> bool:
+    """Tell whether a text is a scheme, a host and perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(text)
+        port, host = parts.port, parts.hostname
+    except ValueError:
+        return False
+    plain = text.isascii() and text.isprintable() and " " not in text
+    rest = parts.path in {"", "/"} and not (parts.query or parts.fragment or "@" in parts.netloc)
+    return plain and rest and parts.scheme in {"http", "https"} and bool(host) and port != 0
+
+
+def _is_host(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and not set(text) & set(" /@?#")
+
+
+def _read_path(data: Path, reader: _SettingsReader, key: str) -> Path | None:
+    text = reader.read_value(key, str, "")
+    return data / text if text else None
+
+
+def _read_proxies(reader: _SettingsReader) -> tuple[str, ...]:
+    networks = reader.read_value("trusted_proxies", list, [])
+    for network in networks:
+        try:
+            ipaddress.ip_network(network if isinstance(network, str) else "")
+        except ValueError:
+            reader.problems.append(f"trusted_proxies: {str(network)[:80]!r} is not a network")
+    return tuple(network for network in networks if isinstance(network, str))
+
+
+def _read_limits(reader: _SettingsReader) -> RegistryLimits:
+    table = reader.read_value("limits", dict, {})
+    usual = RegistryLimits()
+    known = {f.name: getattr(usual, f.name) for f in fields(RegistryLimits)}
+    unknown = [f"unknown setting 'limits.{str(k)[:80]}'" for k in table if k not in known]
+    inner = _SettingsReader(table, unknown)
+    values: dict[str, Any] = {
+        name: _read_number(inner, name, default) for name, default in known.items()
+    }
+    reader.problems.extend(inner.problems)
+    return replace(usual, **values)
+
+
+def _read_number(reader: _SettingsReader, name: str, default: float) -> float:
+    """Read a limit: an integer where the default is one; never negative, never endless."""
+    value = reader.table.get(name, default)
+    kinds = (int,) if isinstance(default, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < 2**53:
+        expected = "an integer" if isinstance(default, int) else "a number"
+        reader.problems.append(f"limits.{name} must be {expected} from 0 on")
+        return default
+    return value if isinstance(default, int) else float(value)
+
+
+SERVE_LOCK_NAME = "serve.lock"
+LOCK_WAIT_SECONDS = 3.0
+"""How long workers of a killed server may take to notice."""
+
+
+@contextmanager
+def lock_data_folder(data: Path, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> Iterator[None]:
+    """Hold the data folder for a server, or for work during which none may run.
+
+    Raises:
+        StoreError: when a server runs on it, or this user may not write there.
+    """
+    try:
+        with FileLock(data / SERVE_LOCK_NAME, timeout=wait_seconds, mode=0o600, thread_local=False):
+            yield
+    except Timeout as error:
+        message = f"{data}: a server runs on this registry already"
+        raise StoreError(message, hint="end it, or serve another data folder") from error
+    except PermissionError as error:
+        raise StoreError(
+            f"{data}: {error.strerror}", hint="run it as the folder's owner"
+        ) from error

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertctl.server import description, openapi
-from registry_server.api import openapi as registry_openapi
+from expertctl.server import openapi, operations
+from registry_server.api import routes as registry_openapi
 from registry_server.api.routes import OPERATIONS
 
 Security = list[dict[str, Any]]
@@ -65,14 +65,14 @@ what is kept for the next turn, are known to the key alone that made them. Any r
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ApiPage:
     """One page: where it is, what it begins with, what it is made from."""
 
     name: str
     introduction: str
     document: dict[str, Any]
     always: Sequence[int]
-    asked: Callable[[Security], str]
+    describe_security: Callable[[Security], str]
     """How it says who may ask."""
 
     @property
@@ -83,26 +83,32 @@ class Page:
     def text(self) -> str:
         """Return it."""
         *some, last = map(str, self.always)
-        parts = [self.introduction % f"{', '.join(some)} and {last}", *_body(self)]
+        parts = [self.introduction % f"{', '.join(some)} and {last}", *_write_body(self)]
         return "\n".join(parts)
 
 
-def pages() -> list[Page]:
+def list_pages() -> list[ApiPage]:
     """Return all of them."""
-    registry = registry_openapi.openapi(OPERATIONS, url="")
-    serve = openapi.openapi(description.OPERATIONS, url="", keyed=True)
+    registry = registry_openapi.build_openapi(OPERATIONS, url="")
+    serve = openapi.build_openapi(operations.OPERATIONS, url="", keyed=True)
     return [
-        Page("registry-api.md", _REGISTRY, registry, registry_openapi.ALWAYS, _by_tokens),
-        Page("serve-api.md", _SERVE, serve, openapi.ALWAYS, _by_keys),
+        ApiPage(
+            "registry-api.md",
+            _REGISTRY,
+            registry,
+            registry_openapi.COMMON_STATUSES,
+            _describe_token_security,
+        ),
+        ApiPage("serve-api.md", _SERVE, serve, openapi.COMMON_STATUSES, _describe_key_security),
     ]
 
 
-def _body(page: Page) -> Iterator[str]:
+def _write_body(page: ApiPage) -> Iterator[str]:
     document = page.document
     by_tag: dict[str, list[str]] = {}
     for path, item in document["paths"].items():
         for method, operation in item.items():
-            text = "\n".join(_operation(page, method.upper(), path, operation))
+            text = "\n".join(_write_operation(page, method.upper(), path, operation))
             by_tag.setdefault(operation["tags"][0], []).append(text)
     for tag, texts in by_tag.items():
         yield f"\n## {TITLES.get(tag, tag.capitalize())}\n"
@@ -110,72 +116,78 @@ def _body(page: Page) -> Iterator[str]:
     yield "\n## Bodies and answers\n"
     schemas = document["components"]["schemas"]
     for name in sorted(schemas):
-        yield "\n".join(_schema(name, schemas[name]))
+        yield "\n".join(_describe_schema(name, schemas[name]))
 
 
-def _operation(page: Page, method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+def _write_operation(
+    page: ApiPage, method: str, path: str, operation: dict[str, Any]
+) -> Iterator[str]:
     yield f"### `{method} {path}`\n"
-    yield f"{operation['summary']}{page.asked(operation['security'])}"
+    yield f"{operation['summary']}{page.describe_security(operation['security'])}"
     for parameter in operation["parameters"]:
         if parameter["in"] == "query":
-            yield f"- `?{parameter['name']}=`: {_kind(parameter['schema'])}"
+            yield f"- `?{parameter['name']}=`: {_describe_type(parameter['schema'])}"
     if "requestBody" in operation:
-        yield f"- body: {_kind(operation['requestBody']['content']['application/json']['schema'])}"
+        yield f"- body: {_describe_type(operation['requestBody']['content']['application/json']['schema'])}"
     own = [status for status in operation["responses"] if int(status) not in page.always]
     good, *bad = own
-    answer = _answer(operation["responses"][good].get("content", {}))
+    answer = _describe_response(operation["responses"][good].get("content", {}))
     also = f"; also {', '.join(bad)}" if bad else ""
     yield f"- answers {good}: {answer}{also}\n"
 
 
-def _by_tokens(security: Security) -> str:
+def _describe_token_security(security: Security) -> str:
     return f" Asked with{' or without' if {} in security else ''} a token."
 
 
-def _by_keys(security: Security) -> str:
+def _describe_key_security(security: Security) -> str:
     return " Anybody may ask." if security == [{}] else ""
 
 
-def _answer(content: dict[str, Any]) -> str:
-    kinds = [_kind(each["schema"]) for media, each in content.items() if media != EVENTS]
-    events = f", or events: {_kind(content[EVENTS]['schema'])}" if EVENTS in content else ""
+def _describe_response(content: dict[str, Any]) -> str:
+    kinds = [_describe_type(each["schema"]) for media, each in content.items() if media != EVENTS]
+    events = (
+        f", or events: {_describe_type(content[EVENTS]['schema'])}" if EVENTS in content else ""
+    )
     return f"{' or '.join(kinds) or 'no body'}{events}"
 
 
-def _schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
+def _describe_schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
     yield f"### {name}\n\n{schema['description']}\n\n| key | what it is |\n|---|---|"
     for key, value in schema["properties"].items():
         optional = "" if key in schema.get("required", ()) else "; may be left out"
-        yield f"| `{key}` | {_kind(value)}{optional} |"
+        yield f"| `{key}` | {_describe_type(value)}{optional} |"
     yield ""
 
 
-def _kind(schema: dict[str, Any]) -> str:
+def _describe_type(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return " or ".join(_kind(each) for each in schema[several]) + _described(schema)
+            return " or ".join(_describe_type(each) for each in schema[several]) + _list_schemas(
+                schema
+            )
     if isinstance(schema.get("type"), list):
-        return " or ".join(_kind({**schema, "type": kind}) for kind in schema["type"])
+        return " or ".join(_describe_type({**schema, "type": kind}) for kind in schema["type"])
     if "enum" in schema:
         words = " or ".join(f"`{json.dumps(word)}`" for word in schema["enum"])
-        return words + _described(schema)
+        return words + _list_schemas(schema)
     kind = str(schema.get("type", "any"))
     if kind == "array":
-        return f"list of {_kind(schema['items'])}" if "items" in schema else "list"
-    return f"{_format(schema, kind)}{_bounds(schema)}{_described(schema)}"
+        return f"list of {_describe_type(schema['items'])}" if "items" in schema else "list"
+    return f"{_describe_format(schema, kind)}{_describe_bounds(schema)}{_list_schemas(schema)}"
 
 
-def _format(schema: dict[str, Any], kind: str) -> str:
+def _describe_format(schema: dict[str, Any], kind: str) -> str:
     words = {"string": "text", "null": "null", "integer": "integer", "boolean": "true or false"}
     if schema.get("format") == "date-time":
         return "time"
     return "base64" if "contentEncoding" in schema else words.get(kind, kind)
 
 
-def _bounds(schema: dict[str, Any]) -> str:
+def _describe_bounds(schema: dict[str, Any]) -> str:
     low = schema.get("minimum", schema.get("minLength"))
     high = schema.get("maximum", schema.get("maxLength"))
     bounds = [f"from {low}"] if low is not None else []
@@ -183,7 +195,7 @@ def _bounds(schema: dict[str, Any]) -> str:
     return f" {' '.join(bounds)}" if bounds else ""
 
 
-def _described(schema: dict[str, Any]) -> str:
+def _list_schemas(schema: dict[str, Any]) -> str:
     examples = ", ".join(f"`{each}`" for each in schema.get("examples", ()))
     words = [schema["description"].rstrip(".")] if "description" in schema else []
     words += [f"such as {examples}"] if examples else []
@@ -192,5 +204,5 @@ def _described(schema: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for page in pages():
+    for page in list_pages():
         page.path.write_text(page.text(), encoding="utf-8")

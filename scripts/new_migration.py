@@ -14,11 +14,11 @@ from alembic.operations.ops import UpgradeOps
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, MetaData, create_engine
 
-from registry_server.database import revision
+from registry_server.database import tables
 from registry_server.database.migration import migrate
 from registry_server.database.tables import METADATA
 
-STEPS = Path(revision.__file__).parent / "migrations" / "versions"
+STEPS = Path(tables.__file__).parent / "migrations" / "versions"
 TEMPLATE = '''"""{title}."""
 
 import sqlalchemy as sa
@@ -39,30 +39,32 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 1 or not re.fullmatch(r"[a-z][a-z0-9_]{1,60}", words[0]):
         sys.stderr.write("error: give one name, such as add_mirrors\n")
         return 2
-    text = step(words[0], METADATA)
+    text = make_step(words[0], METADATA)
     if text is None:
         sys.stderr.write("the steps make these tables already\n")
         return 1
     (STEPS / f"{words[0]}.py").write_text(text)
-    source = Path(revision.__file__)
-    last = f'HEAD = "{revision.HEAD}"'
-    source.write_text(source.read_text().replace(last, f'HEAD = "{_next(revision.HEAD)}"'))
+    source = Path(tables.__file__)
+    last = f'HEAD = "{tables.HEAD}"'
+    source.write_text(source.read_text().replace(last, f'HEAD = "{_next_revision(tables.HEAD)}"'))
     sys.stdout.write(f"{STEPS / words[0]}.py\n")
     return 0
 
 
-def step(name: str, metadata: MetaData) -> str | None:
+def make_step(name: str, metadata: MetaData) -> str | None:
     """Return the source of a step to the tables of ``metadata``, None when nothing changed."""
     with create_engine("sqlite://").begin() as connection:
         migrate(connection)
-        body = "\n".join(_body(connection, metadata))
+        body = "\n".join(_make_body(connection, metadata))
     if not body:
         return None
     title = name.replace("_", " ").capitalize()
-    return TEMPLATE.format(title=title, new=_next(revision.HEAD), last=revision.HEAD, body=body)
+    return TEMPLATE.format(
+        title=title, new=_next_revision(tables.HEAD), last=tables.HEAD, body=body
+    )
 
 
-def _body(connection: Connection, metadata: MetaData) -> Iterator[str]:
+def _make_body(connection: Connection, metadata: MetaData) -> Iterator[str]:
     context = MigrationContext.configure(
         connection,
         opts={"compare_type": True, "target_metadata": metadata, "render_as_batch": True},
@@ -76,7 +78,7 @@ def _body(connection: Connection, metadata: MetaData) -> Iterator[str]:
             yield line if line.startswith("    ") else f"    {line}"
 
 
-def _next(last: str) -> str:
+def _next_revision(last: str) -> str:
     return f"{int(last) + 1:04}"
 
 

@@ -17,12 +17,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
-from tests import routed_shapes
-from tests.peft_layout import (
+from tests import tensor_shapes
+from tests.tensor_shapes import (
     ALL_PROJECTIONS,
     IA3_FEEDFORWARD,
     IA3_TARGETS,
@@ -45,7 +45,7 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    **routed_shapes.CLASSES,
+    **tensor_shapes.CLASSES,
 }
 _ROW_NORM = 0.3
 """About what the rows of such a random base have."""
@@ -95,14 +95,14 @@ def write_base(
         "bos_token_id": BYTE_TOKENS,
         "eos_token_id": BYTE_TOKENS + 2,
         "dtype": dtype,
-        **routed_shapes.DEFAULTS.get(arch, {}),
+        **tensor_shapes.DEFAULTS.get(arch, {}),
         **config,
     }
     if arch == "mistral":
         values.setdefault("sliding_window", None)
     shapes = base_shapes(values)
     _write_json(directory / "config.json", values)
-    _write_shards(directory, _random(shapes, seed), dtype=dtype, shards=shards)
+    _write_shards(directory, _random_arrays(shapes, seed), dtype=dtype, shards=shards)
     write_tokenizer(directory)
     return directory
 
@@ -127,13 +127,13 @@ def base_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
             f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
         }
-        mlp = routed_shapes.mlp_shapes(config, layer)
+        mlp = tensor_shapes.mlp_shapes(config, layer)
         shapes |= {f"{prefix}.{name}": shape for name, shape in mlp.items()}
         if config["model_type"] in {"qwen3", "qwen3_moe", "dots1", "olmoe"}:
             whole = config["model_type"] == "olmoe"
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (queries if whole else dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (keys if whole else dim,)
-        biased = _biased(config)
+        biased = _has_bias(config)
         shapes |= {
             f"{prefix}.self_attn.{name}.bias": shapes[f"{prefix}.self_attn.{name}.weight"][:1]
             for name in biased
@@ -174,7 +174,7 @@ def write_tokenizer(directory: Path) -> None:
     )
 
 
-def text_of_bytes(tokens: Iterable[int]) -> str:
+def decode_bytes(tokens: Iterable[int]) -> str:
     """Return the text of tokens of `write_tokenizer`; a character that is cut at the end is left
     out, as Python's incremental decoder does it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -207,8 +207,8 @@ def write_lora(
     """
     wanted = tuple(targets)
     values = lora_config(base_dir, rank=rank, alpha=alpha, targets=wanted, **config)
-    shapes = lora_shapes(_shapes_of(base_dir), values, targets=wanted)
-    noise = _random(shapes, seed)
+    shapes = lora_shapes(_read_base_shapes(base_dir), values, targets=wanted)
+    noise = _random_arrays(shapes, seed)
     arrays = {
         name: np.abs(_ROW_NORM + array) if "magnitude" in name else array * (scale / 0.05)
         for name, array in noise.items()
@@ -235,8 +235,10 @@ def write_ia3(
     """Write a PEFT IA³ adapter; ``scale`` is the standard deviation around 1."""
     wanted, inputs = tuple(targets), tuple(feedforward)
     values = ia3_config(base_dir, targets=wanted, feedforward=inputs, **config)
-    shapes = ia3_shapes(_shapes_of(base_dir), targets=wanted, feedforward=inputs)
-    arrays = {name: 1 + array * (scale / 0.05) for name, array in _random(shapes, seed).items()}
+    shapes = ia3_shapes(_read_base_shapes(base_dir), targets=wanted, feedforward=inputs)
+    arrays = {
+        name: 1 + array * (scale / 0.05) for name, array in _random_arrays(shapes, seed).items()
+    }
     return _write_adapter(directory, values, arrays, dtype)
 
 
@@ -254,12 +256,12 @@ def write_soft_prompt(
     """Write a soft prompt as PEFT does after prompt tuning or P-tuning."""
     base = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
     values = prompt_config(base_dir, base, kind=kind, tokens=tokens, **config)
-    noise = _random({"prompt_embeddings": (tokens, base["hidden_size"])}, seed)
+    noise = _random_arrays({"prompt_embeddings": (tokens, base["hidden_size"])}, seed)
     arrays = {name: array * (scale / 0.05) for name, array in noise.items()}
     return _write_adapter(directory, values, arrays, dtype)
 
 
-def _shapes_of(base_dir: Path) -> dict[str, tuple[int, ...]]:
+def _read_base_shapes(base_dir: Path) -> dict[str, tuple[int, ...]]:
     return base_shapes(json.loads((base_dir / "config.json").read_text(encoding="utf-8")))
 
 
@@ -302,7 +304,7 @@ def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
     return array.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
 
 
-def _biased(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _has_bias(config: Mapping[str, Any]) -> tuple[str, ...]:
     if config["model_type"] in {"qwen2", "qwen2_moe"}:
         return ("q_proj", "k_proj", "v_proj")
     biased = {"llama", "qwen3", "qwen3_moe", "olmoe", "dots1"}
@@ -311,7 +313,9 @@ def _biased(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray[Any, Any]]:
+def _random_arrays(
+    shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> dict[str, np.ndarray[Any, Any]]:
     generator = np.random.default_rng(seed)
     arrays = {}
     for name in sorted(shapes):
@@ -368,8 +372,8 @@ def make_package(
     document = {"name": name, "version": version, **stated, **manifest}
     _write_json(files / "expert.json", document)
     facts = base or read_base(base_dir)
-    plan = plan_build(files, Overrides(), base=facts)
-    return build(plan, output or directory / f"{slug}.expert", key=key).path
+    plan = plan_build(files, ManifestOverrides(), base=facts)
+    return build_package(plan, output or directory / f"{slug}.expert", key=key).path
 
 
 def _write_adapters(

@@ -14,7 +14,7 @@ ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_the_digest_of_abc_is_the_published_one() -> None:
-    assert str(Digest.of(b"abc")) == f"sha256:{ABC}"
+    assert str(Digest.compute(b"abc")) == f"sha256:{ABC}"
 
 
 @pytest.mark.parametrize(

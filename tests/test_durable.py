@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.durable import (
+from expertctl.files import (
     make_folders,
-    publish,
+    open_staged_file,
+    publish_file,
     remove_tree,
-    staged_file,
     sync_folder,
     write_atomic,
-    write_named,
+    write_to_path,
 )
 
 
@@ -41,22 +41,22 @@ def test_what_a_person_names_is_followed_and_stays_what_it_is(tmp_path: Path) ->
     link.symlink_to(folder / "there")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_named(pipe, b"through it")
+        write_to_path(pipe, b"through it")
         assert os.read(reader, 99) == b"through it"
     finally:
         os.close(reader)
-    write_named(link, b"one", mode=0o600)
-    write_named(link, b"two", mode=0o600)
+    write_to_path(link, b"one", mode=0o600)
+    write_to_path(link, b"two", mode=0o600)
     assert (folder / "there").read_bytes() == b"two"
     assert link.is_symlink()
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert stat.S_IMODE(link.stat().st_mode) == 0o600
     with pytest.raises(IsADirectoryError):
-        write_named(folder, b"no")
+        write_to_path(folder, b"no")
     log = tmp_path / "log"
     log.write_bytes(b"old\n")
     with log.open("ab") as stream:
-        write_named(Path(f"/dev/fd/{stream.fileno()}"), b"new\n")
+        write_to_path(Path(f"/dev/fd/{stream.fileno()}"), b"new\n")
         stream.write(b"later\n")
     assert log.read_bytes() == b"old\nnew\nlater\n"
     assert [path.name for path in folder.iterdir()] == ["there"]
@@ -100,7 +100,7 @@ def test_syncing_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_a_staged_file_holds_what_was_written_and_has_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "staged"
     path.write_bytes(b"something longer that was there before")
-    with staged_file(path, mode=0o444) as write:
+    with open_staged_file(path, mode=0o444) as write:
         write(memoryview(b"one "))
         write(memoryview(b"two"))
     assert path.read_bytes() == b"one two"
@@ -109,7 +109,7 @@ def test_a_staged_file_holds_what_was_written_and_has_its_mode(tmp_path: Path) -
 
 def test_a_staged_file_is_not_sealed_when_its_writer_fails(tmp_path: Path) -> None:
     path = tmp_path / "staged"
-    with pytest.raises(TypeError), staged_file(path, mode=0o444) as write:
+    with pytest.raises(TypeError), open_staged_file(path, mode=0o444) as write:
         write(None)  # type: ignore[arg-type]  # whatever goes wrong in the body
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -118,7 +118,7 @@ def test_publishing_replaces_and_leaves_no_source(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"new")
     target.write_bytes(b"old")
-    publish(source, target)
+    publish_file(source, target)
     assert target.read_bytes() == b"new"
     assert not source.exists()
 
@@ -138,7 +138,7 @@ def test_publishing_onto_another_file_system_copies_whole(
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", across)
-    publish(source, target)
+    publish_file(source, target)
     assert target.read_bytes() == content
     assert stat.S_IMODE(target.stat().st_mode) == 0o444
     assert not source.exists()
@@ -147,7 +147,7 @@ def test_publishing_onto_another_file_system_copies_whole(
 
 def test_publishing_reports_any_other_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        publish(tmp_path / "absent", tmp_path / "target")
+        publish_file(tmp_path / "absent", tmp_path / "target")
 
 
 def test_folders_are_made_with_all_above_them(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_leaves_no_half_file(
 
     monkeypatch.setattr(os, "replace", across)
     with pytest.raises(OSError, match="cross-device"):
-        publish(source, target)
+        publish_file(source, target)
     assert source.read_bytes() == b"content"
     assert list(target.parent.iterdir()) == []
 

@@ -5,11 +5,11 @@ import unicodedata
 
 import pytest
 
-from expertctl.cli.output import printable
-from expertctl.client.refusal import shown as shown_by_the_sdk
-from expertctl.http.printable import printable as printable_error
-from expertctl.plain_text import one_line, replace_unsafe
-from expertctl.registry.refusal import shown as shown_of_a_registry
+from expertctl.cli.output import make_printable
+from expertctl.client.result import sanitise_text as shown_by_the_sdk
+from expertctl.messages import replace_unsafe, to_single_line
+from expertctl.messages import sanitise_error_text as printable_error
+from expertctl.registry.errors import sanitise_text as shown_of_a_registry
 
 BIDI = (
     "LEFT-TO-RIGHT EMBEDDING", "RIGHT-TO-LEFT EMBEDDING", "POP DIRECTIONAL FORMATTING",
@@ -40,32 +40,38 @@ def test_exactly_controls_bidi_controls_and_halves_of_characters_are_replaced() 
 
 @pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
 def test_words_and_emoji_stay_whole_wherever_they_are_shown(text: str) -> None:
-    assert printable(text) == text
+    assert make_printable(text) == text
     assert printable_error(text) == text
-    assert one_line(text) == text
+    assert to_single_line(text) == text
     assert shown_of_a_registry(text) == shown_by_the_sdk(text) == " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", BIDI)
 def test_text_that_would_reorder_its_surroundings_is_never_shown(name: str) -> None:
     hidden = unicodedata.lookup(name)
-    for show in (printable, printable_error, one_line, shown_of_a_registry, shown_by_the_sdk):
+    for show in (
+        make_printable,
+        printable_error,
+        to_single_line,
+        shown_of_a_registry,
+        shown_by_the_sdk,
+    ):
         assert hidden not in show(f"file{hidden}gnp.exe")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\t", "\x0b", "\x0c", "\x85", "\u2028", "\u2029"])
 def test_one_line_stays_one_line(end: str) -> None:
-    assert one_line(f"a{end}b") == "a b"
+    assert to_single_line(f"a{end}b") == "a b"
 
 
 def test_a_control_character_in_a_line_is_shown_as_replaced_not_as_a_space() -> None:
-    assert one_line("red\x1b[31m\nnext") == "red\N{REPLACEMENT CHARACTER}[31m next"
-    assert one_line("red\x1b[31m", "?") == "red?[31m"
+    assert to_single_line("red\x1b[31m\nnext") == "red\N{REPLACEMENT CHARACTER}[31m next"
+    assert to_single_line("red\x1b[31m", "?") == "red?[31m"
 
 
 def test_the_sdk_which_imports_nothing_of_ours_replaces_the_same_characters() -> None:
     every = [chr(number) for number in range(sys.maxunicode + 1)]
-    ours = {c for c in every if one_line(c) != c}
+    ours = {c for c in every if to_single_line(c) != c}
     assert {c for c in every if shown_by_the_sdk(f"a{c}b") != f"a{c}b"} == ours | {
         c for c in every if c.isspace() and c != " "
     }

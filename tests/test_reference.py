@@ -154,8 +154,8 @@ def test_a_reference_may_name_exact_bytes_in_place_of_versions() -> None:
     assert reference.digest == Digest(HEX)
     assert str(reference) == f"hub.example:8080/acme/sql@sha256:{HEX}"
     assert Reference.parse(str(reference)) == reference
-    assert reference.allows(Version.parse("9.9.9"), Digest.of(b""), Digest(HEX))
-    assert not reference.allows(Version.parse("9.9.9"), Digest.of(b""))
+    assert reference.allows(Version.parse("9.9.9"), Digest.compute(b""), Digest(HEX))
+    assert not reference.allows(Version.parse("9.9.9"), Digest.compute(b""))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_hosts_are_compared_without_case() -> None:
 def test_a_constraint_tells_whether_it_is_one_version() -> None:
     version = Version.parse("1.2.0-rc.1")
     assert Constraint.parse("1.2.0-rc.1").pinned == version
-    assert Constraint.exactly(version).allows(version)
+    assert Constraint.for_version(version).allows(version)
     assert [Constraint.parse(text).pinned for text in ("*", "^1.2.0", "1.2", ">=1.2.0")] == [
         None
     ] * 4

@@ -8,7 +8,7 @@ import pytest
 from expertctl.errors import InvalidPackageError, UsageError
 from expertctl.settings import (
     CONFIG_KEYS,
-    human_limit,
+    format_limit,
     load_settings,
     parse_age,
     parse_names,
@@ -131,7 +131,7 @@ def test_a_limit_is_shown_as_it_was_typed(typed: str, shown: str | None) -> None
         with pytest.raises(UsageError):
             parse_size(typed)
     else:
-        assert human_limit(parse_size(typed)) == shown
+        assert format_limit(parse_size(typed)) == shown
 
 
 def test_how_a_server_answers_is_read(home: Path) -> None:

@@ -15,45 +15,49 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_process import Engine, EngineProcess
-from benchmarks.harness import Row, Seconds, absent, compare_rates, take_turns, timed
-from benchmarks.routed.foresight import MisledCache
-from benchmarks.routed.hit_rows import SHARE
-from benchmarks.routed.homes import split
-from expertctl.engine.accelerator import device_name, free_bytes, has_cuda
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.kernels.scheme import Scheme
+from benchmarks.engine_process import EngineProcess, MeasuredEngine
+from benchmarks.harness import Row, Seconds, compare_rates, make_absent_row, take_turns, time_action
+from benchmarks.routed.decoders import split_blocks
+from benchmarks.routed.expert_sources import ImperfectPrefetchCache
+from benchmarks.routed.hit_rates import SHARE
+from expertctl.engine.cpu.packed_base import make_expert_shape, packed_base_bytes
+from expertctl.engine.devices import find_free_bytes, get_device_name, is_cuda_available
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.model.cuda_graph_decoder import MIN_CAPACITY, CudaGraphDecoder
+from expertctl.engine.model.cuda_graph_step import StaticKVCache
+from expertctl.engine.model.weights import load_base_weights
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.expert_rows import ExpertRows
-from expertctl.engine.moe.expert_stack import BUFFERS, ExpertStack, StackShape
+from expertctl.engine.moe.expert_stack import (
+    STAGING_BUFFERS,
+    ExpertStack,
+    StackRowReader,
+    StackShape,
+)
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.report import Activity
-from expertctl.engine.moe.stacked_experts import StackedExperts, open_experts
-from expertctl.engine.packed_base import expert_shape, packed_bytes
-from expertctl.engine.static_decoder import SHORTEST, StaticDecoder
-from expertctl.engine.static_kv import KVArena
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.model_config import ModelConfig, read_config
+from expertctl.engine.moe.stacked_experts import StackedExperts, open_stacked_experts
+from expertctl.engine.moe.stats import ExpertActivity
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import ModelConfig, read_model_config
 
 CASE = f"decode, {SHARE:.0%} resident, CUDA"
 TARGET = ">= 0.6"
 STEPS, WARM_UP = 48, 96
 """Tokens of a run, and those that each reads before it is measured, to learn slots."""
-CONTEXT = SHORTEST
+CONTEXT = MIN_CAPACITY
 """Room for tokens: as many places as steps look at from the start."""
 _DTYPE = torch.bfloat16
-_BESIDE = 2 << 30
+_MEMORY_MARGIN = 2 << 30
 """Bytes for contexts, kernels, workspaces, graphs and buffers."""
 
 
-class Held(Enum):
+class DevicePlacement(Enum):
     """Which experts are on the device."""
 
     ALL = "all resident"
     SOME = "some resident, the others read from the files of the base"
 
 
-class Figure(Enum):
+class DeviceFigure(Enum):
     """What was counted since the warm-up, where some experts are missing."""
 
     MISSES = "experts that were asked for and had no slot, of 1"
@@ -62,25 +66,25 @@ class Figure(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class DeviceFollowTask:
     """Read so many tokens, one after the other, from where the last task ended."""
 
-    held: Held
+    held: DevicePlacement
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class DeviceReportTask:
     """Say a figure."""
 
-    figure: Figure
+    figure: DeviceFigure
 
 
-DeviceTask = Follow | Tell
+DeviceTask = DeviceFollowTask | DeviceReportTask
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DeviceSetup:
     """A base in a directory; texts go through the first ``tokens`` of the vocabulary."""
 
     directory: Path
@@ -89,30 +93,34 @@ class Setting:
     device: str = "cuda"
 
 
-def row(directory: Path, *, tokens: int, simulates: str, rounds: int) -> Row:
+def compare_on_device(directory: Path, *, tokens: int, simulates: str, rounds: int) -> Row:
     """Compare both on the device of this machine, if it has one with room for them."""
-    if not has_cuda():
-        return missing("there is none here")
-    if (needed := room_bytes(read_config(directory))) > (free := free_bytes()):
-        return missing(f"both want {needed / 1e9:.1f} GB of the device, {free / 1e9:.1f} are free")
-    setting = Setting(directory, tokens)
-    with EngineProcess(opened_by(setting)) as process:
-        return measured(process.run, simulates=f"{simulates}, {process.about}", rounds=rounds)
+    if not is_cuda_available():
+        return make_missing_row("there is none here")
+    if (needed := estimate_device_bytes(read_model_config(directory))) > (
+        free := find_free_bytes()
+    ):
+        return make_missing_row(
+            f"both want {needed / 1e9:.1f} GB of the device, {free / 1e9:.1f} are free"
+        )
+    setting = DeviceSetup(directory, tokens)
+    with EngineProcess(make_opener(setting)) as process:
+        return measure_turns(process.run, simulates=f"{simulates}, {process.about}", rounds=rounds)
 
 
-def opened_by(setting: Setting) -> Callable[[], Engine[DeviceTask]]:
+def make_opener(setting: DeviceSetup) -> Callable[[], MeasuredEngine[DeviceTask]]:
     """Return what opens both decoders."""
-    return partial(OnDevice, setting)
+    return partial(DeviceDecoders, setting)
 
 
-def measured(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, rounds: int) -> Row:
+def measure_turns(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, rounds: int) -> Row:
     """Have both decoders read in turn, and compare them."""
-    runs = {held.name: partial(run, Follow(held, STEPS), 1) for held in Held}
+    runs = {held.name: partial(run, DeviceFollowTask(held, STEPS), 1) for held in DevicePlacement}
     seconds = take_turns(runs, rounds=rounds)
-    misses, read, waited = (run(Tell(figure), 1) for figure in Figure)
+    misses, read, waited = (run(DeviceReportTask(figure), 1) for figure in DeviceFigure)
     found = compare_rates(
-        CASE, seconds[Held.SOME.name], seconds[Held.ALL.name], work=(STEPS, STEPS),
-        rival=Held.ALL.value, unit="tok/s", target=TARGET,
+        CASE, seconds[DevicePlacement.SOME.name], seconds[DevicePlacement.ALL.name], work=(STEPS, STEPS),
+        rival=DevicePlacement.ALL.value, unit="tok/s", target=TARGET,
     )  # fmt: skip
     note = (
         f"{simulates}; {misses:.0%} of requests had no slot; for a token {read / 1e6:.1f} MB were "
@@ -121,48 +129,52 @@ def measured(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, round
     return replace(found, note=note)
 
 
-def missing(why: str) -> Row:
+def make_missing_row(why: str) -> Row:
     """Return the row of a machine that cannot measure it; no target is missed there."""
-    found = absent(CASE, rival=Held.ALL.value, install=why)
+    found = make_absent_row(CASE, rival=DevicePlacement.ALL.value, install=why)
     return replace(found, ok=None, unit="tok/s", better="higher", target=TARGET)
 
 
-def room_bytes(config: ModelConfig) -> int:
+def estimate_device_bytes(config: ModelConfig) -> int:
     """Return about how many bytes of the device both take at most."""
-    whole = packed_bytes(config, Scheme.BFLOAT16)
-    routed = whole - packed_bytes(config, Scheme.BFLOAT16, experts=False)
-    return whole + int(SHARE * routed) + _BESIDE
+    whole = packed_base_bytes(config, Scheme.BFLOAT16)
+    routed = whole - packed_base_bytes(config, Scheme.BFLOAT16, experts=False)
+    return whole + int(SHARE * routed) + _MEMORY_MARGIN
 
 
-class OnDevice:
+class DeviceDecoders:
     """Both decoders of one base, and what they read."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: DeviceSetup) -> None:
         """Load the base, and let each read until slots are learned and graphs captured."""
-        config, device = read_config(setting.directory), torch.device(setting.device)
-        weights = load_base(setting.directory, config, dtype=_DTYPE, device=device, experts=False)
-        self.about = f"bf16, {device_name('cuda') if device.type == 'cuda' else device}"
+        config, device = read_model_config(setting.directory), torch.device(setting.device)
+        weights = load_base_weights(
+            setting.directory, config, dtype=_DTYPE, device=device, experts=False
+        )
+        self.about = f"bf16, {get_device_name('cuda') if device.type == 'cuda' else device}"
         self.weight_bytes = weights.nbytes
         held = {
-            Held.ALL: _whole(setting.directory, config, device),
-            Held.SOME: _partly(setting.directory, config, device, setting.share),
+            DevicePlacement.ALL: _load_all(setting.directory, config, device),
+            DevicePlacement.SOME: _load_some(setting.directory, config, device, setting.share),
         }
         self.texts = {
-            name: Text(StaticDecoder(config, weights, experts=experts), experts, setting.tokens)
+            name: DeviceDecoder(
+                CudaGraphDecoder(config, weights, experts=experts), experts, setting.tokens
+            )
             for name, experts in held.items()
         }
         for text in self.texts.values():
-            text.follow(CONTEXT)  # to its end: every stage was captured then
-            text.follow(WARM_UP)
-        self._before, self._from = self._activity, self._read
+            text.decode(CONTEXT)  # to its end: every stage was captured then
+            text.decode(WARM_UP)
+        self._before, self._from = self._activity, self._read_prompt_bytes
 
     def run(self, task: DeviceTask, threads: int) -> float:
         """Do a task, or say a figure."""
         match task:
-            case Follow(held, tokens):
-                return self.texts[held].follow(tokens)
-            case Tell(figure):
-                return self._told(figure)
+            case DeviceFollowTask(held, tokens):
+                return self.texts[held].decode(tokens)
+            case DeviceReportTask(figure):
+                return self._read_figure(figure)
 
     def close(self) -> None:
         """End the reading of experts."""
@@ -170,71 +182,83 @@ class OnDevice:
             text.experts.close()
 
     @property
-    def _activity(self) -> Activity:
-        cache = self.texts[Held.SOME].experts.cache
+    def _activity(self) -> ExpertActivity:
+        cache = self.texts[DevicePlacement.SOME].experts.cache
         assert cache is not None
         return cache.activity()
 
     @property
-    def _read(self) -> int:
-        return self.texts[Held.SOME].read
+    def _read_prompt_bytes(self) -> int:
+        return self.texts[DevicePlacement.SOME].read
 
-    def _told(self, figure: Figure) -> float:
-        did, tokens = self._activity.since(self._before), max(self._read - self._from, 1)
+    def _read_figure(self, figure: DeviceFigure) -> float:
+        did, tokens = (
+            self._activity.since(self._before),
+            max(self._read_prompt_bytes - self._from, 1),
+        )
         match figure:
-            case Figure.MISSES:
+            case DeviceFigure.MISSES:
                 return did.misses / max(did.requests, 1)
-            case Figure.READ:
+            case DeviceFigure.READ:
                 return did.read_bytes / tokens
-            case Figure.WAITED:
+            case DeviceFigure.WAITED:
                 return did.waited_ms / tokens
 
 
-class Text:
+class DeviceDecoder:
     """A decoder and the text that it reads; tokens follow each other in the vocabulary."""
 
-    def __init__(self, decoder: StaticDecoder, experts: StackedExperts, tokens: int) -> None:
+    def __init__(self, decoder: CudaGraphDecoder, experts: StackedExperts, tokens: int) -> None:
         """Read the first ``tokens`` of the vocabulary again and again."""
         self.decoder, self.experts, self._tokens = decoder, experts, tokens
-        arena = KVArena(
+        arena = StaticKVCache(
             decoder.config, rows=1, capacity=CONTEXT, dtype=_DTYPE, device=decoder.device
         )
-        self.row = arena.row(0)
+        self.row = arena.get_row(0)
         self.read = 0
 
-    def follow(self, count: int) -> Seconds:
+    def decode(self, count: int) -> Seconds:
         """Read so many tokens one after the other, at most `CONTEXT`."""
         ids = [(self.read + number) % self._tokens for number in range(count)]
         self.read += count
         if self.row.length + count > CONTEXT:
             self.row.reset()
-        return timed(partial(self._decode, ids))()
+        return time_action(partial(self._decode, ids))()
 
     def _decode(self, ids: Sequence[int]) -> None:
         for token in ids:
             self.decoder.decode(token, self.row)
 
 
-def _whole(directory: Path, config: ModelConfig, device: torch.device) -> StackedExperts:
-    stored, shape = base_tensors(directory, config), StackShape.of(config, _DTYPE)
-    experts = open_experts(config, stored, shape, plan=None, device=device)
-    experts.fill_all()
+def _load_all(directory: Path, config: ModelConfig, device: torch.device) -> StackedExperts:
+    stored, shape = read_base_tensors(directory, config), StackShape.from_config(config, _DTYPE)
+    experts = open_stacked_experts(config, stored, shape, plan=None, device=device)
+    experts.load_all()
     return experts
 
 
-def _partly(
+def _load_some(
     directory: Path, config: ModelConfig, device: torch.device, share: float
 ) -> StackedExperts:
     """Return as many experts as the share says, all slots filled."""
     routed = config.experts
     assert routed is not None
-    found, layers, shape = split(routed, share), len(routed.layers), StackShape.of(config, _DTYPE)
+    found, layers, shape = (
+        split_blocks(routed, share),
+        len(routed.layers),
+        StackShape.from_config(config, _DTYPE),
+    )
     stack = ExpertStack(shape, blocks=layers * found.slots + found.pool, device=device)
     memory = ExpertMemory(
-        expert_shape(config, Scheme.BFLOAT16), layers=layers, experts=routed.count, blocks=stack
+        make_expert_shape(config, Scheme.BFLOAT16),
+        layers=layers,
+        experts=routed.count,
+        blocks=stack,
     )
-    reader = ExpertRows(base_tensors(directory, config), shape)
+    reader = StackRowReader(read_base_tensors(directory, config), shape)
     slots = [LayerSlots(experts=routed.count, capacity=found.slots) for _ in range(layers)]
-    cache = MisledCache(memory, reader, numbers=routed.layers, slots=slots, threads=BUFFERS - 1)
-    cache.fill([[]] * layers)
+    cache = ImperfectPrefetchCache(
+        memory, reader, numbers=routed.layers, slots=slots, threads=STAGING_BUFFERS - 1
+    )
+    cache.fill_slots([[]] * layers)
     return StackedExperts(routed, stack, reader, cache=cache)

@@ -16,39 +16,37 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.cache_oracles import Trace
-from benchmarks.routed.homes import Split
-from benchmarks.routed.shape import Numbers, RoutedShape
-from benchmarks.routed.traces import shape_of, stored
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.kernels.scheme import Scheme
+from benchmarks.cache_policies import Trace
+from benchmarks.routed.decoders import BlockSplit
+from benchmarks.routed.traced_base import Numbers, RoutedShape, make_shape, read_trace
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routed_room import RoutedRoom
-from expertctl.store.copy_file import always
+from expertctl.engine.moe.routed_experts import MissPolicy, RoutedWorkspace
+from expertctl.store.quantised_file import always_wanted
 
 _HIDDEN = _INTERMEDIATE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedTrace:
     """What a trace found, [tokens, layers], and what was read."""
 
     hits: NDArray[np.int64]
     with_slot: NDArray[np.int64]
     """Those of the hits that had a slot; others were in the pool."""
     reads: int
-    split: Split
+    split: BlockSplit
 
 
 def replay(
     trace: Trace, shape: RoutedShape, *, share: float, likely: Trace | None = None
-) -> Replayed:
+) -> ReplayedTrace:
     """Decode the tokens of a trace with blocks for a share of all experts.
 
     ``likely`` is what the layer before foresaw, in the trace's shape; layer 0 of it says nothing.
@@ -57,11 +55,11 @@ def replay(
     shape = replace(
         shape, layers=layers, used=used, hidden=_HIDDEN, heads=1, intermediate=_INTERMEDIATE
     )
-    split = share_out(shape, int(share * shape.experts) * layers)
-    room = RoutedRoom(shape.config(), Scheme.FLOAT32, tokens=1)
+    split = split_expert_blocks(shape, int(share * shape.experts) * layers)
+    room = RoutedWorkspace(shape.make_config(), Scheme.FLOAT32, tokens=1)
     hits, with_slot = np.zeros((2, tokens, layers), np.int64)
-    with closing(_cache(shape, split, reads_ahead=likely is not None)) as cache:
-        cache.fill([[]] * layers)
+    with closing(_make_replay_cache(shape, split, reads_ahead=likely is not None)) as cache:
+        cache.fill_slots([[]] * layers)
         before = cache.activity().loads
         for number, asked in enumerate(trace):
             room.selected[:, 0] = asked
@@ -71,13 +69,13 @@ def replay(
                 cache.take_in(layer, room.likely[layer, 0].tolist())
                 hits[number, layer] = cache.hits(layer)[asked[layer]].sum()
                 with_slot[number, layer] = slots.hit_mask[asked[layer]].sum()
-                cache.bring(layer, room, 1)
-            cache.passed(room, 1, phase=Phase.DECODE)
+                cache.load(layer, room, 1)
+            cache.end_pass(room, 1, phase=Phase.DECODE)
         reads = cache.activity().loads - before
-    return Replayed(hits, with_slot, reads, split)
+    return ReplayedTrace(hits, with_slot, reads, split)
 
 
-def share_out(shape: RoutedShape, blocks: int) -> Split:
+def split_expert_blocks(shape: RoutedShape, blocks: int) -> BlockSplit:
     """Share so many blocks out as slots and pool, as runs do.
 
     There are as many slots as leave a pool for the experts of a layer that have none; where even
@@ -86,31 +84,35 @@ def share_out(shape: RoutedShape, blocks: int) -> Split:
     able = range(shape.experts, 0, -1)
     plans = (CachePlan(layers=shape.layers, experts=shape.experts, slots=each) for each in able)
     slots = next((plan.slots for plan in plans if plan.blocks <= blocks), 0)
-    return Split(slots, blocks - shape.layers * slots)
+    return BlockSplit(slots, blocks - shape.layers * slots)
 
 
-class _Empty:
+class _InstantReader:
     """Reads experts in no time."""
 
-    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+    def read(
+        self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
         """Leave the block as it is."""
         return block.nbytes
 
-    def lend(self, layer: int, expert: int) -> int | None:
+    def find_cached_address(self, layer: int, expert: int) -> int | None:
         """Lend no expert."""
         return None
 
 
-class _Punctual(ExpertCache):
+class _PunctualCache(ExpertCache):
     """Has all experts that were foreseen there in time."""
 
     def take_in(self, layer: int, likely: Sequence[int]) -> None:
         """Wait for those of them that are still being read."""
         wanted = [(layer, expert) for expert in likely]
-        self._seat(self._arrivals.end(wanted, wanted))
+        self._assign_slots(self._loader.finish_reads(wanted, wanted))
 
 
-def _cache(shape: RoutedShape, split: Split, *, reads_ahead: bool) -> _Punctual:
+def _make_replay_cache(
+    shape: RoutedShape, split: BlockSplit, *, reads_ahead: bool
+) -> _PunctualCache:
     layers, experts = shape.layers, shape.experts
     memory = ExpertMemory(
         ExpertShape(Scheme.FLOAT32, _HIDDEN, _INTERMEDIATE),
@@ -119,8 +121,10 @@ def _cache(shape: RoutedShape, split: Split, *, reads_ahead: bool) -> _Punctual:
         blocks=layers * split.slots + split.pool,
     )
     slots = [LayerSlots(experts=experts, capacity=split.slots) for _ in range(layers)]
-    policy = MissPolicy(reads_ahead=reads_ahead)
-    return _Punctual(memory, _Empty(), numbers=range(layers), slots=slots, policy=policy, threads=1)
+    policy = MissPolicy(prefetches=reads_ahead)
+    return _PunctualCache(
+        memory, _InstantReader(), layer_numbers=range(layers), slots=slots, policy=policy, threads=1
+    )
 
 
 def main() -> None:
@@ -130,8 +134,8 @@ def main() -> None:
     parser.add_argument("--foreseen", type=Path, required=True, help="what layers foresaw, .npy")
     parser.add_argument("--share", type=float, default=0.4, help="of all experts in memory")
     options = parser.parse_args()
-    trace, foreseen = stored(options.trace), stored(options.foreseen)
-    shape = shape_of(trace, layers=trace.shape[1])
+    trace, foreseen = read_trace(options.trace), read_trace(options.foreseen)
+    shape = make_shape(trace, layers=trace.shape[1])
     for name, likely in (("nothing read ahead", None), ("read ahead", foreseen)):
         found = replay(trace, shape, share=options.share, likely=likely)
         hits, tokens = found.hits.sum() / trace.size, len(trace)

@@ -9,39 +9,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Row, compare_times
-from benchmarks.serving_load import Told, Turn, new_prompt, one_by_one
+from benchmarks.serving_load import ConversationTurn, StreamRecord, ask_one_by_one, make_prompt
 
 TOKENS = 8
 """Of each answer."""
-NEXT = "And then?"
+NEXT_PROMPT = "And then?"
 
 
 @dataclass(frozen=True, slots=True)
-class NextTurn:
+class TurnPair:
     """A second turn, told in the session of the first and in another."""
 
-    warm: Told
-    cold: Told
+    warm: StreamRecord
+    cold: StreamRecord
 
 
-def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> NextTurn:
+def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> TurnPair:
     """Have a conversation, then its second turn again in a new session.
 
     Raises:
-        SystemExit: as `check_kept` does.
+        SystemExit: as `check_session_reuse` does.
     """
-    text = new_prompt(history)
+    text = make_prompt(history)
     session, other = f"session {text[:6]}", f"stranger {text[:6]}"
-    _, [first] = one_by_one(url, [Turn(model, TOKENS, (text,), session)])
-    said = (text, first.text, NEXT)
+    _, [first] = ask_one_by_one(url, [ConversationTurn(model, TOKENS, (text,), session)])
+    said = (text, first.text, NEXT_PROMPT)
     order = (other, session) if cold_first else (session, other)
-    _, told = one_by_one(url, [Turn(model, TOKENS, said, name) for name in order])
+    _, told = ask_one_by_one(url, [ConversationTurn(model, TOKENS, said, name) for name in order])
     cold, warm = told if cold_first else reversed(told)
-    check_kept(first, NextTurn(warm, cold), history=history)
-    return NextTurn(warm, cold)
+    check_session_reuse(first, TurnPair(warm, cold), history=history)
+    return TurnPair(warm, cold)
 
 
-def check_kept(first: Told, turn: NextTurn, *, history: int) -> None:
+def check_session_reuse(first: StreamRecord, turn: TurnPair, *, history: int) -> None:
     """Demand that the first turn was found again in its session, and nothing in a new one.
 
     Raises:
@@ -56,7 +56,7 @@ def check_kept(first: Told, turn: NextTurn, *, history: int) -> None:
         raise SystemExit(f"serving: of {history} tokens only {turn.warm.cached} were found again")
 
 
-def conversation_row(turns: Sequence[NextTurn], *, history: int, target: str) -> Row:
+def make_conversation_row(turns: Sequence[TurnPair], *, history: int, target: str) -> Row:
     """Compare the times to the first token."""
     return compare_times(
         f"first token of a second chat turn behind {history} tokens",

@@ -1,12 +1,14 @@
 """Where a server is saturated: open-loop load, more and more of it, until it is no longer served.
 
 Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
-rate is doubled until less than `SERVED` of it is answered, then the gap below is halved, and what
+rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the gap below is halved, and what
 is around the rate that was found is measured as well. Should more be served there after all, the
 search goes on: what counts is the highest rate that was served. A point is measured from `LEAD`
 seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next
 point begins with a server at rest. A request without a first token by then counts with the time
 that it has waited, a lower bound.
+
+The picture of a server under more and more load (extra ``plot``).
 """
 
 import math
@@ -14,18 +16,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 from benchmarks.harness import Row, Seconds
-from benchmarks.served.server import Server
-from benchmarks.serving_load import Ask, Told, Turn, arrivals_at, open_loop, percentile
+from benchmarks.served.server import GenerationServer
+from benchmarks.serving_load import (
+    CompletionTask,
+    ConversationTurn,
+    StreamRecord,
+    draw_arrival_times,
+    percentile,
+    run_open_loop,
+)
 
-SERVED = 0.9
+SUSTAINED_SHARE = 0.9
 LEAD, WINDOW = 8.0, 22.0
-MOST_SECONDS = 240.0
+MAX_SECONDS = 240.0
 """No point is begun later, so the whole ends within another half minute."""
 FIRST_SHARE = 0.5
 """Where the search begins, as a share of the rate of clients that wait for their answers."""
-MOST_POINTS = 14
+MAX_POINTS = 14
 FINE = 1.2
 """How close, as a ratio, the rates below and above must be."""
 AROUND = (1.75, 0.75, 1.25, 0.25)
@@ -35,7 +45,7 @@ NEAR = 0.08
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """What came of one rate, in requests a second."""
 
     offered: float
@@ -49,9 +59,9 @@ class Point:
     refused: int
 
     @property
-    def is_served(self) -> bool:
+    def is_sustained(self) -> bool:
         """Whether what was offered was answered, but for chance."""
-        return self.served >= SERVED * self.offered
+        return self.served >= SUSTAINED_SHARE * self.offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +69,11 @@ class Saturation:
     """The rate that is just no longer served, and what was measured around it."""
 
     rate: float
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
     """By rate."""
 
 
-Measure = Callable[[float], Point]
+Measure = Callable[[float], LoadPoint]
 MayBegin = Callable[[], bool]
 """Whether there is time for another point."""
 
@@ -75,19 +85,19 @@ def find_saturation(measure: Measure, *, first: float, may_begin: MayBegin) -> S
         SystemExit: when all rates are served, or none, or time was too short to say.
     """
     points = [measure(first)]
-    while (rate := _next_rate(points)) and len(points) < MOST_POINTS and may_begin():
+    while (rate := _next_rate(points)) and len(points) < MAX_POINTS and may_begin():
         points.append(measure(rate))
     points.sort(key=lambda point: point.offered)
-    low, high = _edges(points)
+    low, high = _find_bracket(points)
     if low is None or high is None:
         rates = ", ".join(f"{point.offered:.2f} ({point.served:.2f} served)" for point in points)
         raise SystemExit(f"serving: no saturation was found; requests a second: {rates}")
     return Saturation(math.sqrt(low * high), tuple(points))
 
 
-def _next_rate(points: Sequence[Point]) -> float | None:
+def _next_rate(points: Sequence[LoadPoint]) -> float | None:
     """Return what is worth measuring next; None when all is known."""
-    low, high = _edges(points)
+    low, high = _find_bracket(points)
     if low is None:
         return min(point.offered for point in points) / 2
     if high is None:
@@ -96,52 +106,58 @@ def _next_rate(points: Sequence[Point]) -> float | None:
     if high / low > FINE:
         return rate
     around = (share * rate for share in AROUND)
-    return next((one for one in around if not _is_near(one, points)), None)
+    return next((one for one in around if not _is_measured(one, points)), None)
 
 
-def _edges(points: Sequence[Point]) -> tuple[float | None, float | None]:
+def _find_bracket(points: Sequence[LoadPoint]) -> tuple[float | None, float | None]:
     """Return the highest rate that is served, and the next one that is not."""
-    low = max((point.offered for point in points if point.is_served), default=None)
-    above = (p.offered for p in points if not p.is_served and p.offered > (low or 0.0))
+    low = max((point.offered for point in points if point.is_sustained), default=None)
+    above = (p.offered for p in points if not p.is_sustained and p.offered > (low or 0.0))
     return low, min(above, default=None)
 
 
-def _is_near(rate: float, points: Sequence[Point]) -> bool:
+def _is_measured(rate: float, points: Sequence[LoadPoint]) -> bool:
     return any(abs(point.offered / rate - 1) < NEAR for point in points)
 
 
-def saturation_of(
-    server: Server, ask: Callable[[int], Ask | Turn], *, tokens: int, capacity: float
+def measure_saturation(
+    server: GenerationServer,
+    ask: Callable[[int], CompletionTask | ConversationTurn],
+    *,
+    tokens: int,
+    capacity: float,
 ) -> Saturation:
     """Load a server whose rate for clients that wait is ``capacity``; an answer has ``tokens``.
 
     Raises:
         SystemExit: as `find_saturation` does.
     """
-    end, seeds = time.monotonic() + MOST_SECONDS, count()
+    end, seeds = time.monotonic() + MAX_SECONDS, count()
 
-    def measure(rate: float) -> Point:
-        server.rest()
-        arrivals = arrivals_at(rate, seconds=LEAD + WINDOW, seed=next(seeds))
-        begun, told = open_loop(server.url, ask, arrivals=arrivals, seconds=LEAD + WINDOW)
-        return point_of(told, rate=rate, begun=begun, tokens=tokens)
+    def measure(rate: float) -> LoadPoint:
+        server.wait_until_idle()
+        arrivals = draw_arrival_times(rate, seconds=LEAD + WINDOW, seed=next(seeds))
+        begun, told = run_open_loop(server.url, ask, arrival_times=arrivals, seconds=LEAD + WINDOW)
+        return make_point(told, rate=rate, started=begun, tokens=tokens)
 
     return find_saturation(
         measure, first=FIRST_SHARE * capacity, may_begin=lambda: time.monotonic() < end
     )
 
 
-def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) -> Point:
+def make_point(
+    told: Sequence[StreamRecord], *, rate: float, started: float, tokens: int
+) -> LoadPoint:
     """Say what came of a rate; answers are counted by their tokens, ``tokens`` to an answer.
 
     Answers that were begun before the window or end after it count with their part in it.
     """
-    opens, closes = begun + LEAD, begun + LEAD + WINDOW
-    written = sum(_written(one, opens, closes) for one in told)
-    came = [one for one in told if opens <= one.begun < closes]
+    opens, closes = started + LEAD, started + LEAD + WINDOW
+    written = sum(_count_tokens(one, opens, closes) for one in told)
+    came = [one for one in told if opens <= one.started < closes]
     taken = [one for one in came if one.status in {0, 200}]
-    firsts = [one.first if one.times else closes - one.begun for one in taken]
-    return Point(
+    firsts = [one.first if one.times else closes - one.started for one in taken]
+    return LoadPoint(
         offered=rate,
         served=written / tokens / WINDOW,
         tokens=written / WINDOW,
@@ -152,13 +168,13 @@ def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) ->
     )
 
 
-def _written(told: Told, opens: float, closes: float) -> float:
+def _count_tokens(told: StreamRecord, opens: float, closes: float) -> float:
     """Return how many tokens came in between; a piece of text may be more than one."""
-    pieces = sum(opens <= told.begun + at < closes for at in told.times)
+    pieces = sum(opens <= told.started + at < closes for at in told.times)
     return pieces * told.tokens / len(told.times) if told.tokens and told.times else pieces
 
 
-def saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
+def make_saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
     """Compare the rate of saturation with that of clients that wait for their answers."""
     told = "; ".join(
         f"{p.offered:.2f} req/s: {p.tokens:.0f} tok/s, first token {p.p50:.2f} s, p99 {p.p99:.2f} s"
@@ -175,3 +191,38 @@ def saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
         spread=None,
         note=told,
     )
+
+
+def draw_saturation(found: Saturation, path: Path, *, tokens: int, what: str) -> None:
+    """Draw throughput and times to the first token against the rate that is offered.
+
+    ``tokens`` are those of an answer, ``what`` is the title: the server and its clients.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7))
+    rates = [point.offered for point in found.points]
+    written = [point.tokens for point in found.points]
+    above.plot([0, *rates], [0, *(tokens * rate for rate in rates)], ":", c="grey", label="offered")
+    above.plot(rates, written, "o-", label="written")
+    above.set_ylabel("throughput (tokens/s)")
+    above.set_ylim(0, 1.5 * max(written))
+    below.plot(rates, [point.p50 for point in found.points], "o-", label="p50")
+    below.plot(rates, [point.p99 for point in found.points], "s-", label="p99")
+    below.set_ylabel("time to first token (s)")
+    below.set_yscale("log")
+    below.yaxis.set_major_formatter("{x:g}")
+    below.yaxis.set_minor_formatter("{x:g}")
+    below.set_xlabel("offered load (requests/s)")
+    below.set_xlim(left=0)
+    for axes in (above, below):
+        axes.axvline(found.rate, ls="--", c="tab:red", label=f"saturation, {found.rate:.2f}/s")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(loc="upper left")
+    figure.suptitle(what)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -24,35 +24,35 @@ PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServerMetrics:
     """What ``/metrics`` said at one time."""
 
     series: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
     @classmethod
-    def read(cls, text: str) -> "Figures":
+    def read(cls, text: str) -> "ServerMetrics":
         """Read the text format of Prometheus."""
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
         return cls({(one.name, frozenset(one.labels.items())): one.value for one in samples})
 
-    def of(self, name: str, **labels: str) -> float:
+    def get(self, name: str, **labels: str) -> float:
         """Return a figure of our own; one that was never counted is 0."""
         return self.series.get((f"expertctl_{name}", frozenset(labels.items())), 0.0)
 
 
-class Server:
+class GenerationServer:
     """A server that runs."""
 
     def __init__(self, url: str, pid: int) -> None:
         """Ask it at this address; ``pid`` is its process."""
         self.url, self.pid = url, pid
 
-    def figures(self) -> Figures:
+    def read_metrics(self) -> ServerMetrics:
         """Read what it counts."""
-        return Figures.read(httpx2.get(f"{self.url}/metrics").raise_for_status().text)
+        return ServerMetrics.read(httpx2.get(f"{self.url}/metrics").raise_for_status().text)
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until nothing is written and no job waits.
 
         Raises:
@@ -60,15 +60,17 @@ class Server:
         """
         end = time.monotonic() + REST_SECONDS
         while time.monotonic() < end:
-            now = self.figures()
-            if not any(now.of(n) for n in ("queue_jobs", "preparing_jobs", "batch_texts")):
+            now = self.read_metrics()
+            if not any(now.get(n) for n in ("queue_jobs", "preparing_jobs", "batch_texts")):
                 return
             time.sleep(PAUSE_SECONDS)
         raise SystemExit(f"serving: the server is not at rest after {REST_SECONDS} s")
 
 
 @contextmanager
-def serving(home: Home, *options: str, base: str = BASE) -> Iterator[Server]:
+def run_generation_server(
+    home: Home, *options: str, base: str = BASE
+) -> Iterator[GenerationServer]:
     """Run a server on a home.
 
     Raises:
@@ -84,7 +86,7 @@ def serving(home: Home, *options: str, base: str = BASE) -> Iterator[Server]:
             line = process.stdout.readline()
             if not line:
                 raise SystemExit(f"serving: `{' '.join(command)}` ended before it was ready")
-            yield Server(json.loads(line)["url"], process.pid)
+            yield GenerationServer(json.loads(line)["url"], process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(END_SECONDS)

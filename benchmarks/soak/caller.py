@@ -1,4 +1,7 @@
-"""Callers of a server: they ask, read on or go away, and keep what became of it."""
+"""What a whole answer of each API is, and the text in it.
+
+Callers of a server: they ask, read on or go away, and keep what became of it.
+"""
 
 import asyncio
 import contextlib
@@ -9,21 +12,112 @@ from dataclasses import dataclass, field
 
 import httpx2
 
-from benchmarks.soak.answer import ENDS, Document, error_of, piece_of, problem_of, text_of
-from benchmarks.soak.mistake import Mistake
-from benchmarks.soak.request import Request
+from benchmarks.soak.requests import InvalidRequest, SoakRequest
+
+Document = dict[str, object]
+FINAL_EVENTS = {
+    "chat": "[DONE]",
+    "completions": "[DONE]",
+    "messages": "message_stop",
+    "infer": "finished",
+}
+"""The last data, or the name of the last event, of a stream."""
+_REASONS = {
+    "chat": {"stop", "length", "tool_calls"},
+    "completions": {"stop", "length"},
+    "messages": {"end_turn", "max_tokens", "stop_sequence", "tool_use"},
+    "infer": {"stop", "length", "timeout"},
+}
+
+
+def find_problem(request: SoakRequest, answer: Document) -> str | None:
+    """Return what is missing in an answer that came with status 200; None for nothing."""
+    match request.api:
+        case "chat" | "completions":
+            return _check_choices(request, answer)
+        case "messages":
+            reason = answer.get("stop_reason")
+        case "infer" | "jobs":
+            reason = answer.get("finish_reason")
+        case "route":
+            return None if isinstance(answer.get("plan"), dict) else "no plan"
+    known = _REASONS["messages" if request.api == "messages" else "infer"]
+    return None if reason in known else f"it ended with {reason!r}"
+
+
+def read_text(request: SoakRequest, answer: Document) -> str:
+    """Return the text of an answer, the first one where there are several."""
+    match request.api:
+        case "chat":
+            return _check_text(_get_nested(answer, "choices", 0, "message", "content"))
+        case "completions":
+            return _check_text(_get_nested(answer, "choices", 0, "text"))
+        case "messages":
+            return _check_text(_get_nested(answer, "content", 0, "text"))
+        case _:
+            return _check_text(answer.get("text"))
+
+
+def read_delta(request: SoakRequest, event: Document) -> str:
+    """Return the text that one event of a stream adds to the first answer."""
+    match request.api:
+        case "chat":
+            own = _get_nested(event, "choices", 0, "index") == 0
+            return _check_text(_get_nested(event, "choices", 0, "delta", "content")) if own else ""
+        case "completions":
+            return _check_text(_get_nested(event, "choices", 0, "text"))
+        case "messages":
+            return _check_text(_get_nested(event, "delta", "text"))
+        case _:
+            return "" if "job_id" in event else _check_text(event.get("text"))
+
+
+def read_error(document: Document) -> str | None:
+    """Return the word and the sentence of an error, in whichever shape; None for no error."""
+    error = document.get("error")
+    if not isinstance(error, dict):
+        return None
+    return f"{error.get('code') or error.get('type')}: {error.get('message')}"
+
+
+def _check_choices(request: SoakRequest, answer: Document) -> str | None:
+    choices, usage = answer.get("choices"), answer.get("usage")
+    if not isinstance(choices, list) or not isinstance(usage, dict):
+        return "no choices, or no usage"
+    if len(choices) != request.texts and not request.is_timed:
+        return f"{len(choices)} choices of {request.texts}"
+    reasons = {choice.get("finish_reason") for choice in choices}
+    unknown = reasons - _REASONS[request.api]
+    return f"it ended with {unknown}" if unknown else None
+
+
+def _get_nested(document: object, *path: str | int) -> object:
+    for step in path:
+        match document, step:
+            case dict(), str():
+                document = document.get(step)
+            case list(), int() if step < len(document):
+                document = document[step]
+            case _:
+                return None
+    return document
+
+
+def _check_text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
 
 POLL_SECONDS = 0.15
-PATIENCE = 120.0
+MAX_WAIT_SECONDS = 120.0
 """No answer takes so long on a server that keeps up; what does is stuck."""
 _RUNNING = {"queued", "processing"}
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class CallRecord:
     """What one caller asked for and was told; times of `time.monotonic`."""
 
-    asked: Request | Mistake
+    asked: SoakRequest | InvalidRequest
     begun: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     first: float | None = None
@@ -44,21 +138,21 @@ class Told:
     @property
     def kind(self) -> str:
         """The API, or that it was wrong."""
-        return "wrong" if isinstance(self.asked, Mistake) else self.asked.api
+        return "wrong" if isinstance(self.asked, InvalidRequest) else self.asked.api
 
 
-class Caller:
+class SoakCaller:
     """Asks one server, as often as is wanted, over connections of one pool."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         """Ask through this client."""
         self._client = client
 
-    async def ask(self, asked: Request | Mistake) -> Told:
+    async def ask(self, asked: SoakRequest | InvalidRequest) -> CallRecord:
         """Ask once; whatever happens is told, nothing is raised."""
-        told = Told(asked=asked)
+        told = CallRecord(asked=asked)
         try:
-            await self._asked(told)
+            await self._send(told)
         except httpx2.HTTPError as error:
             told.problem = f"{type(error).__name__}: {error}"
         except ValueError as error:
@@ -66,71 +160,73 @@ class Caller:
         told.ended = time.monotonic()
         return told
 
-    async def _asked(self, told: Told) -> None:
+    async def _send(self, told: CallRecord) -> None:
         match told.asked:
-            case Mistake() as mistake:
-                await self._wrong(mistake, told)
-            case Request(api="jobs") as request:
-                await self._job(request, told)
-            case Request() as request:
-                await self._stayed(request, told)
+            case InvalidRequest() as mistake:
+                await self._send_invalid(mistake, told)
+            case SoakRequest(api="jobs") as request:
+                await self._poll_job(request, told)
+            case SoakRequest() as request:
+                await self._wait_for_answer(request, told)
 
-    async def _wrong(self, mistake: Mistake, told: Told) -> None:
+    async def _send_invalid(self, mistake: InvalidRequest, told: CallRecord) -> None:
         answer = await self._client.request(
             mistake.method, mistake.path, content=mistake.content, headers=dict(mistake.headers)
         )
         told.status = answer.status_code
-        told.error = error_of(answer.json())
+        told.error = read_error(answer.json())
 
-    async def _stayed(self, request: Request, told: Told) -> None:
+    async def _wait_for_answer(self, request: SoakRequest, told: CallRecord) -> None:
         """Wait for the answer, as long as this caller does."""
         try:
             async with asyncio.timeout(request.leaves_after):
                 if request.streams:
-                    await self._stream(request, told)
+                    await self._open_stream(request, told)
                 else:
-                    await self._document(request, told)
+                    await self._read_document(request, told)
         except TimeoutError:
             told.is_left = True
 
-    async def _document(self, request: Request, told: Told) -> None:
+    async def _read_document(self, request: SoakRequest, told: CallRecord) -> None:
         answer = await self._client.post(request.path, json=request.body)
         told.status, document = answer.status_code, answer.json()
-        told.error = error_of(document)
+        told.error = read_error(document)
         if told.status == httpx2.codes.OK:
-            told.problem = problem_of(request, document)
-            _go_on(request, text_of(request, document))
+            told.problem = find_problem(request, document)
+            _continue_conversation(request, read_text(request, document))
 
-    async def _stream(self, request: Request, told: Told) -> None:
+    async def _open_stream(self, request: SoakRequest, told: CallRecord) -> None:
         async with self._client.stream("POST", request.path, json=request.body) as answer:
             told.status = answer.status_code
             if told.status != httpx2.codes.OK:
-                told.error = error_of(json.loads(await answer.aread()))
+                told.error = read_error(json.loads(await answer.aread()))
                 return
-            await self._read(request, answer, told)
+            await self._read_stream(request, answer, told)
 
-    async def _read(self, request: Request, answer: httpx2.Response, told: Told) -> None:
+    async def _read_stream(
+        self, request: SoakRequest, answer: httpx2.Response, told: CallRecord
+    ) -> None:
         pieces, last, number = list[str](), "", 0
-        async with contextlib.aclosing(_events(answer)) as events:
+        async with contextlib.aclosing(_iterate_events(answer)) as events:
             async for end, event in events:
                 last = end
-                told.error = told.error or error_of(event)
-                if piece := piece_of(request, event):
+                told.error = told.error or read_error(event)
+                if piece := read_delta(request, event):
                     pieces.append(piece)
                     told.first = told.first or time.monotonic() - told.begun
                 number += 1
                 if number == request.hangs_up_after:
                     told.is_left = True
                     return
-        if last != ENDS[request.api] and told.error is None:
+        if last != FINAL_EVENTS[request.api] and told.error is None:
             told.problem = f"the stream ended behind {last!r}"
-        _go_on(request, "".join(pieces))
+        _continue_conversation(request, "".join(pieces))
 
-    async def _job(self, request: Request, told: Told) -> None:
+    async def _poll_job(self, request: SoakRequest, told: CallRecord) -> None:
         answer = await self._client.post(request.path, json=request.body)
         told.status, document = answer.status_code, answer.json()
         if told.status != httpx2.codes.ACCEPTED:
-            told.error = error_of(document)
+            told.error = read_error(document)
             return
         place = answer.headers["location"]
         if request.leaves_after is not None:
@@ -140,15 +236,15 @@ class Caller:
         while document["status"] in _RUNNING:
             await asyncio.sleep(POLL_SECONDS)
             document = (await self._client.get(place)).json()
-        _judge_job(request, document, told)
+        _check_job(request, document, told)
 
 
-def _judge_job(request: Request, document: Document, told: Told) -> None:
-    told.error = error_of(document)
+def _check_job(request: SoakRequest, document: Document, told: CallRecord) -> None:
+    told.error = read_error(document)
     result = document.get("result")
     match document.get("status"):
         case "finished" if isinstance(result, dict):
-            told.problem = problem_of(request, result)
+            told.problem = find_problem(request, result)
         case "cancelled" if told.is_left:
             return
         case "failed" if told.error is not None:
@@ -157,14 +253,14 @@ def _judge_job(request: Request, document: Document, told: Told) -> None:
             told.problem = f"the job is {other!r}"
 
 
-def _go_on(request: Request, text: str) -> None:
+def _continue_conversation(request: SoakRequest, text: str) -> None:
     """Let the next turn of a conversation follow the answer."""
     talk, turns = request.conversation, request.body.get("messages")
     if talk is not None and isinstance(turns, list):
-        talk.answered(turns, text)
+        talk.add_answer(turns, text)
 
 
-async def _events(answer: httpx2.Response) -> AsyncGenerator[tuple[str, Document]]:
+async def _iterate_events(answer: httpx2.Response) -> AsyncGenerator[tuple[str, Document]]:
     """Yield each event: its name, or its data where that is no object, and the object."""
     name = ""
     async for line in answer.aiter_lines():

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from examples.moe.text import LENGTH, Document, held_out_documents
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.moe.choices import Choices
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.whole_experts import WholeExperts
-from expertctl.engine.packed_base import expert_shape
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.packed_load import load_packed_base
-from expertctl.package.model_config import read_config
+from expertctl.engine.moe.resident_experts import ResidentExperts
+from expertctl.engine.moe.routed_experts import RoutingChoices
+from expertctl.package.model_config import read_model_config
 
 Trace = np.ndarray[Any, np.dtype[np.int16]]
 
 
-class NotedExperts(WholeExperts):
+class NotedExperts(ResidentExperts):
     """All experts in memory, with a note of those asked for and those foreseen in each pass."""
 
     is_whole = False
@@ -35,10 +35,11 @@ class NotedExperts(WholeExperts):
     noted: list[tuple[Trace, Trace]]
     """Both [tokens, layers, used], of each pass."""
 
-    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
+    def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
         """Note what was chosen in all layers of a pass."""
         selected, likely = (
-            ids[:, :tokens].swapaxes(0, 1).astype(np.int16) for ids in (room.selected, room.likely)
+            ids[:, :tokens].swapaxes(0, 1).astype(np.int16)
+            for ids in (choices.selected, choices.likely)
         )
         self.noted.append((selected, likely))
 
@@ -50,15 +51,17 @@ def traces(
 
     Both are [tokens, layers, used].
     """
-    config = read_config(directory)
+    config = read_model_config(directory)
     assert config.experts is not None, "a base with routed experts"
     base = load_packed_base(directory, config, Scheme.FLOAT32)
-    experts = NotedExperts(expert_shape(config, base.scheme), base.experts, config.experts.layers)
+    experts = NotedExperts(
+        make_expert_shape(config, base.scheme), base.experts, config.experts.layers
+    )
     experts.noted = []
-    crew = Crew(threads)
+    crew = ThreadPool(threads)
     decoder = PackedDecoder(base, crew, experts=experts)
     for document in documents:
-        cache = KVPages(config, LENGTH)
+        cache = PagedKVCache(config, LENGTH)
         for token in document.ids:  # one by one: a prompt asks the last layer for its end alone
             decoder.decode(token, cache)
     crew.close()

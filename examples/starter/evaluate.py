@@ -19,19 +19,19 @@ from examples.starter.baselines import argument_parts, nearest_copies, share_rig
 from examples.starter.compositions import COMPOSITIONS, Composition
 from examples.starter.experts import EXPERTS
 from examples.starter.samples import Sample, Task, held_out, training_set
-from expertctl.engine.message import UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import NO_WISHES, SamplingWishes
-from expertctl.routing.request import Dtype, Forced, RouteRequest
+from expertctl.routing.request import Dtype, ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
 from expertctl.settings import Home, Settings
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-GREEDY = SamplingWishes(temperature=0.0, max_tokens=160)
+GREEDY = SamplingOverrides(temperature=0.0, max_tokens=160)
 HELD_OUT_SEED = 2026  # not the one that training was tuned on
 
 
@@ -39,7 +39,7 @@ HELD_OUT_SEED = 2026  # not the one that training was tuned on
 class Asked:
     """What answers: an engine, and what it holds the base in; None: as it is stored."""
 
-    engine: Engine
+    engine: LocalEngine
     dtype: Dtype | None = None
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     print(json.dumps(document) if options.json else as_table(experts, pairs))
 
 
-def starter_engine(settings: Settings) -> Engine:
+def starter_engine(settings: Settings) -> LocalEngine:
     """Install the pack and open an engine on it."""
     planner = Planner.open(settings)
     install_starter(
@@ -102,7 +102,7 @@ def starter_engine(settings: Settings) -> Engine:
         catalogue=planner.catalogue,
         index=planner.index,
     )
-    return Engine(planner)
+    return LocalEngine(planner)
 
 
 def measure(asked: Asked, task: Task, n: int) -> Figures:
@@ -149,21 +149,21 @@ def forced_answers(
     asked: Asked, samples: Sequence[Sample], tasks: Sequence[Task]
 ) -> list[RunResult]:
     """What these experts answer together, greedily."""
-    force = tuple(Forced(Reference.parse(task.name)) for task in tasks)
+    force = tuple(ForcedExpert(Reference.parse(task.name)) for task in tasks)
     return [ask(asked, sample, force, wishes=GREEDY) for sample in samples]
 
 
 def ask(
     asked: Asked,
     sample: Sample,
-    experts: tuple[Forced, ...] = (),
+    experts: tuple[ForcedExpert, ...] = (),
     *,
     base_alone: bool = False,
-    wishes: SamplingWishes = NO_WISHES,
+    wishes: SamplingOverrides = NO_OVERRIDES,
 ) -> RunResult:
     """One answer."""
     route = RouteRequest(
-        prompt=sample.prompt, base_alone=base_alone, wishes=wishes, dtype=asked.dtype
+        prompt=sample.prompt, base_alone=base_alone, sampling=wishes, dtype=asked.dtype
     )
     message = UserMessage(prompt=sample.prompt)
     pieces = asked.engine.run(RunRequest(message=message, route=route, experts=experts))

@@ -13,10 +13,10 @@ from pathlib import Path
 from examples.starter.compositions import COMPOSITIONS
 from examples.starter.experts import EXPERTS
 from examples.starter.samples import Task, training
-from expertctl.install.starter import PINS, STARTER
+from expertctl.install.starter import STARTER, STARTER_MANIFEST
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.trust.keys import PrivateKey
 
 BASE_NAME = "starter/base"
@@ -65,7 +65,7 @@ def pack(base: Path, adapters: Path, out: Path) -> None:
         "public_key": key.public.pem().decode(),
         "experts": experts,
     }
-    (out / PINS).write_text(json.dumps(pins, indent=2) + "\n")
+    (out / STARTER_MANIFEST).write_text(json.dumps(pins, indent=2) + "\n")
 
 
 def manifest(task: Task) -> dict[str, object]:
@@ -114,7 +114,7 @@ def _package(task: Task, adapter: Path, file: Path, facts: BaseFacts, key: Priva
     (adapter / "expert.json").write_text(json.dumps(manifest(task), indent=2) + "\n")
     readme = README.format(name=task.name, description=task.description)
     (adapter / "README.md").write_text(readme)
-    built = build(plan_build(adapter, Overrides(), base=facts), file, key=key)
+    built = build_package(plan_build(adapter, ManifestOverrides(), base=facts), file, key=key)
     return str(built.content_digest)
 
 

@@ -18,17 +18,25 @@ from typer.exceptions import Abort, TyperException
 from typer.main import get_command
 
 from expertctl import __version__
-from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
-from expertctl.cli.garbage import search_no_more, search_seldom
-from expertctl.cli.help import CONTEXT, Group, single_command, write_sections
-from expertctl.cli.interruption import heed_signals, tell_stopped
+from expertctl.cli.help import CONTEXT_SETTINGS, HelpGroup, build_single_command, write_sections
 from expertctl.cli.output import fail, note
-from expertctl.durable import NO_SPACE
+from expertctl.cli.process import (
+    FAILURE,
+    INTERRUPTED,
+    OK,
+    USAGE,
+    disable_collections,
+    get_exit_code,
+    install_signal_handlers,
+    reduce_collections,
+    report_stopped,
+)
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
+from expertctl.files import NO_SPACE_ERRORS
 from expertctl.settings import find_home
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """Where a command is, and its line in the help."""
 
     target: str
@@ -36,69 +44,85 @@ class Entry(NamedTuple):
     summary: str
 
 
-SECTIONS: dict[str, dict[str, Entry]] = {
+SECTIONS: dict[str, dict[str, CommandEntry]] = {
     "Use": {
-        "run": Entry(
+        "run": CommandEntry(
             "run:run", "Answer a prompt with the experts that suit it, or with named ones"
         ),
-        "chat": Entry("chat:chat", "Chat with experts; /help lists the commands"),
-        "serve": Entry("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
-        "route": Entry("run:route", "Show which experts would answer a prompt, and why"),
+        "chat": CommandEntry("chat:chat", "Chat with experts; /help lists the commands"),
+        "serve": CommandEntry("serve:app", "Run an OpenAI- and Anthropic-compatible server"),
+        "route": CommandEntry("run:route", "Show which experts would answer a prompt, and why"),
     },
     "Get": {
-        "install": Entry("installing:install", "Install experts and what they require"),
-        "search": Entry("searching:search", "Search the packages of a registry"),
-        "info": Entry("searching:info", "Show what a registry says about a package"),
-        "update": Entry("updating:update", "Install the newest versions that your list allows"),
-        "outdated": Entry("updating:outdated", "Show which experts are behind, yanked or revoked"),
-        "list": Entry("local:list_", "List the installed experts"),
-        "remove": Entry("installing:remove", "Remove an installed expert"),
-        "why": Entry("why:why", "Show why an expert is installed"),
-        "lock": Entry("updating:lock", "Write expert.lock for the experts.toml in this folder"),
+        "install": CommandEntry("installing:install", "Install experts and what they require"),
+        "search": CommandEntry("searching:search", "Search the packages of a registry"),
+        "info": CommandEntry("searching:info", "Show what a registry says about a package"),
+        "update": CommandEntry(
+            "updating:update", "Install the newest versions that your list allows"
+        ),
+        "outdated": CommandEntry(
+            "updating:outdated", "Show which experts are behind, yanked or revoked"
+        ),
+        "list": CommandEntry("local:list_", "List the installed experts"),
+        "remove": CommandEntry("installing:remove", "Remove an installed expert"),
+        "why": CommandEntry("why:why", "Show why an expert is installed"),
+        "lock": CommandEntry(
+            "updating:lock", "Write expert.lock for the experts.toml in this folder"
+        ),
     },
     "Make": {
-        "init": Entry("packages:init", "Write a draft of expert.json beside an adapter"),
-        "build": Entry("packages:build", "Check an adapter directory and package it"),
-        "eval": Entry("evaluating:evaluate", "Measure an expert against its base, or routing"),
-        "sign": Entry("packages:sign", "Sign a package, or replace its signature"),
-        "verify": Entry("packages:verify", "Check every digest and the signature of a package"),
-        "inspect": Entry("packages:inspect", "Show the manifest of a package"),
-        "diff": Entry("diffing:diff", "Show what changed between two packages"),
-        "unpack": Entry("packages:unpack", "Write the files of a package to a new directory"),
-        "export": Entry("exporting:export", "Write experts to a file"),
-        "import": Entry("installing:import_", "Install experts that were exported together"),
+        "init": CommandEntry("packages:init", "Write a draft of expert.json beside an adapter"),
+        "build": CommandEntry("packages:build", "Check an adapter directory and package it"),
+        "eval": CommandEntry(
+            "evaluating:evaluate", "Measure an expert against its base, or routing"
+        ),
+        "sign": CommandEntry("packages:sign", "Sign a package, or replace its signature"),
+        "verify": CommandEntry(
+            "packages:verify", "Check every digest and the signature of a package"
+        ),
+        "inspect": CommandEntry("packages:inspect", "Show the manifest of a package"),
+        "diff": CommandEntry("diffing:diff", "Show what changed between two packages"),
+        "unpack": CommandEntry(
+            "packages:unpack", "Write the files of a package to a new directory"
+        ),
+        "export": CommandEntry("exporting:export", "Write experts to a file"),
+        "import": CommandEntry("installing:import_", "Install experts that were exported together"),
     },
     "Share": {
-        "publish": Entry("publishing:publish", "Publish packages to a registry"),
-        "yank": Entry("publishing:yank", "Withdraw a version from new installs"),
-        "login": Entry("login:login", "Check a registry's token and save it"),
-        "logout": Entry("login:logout", "Delete the saved token of a registry"),
-        "token": Entry("tokens:app", "Manage your access tokens of a registry"),
-        "registry": Entry("registry:app", "Run and administer your own registry"),
+        "publish": CommandEntry("publishing:publish", "Publish packages to a registry"),
+        "yank": CommandEntry("publishing:yank", "Withdraw a version from new installs"),
+        "login": CommandEntry("login:login", "Check a registry's token and save it"),
+        "logout": CommandEntry("login:logout", "Delete the saved token of a registry"),
+        "token": CommandEntry("tokens:app", "Manage your access tokens of a registry"),
+        "registry": CommandEntry("registry:app", "Run and administer your own registry"),
     },
     "Trust": {
-        "keys": Entry("keys:app", "Manage your own signing keys"),
-        "trust": Entry("trust:app", "Manage whose signatures are accepted, and for what"),
+        "keys": CommandEntry("keys:app", "Manage your own signing keys"),
+        "trust": CommandEntry("trust:app", "Manage whose signatures are accepted, and for what"),
     },
     "Maintain": {
-        "base": Entry("bases:app", "Manage the base models that experts adapt"),
-        "doctor": Entry("doctor:doctor", "Check everything that is installed, byte by byte"),
-        "gc": Entry("collecting:gc", "Delete files that nothing needs"),
-        "reindex": Entry("installing:reindex", "Rebuild the catalogue and the routing vectors"),
-        "config": Entry("config:app", "Show and change settings"),
-        "stats": Entry("stats:stats", "Show how often experts were used and how well they did"),
-        "feedback": Entry("feedback:feedback", "Rate an answer as good or bad"),
-        "bench": Entry("bench:app", "Measure how fast this machine runs a base"),
+        "base": CommandEntry("bases:app", "Manage the base models that experts adapt"),
+        "doctor": CommandEntry("doctor:doctor", "Check everything that is installed, byte by byte"),
+        "gc": CommandEntry("collecting:gc", "Delete files that nothing needs"),
+        "reindex": CommandEntry(
+            "installing:reindex", "Rebuild the catalogue and the routing vectors"
+        ),
+        "config": CommandEntry("config:app", "Show and change settings"),
+        "stats": CommandEntry(
+            "stats:stats", "Show how often experts were used and how well they did"
+        ),
+        "feedback": CommandEntry("feedback:feedback", "Rate an answer as good or bad"),
+        "bench": CommandEntry("bench:app", "Measure how fast this machine runs a base"),
     },
 }
 """All commands in the order of the help, by section; nothing of them is imported to show it."""
 COMMANDS: dict[str, str] = {
     name: entry.target for section in SECTIONS.values() for name, entry in section.items()
 }
-HELP = "help"
+HELP_COMMAND = "help"
 
 
-class LazyGroup(Group):
+class LazyGroup(HelpGroup):
     """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer.Context is the public name
@@ -107,13 +131,13 @@ class LazyGroup(Group):
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]  # typer.Context is the public name
         """Import one command."""
-        if cmd_name == HELP:
-            return single_command(HELP, _help)
+        if cmd_name == HELP_COMMAND:
+            return build_single_command(HELP_COMMAND, _show_help)
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name].split(":")
         target = getattr(import_module(f"expertctl.cli.{module}"), attribute)
-        return _command(cmd_name, target)
+        return _build_command(cmd_name, target)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # typer.Context is the public name
         """Find a command; the error for a misspelt name suggests similar ones."""
@@ -127,15 +151,15 @@ class LazyGroup(Group):
         write_sections(titled, formatter)
 
 
-def _command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
+def _build_command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
     if isinstance(target, typer.Typer):
         group = get_command(target)
         group.name = name
         return group
-    return single_command(name, target)
+    return build_single_command(name, target)
 
 
-def _help(
+def _show_help(
     context: typer.Context,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="COMMAND", help="A command, such as run.")
@@ -160,7 +184,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
-    context_settings=CONTEXT,
+    context_settings=CONTEXT_SETTINGS,
 )
 
 
@@ -183,13 +207,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its code."""
     words = sys.argv[1:] if arguments is None else arguments
     _replace_closed_streams()
-    search_seldom()
-    heed_signals()
+    reduce_collections()
+    install_signal_handlers()
     code = run(words)
     if code == INTERRUPTED:
-        tell_stopped()
-    _let_go_of_stdout()
-    search_no_more()
+        report_stopped()
+    _discard_unwritable_output()
+    disable_collections()
     sys.exit(code)
 
 
@@ -200,30 +224,30 @@ def run(words: list[str]) -> int:
         result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
         sys.stdout.flush()
     except ExpertError as error:
-        fail(_explained(error), as_json=as_json)
-        return exit_code(error)
+        fail(_explain_error(error), as_json=as_json)
+        return get_exit_code(error)
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
     except TyperException as error:
-        return _refuse_usage(error, words, as_json=as_json)
+        return _report_usage_error(error, words, as_json=as_json)
     except OSError as error:
-        return _refuse_disk(error, as_json=as_json)
+        return _report_os_error(error, as_json=as_json)
     except MemoryError:
         short = BudgetError("there is not enough memory", hint="end other programs, or add memory")
         fail(short, as_json=as_json)
-        return exit_code(short)
+        return get_exit_code(short)
     return result if isinstance(result, int) else OK
 
 
-def _explained(error: ExpertError) -> ExpertError:
+def _explain_error(error: ExpertError) -> ExpertError:
     """Say which expert may be meant if a name is wrong; only then the store is read."""
     if isinstance(error, StoreError) and not error.hint:
-        return StoreError(error.message, hint=_home_hint(error.message.partition(": ")[0]))
-    if not isinstance(error, UsageError) or not error.misnamed:
+        return StoreError(error.message, hint=_build_home_hint(error.message.partition(": ")[0]))
+    if not isinstance(error, UsageError) or not error.unknown_name:
         return error
-    from expertctl.cli.misnamed import explained
+    from expertctl.cli.suggestions import add_name_suggestions
 
-    return explained(error)
+    return add_name_suggestions(error)
 
 
 def _replace_closed_streams() -> None:
@@ -233,7 +257,7 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
-def _let_go_of_stdout() -> None:
+def _discard_unwritable_output() -> None:
     """Drop output that cannot be written, else Python tries again at exit and exits with 120."""
     try:
         sys.stdout.flush()
@@ -243,32 +267,32 @@ def _let_go_of_stdout() -> None:
         os.close(nowhere)
 
 
-def _refuse_usage(error: TyperException, words: list[str], *, as_json: bool) -> int:
+def _report_usage_error(error: TyperException, words: list[str], *, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
         note(error.format_message())
         return USAGE
-    from expertctl.cli.call_error import explain_call
+    from expertctl.cli.suggestions import convert_parser_error
 
-    usage = explain_call(error, words, list(COMMANDS))
+    usage = convert_parser_error(error, words, list(COMMANDS))
     fail(usage, as_json=as_json)
-    return exit_code(usage)
+    return get_exit_code(usage)
 
 
-def _refuse_disk(error: OSError, *, as_json: bool) -> int:
+def _report_os_error(error: OSError, *, as_json: bool) -> int:
     if error.errno == errno.EPIPE:
         sys.stderr.close()
         return FAILURE
     name = error.filename or "the disk"
-    if error.errno in NO_SPACE:
+    if error.errno in NO_SPACE_ERRORS:
         full = DiskFullError(f"{name}: no space left", hint="free some space, or `expertctl gc`")
         fail(full, as_json=as_json)
-        return exit_code(full)
-    hint = _home_hint(str(name))
+        return get_exit_code(full)
+    hint = _build_home_hint(str(name))
     fail(StoreError(f"{name}: {error.strerror or error}", hint=hint), as_json=as_json)
     return FAILURE
 
 
-def _home_hint(name: str) -> str:
+def _build_home_hint(name: str) -> str:
     """Return the way out when a path below ``EXPERT_HOME`` cannot be used; else nothing."""
     with suppress(ExpertError):
         root = find_home().root

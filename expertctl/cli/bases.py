@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.cli.base_experts import plan, profile
+from expertctl.cli.base_profile import plan, profile_app
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress, warn
 from expertctl.errors import ExpertError
-from expertctl.install.remove import remove_base
-from expertctl.settings import load_settings
+from expertctl.install.installed_experts import remove_base
+from expertctl.settings import format_size, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 if TYPE_CHECKING:
+    from expertctl.package.architectures import ExpertsConfig
     from expertctl.package.base_model import BaseIdentity
-    from expertctl.package.experts_config import ExpertsConfig
 
 app = CommandGroup("Manage the base models that experts adapt.")
 
@@ -45,14 +45,16 @@ def add(
 
     Example: expertctl base add models/Qwen3-0.6B --name Qwen/Qwen3-0.6B
     """
-    bases = _bases()
+    bases = _open_base_store()
     add_base = bases.add_copy if copy else bases.add
-    with progress("hashing base", _total(directory, copy), as_json=as_json) as report:
+    with show_progress(
+        "hashing base", _count_bytes_to_read(directory, copy), as_json=as_json
+    ) as report:
         base = add_base(directory, name=name, revision=revision, progress=report)
     identity = base.identity
-    text = f"{base.name}  {human_size(base.size)}  {base.path}\n"
-    text += f"arch {identity.arch}\nweights {identity.weights}\n{_tokenizer(identity)}"
-    routed = _routed(base)
+    text = f"{base.name}  {format_size(base.size)}  {base.path}\n"
+    text += f"arch {identity.arch}\nweights {identity.weights}\n{_format_tokenizers(identity)}"
+    routed = _read_routed_config(base)
     if routed is not None:
         share = f"{routed.used} of {routed.count}"
         text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
@@ -61,21 +63,21 @@ def add(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             "it needs pip install 'expertctl[compat]'"
         )
-    document = _document(base, routed)
+    document = _build_document(base, routed)
     if compile_kernels:
-        document["compiled"] = _compiled(base, as_json=as_json)
+        document["compiled"] = _compile_kernels(base, as_json=as_json)
     emit(document, text, as_json=as_json)
 
 
-def _compiled(base: StoredBase, *, as_json: bool) -> bool:
+def _compile_kernels(base: StoredBase, *, as_json: bool) -> bool:
     """Compile the kernels of a base; return whether kernels run it."""
-    from expertctl.cli.opening import importing_engine
-    from expertctl.cli.run_options import numerics_of
+    from expertctl.cli.engine import guard_engine_import
+    from expertctl.cli.run_options import resolve_numerics
     from expertctl.routing.planner import Planner
     from expertctl.routing.request import RouteRequest
 
     settings = load_settings()
-    held = numerics_of(settings, dtype=None, adapter_dtype=None, deterministic=None)
+    held = resolve_numerics(settings, dtype=None, adapter_dtype=None, deterministic=None)
     like = RouteRequest(
         prompt="?",
         dtype=held.dtype,
@@ -84,11 +86,11 @@ def _compiled(base: StoredBase, *, as_json: bool) -> bool:
     )
     if base.foreign:
         return False
-    with importing_engine(as_json=as_json):
-        from expertctl.engine.compile_ahead import compile_ahead
-    with progress("compiling", None, as_json=as_json):
-        planner = Planner.open(settings, tell=note)
-        found = compile_ahead(planner, base, like, budget=settings.memory_budget, tell=note)
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.offline import compile_ahead
+    with show_progress("compiling", None, as_json=as_json):
+        planner = Planner.open(settings, notify=note)
+        found = compile_ahead(planner, base, like, budget=settings.memory_budget, notify=note)
     note(
         "the kernels of `run` and `serve` are compiled"
         if found
@@ -98,24 +100,26 @@ def _compiled(base: StoredBase, *, as_json: bool) -> bool:
 
 
 @app.command("list")
-def list_(as_json: JsonFlag = False) -> None:
+def list_bases(as_json: JsonFlag = False) -> None:
     """List the known bases. Each says whether its files are still what was added.
 
     Example: expertctl base list --json
     """
-    bases = _bases()
-    known = bases.bases()
+    bases = _open_base_store()
+    known = bases.list_bases()
     if not known:
         note("no bases yet; add one with `expertctl base add DIR`")
     documents, rows = [], []
     for base in known:
-        state, routed = _state(bases, base), _routed(base)
-        documents.append({**_document(base, routed), "state": state})
-        revision, size = base.identity.revision or "-", human_size(base.size)
+        state, routed = _check_state(bases, base), _read_routed_config(base)
+        documents.append({**_build_document(base, routed), "state": state})
+        revision, size = base.identity.revision or "-", format_size(base.size)
         share = "-" if routed is None else f"{routed.used} of {routed.count}"
-        rows.append([base.name, revision, size, share, _engine(base), state, str(base.path)])
+        rows.append(
+            [base.name, revision, size, share, _get_engine_name(base), state, str(base.path)]
+        )
     header = ["NAME", "REVISION", "SIZE", "ROUTED EXPERTS", "ENGINE", "STATE", "PATH"]
-    emit({"bases": documents}, table(header, rows) if rows else "", as_json=as_json)
+    emit({"bases": documents}, format_table(header, rows) if rows else "", as_json=as_json)
 
 
 @app.command()
@@ -129,26 +133,26 @@ def remove(
     Example: expertctl base remove Qwen/Qwen3-0.6B
     """
     store = Store(load_settings().home.store)
-    removed = remove_base(name, bases=_bases(), store=store, force=force)
+    removed = remove_base(name, bases=_open_base_store(), store=store, force=force)
     warn(removed.warnings)
     emit({"removed": removed.ref}, f"removed {removed.ref}", as_json=as_json)
 
 
 app.command("plan")(plan)
-app.add_typer(profile, name="profile")
+app.add_typer(profile_app, name="profile")
 
 
-def _bases() -> BaseStore:
+def _open_base_store() -> BaseStore:
     return BaseStore(load_settings().home.bases)
 
 
-def _total(directory: Path, copy: bool) -> int:
+def _count_bytes_to_read(directory: Path, copy: bool) -> int:
     """How many bytes are read: once for the files, once for the tensors, once for a copy."""
     files = directory.iterdir() if directory.is_dir() else []
     return sum(path.stat().st_size for path in files if path.is_file()) * (3 if copy else 2)
 
 
-def _state(bases: BaseStore, base: StoredBase) -> str:
+def _check_state(bases: BaseStore, base: StoredBase) -> str:
     try:
         bases.check(base)
     except ExpertError:
@@ -156,22 +160,22 @@ def _state(bases: BaseStore, base: StoredBase) -> str:
     return "ok"
 
 
-def _engine(base: StoredBase) -> str:
+def _get_engine_name(base: StoredBase) -> str:
     """Return the engine that runs a base; transformers may run a native base, too."""
     return "transformers" if base.foreign else "native"
 
 
-def _routed(base: StoredBase) -> "ExpertsConfig | None":
+def _read_routed_config(base: StoredBase) -> "ExpertsConfig | None":
     """Return the routed experts of a native base; None if it has none, or cannot be read."""
-    from expertctl.package.model_config import read_config
+    from expertctl.package.model_config import read_model_config
 
     try:
-        return None if base.foreign else read_config(base.path).experts
+        return None if base.foreign else read_model_config(base.path).experts
     except ExpertError:  # the state of the base says so
         return None
 
 
-def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:
+def _build_document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:
     identity = base.identity
     canonical = identity.canonical_tokenizer
     return {
@@ -179,7 +183,7 @@ def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, obj
         "revision": identity.revision,
         "path": str(base.path),
         "copied": base.copied,
-        "engine": _engine(base),
+        "engine": _get_engine_name(base),
         "size": base.size,
         "routed_experts": None
         if routed is None
@@ -191,7 +195,7 @@ def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, obj
     }
 
 
-def _tokenizer(identity: "BaseIdentity") -> str:
+def _format_tokenizers(identity: "BaseIdentity") -> str:
     canonical = identity.canonical_tokenizer
     text = f"tokenizer {identity.tokenizer}"
     return f"{text}\ncanonical tokenizer {canonical}" if canonical else text

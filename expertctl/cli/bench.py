@@ -1,4 +1,6 @@
-"""``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
+"""What ``expertctl bench`` shows to a person.
+
+``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
 
 Torch and numba are imported inside the functions, after everything else was checked.
 """
@@ -12,27 +14,83 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.bench_moe import bench_moe
+from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.named_base import known_base
-from expertctl.cli.opening import importing_engine, open_planner
-from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_count,
+    format_table,
+    make_printable,
+    note,
+    show_counter,
+    show_progress,
+    warn,
+)
 from expertctl.cli.run_options import (
     AdapterDtype,
     Dtype,
     MemoryBudget,
-    Numerics,
-    budget_of,
-    check_processor,
-    numerics_of,
+    NumericsOptions,
+    check_cpu_only,
+    resolve_memory_budget,
+    resolve_numerics,
 )
 from expertctl.errors import UsageError
-from expertctl.settings import Settings, load_settings
+from expertctl.settings import Settings, format_size, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.engine.bench import Subject, Wanted
-    from expertctl.engine.bench_result import Measured
+    from expertctl.engine.bench import BenchSettings, BenchSubject
+    from expertctl.engine.bench_result import BenchResult, BenchRow
 
-USUAL_DTYPE: Literal["bf16"] = "bf16"
+
+_HEADER = ["WHAT", "THREADS", "MEDIAN", "QUARTILES", "ROOF", "SHARE", "LIMIT"]
+_FOOT = [
+    "The roof is what memory, or arithmetic, of this machine allows with as many",
+    "threads; the share is how much of it was reached, round by round.",
+]
+
+
+def format_bench(result: "BenchResult") -> str:
+    """Return what was measured, then a row for each figure; it fits into 80 columns."""
+    rows = [_format_row(row) for row in result.rows]
+    return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
+
+
+def _format_header(result: "BenchResult") -> list[str]:
+    work = result.text_work()
+    parts = {
+        "weights": work.weight_bytes,
+        "experts": work.expert_bytes,
+        "keys and values": work.kv_bytes,
+    }
+    told = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
+    return [
+        make_printable(f"{result.what}, {result.dtype}"),
+        f"{result.costs.numbers / 1e6:.1f} million weights are multiplied for a token",
+        f"a token behind {result.context} reads {format_size(work.nbytes)}: {told}",
+        make_printable(f"on {result.cpu}"),
+    ]
+
+
+def _format_row(row: "BenchRow") -> list[str]:
+    reach = row.reach
+    return [
+        f"{row.case}, {row.unit}",
+        f"{row.threads}",
+        _format_number(row.rate.median),
+        f"{_format_number(row.rate.low)} to {_format_number(row.rate.high)}",
+        "" if row.roof is None else _format_number(row.roof),
+        "" if reach is None else f"{reach.share.median:.2f}",
+        "" if reach is None else reach.bound,
+    ]
+
+
+def _format_number(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+DEFAULT_DTYPE: Literal["bf16"] = "bf16"
 """The dtype of random weights; those of a base are held as they are stored."""
 
 BenchBase = Annotated[
@@ -109,49 +167,48 @@ def bench(
     """
     if invoked.invoked_subcommand is not None:
         return
-    from expertctl.cli.bench_view import bench_text
 
     settings = load_settings()
-    check_processor(settings, "bench")
-    held = numerics_of(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
-    budget = budget_of(memory_budget, settings)
-    base = known_base(base, settings, as_json=as_json)
-    asked = _Asked(base, shape, tuple(expert or ()), held, budget)
+    check_cpu_only(settings, "bench")
+    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
+    budget = resolve_memory_budget(memory_budget, settings)
+    base = resolve_base(base, settings, as_json=as_json)
+    asked = _BenchOptions(base, shape, tuple(expert or ()), held, budget)
     asked.check()
     _check_plot(plot)
-    wanted = _wanted(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
-    with _subject(asked, wanted, settings, as_json=as_json) as subject:
-        from expertctl.engine.bench import measure
+    wanted = _build_request(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
+    with _open_subject(asked, wanted, settings, as_json=as_json) as subject:
+        from expertctl.engine.bench import run_bench
 
-        with counting("measuring", wanted.runs, as_json=as_json) as report:
-            found = measure(subject, wanted, progress=report)
+        with show_counter("measuring", wanted.run_count, as_json=as_json) as report:
+            found = run_bench(subject, wanted, progress=report)
     warn(found.notes)
-    _draw(found, plot)
-    emit(found.to_json(), bench_text(found), as_json=as_json)
+    _draw_plot(found, plot)
+    emit(found.to_json(), format_bench(found), as_json=as_json)
 
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from expertctl.cli.plot import check_picture
+        from expertctl.cli.plot import check_plot_path
 
-        check_picture(plot, example="roofline")
+        check_plot_path(plot, example="roofline")
 
 
-def _draw(found: "Measured", plot: Path | None) -> None:
+def _draw_plot(result: "BenchResult", plot: Path | None) -> None:
     if plot is not None:
-        from expertctl.cli.roofline_plot import draw_roofline
+        from expertctl.cli.plot import draw_roofline
 
-        draw_roofline(found, plot)
+        draw_roofline(result, plot)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _BenchOptions:
     """What the user wants to measure."""
 
     base: str | None
     shape: str | None
     experts: tuple[str, ...]
-    held: Numerics
+    numerics: NumericsOptions
     memory_budget: int | None
 
     def check(self) -> None:
@@ -164,7 +221,7 @@ class _Asked:
             )
 
 
-def _wanted(
+def _build_request(
     tokens: int,
     context: int,
     prompts: Sequence[int] | None,
@@ -172,17 +229,17 @@ def _wanted(
     rounds: int,
     *,
     as_json: bool,
-) -> "Wanted":
-    with importing_engine(as_json=as_json):
-        from expertctl.engine.bench import Wanted, thread_counts
-        from expertctl.engine.threads import usable_cores
-    if threads and max(threads) > usable_cores():
+) -> "BenchSettings":
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.bench import BenchSettings, list_thread_counts
+        from expertctl.engine.devices import count_usable_cores
+    if threads and max(threads) > count_usable_cores():
         raise UsageError(
-            f"--threads {max(threads)}: only {counted(usable_cores(), 'core')} can be used here",
-            hint=f"--threads {usable_cores()} is the most: more would wait for each other",
+            f"--threads {max(threads)}: only {format_count(count_usable_cores(), 'core')} can be used here",
+            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
         )
-    return Wanted(
-        threads=tuple(sorted(set(threads))) if threads else thread_counts(),
+    return BenchSettings(
+        threads=tuple(sorted(set(threads))) if threads else list_thread_counts(),
         tokens=tokens,
         context=context,
         prompts=tuple(dict.fromkeys(prompts)) if prompts else (128, 512),
@@ -191,69 +248,74 @@ def _wanted(
 
 
 @contextmanager
-def _subject(
-    asked: _Asked, wanted: "Wanted", settings: Settings, *, as_json: bool
-) -> Iterator["Subject"]:
+def _open_subject(
+    options: _BenchOptions, wanted: "BenchSettings", settings: Settings, *, as_json: bool
+) -> Iterator["BenchSubject"]:
     """Load what was asked for, else the base that answers by default, else a usual shape."""
-    from expertctl.engine.bench_subject import USUAL_SHAPE, drawn_bytes, random_subject
+    from expertctl.engine.bench_subject import DEFAULT_SHAPE, open_random_subject, random_base_bytes
 
-    own = asked.base
-    if asked.shape is None and not asked.experts:
-        own = own or _usual_base(settings)
-    if asked.shape is None and (own or asked.experts):
-        with _installed(asked, own, wanted, settings, as_json=as_json) as subject:
+    own = options.base
+    if options.shape is None and not options.experts:
+        own = own or _find_default_base(settings)
+    if options.shape is None and (own or options.experts):
+        with _open_installed_subject(options, own, wanted, settings, as_json=as_json) as subject:
             yield subject
         return
-    shape, dtype = asked.shape or USUAL_SHAPE, asked.held.dtype or USUAL_DTYPE
+    shape, dtype = options.shape or DEFAULT_SHAPE, options.numerics.dtype or DEFAULT_DTYPE
     with ExitStack() as stack:
-        total = drawn_bytes(shape, dtype)
-        with progress("drawing random weights", total, as_json=as_json) as report:
-            drawn = random_subject(
+        total = random_base_bytes(shape, dtype)
+        with show_progress("drawing random weights", total, as_json=as_json) as report:
+            drawn = open_random_subject(
                 shape,
                 dtype,
                 wanted,
                 home=settings.home,
-                budget=asked.memory_budget,
+                budget=options.memory_budget,
                 progress=report,
-                tell=note,
+                notify=note,
             )
             subject = stack.enter_context(drawn)
         yield subject
 
 
 @contextmanager
-def _installed(
-    asked: _Asked, base: str | None, wanted: "Wanted", settings: Settings, *, as_json: bool
-) -> Iterator["Subject"]:
-    from expertctl.engine.bench_subject import installed_subject
+def _open_installed_subject(
+    options: _BenchOptions,
+    base: str | None,
+    wanted: "BenchSettings",
+    settings: Settings,
+    *,
+    as_json: bool,
+) -> Iterator["BenchSubject"]:
+    from expertctl.engine.bench_subject import open_installed_subject
     from expertctl.engine.request import parse_expert
 
     planner = open_planner(settings, as_json=as_json)
     with ExitStack() as stack:
-        with progress("loading", None, as_json=as_json) as report:
-            loaded = installed_subject(
+        with show_progress("loading", None, as_json=as_json) as report:
+            loaded = open_installed_subject(
                 planner,
                 wanted,
                 base=base,
-                experts=[parse_expert(text) for text in asked.experts],
-                dtype=asked.held.dtype,
-                adapter_dtype=asked.held.adapter_dtype,
-                budget=asked.memory_budget,
+                experts=[parse_expert(text) for text in options.experts],
+                dtype=options.numerics.dtype,
+                adapter_dtype=options.numerics.adapter_dtype,
+                budget=options.memory_budget,
                 progress=report,
-                tell=note,
+                notify=note,
             )
             subject = stack.enter_context(loaded)
         yield subject
 
 
-def _usual_base(settings: Settings) -> str | None:
+def _find_default_base(settings: Settings) -> str | None:
     """Return the base that answers by default; None for the demo, unless it is set.
 
     The demo is too small to say anything about a machine.
     """
-    from expertctl.routing.base_choice import DEMO, BaseRule
+    from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
     from expertctl.store.bases import BaseStore
 
-    base = BaseRule(BaseStore(settings.home.bases), settings.base).default()
-    is_measured = base is not None and (base.name != DEMO or settings.base is not None)
+    base = BaseSelector(BaseStore(settings.home.bases), settings.base).find_default()
+    is_measured = base is not None and (base.name != DEMO_BASE or settings.base is not None)
     return base.name if base is not None and is_measured else None

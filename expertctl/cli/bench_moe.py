@@ -1,4 +1,6 @@
-"""``expertctl bench moe``: measures a base with only some of its routed experts in memory.
+"""What ``expertctl bench moe`` shows to a person.
+
+``expertctl bench moe``: measures a base with only some of its routed experts in memory.
 
 Torch and numba are imported inside the functions, after everything else was checked.
 """
@@ -9,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from expertctl.cli.named_base import known_base
-from expertctl.cli.opening import importing_engine, open_planner
-from expertctl.cli.output import JsonFlag, counted, counting, emit, note, warn
+from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    format_count,
+    format_table,
+    make_printable,
+    note,
+    show_counter,
+    warn,
+)
 from expertctl.cli.run_options import (
     Device,
     Dtype,
@@ -22,25 +32,90 @@ from expertctl.cli.run_options import (
     MoeProfile,
     MoeSkipCap,
     MoeWarmup,
-    Numerics,
-    budget_of,
-    cap_of,
-    chosen_device,
-    cold_of,
-    numerics_of,
-    start_of,
+    NumericsOptions,
+    resolve_device,
+    resolve_memory_budget,
+    resolve_moe_cold,
+    resolve_moe_start,
+    resolve_numerics,
+    resolve_skip_cap,
 )
 from expertctl.errors import ExpertError, NotFoundError, UsageError
-from expertctl.settings import Settings, load_settings
+from expertctl.settings import Settings, format_size, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.engine.routed_bench import RoutedWanted
-    from expertctl.engine.routed_bench_result import RoutedMeasured
-    from expertctl.routing.request import DeviceName, MoeColdWish, MoeMiss
+    from expertctl.engine.moe.bench import RoutedBenchConfig
+    from expertctl.engine.moe.bench_result import RoutedBenchResult, RoutedBenchRow
+    from expertctl.routing.request import DeviceName, MoeColdOption, MoeMiss
     from expertctl.store.base_record import StoredBase
 
-SHARES = "1.0,0.6,0.4"
-MOST_SHARES = 16
+
+_HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
+_FOOT = [
+    "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
+    "expert was in memory. MISSED: of the different experts that one pass asked for,",
+    "those that were not. LEFT OUT: of the weights of routers, those of experts that",
+    "were left out. WAITED: for experts, for each token that was written; what was",
+    "waited while prompts were read is in READ alone.",
+]
+
+
+def format_bench_moe(result: "RoutedBenchResult") -> str:
+    """Return what was measured, then a row for each way to hold the experts; in 80 columns."""
+    rows = [_format_row(result, row) for row in result.rows]
+    return "\n".join([*_format_header(result), "", format_table(_HEADER, rows), "", *_FOOT])
+
+
+def _format_header(result: "RoutedBenchResult") -> list[str]:
+    return [
+        make_printable(f"{result.what}, {result.dtype}"),
+        f"{result.layers} layers of {result.experts} routed experts, of which a token uses "
+        f"{result.used}",
+        result.texts,
+        *_format_start_options(result),
+        make_printable(f"on {result.device or f'{result.cpu}, threads: {result.threads}'}"),
+    ]
+
+
+def _format_start_options(result: "RoutedBenchResult") -> list[str]:
+    """Say which options of the start were given, and how much may be left out where any may."""
+    wishes = result.start
+    told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
+    told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
+    told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
+    told += ["all slots filled first"] if wishes.warmup == "full" else []
+    cap = result.skip_cap
+    told += [] if cap is None else [f"leaves out up to {cap:g} of a token's weights"]
+    told += [] if result.cold == "auto" else [f"cold experts: {result.cold}"]
+    return [make_printable("; ".join(told))] if told else []
+
+
+def _format_row(result: "RoutedBenchResult", row: "RoutedBenchRow") -> list[str]:
+    holding = row.case
+    residence = row.report.residence
+    return [
+        f"{residence.slots} of {residence.experts}",
+        "" if holding.is_whole else holding.miss,
+        _format_number(row.decode_rate.median),
+        _format_number(row.prefill_rate),
+        _format_percent(row.hit_rate),
+        _format_percent(row.report.fallback_rate),
+        _format_percent(row.report.skipped_share),
+        f"{row.waited_ms_per_token:.2f} ms",
+        format_size(row.memory),
+    ]
+
+
+def _format_number(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _format_percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+DEFAULT_SHARES = "1.0,0.6,0.4"
+MAX_SHARES = 16
 
 BenchBase = Annotated[
     str | None,
@@ -85,7 +160,7 @@ Plot = Annotated[
 
 def bench_moe(
     base: BenchBase = None,
-    resident: Resident = SHARES,
+    resident: Resident = DEFAULT_SHARES,
     moe_miss: Misses = None,
     moe_skip_cap: MoeSkipCap = None,
     prompt: Prompts = None,
@@ -109,30 +184,29 @@ def bench_moe(
 
     Example: expertctl bench moe --resident 1.0,0.6,0.4 --plot hits.png
     """
-    from expertctl.cli.bench_moe_view import bench_moe_text
 
     settings = load_settings()
-    chosen = chosen_device(device, settings)
-    held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
-    cold = cold_of(moe_cold, settings)
+    chosen = resolve_device(device, settings)
+    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
+    cold = resolve_moe_cold(moe_cold, settings)
     _check_request(chosen, held, cold)
-    budget = budget_of(memory_budget, settings)
-    shares, misses = _shares(resident), _misses(moe_miss or ())
+    budget = resolve_memory_budget(memory_budget, settings)
+    shares, misses = _parse_shares(resident), _parse_miss_policies(moe_miss or ())
     _check_plot(plot, shares)
-    wanted = _engine(as_json=as_json)(
+    wanted = _import_bench_request(as_json=as_json)(
         shares=shares,
         misses=misses,
-        cap=_share(cap_of(moe_skip_cap, misses)),
+        cap=_check_skip_cap(resolve_skip_cap(moe_skip_cap, misses)),
         prompts=tuple(prompt or ()),
         prompt_tokens=prompt_tokens,
         tokens=tokens,
         rounds=rounds,
         seed=seed,
         dtype=held.dtype,
-        threads=_usable(threads),
+        threads=_check_threads(threads),
         cold=cold,
         device=chosen,
-        start=start_of(
+        start=resolve_moe_start(
             settings,
             profile=moe_profile,
             pin=moe_pin,
@@ -141,38 +215,38 @@ def bench_moe(
             learn=False,
         ),
     )
-    found = _measured(wanted, settings, base=base, budget=budget, as_json=as_json)
+    found = _measure(wanted, settings, base=base, budget=budget, as_json=as_json)
     warn(found.warnings)
-    _draw(found, plot)
-    emit(found.to_json(), bench_moe_text(found), as_json=as_json)
+    _draw_plot(found, plot)
+    emit(found.to_json(), format_bench_moe(found), as_json=as_json)
 
 
-def _check_request(device: "DeviceName", held: Numerics, cold: "MoeColdWish") -> None:
+def _check_request(device: "DeviceName", numerics: NumericsOptions, cold: "MoeColdOption") -> None:
     """Refuse options that the device does not support, as ``run`` does."""
     from expertctl.routing.request import RouteRequest, check_request
 
-    check_request(RouteRequest(prompt="bench", dtype=held.dtype, moe_cold=cold, device=device))
+    check_request(RouteRequest(prompt="bench", dtype=numerics.dtype, moe_cold=cold, device=device))
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def _parse_shares(text: str) -> tuple[float, ...]:
     """Read shares separated by commas; return each once, the largest first."""
     try:
         shares = {float(word) for word in text.split(",")}
     except ValueError as error:
-        raise _no_shares(text) from error
-    if not all(0 < share <= 1 for share in shares) or len(shares) > MOST_SHARES:
-        raise _no_shares(text)
+        raise _build_shares_error(text) from error
+    if not all(0 < share <= 1 for share in shares) or len(shares) > MAX_SHARES:
+        raise _build_shares_error(text)
     return tuple(sorted(shares, reverse=True))
 
 
-def _no_shares(text: str) -> UsageError:
+def _build_shares_error(text: str) -> UsageError:
     return UsageError(
-        f"--resident {text!r}: not up to {MOST_SHARES} numbers above 0, up to 1",
-        hint=f"such as --resident {SHARES}",
+        f"--resident {text!r}: not up to {MAX_SHARES} numbers above 0, up to 1",
+        hint=f"such as --resident {DEFAULT_SHARES}",
     )
 
 
-def _misses(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
+def _parse_miss_policies(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
     from expertctl.routing.request import MoeMiss
 
     known: tuple[MoeMiss, ...] = get_args(MoeMiss)
@@ -184,7 +258,7 @@ def _misses(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
     return tuple(miss for miss in known if not words or miss in words)
 
 
-def _share(share: float) -> float:
+def _check_skip_cap(share: float) -> float:
     if not 0 <= share <= 1:
         raise UsageError(
             f"--moe-skip-cap {share} is not a share of the weights of a token",
@@ -195,9 +269,9 @@ def _share(share: float) -> float:
 
 def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
     if plot is not None:
-        from expertctl.cli.plot import check_picture
+        from expertctl.cli.plot import check_plot_path
 
-        check_picture(plot, example="hits")
+        check_plot_path(plot, example="hits")
         if min(shares) >= 1:
             raise UsageError(
                 "--plot draws which experts are missing, and with all resident none is",
@@ -205,43 +279,43 @@ def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
             )
 
 
-def _engine(*, as_json: bool) -> "type[RoutedWanted]":
-    with importing_engine(as_json=as_json):
-        from expertctl.engine.routed_bench import RoutedWanted
-    return RoutedWanted
+def _import_bench_request(*, as_json: bool) -> "type[RoutedBenchConfig]":
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.moe.bench import RoutedBenchConfig
+    return RoutedBenchConfig
 
 
-def _usable(threads: int | None) -> int | None:
-    from expertctl.engine.threads import usable_cores
+def _check_threads(threads: int | None) -> int | None:
+    from expertctl.engine.devices import count_usable_cores
 
-    if threads is not None and threads > usable_cores():
+    if threads is not None and threads > count_usable_cores():
         raise UsageError(
-            f"--threads {threads}: only {counted(usable_cores(), 'core')} can be used here",
-            hint=f"--threads {usable_cores()} is the most: more would wait for each other",
+            f"--threads {threads}: only {format_count(count_usable_cores(), 'core')} can be used here",
+            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
         )
     return threads
 
 
-def _measured(
-    wanted: "RoutedWanted",
+def _measure(
+    wanted: "RoutedBenchConfig",
     settings: Settings,
     *,
     base: str | None,
     budget: int | None,
     as_json: bool,
-) -> "RoutedMeasured":
-    from expertctl.engine.routed_bench import measure_routed
+) -> "RoutedBenchResult":
+    from expertctl.engine.moe.bench import measure_routed
 
-    named = known_base(base, settings, as_json=as_json)
+    named = resolve_base(base, settings, as_json=as_json)
     planner = open_planner(settings, as_json=as_json)
-    name = named or _first_routed(planner.rule.ordered())
-    with counting("measuring", wanted.runs, as_json=as_json) as report:
+    name = named or _find_routed_base(planner.base_selector.list_by_preference())
+    with show_counter("measuring", wanted.run_count, as_json=as_json) as report:
         return measure_routed(planner, wanted, base=name, budget=budget, progress=report, tell=note)
 
 
-def _first_routed(bases: "Sequence[StoredBase]") -> str:
+def _find_routed_base(bases: "Sequence[StoredBase]") -> str:
     """Return the first base that has routed experts."""
-    routed = [base for base in bases if _is_routed(base)]
+    routed = [base for base in bases if _has_routed_experts(base)]
     if not routed:
         raise NotFoundError(
             "no base of this home has routed experts",
@@ -250,18 +324,18 @@ def _first_routed(bases: "Sequence[StoredBase]") -> str:
     return routed[0].name
 
 
-def _is_routed(base: "StoredBase") -> bool:
+def _has_routed_experts(base: "StoredBase") -> bool:
     """Whether a base that our engine runs has routed experts."""
-    from expertctl.package.model_config import read_config
+    from expertctl.package.model_config import read_model_config
 
     try:
-        return not base.foreign and read_config(base.path).experts is not None
+        return not base.foreign and read_model_config(base.path).experts is not None
     except ExpertError:  # naming the base shows the error
         return False
 
 
-def _draw(found: "RoutedMeasured", plot: Path | None) -> None:
+def _draw_plot(result: "RoutedBenchResult", plot: Path | None) -> None:
     if plot is not None:
-        from expertctl.cli.hit_rate_plot import draw_hit_rates
+        from expertctl.cli.plot import draw_hit_rates
 
-        draw_hit_rates(found, plot)
+        draw_hit_rates(result, plot)

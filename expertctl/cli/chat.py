@@ -13,28 +13,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.cli.answer_stream import closing_stream
-from expertctl.cli.chat_error import refused
-from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
-from expertctl.cli.chat_loading import Loading, StoppedError, save_plan
-from expertctl.cli.exit_codes import OK, exit_code
-from expertctl.cli.interruption import Ending, TerminatedError
-from expertctl.cli.named_base import known_base
-from expertctl.cli.opening import importing_engine, open_engine, open_planner
+from expertctl.cli.engine import (
+    LoadingCancelledError,
+    LoadingProgress,
+    guard_engine_import,
+    open_engine,
+    open_planner,
+    resolve_base,
+    save_plan,
+)
 from expertctl.cli.output import (
     JsonFlag,
     fail,
     note,
+    open_answer_stream,
     print_json,
-    progress,
+    show_progress,
     terminal_width,
     warn,
 )
-from expertctl.cli.piped import is_terminal
-from expertctl.cli.prompt_input import PromptInput, read_body, read_input
+from expertctl.cli.process import OK, CancellationFlag, TerminatedError, get_exit_code
+from expertctl.cli.prompt_input import (
+    ChatInput,
+    PromptInput,
+    ReadLine,
+    is_terminal,
+    make_line_reader,
+    read_body,
+    read_chat_input,
+    read_input,
+)
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
+    BaseMismatchOption,
     Deterministic,
     Device,
     Dtype,
@@ -45,7 +57,6 @@ from expertctl.cli.run_options import (
     MaxTokens,
     MemoryBudget,
     MinP,
-    Mismatch,
     MoeCold,
     MoeExchange,
     MoeLearn,
@@ -56,7 +67,7 @@ from expertctl.cli.run_options import (
     MoeWarmup,
     NoExperts,
     OnBudget,
-    Repetition,
+    RepetitionPenalty,
     Seed,
     Stats,
     Stop,
@@ -65,24 +76,25 @@ from expertctl.cli.run_options import (
     TopK,
     TopP,
     VerifyBase,
-    budget_of,
-    cap_of,
-    chosen_device,
-    cold_of,
-    numerics_of,
-    start_of,
+    resolve_device,
+    resolve_memory_budget,
+    resolve_moe_cold,
+    resolve_moe_start,
+    resolve_numerics,
+    resolve_skip_cap,
 )
+from expertctl.cli.suggestions import add_chat_hint
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
-    from expertctl.engine.moe.start import StartWishes
+    from expertctl.engine.moe.warmup import WarmupConfig
     from expertctl.engine.request import RunRequest
     from expertctl.routing.planner import Planner
 
-LEAVING = ("/exit", "/quit")
-LEAVE_HINT = "press Ctrl-C again to leave, or /help"
+EXIT_COMMANDS = ("/exit", "/quit")
+EXIT_HINT = "press Ctrl-C again to leave, or /help"
 
 
 def chat(
@@ -107,7 +119,7 @@ def chat(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
-    repetition_penalty: Repetition = None,
+    repetition_penalty: RepetitionPenalty = None,
     max_tokens: MaxTokens = None,
     stop: Stop = None,
     seed: Seed = None,
@@ -133,7 +145,7 @@ def chat(
     moe_exchange: MoeExchange = 0.0,
     moe_learn: MoeLearn = None,
     verify_base: VerifyBase = False,
-    allow_base_mismatch: Mismatch = False,
+    allow_base_mismatch: BaseMismatchOption = False,
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
@@ -141,17 +153,17 @@ def chat(
 
     Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
     """
-    from expertctl.engine.message import UserMessage
     from expertctl.engine.request import RunRequest, parse_expert
-    from expertctl.routing.presets import SamplingWishes
+    from expertctl.engine.text.prompt import UserMessage
     from expertctl.routing.request import RouteRequest, check_request, parse_target
+    from expertctl.routing.sampling_presets import SamplingOverrides
 
     settings = load_settings()
-    held = numerics_of(
+    held = resolve_numerics(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
-    chosen = chosen_device(device, settings)
-    first = _first_input(prompt, body)
+    chosen = resolve_device(device, settings)
+    first = _read_first_message(prompt, body)
     message = UserMessage(prompt="?", body=first.body, template=template)
     message.text()
     pattern = RunRequest(
@@ -162,7 +174,7 @@ def chat(
             max_experts=max_experts,
             base_alone=no_experts,
             seed=seed,
-            wishes=SamplingWishes(
+            sampling=SamplingOverrides(
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
@@ -176,13 +188,13 @@ def chat(
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
             moe_miss=moe_miss,
-            moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
-            moe_cold=cold_of(moe_cold, settings),
+            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+            moe_cold=resolve_moe_cold(moe_cold, settings),
             device=chosen,
-            memory_budget=budget_of(memory_budget, settings),
+            memory_budget=resolve_memory_budget(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
-        base=known_base(base, settings, as_json=as_json),
+        base=resolve_base(base, settings, as_json=as_json),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
@@ -193,7 +205,7 @@ def chat(
         raise UsageError(
             "experts are forced and forbidden at once", hint="leave out --expert or --no-experts"
         )
-    moe = start_of(
+    moe = resolve_moe_start(
         settings,
         profile=moe_profile,
         pin=moe_pin,
@@ -201,13 +213,13 @@ def chat(
         exchange=moe_exchange,
         learn=moe_learn,
     )
-    session = _open(pattern, settings, moe, as_json=as_json, stats=stats)
+    session = _open_session(pattern, settings, moe, as_json=as_json, stats=stats)
     if named:
-        session.conversation.use(named)
-    raise typer.Exit(session.run(line_reader(as_json=as_json), first=first.prompt))
+        session.conversation.use_experts(named)
+    raise typer.Exit(session.run(make_line_reader(as_json=as_json), first=first.prompt))
 
 
-def _first_input(words: list[str] | None, body: str | None) -> PromptInput:
+def _read_first_message(words: list[str] | None, body: str | None) -> PromptInput:
     """Return the first message, empty where it comes as the others do, and what follows it."""
     if words:
         first = read_input(words, body)
@@ -222,30 +234,32 @@ def _first_input(words: list[str] | None, body: str | None) -> PromptInput:
     return PromptInput("", read_body(body))
 
 
-def _open(
-    pattern: "RunRequest", settings: Settings, moe: "StartWishes", *, as_json: bool, stats: bool
-) -> "_Session":
-    planner, loading = open_planner(settings, as_json=as_json), Loading()
+def _open_session(
+    pattern: "RunRequest", settings: Settings, moe: "WarmupConfig", *, as_json: bool, stats: bool
+) -> "_ChatSession":
+    planner, loading = open_planner(settings, as_json=as_json), LoadingProgress()
     route = pattern.route
-    with importing_engine(as_json=as_json):
+    with guard_engine_import(as_json=as_json):
         engine = open_engine(
             planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
         )
         from expertctl.engine.conversation import Conversation
 
-    begun = _Session(Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats)
-    begun.end = engine.close
+    begun = _ChatSession(
+        Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats
+    )
+    begun.on_close = engine.close
     return begun
 
 
-class _Session:
+class _ChatSession:
     """One chat: its conversation, and the exit code of its first error."""
 
     def __init__(
         self,
         conversation: "Conversation",
         planner: "Planner",
-        loading: Loading,
+        loading: LoadingProgress,
         *,
         as_json: bool,
         stats: bool,
@@ -253,10 +267,10 @@ class _Session:
         self.conversation, self._planner, self._loading = conversation, planner, loading
         self._as_json, self._stats = as_json, stats
         self._interactive = is_terminal()
-        self._code = OK
+        self._exit_code = OK
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
-        self.end: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] = lambda: None
         """Called when the chat is over, to save what was learnt."""
 
     def run(self, read_line: ReadLine, *, first: str = "") -> int:
@@ -268,7 +282,7 @@ class _Session:
             note("/help shows what else can be said, /exit leaves")
         try:
             if first:
-                self._handle(Said(first))
+                self._handle_input(ChatInput(first))
             if self._interactive or not first:
                 self._answer_lines(read_line)
         except KeyboardInterrupt:  # other errors print a document of their own
@@ -276,67 +290,67 @@ class _Session:
             raise
         self._print_turns()
         with suppress(UsageError):  # an interrupted answer may still be held
-            self.end()
-        return OK if self._interactive else self._code
+            self.on_close()
+        return OK if self._interactive else self._exit_code
 
     def _answer_lines(self, read_line: ReadLine) -> None:
-        while (said := self._next(read_line)) is not None and not _leaves(said):
+        while (said := self._read_next(read_line)) is not None and not _is_exit(said):
             if said.text.strip():
-                self._handle(said)
+                self._handle_input(said)
 
     def _print_turns(self) -> None:
         if self._as_json:
             print_json({"turns": self._documents})
 
-    def _next(self, read_line: ReadLine) -> Said | None:
+    def _read_next(self, read_line: ReadLine) -> ChatInput | None:
         """Return what the user says next; at a prompt, Ctrl-C twice in a row ends the chat."""
-        for hint in (LEAVE_HINT, ""):
+        for hint in (EXIT_HINT, ""):
             try:
-                return next_said(read_line)
+                return read_chat_input(read_line)
             except KeyboardInterrupt as key:
                 if not self._interactive or isinstance(key, TerminatedError):
                     raise
                 note(f"\n{hint}".rstrip())
             except ExpertError as error:
-                self._refuse("", error)
-                return None if not self._interactive else Said("")
+                self._report_error("", error)
+                return None if not self._interactive else ChatInput("")
         return None
 
-    def _handle(self, said: Said) -> None:
+    def _handle_input(self, message: ChatInput) -> None:
         try:
-            if said.is_command:
-                self._command(said.text.split())
+            if message.is_command:
+                self._run_command(message.text.split())
             else:
-                self._answer(said.text)
+                self._answer(message.text)
         except ExpertError as error:
-            self._refuse(said.text, error)
+            self._report_error(message.text, error)
 
-    def _refuse(self, text: str, error: ExpertError) -> None:
-        error = refused(error, self.conversation)
+    def _report_error(self, text: str, error: ExpertError) -> None:
+        error = add_chat_hint(error, self.conversation)
         fail(error, as_json=False)
-        self._code = self._code or exit_code(error)
+        self._exit_code = self._exit_code or get_exit_code(error)
         fields = {"code": error.code, "message": error.message, "hint": error.hint}
         self._documents.append({"prompt": text, "error": fields})
 
     def _answer(self, prompt: str) -> None:
-        ending = Ending()
-        with ending.heeding(*((signal.SIGINT,) if self._interactive else ())):
-            self._loading.unwanted = ending
+        ending = CancellationFlag()
+        with ending.catch_signals(*((signal.SIGINT,) if self._interactive else ())):
+            self._loading.is_cancelled = ending
             try:
-                turn = self._stream(prompt, ending)
-            except StoppedError:
+                turn = self._stream_answer(prompt, ending)
+            except LoadingCancelledError:
                 note("  [interrupted before the first word]")
                 return
         self._documents.append({"prompt": prompt, **turn.result.to_json()})
-        self._show(turn)
+        self._show_turn(turn)
 
-    def _stream(self, prompt: str, unwanted: Callable[[], bool]) -> "Turn":
+    def _stream_answer(self, prompt: str, cancelled: Callable[[], bool]) -> "Turn":
         """Print the answer as it comes; a bar shows what is read before its first piece."""
-        pieces = self.conversation.say(prompt, cancelled=unwanted)
+        pieces = self.conversation.send(prompt, cancelled=cancelled)
         try:
-            with progress("reading", None, as_json=self._as_json) as self._loading.report:
+            with show_progress("reading", None, as_json=self._as_json) as self._loading.report:
                 piece = next(pieces)
-            with closing_stream() as shown:
+            with open_answer_stream() as shown:
                 while True:
                     if not self._as_json:
                         shown.write(piece)
@@ -347,26 +361,27 @@ class _Session:
         finally:
             self._loading.report = None
 
-    def _show(self, turn: "Turn") -> None:
-        from expertctl.cli.chat_view import turn_line
-        from expertctl.cli.run_view import statistics
+    def _show_turn(self, turn: "Turn") -> None:
+        from expertctl.cli.run_view import format_statistics, format_turn
 
         known = {*self._warned, *turn.result.planned.result.notes}  # /plan shows the notes
         new = [w for w in dict.fromkeys(turn.result.warnings) if w not in known]
         self._warned.update(new)
         warn(new)
-        note(turn_line(turn))
+        note(format_turn(turn))
         if self._stats:
-            note(statistics(turn.result))
+            note(format_statistics(turn.result))
 
-    def _command(self, words: list[str]) -> None:
+    def _run_command(self, words: list[str]) -> None:
         commands: dict[str, Callable[[list[str]], None]] = {
-            "/help": self._help,
-            "/experts": self._experts,
-            "/plan": self._plan,
-            "/feedback": self._feedback,
-            "/reset": self._reset,
-            **dict.fromkeys(LEAVING, _want_none),  # without arguments they end the chat earlier
+            "/help": self._show_help,
+            "/experts": self._select_experts,
+            "/plan": self._show_plan,
+            "/feedback": self._record_feedback,
+            "/reset": self._reset_conversation,
+            **dict.fromkeys(
+                EXIT_COMMANDS, _check_no_arguments
+            ),  # without arguments they end the chat earlier
         }
         name, *rest = words
         if name not in commands:
@@ -376,32 +391,32 @@ class _Session:
             )
         commands[name](rest)
 
-    def _help(self, rest: list[str]) -> None:
-        from expertctl.cli.chat_view import HELP
+    def _show_help(self, rest: list[str]) -> None:
+        from expertctl.cli.run_view import CHAT_HELP
 
-        _want_none(rest)
-        note(HELP)
+        _check_no_arguments(rest)
+        note(CHAT_HELP)
 
-    def _experts(self, rest: list[str]) -> None:
-        from expertctl.cli.chat_view import experts_text, who
+    def _select_experts(self, rest: list[str]) -> None:
+        from expertctl.cli.run_view import format_fitting_experts, format_plan_experts
         from expertctl.engine.request import parse_expert
 
         if rest == ["auto"]:
-            self.conversation.route_freely()
+            self.conversation.use_automatic_routing()
             note("each message chooses its experts from now on")
         elif rest == ["none"]:
-            self.conversation.use_base_alone()
+            self.conversation.use_base_only()
             note("from now on: the base alone; `/experts auto` chooses experts again")
         elif rest:
-            plan = self.conversation.use([parse_expert(text) for text in rest])
-            note(f"from now on: {who(plan)}")
+            plan = self.conversation.use_experts([parse_expert(text) for text in rest])
+            note(f"from now on: {format_plan_experts(plan)}")
         else:
-            note(experts_text(self.conversation, self._planner))
+            note(format_fitting_experts(self.conversation, self._planner))
 
-    def _plan(self, rest: list[str]) -> None:
-        from expertctl.cli.run_view import routing_text
+    def _show_plan(self, rest: list[str]) -> None:
+        from expertctl.cli.run_view import format_routing
 
-        _want_none(rest[1:])
+        _check_no_arguments(rest[1:])
         if not self.conversation.turns:
             raise NotFoundError("there is no plan yet", hint="say something first")
         turn = self.conversation.turns[-1]
@@ -409,27 +424,27 @@ class _Session:
             save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
             note(f"saved {rest[0]}")
         else:
-            note(routing_text(turn.result.planned.result, width=terminal_width(sys.stderr)))
+            note(format_routing(turn.result.planned.result, width=terminal_width(sys.stderr)))
 
-    def _feedback(self, rest: list[str]) -> None:
-        from expertctl.cli.feedback import parse_verdict, verdict_text
+    def _record_feedback(self, rest: list[str]) -> None:
+        from expertctl.cli.stats import parse_verdict, record_verdict
 
         verdict = parse_verdict(rest)
         if not self.conversation.turns:
             raise NotFoundError("there is no answer yet", hint="say something first")
         job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
-        note(verdict_text(catalogue, job_id, verdict))
+        note(record_verdict(catalogue, job_id, verdict))
 
-    def _reset(self, rest: list[str]) -> None:
-        _want_none(rest)
+    def _reset_conversation(self, rest: list[str]) -> None:
+        _check_no_arguments(rest)
         self.conversation.reset()
         note("forgotten; the next message begins anew")
 
 
-def _leaves(said: Said) -> bool:
-    return said.is_command and said.text.strip() in LEAVING
+def _is_exit(message: ChatInput) -> bool:
+    return message.is_command and message.text.strip() in EXIT_COMMANDS
 
 
-def _want_none(rest: list[str]) -> None:
+def _check_no_arguments(rest: list[str]) -> None:
     if rest:
         raise UsageError(f"{' '.join(rest)[:80]!r} is too much here", hint="see /help")

@@ -1,36 +1,260 @@
-"""``expertctl config``: settings that stay, in ``config.toml``."""
+"""Changing ``config.toml``: one line at a time, so that the user's comments stay.
+
+``expertctl config``: settings that stay, in ``config.toml``.
+"""
 
 import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from filelock import FileLock, Timeout
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, note, table
-from expertctl.config_file import Setting, check_key, read_settings, set_value, unset_value
+from expertctl.cli.output import JsonFlag, emit, format_table, note
+from expertctl.errors import InvalidPackageError, StoreError, UsageError
+from expertctl.files import make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
-from expertctl.settings import CONFIG_KEYS, find_home, parse_encoder
+from expertctl.settings import (
+    ADAPTER_DTYPES,
+    CONFIG_KEYS,
+    DEVICES,
+    DTYPES,
+    MOE_COLDS,
+    MOE_WARMUPS,
+    find_home,
+    parse_age,
+    parse_count,
+    parse_encoder,
+    parse_names,
+    parse_seconds,
+    parse_size,
+    parse_switch,
+    read_config,
+)
+
+_BOOLEAN_KEYS = {
+    "offline",
+    "allow_http",
+    "deterministic",
+    "moe_learn",
+    "serve_completions_special_tokens",
+    "serve_strict_fields",
+}
+_CHOICES = {
+    "device": DEVICES,
+    "dtype": DTYPES,
+    "adapter_dtype": ADAPTER_DTYPES,
+    "moe_cold": MOE_COLDS,
+    "moe_warmup": MOE_WARMUPS,
+}
+_MAX_VALUE = 1000
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "memory_budget": parse_size,
+    "serve_prefix_cache_memory": parse_size,
+    "minimum_release_age": parse_age,
+    "minimum_release_age_exclude": parse_names,
+    **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},
+    **{key: partial(parse_seconds, key) for key in ("serve_timeout", "serve_behind")},
+}
+"""Refuses a value that is not valid for its setting."""
+LOCK_SECONDS = 30.0
+_DEFAULTS = {
+    "offline": "no",
+    "allow_http": "no",
+    "minimum_release_age": "0",
+    "device": "cpu",
+    "adapter_dtype": "published",
+    "deterministic": "no",
+    "moe_cold": "auto",
+    "moe_warmup": "hybrid",
+    "moe_learn": "yes",
+    "serve_host": "127.0.0.1",
+    "serve_port": "8000",
+    "serve_rows": "16",
+    "serve_queue": "128",
+    "serve_behind": "60",
+    "serve_completions_special_tokens": "yes",
+    "serve_strict_fields": "no",
+}
+"""What counts where a setting is not set, written as it could be set."""
+_DEFAULT_DESCRIPTIONS = {
+    "base": "newest, the demo last",
+    "memory_budget": "80% of the memory",
+    "dtype": "bf16 or float32",
+    "encoder": "minilm, else lexical",
+    "serve_base": "as for run",
+    "serve_url": "from host and port",
+    "serve_prefix_cache_memory": "a quarter of the budget",
+}
+"""The same for those that depend on something else, for people: short, for a table."""
+_NO_DEFAULT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as it counts now, and where it comes from."""
+
+    key: str
+    value: str | None
+    source: str
+    """``environment``, ``file`` or ``default``."""
+
+    @property
+    def default(self) -> str | None:
+        """The value that counts where none is set; ``None`` where that depends, or is nothing."""
+        return _DEFAULTS.get(self.key)
+
+    def describe(self) -> str:
+        """Return the value for people; a default is marked."""
+        if self.value is not None:
+            return self.value
+        return f"{self.describe_default()} (default)"
+
+    def describe_default(self) -> str:
+        """Return the default for people, in words where it depends on something else."""
+        return self.default or _DEFAULT_DESCRIPTIONS.get(self.key, _NO_DEFAULT)
+
+
+def read_settings(path: Path, environment: Mapping[str, str]) -> list[Setting]:
+    """Return every known setting.
+
+    Raises:
+        InvalidPackageError: when the file cannot be read as settings.
+    """
+    stored = read_config(path)
+    return [_build_setting(key, stored, environment) for key in CONFIG_KEYS]
+
+
+def set_value(path: Path, key: str, value: str) -> None:
+    """Write one setting; everything else in the file stays as it is.
+
+    Raises:
+        UsageError: for an unknown key or a value that is not of its kind.
+        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+    """
+    check_key(key)
+    _edit_file(path, key, _check_value(key, value))
+
+
+def unset_value(path: Path, key: str) -> None:
+    """Take one setting out of the file.
+
+    Raises:
+        UsageError: for an unknown key.
+        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+    """
+    check_key(key)
+    _edit_file(path, key, None)
+
+
+def check_key(key: str) -> None:
+    """Demand a known key.
+
+    Raises:
+        UsageError: for any other.
+    """
+    if key not in CONFIG_KEYS:
+        near = get_close_matches(key[:80], CONFIG_KEYS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(CONFIG_KEYS)}"
+        raise UsageError(f"{key[:80]!r} is not a setting", hint=hint)
+
+
+def _build_setting(key: str, stored: Mapping[str, str], environment: Mapping[str, str]) -> Setting:
+    given = environment.get(CONFIG_KEYS[key])
+    if given:
+        return Setting(key, given, "environment")
+    return Setting(key, stored.get(key), "file" if key in stored else "default")
+
+
+def _edit_file(path: Path, key: str, value: str | None) -> None:
+    make_folders(path.parent, mode=0o700)
+    with _lock_file(path):
+        stored = read_config(path)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        changed = _replace_line(text, key, "" if value is None else f"{key} = {_quote(value)}\n")
+        wanted = {k: v for k, v in stored.items() if k != key}
+        _check_result(path, changed, wanted if value is None else {**wanted, key: value})
+        write_atomic(path, changed.encode("utf-8"), mode=0o600)
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[None]:
+    try:
+        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS, mode=0o600):
+            yield
+    except Timeout as error:
+        message = f"{path} is being changed by another process"
+        raise StoreError(message, hint="try again when that has ended") from error
+
+
+def _replace_line(text: str, key: str, line: str) -> str:
+    pattern = re.compile(rf"^[ \t]*{re.escape(key)}[ \t]*=.*(?:\n|\Z)", re.MULTILINE)
+    if pattern.search(text):
+        return pattern.sub(lambda _: line, text, count=1)
+    end = "" if not text or text.endswith("\n") else "\n"
+    return f"{text}{end}{line}"
+
+
+def _check_result(path: Path, text: str, wanted: Mapping[str, str]) -> None:
+    """Demand that a line-wise change did what it should and nothing else."""
+    try:
+        found = {key: str(value) for key, value in tomllib.loads(text).items()}
+    except tomllib.TOMLDecodeError:
+        found = {}
+    if found != wanted:
+        problems = ["it is written in a way that cannot be changed line by line"]
+        raise InvalidPackageError(str(path), problems, hint="edit it by hand")
+
+
+def _check_value(key: str, value: str) -> str:
+    if not value.isprintable() or not 0 < len(value) <= _MAX_VALUE:
+        raise UsageError(
+            f"{value[:40]!r} cannot be the value of {key}",
+            hint=f"one line of 1 to {_MAX_VALUE} characters",
+        )
+    if key in _CHOICES and value not in _CHOICES[key]:
+        hint = f"supported: {', '.join(_CHOICES[key])}"
+        raise UsageError(f"{key} {value[:40]!r} is not supported", hint=hint)
+    if key in _PARSERS:
+        _PARSERS[key](value)
+    if key in _BOOLEAN_KEYS:
+        parse_switch(key, value)
+    return value
+
+
+def _quote(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
 
 app = CommandGroup("Show and change settings.")
-Key = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.join(CONFIG_KEYS)}.")]
+SettingKey = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.join(CONFIG_KEYS)}.")]
 
 
 @app.command()
-def get(key: Key, as_json: JsonFlag = False) -> None:
+def get(key: SettingKey, as_json: JsonFlag = False) -> None:
     """Print one setting. The environment counts before config.toml.
 
     Example: expertctl config get memory_budget
     """
     check_key(key)
-    found = next(setting for setting in _settings() if setting.key == key)
+    found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.value is None:
         note(f"{key} is not set; the default is {found.describe_default()}")
-    emit(_document(found), found.value or "", as_json=as_json)
+    emit(_build_document(found), found.value or "", as_json=as_json)
 
 
 @app.command("set")
-def set_(
-    key: Key,
+def set_setting(
+    key: SettingKey,
     value: Annotated[str, typer.Argument(metavar="VALUE", help="What it shall be.")],
     as_json: JsonFlag = False,
 ) -> None:
@@ -43,14 +267,14 @@ def set_(
     if key == "encoder":
         value = parse_encoder(value)
     set_value(find_home().config, key, value)
-    found = next(setting for setting in _settings() if setting.key == key)
+    found = next(setting for setting in _load_all_settings() if setting.key == key)
     if found.source == "environment":
         note(f"{CONFIG_KEYS[key]} is set in the environment and wins")
     emit({"key": key, "value": value}, f"{key} = {value}", as_json=as_json)
 
 
 @app.command()
-def unset(key: Key, as_json: JsonFlag = False) -> None:
+def unset(key: SettingKey, as_json: JsonFlag = False) -> None:
     """Take one setting out of config.toml.
 
     Example: expertctl config unset memory_budget
@@ -60,22 +284,22 @@ def unset(key: Key, as_json: JsonFlag = False) -> None:
 
 
 @app.command("list")
-def list_(as_json: JsonFlag = False) -> None:
+def list_settings(as_json: JsonFlag = False) -> None:
     """List all settings, with where each comes from or its default.
 
     Example: expertctl config list
     """
-    found = _settings()
+    found = _load_all_settings()
     rows = [[s.key, s.describe(), "-" if s.source == "default" else s.source] for s in found]
-    document = {"settings": [_document(setting) for setting in found]}
-    emit(document, table(["KEY", "VALUE", "SOURCE"], rows), as_json=as_json)
+    document = {"settings": [_build_document(setting) for setting in found]}
+    emit(document, format_table(["KEY", "VALUE", "SOURCE"], rows), as_json=as_json)
 
 
-def _settings() -> list[Setting]:
+def _load_all_settings() -> list[Setting]:
     return read_settings(find_home().config, os.environ)
 
 
-def _document(setting: Setting) -> dict[str, object]:
+def _build_document(setting: Setting) -> dict[str, object]:
     return {
         "key": setting.key,
         "value": setting.value,

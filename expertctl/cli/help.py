@@ -1,6 +1,6 @@
 """The layout of ``--help``: sections of commands and options, short metavars, up to 100 columns.
 
-`CommandGroup` replaces `typer.Typer` for every group, `Command` and `Group` draw the pages. Options
+`CommandGroup` replaces `typer.Typer` for every group, `Command` and `HelpGroup` draw the pages. Options
 name their section with ``rich_help_panel``. A paragraph that begins with ``Example:`` is a command
 line and is never folded.
 """
@@ -13,16 +13,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import Default
 
-WIDTH = 100
+MAX_WIDTH = 100
 """Help is as wide as the terminal, up to this many columns."""
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
-EXAMPLE = "Example: "
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
+EXAMPLE_PREFIX = "Example: "
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NUMBERS = {int: "N", float: "NUMBER"}
 _Rows = list[tuple[str, str]]
 
 
-def metavar_of(parameter: Any) -> str:
+def get_metavar(parameter: Any) -> str:
     """Return what stands for the value of an option or argument, such as ``FILE`` or ``a|b``."""
     if parameter.metavar is not None:
         return str(parameter.metavar)
@@ -36,28 +36,30 @@ def metavar_of(parameter: Any) -> str:
     return _NUMBERS.get(kind.annotation, "TEXT")
 
 
-def argument_usage(argument: Any) -> str:
+def format_argument_usage(argument: Any) -> str:
     """Return an argument as the usage line shows it, such as ``DIR`` or ``[REF...]``."""
-    name = metavar_of(argument) + ("..." if argument.nargs != 1 else "")
+    name = get_metavar(argument) + ("..." if argument.nargs != 1 else "")
     return name if argument.required else f"[{name}]"
 
 
-def help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
+def build_help_row(parameter: Any, context: Any) -> tuple[str, str] | None:
     """Return names and help of an option or argument; None for a hidden one."""
     record = parameter.get_help_record(context)
     if record is None:
         return None
     if parameter.param_type_name == "argument":
-        return metavar_of(parameter) + ("..." if parameter.nargs != 1 else ""), _plain(record[1])
+        return get_metavar(parameter) + ("..." if parameter.nargs != 1 else ""), _clean_defaults(
+            record[1]
+        )
     names = ", ".join(sorted(parameter.opts, key=lambda name: name.startswith("--")))
     if parameter.secondary_opts:
         names += " / " + ", ".join(parameter.secondary_opts)
     if not parameter.is_flag and not parameter.count:
-        names += " " + metavar_of(parameter)
-    return names, _plain(record[1])
+        names += " " + get_metavar(parameter)
+    return names, _clean_defaults(record[1])
 
 
-def _plain(text: str) -> str:
+def _clean_defaults(text: str) -> str:
     """Write defaults without a second pair of brackets, and say nothing of what usage shows."""
     text = text.replace("[default: (", "[default: ").replace(")]", "]").replace("); ", "; ")
     return text.replace("  [required]", "").replace("; required]", "]")
@@ -67,7 +69,7 @@ def write_parameters(command: Any, context: Any, formatter: Any) -> None:
     """Write the sections of arguments and options; a section is named by ``rich_help_panel``."""
     sections: dict[str, _Rows] = {"Arguments": [], "Options": []}
     for parameter in command.get_params(context):
-        row = help_row(parameter, context)
+        row = build_help_row(parameter, context)
         if row is None:
             continue
         default = "Arguments" if parameter.param_type_name == "argument" else "Options"
@@ -88,9 +90,11 @@ def write_description(command: Any, formatter: Any) -> None:
     """Write the paragraphs of a docstring; examples come last, each on a line of its own."""
     text = inspect.cleandoc(command.help or "").partition("\f")[0]
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    examples = [part.removeprefix(EXAMPLE) for part in paragraphs if part.startswith(EXAMPLE)]
+    examples = [
+        part.removeprefix(EXAMPLE_PREFIX) for part in paragraphs if part.startswith(EXAMPLE_PREFIX)
+    ]
     for part in paragraphs:
-        if part and not part.startswith(EXAMPLE):
+        if part and not part.startswith(EXAMPLE_PREFIX):
             formatter.write_paragraph()
             with formatter.indentation():
                 formatter.write_text(part)
@@ -98,12 +102,12 @@ def write_description(command: Any, formatter: Any) -> None:
         formatter.write("\nExample:\n" + "".join(f"  {line}\n" for line in examples))
 
 
-class Command(TyperCommand):
+class HelpCommand(TyperCommand):
     """One command, with help as this module draws it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the name in the usage line."""
-        return ["[OPTIONS]", *_usages(self.get_params(ctx))]
+        return ["[OPTIONS]", *_format_usages(self.get_params(ctx))]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write description and examples."""
@@ -114,7 +118,7 @@ class Command(TyperCommand):
         write_parameters(self, ctx, formatter)
 
 
-class Group(TyperGroup):
+class HelpGroup(TyperGroup):
     """A group of commands, with help as this module draws it."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
@@ -128,10 +132,10 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands with the first sentence of each."""
-        rows = [(name, summary(command.help)) for name, command in self._visible(ctx)]
+        rows = [(name, extract_summary(command.help)) for name, command in self._list_visible(ctx)]
         write_sections({"Commands": rows}, formatter)
 
-    def _visible(self, ctx: Any) -> Iterator[tuple[str, Any]]:
+    def _list_visible(self, ctx: Any) -> Iterator[tuple[str, Any]]:
         for name in self.list_commands(ctx):
             command = self.get_command(ctx, name)
             if command is not None and not command.hidden:
@@ -144,7 +148,7 @@ class CommandGroup(typer.Typer):
     def __init__(self, text: str | None = None, *, no_args_is_help: bool = True) -> None:
         """Make an empty group; ``text`` is its help."""
         super().__init__(
-            cls=Group,
+            cls=HelpGroup,
             help=text or Default(None),
             no_args_is_help=no_args_is_help,
             add_completion=False,
@@ -153,21 +157,21 @@ class CommandGroup(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
         """Register a command."""
-        return super().command(name, **({"cls": Command} | options))
+        return super().command(name, **({"cls": HelpCommand} | options))
 
 
-def single_command(name: str, function: Callable[..., None]) -> Any:
+def build_single_command(name: str, function: Callable[..., None]) -> Any:
     """Make the command of one function."""
     app = CommandGroup(no_args_is_help=False)
     app.command(name)(function)
     return typer.main.get_command(app)
 
 
-def summary(text: str | None) -> str:
+def extract_summary(text: str | None) -> str:
     """Return the first sentence of a docstring, without its full stop."""
     first = " ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split())
     return first.partition(". ")[0].removesuffix(".")
 
 
-def _usages(parameters: Iterable[Any]) -> Sequence[str]:
-    return [argument_usage(p) for p in parameters if p.param_type_name == "argument"]
+def _format_usages(parameters: Iterable[Any]) -> Sequence[str]:
+    return [format_argument_usage(p) for p in parameters if p.param_type_name == "argument"]

@@ -2,6 +2,16 @@
 
 With ``--json`` stdout holds one JSON document and nothing else. Text that comes from packages is
 stripped of control characters before a terminal sees it.
+
+Files that the user names for a command to write.
+
+Wraps an answer for a terminal while it is written: lines are broken between words.
+
+A word is held back until it is complete. Text that is written without spaces, such as Chinese, is
+broken between any two characters. Lines of a fenced block stay as they are, because their line
+ends mean something, and so does a word that is wider than the terminal.
+
+An answer on stdout while it is written: as it is for a program, wrapped for a terminal.
 """
 
 import json
@@ -10,34 +20,36 @@ import re
 import sys
 import textwrap
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from expertctl.digest import Progress, no_progress
-from expertctl.errors import ExpertError
-from expertctl.plain_text import replace_unsafe
-from expertctl.settings import human_limit as human_limit
-from expertctl.settings import human_size as human_size
+from expertctl.digest import Progress, ignore_progress
+from expertctl.errors import DiskFullError, ExpertError, NotFoundError
+from expertctl.files import NO_SPACE_ERRORS, write_to_path
+from expertctl.messages import replace_unsafe
 
 if TYPE_CHECKING:
     from rich.progress import FileSizeColumn
 
-_NARROWEST = 20
+
+_MIN_WIDTH = 20
 """Fewest columns of folded text."""
 LINE_SECONDS = 10.0
 """How often a line tells the progress where there is no terminal."""
-_MOST_LINES = 60
+_MAX_LINES = 60
 """How many lines tell the first ten minutes; later ones are further and further apart."""
-_GAP, _BELOW = "  ", "    "
+_GAP, _BELOW_INDENT = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
-_ONE_LINE_AT_A_TIME = Lock()
-_JOINT = "\0"
+_PRINT_LOCK = Lock()
+_UNBROKEN_SPACE = "\0"
 """Stands for a space at which no line is broken; `printable` replaces it in any text."""
 
 JsonFlag = Annotated[
@@ -50,29 +62,29 @@ def emit(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
     elif text:
-        _say(_shown_on(text, sys.stdout), sys.stdout)
+        _print_line(_fold_for_stream(text, sys.stdout), sys.stdout)
 
 
 def print_json(document: Mapping[str, object]) -> None:
     """Print one JSON document on stdout, in ASCII where stdout cannot take its text."""
     text = json.dumps(document, ensure_ascii=False)
-    plain = text == _encodable(text, sys.stdout)
-    _say(text if plain else json.dumps(document), sys.stdout)
+    plain = text == _escape_unencodable(text, sys.stdout)
+    _print_line(text if plain else json.dumps(document), sys.stdout)
 
 
 def write_piece(text: str) -> None:
     """Print a part of a text as it comes; a terminal gets no control characters."""
-    shown = printable(text) if sys.stdout.isatty() else text
-    sys.stdout.write(_encodable(shown, sys.stdout))
+    shown = make_printable(text) if sys.stdout.isatty() else text
+    sys.stdout.write(_escape_unencodable(shown, sys.stdout))
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """Say something that is not data."""
-    _say(_shown_on(text, sys.stderr), sys.stderr)
+    _print_line(_fold_for_stream(text, sys.stderr), sys.stderr)
 
 
-def note_once() -> Callable[[str], None]:
+def make_note_once() -> Callable[[str], None]:
     """Return a function like `note` that prints a text only once; any thread may call it."""
     said: set[str] = set()
 
@@ -101,21 +113,21 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
             sys.stdout.flush()
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Replace what could control a terminal or reorder text; line ends and tabs stay."""
     return replace_unsafe(text)
 
 
-def _say(text: str, stream: TextIO) -> None:
+def _print_line(text: str, stream: TextIO) -> None:
     """Print a line at once: those of several threads, and of progress bars, must not mix."""
-    with _ONE_LINE_AT_A_TIME:
-        stream.write(f"{_encodable(text, stream)}\n")
+    with _PRINT_LOCK:
+        stream.write(f"{_escape_unencodable(text, stream)}\n")
 
 
-def _shown_on(text: str, stream: TextIO) -> str:
+def _fold_for_stream(text: str, stream: TextIO) -> str:
     """Return a text as a person shall see it, folded on a terminal so that no word is broken."""
     width = terminal_width(stream)
-    shown = printable(text)
+    shown = make_printable(text)
     return "\n".join(fold(line, width) for line in shown.split("\n")) if width else shown
 
 
@@ -140,24 +152,25 @@ def fold(line: str, width: int) -> str:
     column = line.rfind("  ", indent, width // 2) + 2
     start, hanging = (column, column) if column > 1 else (indent, indent + 2)
     wide_gap = len(line[start:]) - len(line[start:].lstrip())
-    if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins after the middle
+    if wide_gap and start + wide_gap + _MIN_WIDTH <= width:  # the column begins after the middle
         start = hanging = start + wide_gap
-    room = max(width - hanging, _NARROWEST)
-    cells = re.split("( {2,})", _UNIT.sub(_JOINT, line[start:]))
+    room = max(width - hanging, _MIN_WIDTH)
+    cells = re.split("( {2,})", _UNIT.sub(_UNBROKEN_SPACE, line[start:]))
     whole = "".join(
-        cell.replace(" ", _JOINT) if 0 < len(cell.strip()) <= room else cell for cell in cells
+        cell.replace(" ", _UNBROKEN_SPACE) if 0 < len(cell.strip()) <= room else cell
+        for cell in cells
     )
     parts = textwrap.wrap(whole, room, break_long_words=False, break_on_hyphens=False)
-    return line[:start] + f"\n{' ' * hanging}".join(parts).replace(_JOINT, " ")
+    return line[:start] + f"\n{' ' * hanging}".join(parts).replace(_UNBROKEN_SPACE, " ")
 
 
-def _encodable(text: str, stream: TextIO) -> str:
+def _escape_unencodable(text: str, stream: TextIO) -> str:
     """Escape what the encoding of a stream lacks, else it would end a command with a traceback."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns with two spaces between them; readable without colour.
 
     If a terminal has no room for all columns but the last, the ones that do not fit go to a line
@@ -165,13 +178,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    beside = _columns_beside(widths, terminal_width(sys.stdout))
+    beside = _count_fitting_columns(widths, terminal_width(sys.stdout))
     parts = [(line[:beside], line[beside:]) for line in lines]
-    shown = [(_aligned(left, widths), _aligned(below, widths[beside:])) for left, below in parts]
-    return "\n".join(f"{left}\n{_BELOW}{below}" if below else left for left, below in shown)
+    shown = [(_align(left, widths), _align(below, widths[beside:])) for left, below in parts]
+    return "\n".join(f"{left}\n{_BELOW_INDENT}{below}" if below else left for left, below in shown)
 
 
-def _columns_beside(widths: Sequence[int], room: int) -> int:
+def _count_fitting_columns(widths: Sequence[int], room: int) -> int:
     """Return how many columns fit on one line; a long last one is folded instead."""
     ends = [end - len(_GAP) for end in accumulate(width + len(_GAP) for width in widths)]
     if not room or len(ends) < 2 or ends[-2] <= room:
@@ -179,36 +192,36 @@ def _columns_beside(widths: Sequence[int], room: int) -> int:
     return max(sum(end <= room for end in ends), 1)
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
     return _GAP.join(map(str.ljust, cells, widths)).rstrip()
 
 
-def counted(count: int, thing: str) -> str:
+def format_count(count: int, thing: str) -> str:
     """Return a number with its noun: ``1 expert``, ``2 experts``."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 @contextmanager
-def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
+def show_progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
     """Show a progress bar on stderr while bytes are handled; only on a terminal.
 
     Yields a callable that takes the number of bytes just handled.
     """
-    with _bar(label, total, in_bytes=True, as_json=as_json) as report:
+    with _show_bar(label, total, in_bytes=True, as_json=as_json) as report:
         yield report
 
 
 @contextmanager
-def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
+def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
     """Show a progress bar while things are handled one by one; without a terminal, some lines."""
     if not sys.stderr.isatty():
-        yield report_lines(label, total)
+        yield make_line_reporter(label, total)
         return
-    with _bar(label, total, in_bytes=False, as_json=as_json) as report:
+    with _show_bar(label, total, in_bytes=False, as_json=as_json) as report:
         yield report
 
 
-def report_lines(
+def make_line_reporter(
     label: str, total: int, *, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
     """Return a progress that says how far it is, in a line every `LINE_SECONDS` at most.
@@ -223,23 +236,25 @@ def report_lines(
         done += count
         now = clock()
         spent = now - start
-        if now - told < max(LINE_SECONDS, spent / _MOST_LINES) or done >= total:
+        if now - told < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
             return
         told = now
-        left = f", about {_minutes(spent / done * (total - done))} left" if done else ""
+        left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
         note(f"{label}: {done} of {total}{left}")
 
     return report
 
 
-def _minutes(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager
-def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Iterator[Progress]:
+def _show_bar(
+    label: str, total: int | None, *, in_bytes: bool, as_json: bool
+) -> Iterator[Progress]:
     if as_json or not sys.stderr.isatty():
-        yield no_progress
+        yield ignore_progress
         return
     from rich.console import Console
     from rich.progress import (
@@ -253,14 +268,18 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import Progress as Bars
 
     amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    told = (amount, TimeRemainingColumn()) if total else (_read_size_column(), TimeElapsedColumn())
+    told = (
+        (amount, TimeRemainingColumn())
+        if total
+        else (_build_read_size_column(), TimeElapsedColumn())
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), *told)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)
 
 
-def _read_size_column() -> "FileSizeColumn":
+def _build_read_size_column() -> "FileSizeColumn":
     """Return a column with what was read; it is empty before the first byte."""
     from rich.progress import FileSizeColumn, Task
     from rich.text import Text
@@ -270,3 +289,157 @@ def _read_size_column() -> "FileSizeColumn":
             return super().render(task) if task.completed else Text("")
 
     return ReadSizeColumn()
+
+
+def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write to the path that the user named, through links and into pipes.
+
+    Raises:
+        DiskFullError: when there is no room.
+        NotFoundError: when it cannot be written there for any other reason.
+    """
+    try:
+        write_to_path(path, data, mode=mode)
+    except OSError as error:
+        if error.errno in NO_SPACE_ERRORS:
+            hint = "free some space, or name a file elsewhere"
+            raise DiskFullError(f"{path}: no space left", hint=hint) from error
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+
+
+_MIN_WRAP_WIDTH = 20
+_TAB = 8
+_JOINER = "\N{ZERO WIDTH JOINER}"
+_FENCES = ("```", "~~~")
+_SKIN_TONES = range(0x1F3FB, 0x1F400)
+
+
+class WordWrap:
+    """The state of one answer on one terminal."""
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        """Begin at the left margin; ``width`` returns the columns, 0 where there is no margin."""
+        self._width = width
+        self._column = 0
+        self._gap, self._word = "", ""
+        self._line = ""
+        """The line so far, as the model writes it."""
+        self._is_fenced, self._overflows = False, False
+
+    def feed(self, text: str) -> str:
+        """Take the next piece of an answer, return what can be printed now."""
+        room = self._width()
+        if room < _MIN_WRAP_WIDTH:
+            return self.finish() + text
+        return "".join(self._feed_character(character, room) for character in text)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._place_word(self._width())
+
+    def _feed_character(self, character: str, room: int) -> str:
+        if character == "\n":
+            return self._place_word(room) + self._take_gap() + self._start_line()
+        self._line += character if len(self._line) < room else ""
+        if character in " \t":
+            shown = self._place_word(room)
+            self._gap, self._overflows = self._gap + character, False
+            return shown + (self._take_gap() if self._is_fenced else "")
+        shown = self._place_word(room) if _can_break(self._word, character) else ""
+        self._word += character
+        if self._is_fenced or self._overflows or count_columns(self._word) >= room:
+            shown += self._place_word(room)
+            self._overflows = True
+        return shown
+
+    def _place_word(self, room: int) -> str:
+        """Return the held word, on a new line where the current one has no room for it."""
+        if not self._word:
+            return ""
+        gap, word = self._gap, self._word
+        self._gap = self._word = ""
+        taken = count_columns(gap, self._column) + count_columns(word)
+        fits = self._column + taken <= room or not self._column
+        if fits or self._is_fenced or self._overflows:
+            self._column = _find_last_column(self._column + taken, room)
+            return gap + word
+        self._column = _find_last_column(count_columns(word), room)
+        return f"\n{word}"
+
+    def _take_gap(self) -> str:
+        gap, self._gap = self._gap, ""
+        self._column += count_columns(gap, self._column)
+        return gap
+
+    def _start_line(self) -> str:
+        if self._line.lstrip().startswith(_FENCES):
+            self._is_fenced = not self._is_fenced
+        self._line, self._column, self._overflows = "", 0, False
+        return "\n"
+
+
+def count_columns(text: str, start: int = 0) -> int:
+    """Return how many columns of a terminal a text takes that begins in column ``start``."""
+    column = start
+    for character in text:
+        column += _TAB - column % _TAB if character == "\t" else _measure_character(character)
+    return column - start
+
+
+def _find_last_column(taken: int, room: int) -> int:
+    """Return the column behind a text that the terminal breaks where it has no room for it."""
+    return (taken - 1) % room + 1 if taken and room else 0
+
+
+def _measure_character(character: str) -> int:
+    if character.isascii():
+        return 1
+    if unicodedata.category(character) in {"Mn", "Me", "Cf"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _can_break(word: str, character: str) -> bool:
+    """Tell whether a line may end between a word and the character behind it."""
+    if not word or word.endswith(_JOINER) or ord(character) in _SKIN_TONES:
+        return False
+    if _measure_character(character) == 2:
+        return True
+    return character.isalnum() and _measure_character(word[-1]) == 2
+
+
+class AnswerStream:
+    """Writes the pieces of one answer; `end` must follow the last one."""
+
+    def __init__(self) -> None:
+        """Write nothing yet."""
+        self._wrap = WordWrap(lambda: terminal_width(sys.stdout))
+        self._last_piece = ""
+
+    def write(self, piece: str) -> None:
+        """Print what can be printed of a piece now."""
+        self._last_piece = piece or self._last_piece
+        self._print(self._wrap.feed(piece))
+
+    def end(self) -> None:
+        """Print what was held back, and end the line unless the answer did."""
+        held = self._wrap.finish()
+        self._print(
+            held if not self._last_piece or self._last_piece.endswith("\n") else f"{held}\n"
+        )
+        self._last_piece = ""
+
+    def _print(self, text: str) -> None:
+        if text:
+            write_piece(text)
+
+
+@contextmanager
+def open_answer_stream() -> Iterator[AnswerStream]:
+    """Lend a stream for one answer, and end it however the answer ends."""
+    stream = AnswerStream()
+    try:
+        yield stream
+    finally:
+        stream.end()

@@ -1,39 +1,96 @@
-"""How packages are shown: the JSON documents of the package commands, and the same for people."""
+"""FILE or REF, an argument of several commands, read with a progress bar.
 
-from collections.abc import Mapping, Sequence
+How packages are shown: the JSON documents of the package commands, and the same for people.
+
+``expertctl diff``: what changed between two packages.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from expertctl.cli.output import human_size, table
-from expertctl.digest import FileDigest
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress
+from expertctl.digest import FileDigest, Progress
+from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
-from expertctl.package.build import Built
-from expertctl.package.evaluation_summary import evaluation_text
-from expertctl.package.read import PackageContents
-from expertctl.plain_text import one_line
+from expertctl.package.build import BuildResult
+from expertctl.package.diff import (
+    AdapterDiff,
+    DiffSide,
+    FieldChange,
+    FileChange,
+    KindSummary,
+    PackageDiff,
+    TensorChange,
+    TensorChangeKind,
+    TensorDistance,
+    diff_packages,
+    summarise_changes,
+)
+from expertctl.package.evaluation import describe_evaluation
+from expertctl.package.read import PackageContents, is_file_name, read_blobs, read_package
 from expertctl.schema.manifest import Manifest
+from expertctl.schema.strict_json import JsonValue
+from expertctl.settings import format_size, load_settings
+from expertctl.store.package_reader import OpenPackage, open_package, read_stored_expert
+from expertctl.store.preference import find_working_folder, read_preference
+from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.bundle import read_bundle
 
+PackageTarget = Annotated[
+    str, typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert.")
+]
 
-def contents_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
+
+def open_store() -> Store:
+    """Return the store of this home; it prefers the versions that the working folder names."""
+    home = load_settings().home
+    return Store(home.store, read_preference(home, find_working_folder()))
+
+
+def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:
+    """Read a file or an installed expert whole."""
+    if is_file_name(target):
+        with show_reading_progress(label, Path(target), as_json=as_json) as report:
+            return read_package(Path(target), progress=report)
+    store = open_store()
+    expert = store.find(parse_wanted(target))
+    with show_progress(label, expert.size, as_json=as_json) as report:
+        return read_stored_expert(store, expert, progress=report)
+
+
+@contextmanager
+def show_reading_progress(label: str, file: Path, *, as_json: bool) -> Iterator[Progress]:
+    """Show the progress of reading a file."""
+    total = file.stat().st_size if file.is_file() else None
+    with show_progress(label, total, as_json=as_json) as report:
+        yield report
+
+
+def build_contents_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
     """Return what identifies a package."""
     return {
         "path": str(target),
         "ref": contents.manifest.ref,
         "content_digest": str(contents.content_digest),
         "package_digest": str(contents.package_digest),
-        "files": files_document(contents.files),
+        "files": build_files_document(contents.files),
     }
 
 
-def built_document(built: Built) -> dict[str, object]:
+def build_built_document(built: BuildResult) -> dict[str, object]:
     """Return what was built."""
     return {
         "path": str(built.path),
         "ref": built.manifest.ref,
         "content_digest": str(built.content_digest),
         "package_digest": str(built.package_digest),
-        "files": files_document(built.files),
+        "files": build_files_document(built.files),
         "signer": built.signer,
         "left_out": list(built.left_out),
         "warnings": list(built.warnings),
@@ -41,23 +98,23 @@ def built_document(built: Built) -> dict[str, object]:
     }
 
 
-def inspect_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
+def build_inspect_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
     """Return everything that a package says about itself."""
     return {
-        **contents_document(contents, target),
+        **build_contents_document(contents, target),
         "verified": False,
-        "signed_by": signed_by(contents),
+        "signed_by": read_signer(contents),
         "manifest": asdict(contents.manifest),
-        "adapters": [_adapter_document(spec) for spec in contents.adapters],
+        "adapters": [_build_adapter_document(spec) for spec in contents.adapters],
     }
 
 
-def files_document(files: Sequence[FileDigest]) -> list[Mapping[str, object]]:
+def build_files_document(files: Sequence[FileDigest]) -> list[Mapping[str, object]]:
     """Return files as rows."""
     return [{"path": f.path, "size": f.size, "digest": str(f.digest)} for f in files]
 
 
-def signed_by(contents: PackageContents) -> str | None:
+def read_signer(contents: PackageContents) -> str | None:
     """Return the key that a signature names, without verifying it.
 
     Raises:
@@ -66,9 +123,9 @@ def signed_by(contents: PackageContents) -> str | None:
     return read_bundle(contents.signature).key_id if contents.signature is not None else None
 
 
-def built_text(built: Built) -> str:
+def format_built(built: BuildResult) -> str:
     """Return what was built, for people."""
-    size = human_size(built.path.stat().st_size)
+    size = format_size(built.path.stat().st_size)
     lines = [
         f"{built.path}  {built.manifest.ref}  {size}",
         f"content  {built.content_digest}",
@@ -77,22 +134,22 @@ def built_text(built: Built) -> str:
     return "\n".join([*lines, *([f"signer   {built.signer}"] if built.signer else [])])
 
 
-def inspect_text(contents: PackageContents) -> str:
+def format_contents(contents: PackageContents) -> str:
     """Return what a package says about itself, for people."""
-    rows = [["name", contents.manifest.ref], *manifest_rows(contents.manifest)]
-    rows += [["adapter", _adapter_text(spec)] for spec in contents.adapters]
+    rows = [["name", contents.manifest.ref], *build_manifest_rows(contents.manifest)]
+    rows += [["adapter", _format_adapter(spec)] for spec in contents.adapters]
     rows += [
         ["content", str(contents.content_digest)],
         ["package", str(contents.package_digest)],
-        ["signed by", signed_by(contents) or "nobody"],
+        ["signed by", read_signer(contents) or "nobody"],
     ]
-    files = [[f.path, human_size(f.size), str(f.digest)] for f in contents.files]
+    files = [[f.path, format_size(f.size), str(f.digest)] for f in contents.files]
     width = max(len(row[0]) for row in rows)
-    head = "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in rows)
-    return f"{head}\n\n{table(['file', 'size', 'digest'], files)}"
+    head = "\n".join(f"{name.ljust(width)}  {to_single_line(value)}" for name, value in rows)
+    return f"{head}\n\n{format_table(['file', 'size', 'digest'], files)}"
 
 
-def manifest_rows(manifest: Manifest) -> list[list[str]]:
+def build_manifest_rows(manifest: Manifest) -> list[list[str]]:
     """Return the fields of a manifest as rows, without those that it leaves out."""
     base, routing = manifest.base, manifest.routing
     rows = [
@@ -106,31 +163,193 @@ def manifest_rows(manifest: Manifest) -> list[list[str]]:
         ["requires", ", ".join(manifest.composition.requires)],
         ["conflicts", ", ".join(manifest.composition.conflicts)],
     ]
-    rows += [["evaluation", f"{e.task}: {evaluation_text(e)}"] for e in manifest.evaluation]
+    rows += [["evaluation", f"{e.task}: {describe_evaluation(e)}"] for e in manifest.evaluation]
     rows += [["limitation", f"{item.pattern}: {item.description}"] for item in manifest.limitations]
     return [row for row in rows if row[1]]
 
 
-def _adapter_document(spec: AdapterSpec) -> dict[str, object]:
+def _build_adapter_document(spec: AdapterSpec) -> dict[str, object]:
     return {
         "kind": spec.kind,
         "rank": spec.rank,
         "tokens": spec.tokens,
         "dtype": spec.dtype,
         "tensors": spec.tensors,
-        "modules": [_module(p) for p in spec.parts if not isinstance(p, SoftPrompt)],
+        "modules": [_build_module_document(p) for p in spec.parts if not isinstance(p, SoftPrompt)],
     }
 
 
-def _module(part: Lora | Dora | Ia3) -> dict[str, object]:
+def _build_module_document(part: Lora | Dora | Ia3) -> dict[str, object]:
     if isinstance(part, Ia3):
         return {"name": part.module, "on_input": part.on_input, "size": part.size}
     return {"name": part.module, "rank": part.rank, "scale": part.scale}
 
 
-def _adapter_text(spec: AdapterSpec) -> str:
+def _format_adapter(spec: AdapterSpec) -> str:
     name = KIND_NAMES[spec.kind]
     if spec.tokens is not None:
         return f"{name} of {spec.tokens} virtual tokens, {spec.dtype}"
     rank = f" of rank {spec.rank}" if spec.rank is not None else ""
     return f"{name}{rank} on {len(spec.parts)} layers, {spec.dtype}"
+
+
+_CHANGE_SIGNS = {"added": "+", "removed": "-", "changed": "~"}
+_SUMMARY_CHANGES: tuple[TensorChangeKind, ...] = ("equal", "changed", "added", "removed")
+_MAX_VALUE = 60
+_SHORT_DIGEST = 12
+
+
+def diff(old: PackageTarget, new: PackageTarget, as_json: JsonFlag = False) -> None:
+    """Show what changed between two packages. Tensors are compared one by one.
+
+    Example: expertctl diff acme/sql@1.0.0 sql-1.1.0.expert
+    """
+    store = open_store()
+    with (
+        show_progress("comparing", None, as_json=as_json) as report,
+        open_package(old, store, progress=report) as first,
+        open_package(new, store, progress=report) as second,
+    ):
+        sides = [
+            DiffSide(read_blobs(package.layout, package.blobs, what=package.ref), package.blobs)
+            for package in (first, second)
+        ]
+        found = diff_packages(sides[0], sides[1], progress=report)
+    if not (first.signer and second.signer):
+        note("not verified: files say about themselves what they like; see `expertctl verify`")
+    named = [
+        _build_side_document(target, package, side)
+        for target, package, side in zip((old, new), (first, second), sides, strict=True)
+    ]
+    emit(_build_diff_document(named, found), _format_diff(named, found), as_json=as_json)
+
+
+def _build_side_document(target: str, package: OpenPackage, side: DiffSide) -> dict[str, object]:
+    told = build_contents_document(side.contents, target)
+    return {
+        "target": target,
+        "ref": told["ref"],
+        "content_digest": told["content_digest"],
+        "package_digest": told["package_digest"],
+        "signed_by": read_signer(side.contents),
+        "verified": package.signer is not None,
+    }
+
+
+def _build_diff_document(
+    named: Sequence[Mapping[str, object]], difference: PackageDiff
+) -> dict[str, object]:
+    return {
+        "old": named[0],
+        "new": named[1],
+        "equal": difference.equal,
+        "manifest": [asdict(change) for change in difference.fields],
+        "files": [asdict(change) for change in difference.files],
+        "adapters": [_build_adapter_diff_document(adapter) for adapter in difference.adapters],
+    }
+
+
+def _build_adapter_diff_document(adapter: AdapterDiff) -> dict[str, object]:
+    return {
+        "old": asdict(adapter.old) if adapter.old else None,
+        "new": asdict(adapter.new) if adapter.new else None,
+        "summary": [_build_summary_document(kind) for kind in summarise_changes(adapter.tensors)],
+        "tensors": [_build_tensor_document(change) for change in adapter.tensors],
+    }
+
+
+def _build_tensor_document(change: TensorChange) -> dict[str, object]:
+    return {
+        "name": change.name,
+        "change": change.change,
+        "old": asdict(change.old) if change.old else None,
+        "new": asdict(change.new) if change.new else None,
+        **_build_distance_document(change.distance),
+    }
+
+
+def _build_summary_document(kind: KindSummary) -> dict[str, object]:
+    counts: dict[str, int] = {name: kind.counts.get(name, 0) for name in _SUMMARY_CHANGES}
+    return {"kind": kind.kind, **counts, **_build_distance_document(kind.distance)}
+
+
+def _build_distance_document(distance: TensorDistance | None) -> dict[str, object]:
+    return {
+        "max_abs": distance.max_abs if distance else None,
+        "relative": distance.relative if distance else None,
+    }
+
+
+def _format_diff(named: Sequence[Mapping[str, object]], difference: PackageDiff) -> str:
+    parts = [
+        format_table(
+            ["", "PACKAGE", "CONTENT", "SIGNED BY"], [_format_side(side) for side in named]
+        )
+    ]
+    if difference.equal:
+        parts.append("the same content")
+    if difference.fields:
+        parts.append(
+            "\n".join(
+                ["expert.json", *(_format_field_change(change) for change in difference.fields)]
+            )
+        )
+    if difference.files:
+        parts.append(
+            "\n".join(["files", *(_format_file_change(change) for change in difference.files)])
+        )
+    parts += [
+        _format_adapter_diff(adapter) for adapter in difference.adapters if not difference.equal
+    ]
+    return "\n\n".join(parts)
+
+
+def _format_side(side: Mapping[str, object]) -> list[str]:
+    """Return a row with digests and keys cut short; ``--json`` has them whole."""
+    signer = str(side["signed_by"] or "").removeprefix("sha256:")[:_SHORT_DIGEST] or "nobody"
+    claimed = "" if side["verified"] or signer == "nobody" else " (not verified)"
+    content = str(side["content_digest"])[: len("sha256:") + _SHORT_DIGEST]
+    return [str(side["target"]), str(side["ref"]), content, f"{signer}{claimed}"]
+
+
+def _format_field_change(change: FieldChange) -> str:
+    values = {
+        "added": _format_value(change.new),
+        "removed": _format_value(change.old),
+        "changed": f"{_format_value(change.old)} → {_format_value(change.new)}",
+    }
+    return f"  {_CHANGE_SIGNS[change.change]} {_shorten(change.path)}: {values[change.change]}"
+
+
+def _format_value(value: JsonValue) -> str:
+    return _shorten(json.dumps(value, ensure_ascii=False))
+
+
+def _shorten(text: str) -> str:
+    """Put a package's text on one line, cut if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_VALUE else f"{line[: _MAX_VALUE - 1]}…"
+
+
+def _format_file_change(change: FileChange) -> str:
+    sizes = [format_size(s) for s in (change.old_size, change.new_size) if s is not None]
+    return f"  {_CHANGE_SIGNS[change.change]} {change.path}  {' → '.join(sizes)}"
+
+
+def _format_adapter_diff(adapter: AdapterDiff) -> str:
+    sides = [f"{entry.path} ({entry.kind})" for entry in (adapter.old, adapter.new) if entry]
+    rows = [
+        [
+            kind.kind,
+            *(str(kind.counts.get(name, 0)) for name in _SUMMARY_CHANGES),
+            _format_number(kind.distance.max_abs if kind.distance else None),
+            _format_number(kind.distance.relative if kind.distance else None),
+        ]
+        for kind in summarise_changes(adapter.tensors)
+    ]
+    header = ["MODULES", *(name.upper() for name in _SUMMARY_CHANGES), "MAX |Δ|", "‖Δ‖/‖OLD‖"]
+    return f"{' → '.join(dict.fromkeys(sides))}\n{format_table(header, rows)}"
+
+
+def _format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

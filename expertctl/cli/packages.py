@@ -1,55 +1,159 @@
-"""Make and inspect packages, from ``init`` to ``unpack``."""
+"""``expertctl export``: experts in a form for elsewhere.
+
+Make and inspect packages, from ``init`` to ``unpack``.
+"""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from expertctl.cli.evaluating import MetricOption, measured
-from expertctl.cli.named_base import base_or_folder
-from expertctl.cli.output import JsonFlag, emit, note, progress, warn
+from expertctl.cli.engine import find_base_or_folder
+from expertctl.cli.evaluation import MetricOption, measure_build
+from expertctl.cli.output import JsonFlag, emit, note, show_progress, warn
 from expertctl.cli.package_view import (
-    built_document,
-    built_text,
-    contents_document,
-    inspect_document,
-    inspect_text,
+    PackageTarget,
+    build_built_document,
+    build_contents_document,
+    build_inspect_document,
+    format_built,
+    format_contents,
+    open_store,
+    read_target,
+    show_reading_progress,
 )
-from expertctl.cli.target import Target, read_target, reading, the_store
-from expertctl.durable import write_atomic
 from expertctl.errors import ExpertError, UsageError
-from expertctl.package import build as building
-from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.config_cleaning import is_hub_name
-from expertctl.package.draft import (
-    Overrides,
-    base_label,
-    base_problems,
-    describe_lost_letters,
-    encode,
-    read_draft,
+from expertctl.files import write_atomic
+from expertctl.install.installed_experts import (
+    ExportedPackage,
+    ExportFormat,
+    SetFormat,
+    export_package,
+    export_set,
 )
-from expertctl.package.evaluation_data import read_data
-from expertctl.package.example_prompts import read_examples
-from expertctl.package.frame import FAST, LEVELS
-from expertctl.package.numbers import doubts
-from expertctl.package.read import names_file
-from expertctl.package.spool import sign_package
-from expertctl.package.spool import unpack as unpack_package
+from expertctl.messages import to_single_line
+from expertctl.package import build as building
+from expertctl.package.adapter_config import is_hub_name
+from expertctl.package.adapter_weights import find_numeric_anomalies
+from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.draft import (
+    ManifestOverrides,
+    describe_lost_letters,
+    encode_manifest,
+    find_base_label,
+    find_base_problems,
+    read_draft,
+    read_example_prompts,
+)
+from expertctl.package.evaluation import read_evaluation_data
+from expertctl.package.frame import FASTEST_LEVEL, LEVELS
+from expertctl.package.read import is_file_name
 from expertctl.package.verify import verify_contents
-from expertctl.package.write import check_place
-from expertctl.plain_text import one_line
+from expertctl.package.write import check_target, sign_package
+from expertctl.package.write import unpack_package as unpack_package
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
-from expertctl.store.contents import opened
+from expertctl.store.package_reader import open_package
 from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.publisher import Publisher
+from expertctl.trust.trust_store import PublisherIdentity, TrustStore
+
+SET_SUFFIX = ".experts"
+
+
+def export(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE|REF", help="A .expert file, or installed experts."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="PATH", help="Default: NAME-VERSION here."),
+    ] = None,
+    oci: Annotated[
+        bool, typer.Option("--oci", help="As an OCI archive, which registries' tools read.")
+    ] = False,
+    peft: Annotated[bool, typer.Option("--peft", help="As a directory that PEFT loads.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write experts to a file. Several, and all they require, go into one.
+
+    Example: expertctl export acme/sql acme/english -o mine.experts
+    """
+    if oci and peft:
+        raise UsageError("--oci and --peft are two forms", hint="choose one of them")
+    if len(targets) > 1 or (output is not None and output.suffix == SET_SUFFIX):
+        _export_set(targets, output, "oci" if oci else "set", peft=peft, as_json=as_json)
+    else:
+        _export_one(targets[0], output, _get_format(oci=oci, peft=peft), as_json=as_json)
+
+
+def _get_format(*, oci: bool, peft: bool) -> ExportFormat:
+    if peft:
+        return "peft"
+    return "oci" if oci else "expert"
+
+
+def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json: bool) -> None:
+    store = open_store()
+    path = output or _choose_output(target, form, store)
+    with show_progress("exporting", None, as_json=as_json) as report:
+        done = export_package(target, path, form=form, store=store, progress=report)
+    document = {"path": str(path), **_build_export_document(done), "format": form}
+    if form == "peft":
+        _note_unverified(target)
+        document["adapters"] = [str(path / place) for place in done.adapters]
+    emit(document, f"wrote {path}", as_json=as_json)
+
+
+def _note_unverified(target: str) -> None:
+    """Say that a file's signature was not checked; the directory holds none to check later."""
+    if is_file_name(target):
+        note("not verified: digests are right, the signature was not checked")
+
+
+def _export_set(
+    targets: Sequence[str], output: Path | None, form: SetFormat, *, peft: bool, as_json: bool
+) -> None:
+    if peft:
+        raise UsageError("a directory for PEFT holds one expert", hint="export them one by one")
+    if output is None:
+        hint = f"-o FILE{SET_SUFFIX} takes all of them and what they require"
+        raise UsageError("several experts go into one file, which needs a name", hint=hint)
+    if output.suffix == ".expert":
+        hint = f"name it {output.stem}{SET_SUFFIX}"
+        raise UsageError(f"{output}: a .expert file holds one expert", hint=hint)
+    with show_progress("exporting", None, as_json=as_json) as report:
+        done = export_set(targets, output, form=form, store=open_store(), progress=report)
+    document = {
+        "path": str(output),
+        "packages": [_build_export_document(package) for package in done],
+        "format": form,
+    }
+    lines = [f"wrote {output}", *(f"  {package.ref}" for package in done)]
+    emit(document, "\n".join(lines), as_json=as_json)
+
+
+def _build_export_document(done: ExportedPackage) -> dict[str, object]:
+    return {"ref": done.ref, "package_digest": str(done.package_digest)}
+
+
+def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
+    """Name the output after the file, or after the expert."""
+    suffix = {"expert": ".expert", "oci": ".tar", "peft": ""}[form]
+    if not is_file_name(target):
+        expert = store.find(parse_wanted(target))
+        return Path(f"{expert.package.name}-{expert.version}{suffix}")
+    if form == "expert" and Path(target).is_file():
+        hint = "--oci or --peft writes it in another form, -o FILE writes it anew"
+        raise UsageError(f"{target} is a file already", hint=hint)
+    return Path(target).parent / f"{Path(target).stem}{suffix}"
+
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
@@ -99,16 +203,16 @@ def init(
 
     Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
     """
-    overrides = _overrides(name, version, description, license_)
+    overrides = _parse_overrides(name, version, description, license_)
     path = directory / MANIFEST_PATH
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
-    prompts = read_examples(examples) if examples is not None else []
-    facts = _base_facts(directory, base, as_json=as_json)
-    draft = building.draft(directory, overrides, base=facts, examples=prompts)
-    _note_name(directory, overrides)
-    write_atomic(path, encode(draft))
-    missing = base_problems(draft)
+    prompts = read_example_prompts(examples) if examples is not None else []
+    facts = _find_base_facts(directory, base, as_json=as_json)
+    draft = building.draft_manifest(directory, overrides, base=facts, examples=prompts)
+    _note_shortened_name(directory, overrides)
+    write_atomic(path, encode_manifest(draft))
+    missing = find_base_problems(draft)
     warn(missing)
     document = {"path": str(path), "manifest": draft, "missing": missing}
     emit(document, f"wrote {path}", as_json=as_json)
@@ -136,7 +240,7 @@ def build(
             max=LEVELS.stop - 1,
             help="zstd level: -1 is quickest to verify, 3 makes smaller files; no digest changes.",
         ),
-    ] = FAST,
+    ] = FASTEST_LEVEL,
     evaluate: Annotated[
         Path | None,
         typer.Option("--eval", metavar="DATA", help="Measure it first; expert.json will say it."),
@@ -152,30 +256,30 @@ def build(
 
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
-    overrides = _overrides(name, version, description, license_)
+    overrides = _parse_overrides(name, version, description, license_)
     settings = load_settings()
-    key = _private_key(settings, sign) if sign else None
+    key = _load_private_key(settings, sign) if sign else None
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
-    samples = read_data(evaluate, metric=metric) if evaluate is not None else None
-    facts = _base_facts(directory, base, as_json=as_json)
-    with progress("checking", _size_of(directory), as_json=as_json) as report:
+    samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
+    facts = _find_base_facts(directory, base, as_json=as_json)
+    with show_progress("checking", _measure_weights(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
-    _note_name(directory, overrides)
+    _note_shortened_name(directory, overrides)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
     if samples is not None:
-        check_place(target)  # refuse a bad place before measuring
-        plan = measured(plan, samples, task=task, output=target, as_json=as_json)
-    with progress("packing", 2 * plan.size, as_json=as_json) as report:
-        built = building.build(plan, target, key=key, level=level, progress=report)
-    _say_built(built)
-    doubts_of_router = _routing_doubts(settings, plan)
+        check_target(target)  # refuse a bad place before measuring
+        plan = measure_build(plan, samples, task=task, output=target, as_json=as_json)
+    with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
+        built = building.build_package(plan, target, key=key, level=level, progress=report)
+    _print_build_notes(built)
+    doubts_of_router = _find_routing_warnings(settings, plan)
     for line in doubts_of_router:
         note(line)
     if sign:
-        _warn_of_grant(settings, sign, built.manifest.package)
-    document = {**built_document(built), "warnings": [*built.warnings, *doubts_of_router]}
-    emit(document, built_text(built), as_json=as_json)
+        _warn_missing_grant(settings, sign, built.manifest.package)
+    document = {**build_built_document(built), "warnings": [*built.warnings, *doubts_of_router]}
+    emit(document, format_built(built), as_json=as_json)
 
 
 def sign(
@@ -188,39 +292,43 @@ def sign(
     Example: expertctl sign my.expert --key me
     """
     settings = load_settings()
-    private = _private_key(settings, key)
-    with reading("signing", file, as_json=as_json) as report:
+    private = _load_private_key(settings, key)
+    with show_reading_progress("signing", file, as_json=as_json) as report:
         contents = sign_package(file, private, progress=report)
-    _warn_of_grant(settings, key, contents.manifest.package)
-    document = {**contents_document(contents, file), "signer": private.public.key_id}
+    _warn_missing_grant(settings, key, contents.manifest.package)
+    document = {**build_contents_document(contents, file), "signer": private.public.key_id}
     emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
 
 
-def verify(target: Target, as_json: JsonFlag = False) -> None:
+def verify(target: PackageTarget, as_json: JsonFlag = False) -> None:
     """Check every digest and the signature of a package. Its key must be trusted for this package.
 
     Example: expertctl verify my.expert
     """
     trust = TrustStore(load_settings().home.trust)
     contents = read_target(target, label="verifying", as_json=as_json)
-    verified = verify_contents(contents, trust, expected=_expected(target))
+    verified = verify_contents(contents, trust, expected=_parse_expected(target))
     text = f"{target}: {contents.manifest.ref} verified, signed by {verified.signer}"
-    document = {**contents_document(contents, target), "signer": verified.signer, "verified": True}
+    document = {
+        **build_contents_document(contents, target),
+        "signer": verified.signer,
+        "verified": True,
+    }
     emit(document, text, as_json=as_json)
 
 
-def inspect(target: Target, as_json: JsonFlag = False) -> None:
+def inspect(target: PackageTarget, as_json: JsonFlag = False) -> None:
     """Show the manifest of a package. Its signature is shown, not verified.
 
     Example: expertctl inspect my.expert --json
     """
     contents = read_target(target, label="reading", as_json=as_json)
-    with opened(target, the_store()) as package:
-        warnings = doubts(contents, package.blobs)
+    with open_package(target, open_store()) as package:
+        warnings = find_numeric_anomalies(contents, package.blobs)
     note("not verified: this is what the file says about itself; see `expertctl verify`")
     warn(warnings)
-    document = {**inspect_document(contents, target), "warnings": warnings}
-    emit(document, inspect_text(contents), as_json=as_json)
+    document = {**build_inspect_document(contents, target), "warnings": warnings}
+    emit(document, format_contents(contents), as_json=as_json)
 
 
 def unpack(
@@ -232,24 +340,24 @@ def unpack(
 
     Example: expertctl unpack my.expert my-lora-copy
     """
-    with reading("unpacking", file, as_json=as_json) as report:
+    with show_reading_progress("unpacking", file, as_json=as_json) as report:
         contents = unpack_package(file, directory, progress=report)
     note("not verified: digests are right, the signature was not checked")
     count = len(contents.layout.layers)
-    document = {**contents_document(contents, file), "directory": str(directory)}
+    document = {**build_contents_document(contents, file), "directory": str(directory)}
     emit(document, f"wrote {count} files to {directory}", as_json=as_json)
 
 
-def _expected(target: str) -> Reference | None:
-    wanted = None if names_file(target) else parse_wanted(target)
+def _parse_expected(target: str) -> Reference | None:
+    wanted = None if is_file_name(target) else parse_wanted(target)
     return wanted if isinstance(wanted, Reference) else None
 
 
-def _overrides(
+def _parse_overrides(
     name: str | None, version: str | None, description: str | None, license_: str | None
-) -> Overrides:
+) -> ManifestOverrides:
     """Return the values of options, parsed; those of files are checked later."""
-    return Overrides(
+    return ManifestOverrides(
         str(PackageName.parse(name)) if name is not None else None,
         str(Version.parse(version)) if version is not None else None,
         description,
@@ -257,64 +365,64 @@ def _overrides(
     )
 
 
-def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
+def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
     """Find the base: the one that is named, else the one that the adapter names, if known."""
-    label = base_label(directory)
+    label = find_base_label(directory)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
-        named = base_or_folder(bases, base)
+        named = find_base_or_folder(bases, base)
         if isinstance(named, Path):
             return _read_base(named, label, as_json=as_json)
-        return _facts_of(named)
+        return _build_base_facts(named)
     if label is None:
         return None
-    found = bases.meant_by(label)
+    found = bases.find_by_label(label)
     if found is None:
-        if names := ", ".join(known.name for known in bases.bases()):
+        if names := ", ".join(known.name for known in bases.list_bases()):
             note(f"the adapter names the base {label[:200]!r}; known here, for --base: {names}")
         return None
     if found.name != label:
         note(f"the adapter's base {label!r} is taken to be {found.name}")
-    return _facts_of(found)
+    return _build_base_facts(found)
 
 
-def _facts_of(base: StoredBase) -> BaseFacts:
+def _build_base_facts(base: StoredBase) -> BaseFacts:
     return BaseFacts(base.identity, base.shapes, base.foreign, base.path)
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
     name = label if label and is_hub_name(label) else None
-    with progress("hashing base", _size_of(directory), as_json=as_json) as report:
+    with show_progress("hashing base", _measure_weights(directory), as_json=as_json) as report:
         return read_base(directory, name=name, progress=report)
 
 
-def _private_key(settings: Settings, name: str) -> PrivateKey:
+def _load_private_key(settings: Settings, name: str) -> PrivateKey:
     home = settings.home
-    return Publisher(KeyRing(home.keys), TrustStore(home.trust)).signing_key(name)
+    return PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust)).read_signing_key(name)
 
 
-def _note_name(directory: Path, overrides: Overrides) -> None:
+def _note_shortened_name(directory: Path, overrides: ManifestOverrides) -> None:
     shortened = describe_lost_letters(directory, read_draft(directory), overrides)
     if shortened is not None:
         note(shortened)
 
 
-def _warn_of_grant(settings: Settings, name: str, package: PackageName) -> None:
+def _warn_missing_grant(settings: Settings, name: str, package: PackageName) -> None:
     """Warn that a key signs for a namespace that it is not trusted for on this machine."""
     home, namespace = settings.home, package.namespace
-    keys = Publisher(KeyRing(home.keys), TrustStore(home.trust)).keys()
+    keys = PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust)).list_keys()
     if any(key.name == name and namespace not in key.namespaces for key in keys):
         grant = f"`expertctl keys grant {name} --namespace {namespace}`"
         warn([f"your key {name} is not trusted for {namespace}/* here; {grant} changes that"])
 
 
-def _routing_doubts(settings: Settings, plan: building.Plan) -> list[str]:
+def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[str]:
     """Return what keeps the router from choosing an expert, here or where others install it."""
-    from expertctl.install.own_packages import own_packages
-    from expertctl.routing.advice import advice, without_examples
+    from expertctl.install.publication import find_own_packages
     from expertctl.routing.encoder import open_encoder
     from expertctl.routing.index import RoutingIndex
-    from expertctl.routing.vetting import advise
+    from expertctl.routing.manifest_lint import advise_publisher, describe_missing_examples
+    from expertctl.routing.vetting import preview_flags
 
     manifest, told = plan.manifest, list[str]()
     if not manifest.routing.examples:
@@ -322,28 +430,28 @@ def _routing_doubts(settings: Settings, plan: building.Plan) -> list[str]:
         if (plan.directory / MANIFEST_PATH).exists():
             add = f"add some to {plan.directory / MANIFEST_PATH}"
         named = f"`--expert {manifest.package}`"
-        told.append(without_examples(manifest.name, named=named, add=add))
+        told.append(describe_missing_examples(manifest.name, name_option=named, add=add))
     try:
         home = settings.home
         index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
-        own = own_packages(Store(home.store).experts(), KeyRing(home.keys))
-        return [*told, *advice(manifest, advise(manifest, index, own=own))]
+        own = find_own_packages(Store(home.store).list_experts(), KeyRing(home.keys))
+        return [*told, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
     except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
         return told
 
 
-def _say_built(built: building.Built) -> None:
+def _print_build_notes(built: building.BuildResult) -> None:
     warn(built.warnings)
     for line in built.notes:
         note(line)
     if built.left_out:
-        names = one_line(", ".join(built.left_out))
+        names = to_single_line(", ".join(built.left_out))
         note(f"left out, because nothing in the package needs them: {names}")
     if built.signer is None:
         note("not signed; sign it with `expertctl sign FILE --key NAME`")
 
 
-def _size_of(directory: Path) -> int | None:
+def _measure_weights(directory: Path) -> int | None:
     if not directory.is_dir():
         return None
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertctl.cli.answer_stream import closing_stream
-from expertctl.cli.exit_codes import INTERRUPTED
-from expertctl.cli.interruption import Ending
-from expertctl.cli.named_base import known_base
-from expertctl.cli.opening import open_engine, open_planner
+from expertctl.cli.engine import open_engine, open_planner, resolve_base
 from expertctl.cli.output import (
     JsonFlag,
     emit,
     note,
+    open_answer_stream,
     print_json,
-    progress,
+    show_progress,
     terminal_width,
     warn,
 )
-from expertctl.cli.prompt_input import read_input, read_prompt, saved_plan
+from expertctl.cli.process import INTERRUPTED, CancellationFlag
+from expertctl.cli.prompt_input import load_saved_plan, read_input, read_prompt
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
+    BaseMismatchOption,
     Body,
     Deterministic,
     Device,
@@ -41,7 +40,6 @@ from expertctl.cli.run_options import (
     MaxTokens,
     MemoryBudget,
     MinP,
-    Mismatch,
     MoeCold,
     MoeExchange,
     MoeLearn,
@@ -53,7 +51,7 @@ from expertctl.cli.run_options import (
     NoExperts,
     OnBudget,
     Prompt,
-    Repetition,
+    RepetitionPenalty,
     Seed,
     Stats,
     Stop,
@@ -64,19 +62,19 @@ from expertctl.cli.run_options import (
     Trace,
     Truncate,
     VerifyBase,
-    budget_of,
-    cap_of,
-    chosen_device,
-    cold_of,
-    numerics_of,
-    start_of,
+    resolve_device,
+    resolve_memory_budget,
+    resolve_moe_cold,
+    resolve_moe_start,
+    resolve_numerics,
+    resolve_skip_cap,
 )
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.start import StartWishes
+    from expertctl.engine.moe.warmup import WarmupConfig
     from expertctl.engine.request import RunRequest
-    from expertctl.engine.run_result import RunResult
+    from expertctl.engine.result import RunResult
 
 
 def route(
@@ -90,7 +88,7 @@ def route(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
-    repetition_penalty: Repetition = None,
+    repetition_penalty: RepetitionPenalty = None,
     max_tokens: MaxTokens = None,
     stop: Stop = None,
     seed: Seed = None,
@@ -103,7 +101,7 @@ def route(
     moe_skip_cap: MoeSkipCap = None,
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
-    allow_base_mismatch: Mismatch = False,
+    allow_base_mismatch: BaseMismatchOption = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show experts of other bases one by one.")
     ] = False,
@@ -113,12 +111,12 @@ def route(
 
     Example: expertctl route "Sort these numbers: 41, 17, 23"
     """
-    from expertctl.cli.run_view import routing_text
-    from expertctl.routing.presets import SamplingWishes
+    from expertctl.cli.run_view import format_routing
     from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
+    from expertctl.routing.sampling_presets import SamplingOverrides
 
     settings = load_settings()
-    held = numerics_of(
+    held = resolve_numerics(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
     request = RouteRequest(
@@ -128,7 +126,7 @@ def route(
         max_experts=max_experts,
         base_alone=no_experts,
         seed=seed,
-        wishes=SamplingWishes(
+        sampling=SamplingOverrides(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -142,17 +140,17 @@ def route(
         adapter_dtype=held.adapter_dtype,
         deterministic=held.deterministic,
         moe_miss=moe_miss,
-        moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
-        device=chosen_device(device, settings),
+        moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+        device=resolve_device(device, settings),
         engine=engine,
-        memory_budget=budget_of(memory_budget, settings),
+        memory_budget=resolve_memory_budget(memory_budget, settings),
         allow_base_mismatch=allow_base_mismatch,
     )
     check_request(request)
-    named = known_base(base, settings, as_json=as_json)
+    named = resolve_base(base, settings, as_json=as_json)
     planned = open_planner(settings, as_json=as_json).plan(request, base=named)
     warn(planned.warnings)
-    shown = routing_text(planned.result, width=terminal_width(sys.stdout), verbose=verbose)
+    shown = format_routing(planned.result, width=terminal_width(sys.stdout), verbose=verbose)
     emit(planned.result.to_json(), shown, as_json=as_json)
 
 
@@ -173,7 +171,7 @@ def run(
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
-    repetition_penalty: Repetition = None,
+    repetition_penalty: RepetitionPenalty = None,
     max_tokens: MaxTokens = None,
     stop: Stop = None,
     seed: Seed = None,
@@ -195,7 +193,7 @@ def run(
     moe_learn: MoeLearn = None,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
-    allow_base_mismatch: Mismatch = False,
+    allow_base_mismatch: BaseMismatchOption = False,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")
     ] = True,
@@ -207,16 +205,16 @@ def run(
 
     Example: expertctl run "Sort these numbers: 41, 17, 23" --seed 1
     """
-    from expertctl.engine.message import UserMessage
     from expertctl.engine.request import RunRequest, parse_expert
-    from expertctl.routing.presets import SamplingWishes
+    from expertctl.engine.text.prompt import UserMessage
     from expertctl.routing.request import RouteRequest, check_request, parse_target
+    from expertctl.routing.sampling_presets import SamplingOverrides
 
     settings = load_settings()
-    held = numerics_of(
+    held = resolve_numerics(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
-    chosen = chosen_device(device, settings)
+    chosen = resolve_device(device, settings)
     texts = read_input(prompt, body, plan=plan)
     message = UserMessage(prompt=texts.prompt, body=texts.body, template=template)
     message.text()
@@ -229,7 +227,7 @@ def run(
             max_experts=max_experts,
             base_alone=no_experts,
             seed=seed,
-            wishes=SamplingWishes(
+            sampling=SamplingOverrides(
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
@@ -243,22 +241,22 @@ def run(
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
             moe_miss=moe_miss,
-            moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
-            moe_cold=cold_of(moe_cold, settings),
+            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+            moe_cold=resolve_moe_cold(moe_cold, settings),
             device=chosen,
             engine=engine,
-            memory_budget=budget_of(memory_budget, settings),
+            memory_budget=resolve_memory_budget(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
-        base=known_base(base, settings, as_json=as_json),
-        saved=saved_plan(plan),
+        base=resolve_base(base, settings, as_json=as_json),
+        saved=load_saved_plan(plan),
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
         trace=trace,
     )
     check_request(request.route)
-    moe = start_of(
+    moe = resolve_moe_start(
         settings,
         profile=moe_profile,
         pin=moe_pin,
@@ -266,16 +264,16 @@ def run(
         exchange=moe_exchange,
         learn=moe_learn,
     )
-    result = _run(request, settings, moe, stream=stream and not as_json, as_json=as_json)
-    _show(result, stream=stream, as_json=as_json, stats=stats or trace)
+    result = _generate(request, settings, moe, stream=stream and not as_json, as_json=as_json)
+    _print_result(result, stream=stream, as_json=as_json, stats=stats or trace)
     if result.generated.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
 
-def _run(
+def _generate(
     request: "RunRequest",
     settings: Settings,
-    moe: "StartWishes",
+    moe: "WarmupConfig",
     *,
     stream: bool,
     as_json: bool,
@@ -284,18 +282,18 @@ def _run(
 
     After that, a signal ends the answer where it is, so that its text is kept.
     """
-    from expertctl.engine.torch_library import map_ahead
+    from expertctl.engine.torch_preload import preload_torch
 
-    map_ahead()
-    planner, ending = open_planner(settings, as_json=as_json), Ending()
-    with progress("loading", None, as_json=as_json) as report:
+    preload_torch()
+    planner, ending = open_planner(settings, as_json=as_json), CancellationFlag()
+    with show_progress("loading", None, as_json=as_json) as report:
         route = request.route
         engine = open_engine(
             planner, budget=route.memory_budget, progress=report, device=route.device, moe=moe
         )
-        answer = _Answer(engine.run(request, cancelled=ending))
+        answer = _AnswerIterator(engine.run(request, cancelled=ending))
         answer.advance()
-    with ending.heeding(signal.SIGINT, signal.SIGTERM), closing_stream() as shown:
+    with ending.catch_signals(signal.SIGINT, signal.SIGTERM), open_answer_stream() as shown:
         while answer.result is None:
             if stream:
                 shown.write(answer.piece)
@@ -303,7 +301,7 @@ def _run(
     return answer.result
 
 
-class _Answer:
+class _AnswerIterator:
     """The pieces of a text, one at a time, then the result."""
 
     def __init__(self, pieces: "Generator[str, None, RunResult]") -> None:
@@ -319,16 +317,16 @@ class _Answer:
             self.result = end.value
 
 
-def _show(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> None:
-    from expertctl.cli.run_view import footer, statistics
+def _print_result(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> None:
+    from expertctl.cli.run_view import format_footer, format_statistics
 
     if as_json:
         warn(result.warnings)
         print_json(result.to_json())
         return
     if not stream:
-        with closing_stream() as shown:
+        with open_answer_stream() as shown:
             shown.write(result.generated.text)
     shown_below = set(result.planned.result.notes)
     warn(warning for warning in result.warnings if warning not in shown_below)
-    note(statistics(result) if stats else footer(result))
+    note(format_statistics(result) if stats else format_footer(result))

@@ -20,7 +20,7 @@ from expertctl.settings import (
 )
 
 if TYPE_CHECKING:
-    from expertctl.engine.moe.start import StartWishes
+    from expertctl.engine.moe.warmup import WarmupConfig
     from expertctl.routing.request import DeviceName
 
 SAMPLING, EXPERTS, PLACEMENT, ADVANCED = "Sampling", "Experts", "Memory and precision", "Advanced"
@@ -75,7 +75,7 @@ TopK = Annotated[
 MinP = Annotated[
     float | None, typer.Option("--min-p", help="0 disables it.", rich_help_panel=SAMPLING)
 ]
-Repetition = Annotated[
+RepetitionPenalty = Annotated[
     float | None,
     typer.Option("--repetition-penalty", help="1 to 2; 1 disables it.", rich_help_panel=SAMPLING),
 ]
@@ -216,7 +216,7 @@ EngineOption = Annotated[
         rich_help_panel=ADVANCED,
     ),
 ]
-Mismatch = Annotated[
+BaseMismatchOption = Annotated[
     bool,
     typer.Option(
         "--allow-base-mismatch",
@@ -275,46 +275,46 @@ Trace = Annotated[
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below the answer.")]
 
-_SETTING = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
+_DEVICE_HINT = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 
 
-def budget_of(text: str | None, settings: Settings) -> int | None:
+def resolve_memory_budget(text: str | None, settings: Settings) -> int | None:
     """Return the memory budget in bytes: the option's, else the setting's."""
     return parse_size(text) if text else settings.memory_budget
 
 
-def chosen_device(device: str | None, settings: Settings) -> "DeviceName":
+def resolve_device(device: str | None, settings: Settings) -> "DeviceName":
     """Return the device: from the option, else the setting, else the processor."""
     wanted = device or settings.device or "cpu"
-    _check_known(wanted)
+    _check_device_name(wanted)
     if wanted == "cpu":
         return "cpu"
     try:
-        from expertctl.engine.accelerator import check_cuda, has_cuda
+        from expertctl.engine.devices import is_cuda_available, require_cuda
     except ModuleNotFoundError as error:
-        from expertctl.cli.opening import without_engine
+        from expertctl.cli.engine import build_missing_engine_error
 
-        raise without_engine(error) from error
+        raise build_missing_engine_error(error) from error
     if wanted == "auto":
-        return "cuda" if has_cuda() else "cpu"
-    check_cuda()
+        return "cuda" if is_cuda_available() else "cpu"
+    require_cuda()
     return "cuda"
 
 
-def check_processor(settings: Settings, what: str) -> None:
+def check_cpu_only(settings: Settings, what: str) -> None:
     """Refuse a CUDA setting for work that only the processor does."""
-    _check_known(settings.device or "cpu")
+    _check_device_name(settings.device or "cpu")
     if settings.device == "cuda":
-        raise UsageError(f"{what} computes on the processor alone", hint=_SETTING)
+        raise UsageError(f"{what} computes on the processor alone", hint=_DEVICE_HINT)
 
 
-def _check_known(device: str) -> None:
+def _check_device_name(device: str) -> None:
     if device not in DEVICES:
-        raise UsageError(f"device {device!r} is not supported", hint=_SETTING)
+        raise UsageError(f"device {device!r} is not supported", hint=_DEVICE_HINT)
 
 
 @dataclass(frozen=True, slots=True)
-class Numerics:
+class NumericsOptions:
     """How weights are held (None: as stored), and whether the same bits are always wanted."""
 
     dtype: DtypeName | None
@@ -322,28 +322,30 @@ class Numerics:
     deterministic: bool
 
 
-def numerics_of(
+def resolve_numerics(
     settings: Settings,
     *,
     dtype: DtypeName | None,
     adapter_dtype: AdapterDtypeName | None,
     deterministic: bool | None,
-) -> Numerics:
+) -> NumericsOptions:
     """Return the numerics of the options, else of the settings.
 
     Raises:
         UsageError: when a setting that counts names what is not there.
     """
-    held = dtype or _chosen("dtype", settings.dtype, DTYPES)
-    experts = adapter_dtype or _chosen("adapter_dtype", settings.adapter_dtype, ADAPTER_DTYPES)
-    return Numerics(
+    held = dtype or _check_setting("dtype", settings.dtype, DTYPES)
+    experts = adapter_dtype or _check_setting(
+        "adapter_dtype", settings.adapter_dtype, ADAPTER_DTYPES
+    )
+    return NumericsOptions(
         dtype=cast("DtypeName | None", held),
         adapter_dtype=cast(AdapterDtypeName, experts or "published"),
         deterministic=settings.deterministic if deterministic is None else deterministic,
     )
 
 
-def cap_of(cap: float | None, misses: Sequence[str]) -> float:
+def resolve_skip_cap(cap: float | None, misses: Sequence[str]) -> float:
     """Return the largest share left out of a token: from the option, else a quarter.
 
     Raises:
@@ -357,17 +359,17 @@ def cap_of(cap: float | None, misses: Sequence[str]) -> float:
     return SKIP_CAP if cap is None else cap
 
 
-def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
+def resolve_moe_cold(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
     """Return how routed experts are read from disk: from the option, else the setting.
 
     Raises:
         UsageError: when a setting that counts names what is not there.
     """
-    found = moe_cold or _chosen("moe_cold", settings.moe_cold, MOE_COLDS)
+    found = moe_cold or _check_setting("moe_cold", settings.moe_cold, MOE_COLDS)
     return cast(MoeColdName, found or "auto")
 
 
-def start_of(
+def resolve_moe_start(
     settings: Settings,
     *,
     profile: Path | None,
@@ -375,7 +377,7 @@ def start_of(
     warmup: WarmupName | None,
     exchange: float,
     learn: bool | None,
-) -> "StartWishes":
+) -> "WarmupConfig":
     """Return how routed experts start: from the options, else the settings.
 
     Raises:
@@ -384,24 +386,23 @@ def start_of(
         InvalidPackageError: when the profile is not a file.
         UsageError: when an option or a setting has an impossible value.
     """
-    from expertctl.engine.moe.guide import open_profile
-    from expertctl.engine.moe.pins import parse_pins
-    from expertctl.engine.moe.start import StartWishes, parse_rate
+    from expertctl.engine.moe.usage_profile import open_profile, parse_pins
+    from expertctl.engine.moe.warmup import WarmupConfig, check_exchange_rate
 
     if profile is not None:
         with open_profile(profile):
             pass
-    chosen = warmup or _chosen("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
-    return StartWishes(
+    chosen = warmup or _check_setting("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
+    return WarmupConfig(
         profile=profile,
         pins=None if pin is None else parse_pins(pin),
         warmup=cast(WarmupName, chosen or "hybrid"),
-        exchange=parse_rate(exchange),
+        exchange=check_exchange_rate(exchange),
         learns=settings.moe_learn if learn is None else learn,
     )
 
 
-def _chosen(key: str, value: str | None, known: Sequence[str]) -> str | None:
+def _check_setting(key: str, value: str | None, known: Sequence[str]) -> str | None:
     """Return a value of the environment or ``config.toml``, checked only here."""
     if value is None or value in known:
         return value

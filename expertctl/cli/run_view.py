@@ -1,134 +1,256 @@
-"""What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures."""
+"""What a person reads of routed experts: how many are kept, missed and left out.
+
+What a traced run shows to a person: the time of each layer, and what a token allocates.
+
+What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures.
+
+What a chat shows: the line below an answer, the experts, the help.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import counted, human_limit, human_size, table
-from expertctl.cli.routed_view import loss_text, routed_text
-from expertctl.routing.score import two_decimals
+from expertctl.cli.output import format_count, format_table
+from expertctl.routing.score import format_score
+from expertctl.settings import format_limit, format_size
 
 if TYPE_CHECKING:
-    from expertctl.engine.run_result import RunResult
-    from expertctl.routing.candidate import Candidate
-    from expertctl.routing.plan import PlannedExpert
+    from expertctl.engine.conversation import Conversation, Turn
+    from expertctl.engine.model.decoder import LayerTimer
+    from expertctl.engine.moe.stats import RoutedExpertStats
+    from expertctl.engine.result import GenerationTrace, RunResult
+    from expertctl.routing.candidate import RoutingCandidate
+    from expertctl.routing.plan import Plan, PlannedExpert
+    from expertctl.routing.planner import Planner
     from expertctl.routing.router import RoutingResult
+
+
+def format_routed_report(moe: "RoutedExpertStats | None") -> Iterator[str]:
+    """Say how many routed experts were missing and what that cost, if any could be."""
+    if moe is None or moe.residence.is_whole:
+        return
+    did = moe.activity
+    told = [f"room for {moe.residence.blocks} of {moe.residence.total}"]
+    told += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
+    told += [f"{did.mapped} of {did.misses} computed in the file cache"] if did.mapped else []
+    told += [f"{did.waited_ms:.0f} ms waited"]
+    skips = moe.residence.miss == "skip"
+    told += [f"{100 * moe.skipped_share:.1f} % of weights left out"] if skips else []
+    yield f"routed experts: {', '.join(told)}"
+
+
+def format_skipped_weight(moe: "RoutedExpertStats | None") -> Iterator[str]:
+    """Say how much was left out, if anything was, since that changes the answer."""
+    if moe is not None and moe.skipped_share:
+        yield f"{100 * moe.skipped_share:.2g} % of the weights of routed experts were left out"
+
+
+_PARTS = ("attention", "mlp", "experts")
+_TOGETHER = "what experts add is part of the time of their layers"
+_Rows = dict[str, dict[str, float]]
+
+
+def format_trace(trace: "GenerationTrace") -> str:
+    """Return milliseconds of the prompt and of one token, by layer and by kind of operation."""
+    tokens = max(trace.timed_steps, 1)
+    parts = [
+        _format_layers("A TOKEN, ms", trace.decode, tokens),
+        _format_layers("PROMPT, ms", trace.prefill, 1),
+    ]
+    if trace.prefill.kinds:
+        parts.append(_format_operations(trace.prefill, trace.decode, tokens))
+    elif trace.prefill.places:
+        parts.append(_TOGETHER)
+    return "\n\n".join([*(part for part in parts if part), _format_allocations(trace)])
+
+
+def _format_layers(title: str, times: "LayerTimer", passes: int) -> str:
+    """Return a row for each layer, and for what comes before and after them."""
+    rows = _group_by_layer(times, passes)
+    parts = [part for part in _PARTS if any(part in cells for cells in rows.values())]
+    shown = [
+        [
+            name,
+            *(_format_milliseconds(cells.get(part)) for part in parts),
+            _format_milliseconds(sum(cells.values())),
+        ]
+        for name, cells in rows.items()
+    ]
+    whole = [sum(cells.get(part, 0.0) for cells in rows.values()) for part in parts]
+    shown.append(
+        [
+            "all",
+            *map(_format_milliseconds, whole),
+            _format_milliseconds(times.seconds / passes * 1e3),
+        ]
+    )
+    return format_table([title, *parts, "together"], shown) if rows else ""
+
+
+def _group_by_layer(times: "LayerTimer", passes: int) -> _Rows:
+    """Sort places into rows: a layer by its parts, anything else by its name."""
+    rows: _Rows = defaultdict(lambda: defaultdict(float))
+    for place, seconds in times.places.items():
+        name, _, rest = place.removeprefix("layers.").partition(".")
+        part = "experts" if rest.endswith("experts") else rest
+        rows[f"layer {name}" if place.startswith("layers.") else name][part] += (
+            seconds / passes * 1e3
+        )
+    return rows
+
+
+def _format_operations(prompt: "LayerTimer", written: "LayerTimer", tokens: int) -> str:
+    """Return what each kind of operation took, the longest first."""
+    names = sorted(
+        {*prompt.kinds, *written.kinds}, key=lambda name: (-written.kinds.get(name, 0.0), name)
+    )
+    rows = [
+        [
+            name,
+            _format_milliseconds(written.kinds.get(name, 0.0) / tokens * 1e3),
+            _format_milliseconds(prompt.kinds.get(name, 0.0) * 1e3),
+        ]
+        for name in names
+    ]
+    return format_table(["OPERATION", "A TOKEN, ms", "PROMPT, ms"], rows)
+
+
+def _format_allocations(trace: "GenerationTrace") -> str:
+    found = trace.to_json()["allocations"]
+    assert isinstance(found, dict)
+    if not found["tokens"]:
+        return "allocations of a token were not counted: too few were written"
+    python, native = (format_size(int(str(found[key]))) for key in ("python_bytes", "native_bytes"))
+    return (
+        f"a token allocates {python} in Python, {native} natively and "
+        f"{found['compiled_arrays']} arrays in compiled code (medians of {found['tokens']})"
+    )
+
+
+def _format_milliseconds(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.3f}"
+
 
 _INDENT = "  "
 _HEADER = ["USED", "SCORE", "SHARE", "COSINE", "EXPERT"]
 _GAP = 2
 _SHOWN_CANDIDATES = 12
-_SHORTEST_TEXT = 30
+_MIN_TEXT_WIDTH = 30
 """Fewest columns for which a text that must be cut is shown at all."""
-_ENDLESS = 1 << 16
-_FORMS = {True: "as called for", False: "not as called for", None: "none called for"}
-_EMPTY = "the answer is empty"
+_UNLIMITED = 1 << 16
+_CHECK_RESULTS = {True: "as called for", False: "not as called for", None: "none called for"}
+_EMPTY_ANSWER = "the answer is empty"
 
 
-def routing_text(result: "RoutingResult", *, width: int, verbose: bool = False) -> str:
+def format_routing(result: "RoutingResult", *, width: int, verbose: bool = False) -> str:
     """Return the plan, then the best candidates, each with its figures and the decision.
 
     Experts of other bases are only counted, unless ``verbose``. The closest text of an expert is
     cut where a line of ``width`` columns ends; 0: without limit.
     """
-    lines = [f"base {result.plan.base}, encoder {result.encoder}", *_plan_lines(result)]
+    lines = [f"base {result.plan.base}, encoder {result.encoder}", *_format_plan(result)]
     looked_at = [c for c in result.candidates if verbose or not c.other_base]
     shown = [c for n, c in enumerate(looked_at) if c.chosen or n < _SHOWN_CANDIDATES]
     if shown:
-        lines += ["", _candidate_table(shown, width)]
+        lines += ["", _format_candidates(shown, width)]
     if more := len(looked_at) - len(shown):
         lines += [f"and {more} more, which --json shows"]
     if not verbose and result.other_bases:
-        lines += ["", *_of_other_bases(result.other_bases, result.plan.base)]
+        lines += ["", *_format_other_bases(result.other_bases, result.plan.base)]
     return "\n".join(lines)
 
 
-def _of_other_bases(counts: Mapping[str, int], here: str) -> list[str]:
+def _format_other_bases(counts: Mapping[str, int], here: str) -> list[str]:
     """Return a line for each base that experts were made for and that does not answer."""
     return [
-        f"{counted(count, 'expert')} {'is' if count == 1 else 'are'} for "
+        f"{format_count(count, 'expert')} {'is' if count == 1 else 'are'} for "
         + (f"{name}, not {here}" if name != here else f"another {name} than the one here")
         for name, count in sorted(counts.items())
     ]
 
 
-def _candidate_table(candidates: Sequence["Candidate"], width: int) -> str:
-    rows = [_candidate_cells(candidate) for candidate in candidates]
+def _format_candidates(candidates: Sequence["RoutingCandidate"], width: int) -> str:
+    rows = [_format_candidate(candidate) for candidate in candidates]
     columns = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    room = width - sum(columns) - len(columns) * _GAP if width else _ENDLESS
-    whys = [_why(candidate, room) for candidate in candidates]
-    return table([*_HEADER, "WHY"], [[*row, why] for row, why in zip(rows, whys, strict=True)])
+    room = width - sum(columns) - len(columns) * _GAP if width else _UNLIMITED
+    whys = [_format_reason(candidate, room) for candidate in candidates]
+    return format_table(
+        [*_HEADER, "WHY"], [[*row, why] for row, why in zip(rows, whys, strict=True)]
+    )
 
 
-def _candidate_cells(candidate: "Candidate") -> list[str]:
+def _format_candidate(candidate: "RoutingCandidate") -> list[str]:
     """Return the cells of a candidate, except the reason."""
-    scored = not candidate.vetoed and candidate.share is not None
-    figures = (candidate.score if scored else None, candidate.share, candidate.cosine)
+    scored = not candidate.is_vetoed and candidate.probability is not None
+    figures = (candidate.score if scored else None, candidate.probability, candidate.cosine)
     return [
         "yes" if candidate.chosen else "no",
-        *("-" if figure is None else two_decimals(figure) for figure in figures),
+        *("-" if figure is None else format_score(figure) for figure in figures),
         candidate.expert.ref,
     ]
 
 
-def _why(candidate: "Candidate", room: int) -> str:
+def _format_reason(candidate: "RoutingCandidate", room: int) -> str:
     """Return the decision and, if there is room, the text that is closest to the prompt."""
-    words = f"{candidate.told}{', suspicious' if candidate.flags else ''}"
+    words = f"{candidate.short_reason}{', suspicious' if candidate.flags else ''}"
     closest = f"; closest: {candidate.text}"
-    if candidate.vetoed or candidate.share is None:
+    if candidate.is_vetoed or candidate.probability is None:
         return words
     if len(words) + len(closest) <= room:
         return words + closest
     left = room - len(words) - len("…")
-    return f"{words}{closest[:left]}…" if left >= _SHORTEST_TEXT else words
+    return f"{words}{closest[:left]}…" if left >= _MIN_TEXT_WIDTH else words
 
 
-def footer(result: "RunResult") -> str:
+def format_footer(result: "RunResult") -> str:
     """Return a run in a few lines: experts and why, base, how much, how fast."""
-    lost = _indented("\n".join(loss_text(result.moe)))
-    return "\n".join(["", *_plan_lines(result.planned.result), _figures(result), *lost])
+    lost = _indent("\n".join(format_skipped_weight(result.moe)))
+    return "\n".join(["", *_format_plan(result.planned.result), _format_figures(result), *lost])
 
 
-def statistics(result: "RunResult") -> str:
+def format_statistics(result: "RunResult") -> str:
     """Return everything that is known of a run."""
-    from expertctl.cli.trace_view import trace_text
 
     plan, document = result.planned.result.plan, result.to_json()
     moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
     numerics = result.numerics
     held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [
-        footer(result),
+        format_footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
         f"{_INDENT}held in {held}{', deterministic' if numerics.deterministic else ''}",
-        *_indented("\n".join(routed_text(result.moe))),
+        *_indent("\n".join(format_routed_report(result.moe))),
         "",
-        *_indented(_steps(result)),
+        *_indent(_format_steps(result)),
         "",
-        *_indented(_memory(result)),
+        *_indent(_format_memory(result)),
         "",
-        f"{_INDENT}bytes {_pairs({k: human_size(size) for k, size in moved.items()})}",
-        f"{_INDENT}cache {_pairs(document['cache'])}",
-        f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
-        f"{_INDENT}form {_form(result)}",
+        f"{_INDENT}bytes {_format_pairs({k: format_size(size) for k, size in moved.items()})}",
+        f"{_INDENT}cache {_format_pairs(document['cache'])}",
+        f"{_INDENT}sampling {_format_pairs(plan.params.to_json())}",
+        f"{_INDENT}form {_format_check(result)}",
     ]
     if plan.experts:  # without experts the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
     if result.trace is not None:
-        lines += ["", *_indented(trace_text(result.trace))]
+        lines += ["", *_indent(format_trace(result.trace))]
     return "\n".join(lines)
 
 
-def _form(result: "RunResult") -> str:
+def _format_check(result: "RunResult") -> str:
     """Return the result of the form check; an empty answer fails it whatever the form."""
     failed = result.validation_passed is False
     return (
-        _EMPTY if failed and not result.generated.text.strip() else _FORMS[result.validation_passed]
+        _EMPTY_ANSWER
+        if failed and not result.generated.text.strip()
+        else _CHECK_RESULTS[result.validation_passed]
     )
 
 
-def _steps(result: "RunResult") -> str:
+def _format_steps(result: "RunResult") -> str:
     """Return a row for each step of a run; steps of the model also have their tokens."""
     generated = result.generated
     counts = {
@@ -140,40 +262,40 @@ def _steps(result: "RunResult") -> str:
         count, rate = counts.get(name, (0, 0.0))
         told = [str(count), f"{rate:.1f}"] if count else ["", ""]
         rows.append([name, f"{ms:.1f} ms", *told])
-    return table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
+    return format_table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
 
 
-def _memory(result: "RunResult") -> str:
+def _format_memory(result: "RunResult") -> str:
     """Return how much of the budget each purpose holds."""
     sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
-    rows = [[name, human_size(size)] for name, size in sizes.items()]
-    rows += [["peak", human_size(result.memory.peak)]]
-    rows += [["budget", human_limit(result.memory.budget)]]
-    return table(["MEMORY", "BYTES"], rows)
+    rows = [[name, format_size(size)] for name, size in sizes.items()]
+    rows += [["peak", format_size(result.memory.peak)]]
+    rows += [["budget", format_limit(result.memory.budget)]]
+    return format_table(["MEMORY", "BYTES"], rows)
 
 
-def _indented(text: str) -> list[str]:
+def _indent(text: str) -> list[str]:
     return [f"{_INDENT}{line}" if line else "" for line in text.splitlines()]
 
 
-def _plan_lines(result: "RoutingResult") -> list[str]:
+def _format_plan(result: "RoutingResult") -> list[str]:
     if result.plan.experts:
-        return [f"{_INDENT}{_expert(expert)}" for expert in result.plan.experts]
+        return [f"{_INDENT}{_format_expert(expert)}" for expert in result.plan.experts]
     return [f"{_INDENT}{note}" for note in result.notes]
 
 
-def _expert(expert: "PlannedExpert") -> str:
+def _format_expert(expert: "PlannedExpert") -> str:
     weight = "" if expert.weight == 1.0 else f" x {expert.weight:g}"
     return f"{expert.ref}{weight}: {expert.reason}"
 
 
-def _figures(result: "RunResult") -> str:
+def _format_figures(result: "RunResult") -> str:
     generated, timings = result.generated, result.timings_ms
     written = len(generated.tokens) or "nothing"
     speed = [f"{generated.tokens_per_s:.0f} tokens/s"] if generated.decode_steps else []
     first = [f"first after {timings['ttft']:.0f} ms"] if generated.tokens else []
     parts = [
-        f"{counted(result.prompt_tokens, 'token')} read",
+        f"{format_count(result.prompt_tokens, 'token')} read",
         f"{written} written ({generated.finish_reason})",
         f"on {result.planned.result.plan.base}",
         *speed,
@@ -183,12 +305,84 @@ def _figures(result: "RunResult") -> str:
     return f"{_INDENT}{', '.join(parts)}"
 
 
-def _pairs(values: object) -> str:
+def _format_pairs(values: object) -> str:
     items = values.items() if isinstance(values, Mapping) else ()
-    return ", ".join(f"{name} {_value(value)}" for name, value in items)
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in items)
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, list):
         return " ".join(json.dumps(item, ensure_ascii=False) for item in value) or "none"
     return str(value)
+
+
+CHAT_HELP = '''\
+/experts              the installed experts that fit the base; * marks those that answer
+/experts REF[:W] ...  let these answer from now on
+/experts none         let the base answer alone from now on
+/experts auto         choose them by each message again
+/plan                 which experts answered the last message, and why
+/plan FILE            save that plan, for `expertctl run --plan FILE`
+/feedback good        say what the last answer was: good, or bad
+/reset                forget what was said
+/exit, /quit          leave, as the end of the input (Ctrl-D) does
+A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.
+Ctrl-C stops an answer. What was written of it stays in the conversation.'''
+
+
+def format_turn(turn: "Turn") -> str:
+    """Return a turn in one line: experts, how much was read, written and left out, how fast."""
+    result, generated = turn.result, turn.result.generated
+    ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
+    parts = [
+        format_plan_experts(turn.plan)
+        + (", kept from the turn before" if turn.kept_experts else ""),
+        f"{format_count(result.prompt_tokens, 'token')} of prompt{_format_reuse(turn)}",
+        f"{len(generated.tokens) or 'nothing'} written{ends[generated.finish_reason]}",
+    ]
+    if generated.decode_steps:
+        parts.append(f"{generated.tokens_per_s:.0f} tokens/s")
+    parts += format_skipped_weight(result.moe)
+    return f"  [{'; '.join(parts)}]"
+
+
+def format_plan_experts(plan: "Plan") -> str:
+    """Return the experts of a plan, with weights that are not 1, and its base."""
+    named = (e.ref if e.weight == 1.0 else f"{e.ref} x {e.weight:g}" for e in plan.experts)
+    experts = " + ".join(named)
+    return f"{experts} on {plan.base}" if experts else f"{plan.base} alone"
+
+
+def format_fitting_experts(conversation: "Conversation", planner: "Planner") -> str:
+    """Return the installed experts that fit the base of a conversation."""
+    from expertctl.routing.candidate import explain_misfit
+
+    name = conversation.base
+    base = planner.bases.find(name) if name else planner.base_selector.find_default()
+    if base is None:
+        return "no base model is known that a chat can use"
+    installed = planner.read_inventory().experts
+    fitting = [e for e in installed if not explain_misfit(e, base.identity, allow_mismatch=False)]
+    rows = [
+        [
+            "*" if expert.digest in conversation.current_experts else "",
+            expert.stored.ref,
+            expert.manifest.kind,
+            expert.manifest.description,
+        ]
+        for expert in fitting
+    ]
+    others = len(installed) - len(fitting)
+    lines = [
+        format_table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"
+    ]
+    lines += [f"{others} more, made for other bases than {base.name}"] if others else []
+    return "\n".join(lines)
+
+
+def _format_reuse(turn: "Turn") -> str:
+    """Say how much of the prompt was reused, or why none was if the experts changed."""
+    reused = turn.result.kv_reused_tokens
+    if reused:
+        return f" ({reused} kept from before)"
+    return " (all read again: the experts changed)" if turn.replanned else ""

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from expertctl.cli.engine import build_missing_engine_error, open_planner, resolve_base
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.named_base import known_base
-from expertctl.cli.opening import open_planner, without_engine
-from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, note, warn
 from expertctl.cli.run_options import (
     ADVANCED,
     PLACEMENT,
@@ -34,12 +33,12 @@ from expertctl.cli.run_options import (
     MoeProfile,
     MoeSkipCap,
     MoeWarmup,
-    budget_of,
-    cap_of,
-    chosen_device,
-    cold_of,
-    numerics_of,
-    start_of,
+    resolve_device,
+    resolve_memory_budget,
+    resolve_moe_cold,
+    resolve_moe_start,
+    resolve_numerics,
+    resolve_skip_cap,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings, parse_age, parse_size
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from expertctl.server.api_keys import ApiKey
 
 app = CommandGroup(no_args_is_help=False)
-key = CommandGroup("Manage the API keys of the server's users.")
-app.add_typer(key, name="key")
+key_app = CommandGroup("Manage the API keys of the server's users.")
+app.add_typer(key_app, name="key")
 
 _Value = TypeVar("_Value")
 ACCESS, SCHEDULING, LOGGING = "Access", "Scheduling", "Logging"
@@ -233,55 +232,58 @@ def serve(
     """
     if context.invoked_subcommand is not None:
         return
-    with _server_extra():
-        from expertctl.engine.serving.batch_settings import BatchSettings
-        from expertctl.http.listening import Listening
-        from expertctl.server.aliases import parse_aliases
-        from expertctl.server.post_processing.command import read_commands
+    with _guard_server_import():
+        from expertctl.engine.serving.config import EngineConfig
+        from expertctl.http.address import ListenAddress
+        from expertctl.server.model_name import parse_aliases
+        from expertctl.server.post_processing.validator import parse_validators
         from expertctl.server.serve import serve as serve_generation
-        from expertctl.server.settings import ServeSettings
-        from expertctl.server.tracing.address import trace_address
-    traced_to = trace_address(traces, os.environ)
+        from expertctl.server.settings import ServeSettings, resolve_trace_address
+    traced_to = resolve_trace_address(traces, os.environ)
     if traced_to is not None:
-        _demand_traces()
+        _check_tracing_extra()
     settings = load_settings()
-    held = numerics_of(
+    held = resolve_numerics(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
     kept, usual = settings.serve, ServeSettings()
     wanted = ServeSettings(
-        host=_first(host, kept.host, usual.host),
-        port=_first(port, kept.port, usual.port),
+        host=_choose_value(host, kept.host, usual.host),
+        port=_choose_value(port, kept.port, usual.port),
         url=url or kept.url,
-        allowed_hosts=_lower(allow_host or kept.allowed_hosts),
-        allowed_origins=_lower(allow_origin or kept.allowed_origins),
+        allowed_hosts=_normalise_names(allow_host or kept.allowed_hosts),
+        allowed_origins=_normalise_names(allow_origin or kept.allowed_origins),
         aliases=parse_aliases(alias or kept.aliases),
         strict_fields=kept.strict_fields if strict_fields is None else strict_fields,
-        json_instruction=_first(json_instruction, kept.json_instruction, usual.json_instruction),
+        json_instruction=_choose_value(
+            json_instruction, kept.json_instruction, usual.json_instruction
+        ),
         certificate=tls_cert or kept.tls_cert,
         private_key=tls_key or kept.tls_key,
-        timeout=_first(timeout, kept.timeout, usual.timeout),
-        behind_seconds=_first(behind, kept.behind, usual.behind_seconds),
-        completions_special_tokens=_first(
+        timeout=_choose_value(timeout, kept.timeout, usual.timeout),
+        behind_seconds=_choose_value(behind, kept.behind, usual.behind_seconds),
+        completions_special_tokens=_choose_value(
             completions_special_tokens,
             kept.completions_special_tokens,
             usual.completions_special_tokens,
         ),
         log_prompts=log_prompts,
         traces=traced_to,
-        validators=read_commands(validator or ()),
-        batch=BatchSettings(
-            base=known_base(base or kept.base, settings, as_json=as_json),
-            budget=budget_of(memory_budget, settings),
-            kept_kv=_first(_size(prefix_cache_memory), kept.prefix_cache_memory, None),
-            device=chosen_device(device, settings),
+        validators=parse_validators(validator or ()),
+        batch=EngineConfig(
+            base=resolve_base(base or kept.base, settings, as_json=as_json),
+            budget=resolve_memory_budget(memory_budget, settings),
+            kept_kv=_choose_value(
+                _parse_optional_size(prefix_cache_memory), kept.prefix_cache_memory, None
+            ),
+            device=resolve_device(device, settings),
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
             moe_miss=moe_miss,
-            moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
-            moe_cold=cold_of(moe_cold, settings),
-            moe=start_of(
+            moe_skip_cap=resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+            moe_cold=resolve_moe_cold(moe_cold, settings),
+            moe=resolve_moe_start(
                 settings,
                 profile=moe_profile,
                 pin=moe_pin,
@@ -289,8 +291,8 @@ def serve(
                 exchange=moe_exchange,
                 learn=moe_learn,
             ),
-            rows=_first(rows, kept.rows, usual.batch.rows),
-            queue=_first(queue, kept.queue, usual.batch.queue),
+            rows=_choose_value(rows, kept.rows, usual.batch.rows),
+            queue=_choose_value(queue, kept.queue, usual.batch.queue),
             on_budget=on_budget,
             warm=tuple(warm or ()),
         ),
@@ -299,7 +301,7 @@ def serve(
     def prepare() -> None:
         open_planner(settings, as_json=as_json)
 
-    def report(address: Listening) -> None:
+    def report(address: ListenAddress) -> None:
         document = {"url": address.url, "host": address.host, "port": address.port}
         emit(document, "", as_json=as_json)
         sys.stdout.flush()
@@ -308,7 +310,7 @@ def serve(
     serve_generation(wanted, settings, insecure=insecure_http, prepare=prepare, report=report)
 
 
-@key.command("new")
+@key_app.command("new")
 def new_key(
     name: KeyName,
     per_minute: Annotated[
@@ -330,40 +332,46 @@ def new_key(
 
     Example: expertctl serve key new alice-laptop --per-minute 60
     """
-    from expertctl.server.api_keys import ApiKeys
+    from expertctl.server.api_keys import ApiKeyStore
 
     now, settings = time.time(), load_settings()
-    made = ApiKeys(settings.home.api_keys).make(
+    made = ApiKeyStore(settings.home.api_keys).create(
         name,
         now=now,
-        expires=now + _seconds(expires) if expires else None,
+        expires=now + _parse_expiry(expires) if expires else None,
         requests_per_minute=per_minute,
         tokens_per_minute=max_tokens_per_minute,
         manages=manages,
     )
-    emit({**_document(made.key), "secret": made.secret}, made.secret, as_json=as_json)
+    emit({**_build_key_document(made.key), "secret": made.secret}, made.secret, as_json=as_json)
     note("this key is not shown again; send it as `Authorization: Bearer`, or as `x-api-key`")
 
 
-@key.command("list")
+@key_app.command("list")
 def list_keys(as_json: JsonFlag = False) -> None:
     """List the keys; no secret is kept.
 
     Example: expertctl serve key list
     """
-    from expertctl.server.api_keys import ApiKeys
+    from expertctl.server.api_keys import ApiKeyStore
 
-    keys = ApiKeys(load_settings().home.api_keys).listed()
+    keys = ApiKeyStore(load_settings().home.api_keys).list_keys()
     rows = [
-        [each.name, each.id, *_days(each), *_limits(each), "yes" if each.manages else ""]
+        [
+            each.name,
+            each.id,
+            *_format_dates(each),
+            *_format_limits(each),
+            "yes" if each.manages else "",
+        ]
         for each in keys
     ]
     head = ["NAME", "ID", "SINCE", "UNTIL", "REQUESTS/MIN", "TOKENS/MIN", "MANAGES"]
-    text = table(head, rows) if rows else ""
-    emit({"keys": [_document(each) for each in keys]}, text, as_json=as_json)
+    text = format_table(head, rows) if rows else ""
+    emit({"keys": [_build_key_document(each) for each in keys]}, text, as_json=as_json)
 
 
-@key.command("revoke")
+@key_app.command("revoke")
 def revoke_key(
     name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As the list shows it.")],
     as_json: JsonFlag = False,
@@ -372,65 +380,65 @@ def revoke_key(
 
     Example: expertctl serve key revoke alice-laptop
     """
-    from expertctl.server.api_keys import ApiKeys
+    from expertctl.server.api_keys import ApiKeyStore
 
-    keys = ApiKeys(load_settings().home.api_keys)
+    keys = ApiKeyStore(load_settings().home.api_keys)
     gone = keys.revoke(name)
-    emit({"revoked": _document(gone)}, f"revoked {gone.name}", as_json=as_json)
-    if not keys.listed():
+    emit({"revoked": _build_key_document(gone)}, f"revoked {gone.name}", as_json=as_json)
+    if not keys.list_keys():
         warn([f"no key is left, so nobody may ask; remove {keys.path} to answer without keys"])
 
 
-def _document(one: "ApiKey") -> dict[str, object]:
+def _build_key_document(one: "ApiKey") -> dict[str, object]:
     return {
         "name": one.name,
         "id": one.id,
-        "created": _day(one.created),
-        "expires": _day(one.expires) or None,
+        "created": _format_date(one.created),
+        "expires": _format_date(one.expires) or None,
         "requests_per_minute": one.requests_per_minute,
         "tokens_per_minute": one.tokens_per_minute,
         "manages": one.manages,
     }
 
 
-def _limits(one: "ApiKey") -> list[str]:
+def _format_limits(one: "ApiKey") -> list[str]:
     limits = (one.requests_per_minute, one.tokens_per_minute)
     return ["" if limit is None else str(limit) for limit in limits]
 
 
-def _days(one: "ApiKey") -> list[str]:
-    return [_day(one.created), _day(one.expires)]
+def _format_dates(one: "ApiKey") -> list[str]:
+    return [_format_date(one.created), _format_date(one.expires)]
 
 
-def _day(moment: float | None) -> str:
+def _format_date(moment: float | None) -> str:
     return "" if moment is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
-def _seconds(text: str) -> float:
+def _parse_expiry(text: str) -> float:
     seconds = parse_age(text).total_seconds()
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
 
 
-def _lower(names: Iterable[str]) -> tuple[str, ...]:
+def _normalise_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name.lower().rstrip("/") for name in names)
 
 
-def _size(text: str | None) -> int | None:
+def _parse_optional_size(text: str | None) -> int | None:
     return None if text is None else parse_size(text)
 
 
-def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:
+def _choose_value(option: _Value | None, setting: _Value | None, default: _Value) -> _Value:
     """Return the value of an option, else of a setting, else the default."""
-    chosen = kept if given is None else given
-    return usual if chosen is None else chosen
+    chosen = setting if option is None else option
+    return default if chosen is None else chosen
 
 
-def _demand_traces() -> None:
+def _check_tracing_extra() -> None:
     """Refuse traces if the extra is not installed."""
     try:
-        import expertctl.server.tracing.tracing  # noqa: F401  # nothing else tells whether it can be
+        import expertctl.server.tracing.exporter  # noqa: F401  # nothing else tells whether it can be
     except ModuleNotFoundError as error:
         raise UsageError(
             f"traces need {error.name}, which is not installed",
@@ -439,14 +447,14 @@ def _demand_traces() -> None:
 
 
 @contextmanager
-def _server_extra() -> Iterator[None]:
+def _guard_server_import() -> Iterator[None]:
     """Say which library is missing if the extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in {"granian", "starlette", "prometheus_client"}:
-            raise without_engine(error) from error
+            raise build_missing_engine_error(error) from error
         raise UsageError(
             f"serving needs {missing}, which is not installed",
             hint="pip install 'expertctl[engine,server]'",

@@ -1,4 +1,7 @@
-"""``expertctl trust``: whose signatures count, and for what."""
+"""``expertctl keys``: the user's own signing keys.
+
+``expertctl trust``: whose signatures count, and for what.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,15 +10,194 @@ import typer
 
 from expertctl.cli import trust_registry
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, note, table
+from expertctl.cli.output import JsonFlag, emit, format_table, note
 from expertctl.errors import UsageError
 from expertctl.reference import FROM_FILE
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import load_settings
-from expertctl.trust.grant import Grant, Revocation, TrustedKey
-from expertctl.trust.keys import PublicKey, key_name, read_pem
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import TrustRecord
+from expertctl.trust.grants import Grant, Revocation, TrustedKey
+from expertctl.trust.keys import (
+    Algorithm,
+    KeyRing,
+    PublicKey,
+    check_key_name,
+    read_pem,
+    write_new_file,
+)
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import OwnKey, PublisherIdentity, TrustStore
+
+keys_app = CommandGroup("Manage your own signing keys.")
+
+OwnKeyName = Annotated[str, typer.Argument(metavar="NAME", help="The name of one of your keys.")]
+NamespacesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--namespace",
+        metavar="NAMESPACE",
+        help="Trust the key for this namespace too, beside local; repeatable.",
+    ),
+]
+
+
+@keys_app.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call the key.")],
+    namespace: NamespacesOption = None,
+    algorithm: Annotated[
+        Algorithm, typer.Option(help="The public model_signing tool checks ECDSA keys only.")
+    ] = "ecdsa-p256",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a key and trust it for local/* and the namespaces given.
+
+    Example: expertctl keys new me --namespace acme
+    """
+    publisher = _open_publisher()
+    trusted = publisher.create_key(name, algorithm=algorithm, namespaces=namespace or [])
+    _print_key(publisher, trusted, as_json=as_json)
+
+
+@keys_app.command("import")
+def import_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call the key.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An unencrypted private key, PEM.")],
+    namespace: NamespacesOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take in a private key. It is then trusted as one that `keys new` makes.
+
+    Example: expertctl keys import work work-key.pem --namespace acme
+    """
+    publisher, pem = _open_publisher(), read_pem(file)
+    trusted = publisher.import_key(name, pem, namespaces=namespace or [], what=str(file))
+    _print_key(publisher, trusted, as_json=as_json)
+
+
+@keys_app.command()
+def grant(
+    name: OwnKeyName,
+    namespace: Annotated[
+        list[str],
+        typer.Option("--namespace", metavar="NAMESPACE", help="Also for this one; repeatable."),
+    ],
+    as_json: JsonFlag = False,
+) -> None:
+    """Trust one of your keys for more namespaces. A registry's owner grants them there.
+
+    Example: expertctl keys grant me --namespace acme
+    """
+    publisher = _open_publisher()
+    _print_key(publisher, publisher.grant_namespaces(name, namespace), as_json=as_json)
+
+
+@keys_app.command("list")
+def list_keys(as_json: JsonFlag = False) -> None:
+    """List your keys, what each is trusted for, and which are revoked.
+
+    Example: expertctl keys list --json
+    """
+    keys = _open_publisher().list_keys()
+    if not keys:
+        note("no keys yet; make one with `expertctl keys new NAME`")
+    emit({"keys": [_build_key_document(key) for key in keys]}, _format_keys(keys), as_json=as_json)
+
+
+@keys_app.command()
+def export(
+    name: OwnKeyName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a new file, not to stdout.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Write the secret key; needs -o FILE.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the public half of a key. Give it to those who shall trust you.
+
+    Example: expertctl keys export me -o me.pub.pem
+    """
+    key = _open_publisher().ring.read_private(name)
+    if private and output is None:
+        hint = f"expertctl keys export {name} --private -o FILE"
+        raise UsageError("a private key is written to a file only, never printed", hint=hint)
+    if output is not None:
+        pem, mode = (key.pem(), 0o600) if private else (key.public.pem(), 0o644)
+        write_new_file(output, pem, mode=mode)
+    public = key.public.pem().decode("ascii")
+    document = {
+        "name": name,
+        "algorithm": key.public.algorithm,
+        "key_id": key.public.key_id,
+        "public_key": public,
+        "path": str(output) if output else None,
+    }
+    written = f"wrote the {'private' if private else 'public'} key to {output}"
+    emit(document, written if output else public.rstrip("\n"), as_json=as_json)
+
+
+@keys_app.command()
+def revoke(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|KEYID", help="Your key, a trusted key, or a key id.")
+    ],
+    reason: Annotated[str, typer.Option(help="Why; shown with every refusal.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Revoke a key for good: whatever it signed is refused from now on.
+
+    Example: expertctl keys revoke me --reason "laptop stolen"
+    """
+    revocation = _open_publisher().revoke_key(name, reason)
+    document = {"key_id": revocation.key_id, "reason": revocation.reason}
+    emit(document, f"revoked {revocation.key_id}", as_json=as_json)
+
+
+def _open_publisher() -> PublisherIdentity:
+    home = load_settings().home
+    return PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust))
+
+
+def _build_key_document(own: OwnKey) -> dict[str, object]:
+    return {
+        "name": own.name,
+        "algorithm": own.key.algorithm,
+        "key_id": own.key.key_id,
+        "namespaces": list(own.namespaces),
+        "revoked": own.revoked,
+    }
+
+
+def _format_keys(keys: list[OwnKey]) -> str:
+    rows = [
+        [
+            own.name,
+            own.key.algorithm,
+            "revoked" if own.revoked else "ok",
+            " ".join(own.namespaces) or "-",
+            own.key.key_id,
+        ]
+        for own in keys
+    ]
+    return (
+        format_table(["NAME", "ALGORITHM", "STATE", "NAMESPACES", "KEY ID"], rows) if rows else ""
+    )
+
+
+def _print_key(publisher: PublisherIdentity, trusted: TrustedKey, *, as_json: bool) -> None:
+    path = publisher.ring.path(trusted.name)
+    document = {
+        "name": trusted.name,
+        "algorithm": trusted.key.algorithm,
+        "key_id": trusted.key_id,
+        "namespaces": list(trusted.namespaces),
+        "path": str(path),
+    }
+    covered = ", ".join(f"{namespace}/*" for namespace in trusted.namespaces)
+    text = f"{trusted.name}  {trusted.key_id}\ntrusted for {covered}\nkept in {path}"
+    emit(document, text, as_json=as_json)
+
 
 app = CommandGroup("Manage whose signatures are accepted, and for what.")
 
@@ -24,20 +206,22 @@ app.add_typer(trust_registry.app, name="registry")
 
 
 @app.command("list")
-def list_(as_json: JsonFlag = False) -> None:
+def list_trusted(as_json: JsonFlag = False) -> None:
     """List the trusted and the revoked keys, and the known registries.
 
     Example: expertctl trust list
     """
-    record = _store().read()
+    record = _open_trust_store().read()
     document = {
-        "keys": [_shown(key, record) for key in record.keys],
-        "revoked": [_revocation(revocation) for revocation in record.revoked],
-        "registries": [trust_registry.document(known) for known in record.registries],
+        "keys": [_build_listed_document(key, record) for key in record.keys],
+        "revoked": [_build_revocation_document(revocation) for revocation in record.revoked],
+        "registries": [
+            trust_registry.build_registry_document(known) for known in record.registries
+        ],
     }
     if not record.keys and not record.revoked:
         note("nobody is trusted yet; `expertctl keys new NAME` or `expertctl trust add FILE`")
-    tables = [_text(record), trust_registry.text(record.registries)]
+    tables = [_format_trusted(record), trust_registry.format_registries(record.registries)]
     emit(document, "\n\n".join(filter(None, tables)), as_json=as_json)
 
 
@@ -61,11 +245,13 @@ def add(
     Example: expertctl trust add acme.pem --namespace acme
     """
     key = PublicKey.from_pem(read_pem(file), what=str(file))
-    host = None if registry is None else _host(registry)
-    trusted = _store().add(key, name=name or _name_of(file), namespaces=namespace, registry=host)
-    covered = _covered(trusted.grants)
+    host = None if registry is None else _parse_host(registry)
+    trusted = _open_trust_store().add(
+        key, name=name or _derive_key_name(file), namespaces=namespace, registry=host
+    )
+    covered = _format_grants(trusted.grants)
     text = f"{trusted.name}  {trusted.key_id}\ntrusted for {covered}"
-    emit(_document(trusted), text, as_json=as_json)
+    emit(_build_trusted_document(trusted), text, as_json=as_json)
 
 
 @app.command()
@@ -77,31 +263,33 @@ def remove(
 
     Example: expertctl trust remove acme
     """
-    store = _store()
-    trusted = store.find(name)
+    store = _open_trust_store()
+    trusted = store.find_key(name)
     store.remove(trusted.key_id)
-    emit(_document(trusted), f"{trusted.name} is not trusted any more", as_json=as_json)
+    emit(
+        _build_trusted_document(trusted), f"{trusted.name} is not trusted any more", as_json=as_json
+    )
 
 
-def _store() -> TrustStore:
+def _open_trust_store() -> TrustStore:
     return TrustStore(load_settings().home.trust)
 
 
-def _host(text: str) -> str:
+def _parse_host(text: str) -> str:
     host = RegistryAddress.parse(text, allow_http=True).host
     if host == FROM_FILE:
         raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
     return host
 
 
-def _name_of(file: Path) -> str:
+def _derive_key_name(file: Path) -> str:
     try:
-        return key_name(file.name.split(".")[0])
+        return check_key_name(file.name.split(".")[0])
     except UsageError as error:
         raise UsageError(error.message, hint="name the key with `--name NAME`") from error
 
 
-def _document(trusted: TrustedKey) -> dict[str, object]:
+def _build_trusted_document(trusted: TrustedKey) -> dict[str, object]:
     return {
         "name": trusted.name,
         "algorithm": trusted.key.algorithm,
@@ -117,12 +305,12 @@ def _document(trusted: TrustedKey) -> dict[str, object]:
     }
 
 
-def _shown(trusted: TrustedKey, record: TrustRecord) -> dict[str, object]:
-    revoked = record.revocation(trusted.key_id) is not None
-    return {**_document(trusted), "revoked": revoked}
+def _build_listed_document(trusted: TrustedKey, record: TrustRecord) -> dict[str, object]:
+    revoked = record.find_revocation(trusted.key_id) is not None
+    return {**_build_trusted_document(trusted), "revoked": revoked}
 
 
-def _revocation(revocation: Revocation) -> dict[str, object]:
+def _build_revocation_document(revocation: Revocation) -> dict[str, object]:
     return {
         "key_id": revocation.key_id,
         "reason": revocation.reason,
@@ -131,19 +319,22 @@ def _revocation(revocation: Revocation) -> dict[str, object]:
     }
 
 
-def _text(record: TrustRecord) -> str:
-    rows = [[k.name, _covered(k.grants), _state(k.key_id, record), k.key_id] for k in record.keys]
+def _format_trusted(record: TrustRecord) -> str:
+    rows = [
+        [k.name, _format_grants(k.grants), _format_key_state(k.key_id, record), k.key_id]
+        for k in record.keys
+    ]
     known = {key.key_id for key in record.keys}
     others = dict.fromkeys(r.key_id for r in record.revoked if r.key_id not in known)
-    rows += [["-", "-", _state(key_id, record), key_id] for key_id in others]
-    return table(["NAME", "MAY SIGN", "STATE", "KEY ID"], rows) if rows else ""
+    rows += [["-", "-", _format_key_state(key_id, record), key_id] for key_id in others]
+    return format_table(["NAME", "MAY SIGN", "STATE", "KEY ID"], rows) if rows else ""
 
 
-def _covered(grants: tuple[Grant, ...]) -> str:
-    return ", ".join(f"{grant.namespace}/*{_limit(grant)}" for grant in grants)
+def _format_grants(grants: tuple[Grant, ...]) -> str:
+    return ", ".join(f"{grant.namespace}/*{_format_grant_limit(grant)}" for grant in grants)
 
 
-def _limit(grant: Grant) -> str:
+def _format_grant_limit(grant: Grant) -> str:
     where = f" of {grant.registry}" if grant.registry else ""
     if grant.content_digests is None:
         return where
@@ -151,9 +342,9 @@ def _limit(grant: Grant) -> str:
     return f"{where} ({count} content{'s' if count > 1 else ''})"
 
 
-def _state(key_id: str, record: TrustRecord) -> str:
+def _format_key_state(key_id: str, record: TrustRecord) -> str:
     """Return whether a key is revoked, and where if not everywhere."""
-    if record.revocation(key_id):
+    if record.find_revocation(key_id):
         return "revoked"
     scopes = [r.scope for r in record.revoked if r.key_id == key_id and r.scope]
     where = ", ".join(f"{namespace}/* of {host}" for host, namespace in scopes)

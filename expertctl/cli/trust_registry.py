@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.help import CommandGroup
-from expertctl.cli.output import JsonFlag, emit, note, note_once, table, warn
+from expertctl.cli.output import JsonFlag, emit, format_table, make_note_once, note, warn
 from expertctl.errors import UsageError
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import Settings, load_settings
-from expertctl.trust.grant import KnownRegistry, namespace_of
+from expertctl.trust.grants import KnownRegistry, parse_namespace
 from expertctl.trust.keys import PublicKey, read_pem
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 
 app = CommandGroup("Manage trusted registries.")
 
@@ -40,23 +40,23 @@ def add(
 
     Example: expertctl trust registry add registry.example.com --fingerprint sha256:…
     """
-    from expertctl.registry.index_key import accept
+    from expertctl.registry.registry_trust import plan_acceptance
 
     settings = load_settings()
     address = RegistryAddress.parse(url, allow_http=settings.allow_http)
-    key = _index_key(settings, address, fingerprint, root)
-    names = tuple(sorted({namespace_of(name) for name in namespace or []}))
+    key = _obtain_index_key(settings, address, fingerprint, root)
+    names = tuple(sorted({parse_namespace(name) for name in namespace or []}))
     trust = TrustStore(settings.home.trust)
-    accepted = accept(KnownRegistry(address.host, address.url, key, names), trust.read())
+    accepted = plan_acceptance(KnownRegistry(address.host, address.url, key, names), trust.read())
     known = trust.add_registry(accepted.known)
     if accepted.replaced is not None:
         warn([f"{known.host} had another index key before: {accepted.replaced}"])
     warn(f"{name} meant {host} before" for name, host in accepted.moved)
-    emit(document(known), _added(known), as_json=as_json)
+    emit(build_registry_document(known), _format_added(known), as_json=as_json)
 
 
 @app.command("list")
-def list_(as_json: JsonFlag = False) -> None:
+def list_registries(as_json: JsonFlag = False) -> None:
     """List the registries whose index is believed.
 
     Example: expertctl trust registry list
@@ -64,7 +64,11 @@ def list_(as_json: JsonFlag = False) -> None:
     registries = TrustStore(load_settings().home.trust).read().registries
     if not registries:
         note("no registry is known; `expertctl trust registry add URL --fingerprint sha256:…`")
-    emit({"registries": [document(r) for r in registries]}, text(registries), as_json=as_json)
+    emit(
+        {"registries": [build_registry_document(r) for r in registries]},
+        format_registries(registries),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -78,13 +82,13 @@ def remove(
     """
     trust = TrustStore(load_settings().home.trust)
     name = RegistryAddress.parse(host, allow_http=True).host
-    known = trust.read().registry(name)
+    known = trust.read().find_registry(name)
     trust.remove_registry(name)
     assert known is not None
-    emit(document(known), f"{known.host} is not believed any more", as_json=as_json)
+    emit(build_registry_document(known), f"{known.host} is not believed any more", as_json=as_json)
 
 
-def document(known: KnownRegistry) -> dict[str, object]:
+def build_registry_document(known: KnownRegistry) -> dict[str, object]:
     """Return a registry as ``--json`` shows it."""
     return {
         "host": known.host,
@@ -95,36 +99,36 @@ def document(known: KnownRegistry) -> dict[str, object]:
     }
 
 
-def text(registries: tuple[KnownRegistry, ...]) -> str:
+def format_registries(registries: tuple[KnownRegistry, ...]) -> str:
     """Return registries as a table, empty when there are none."""
     rows = [
         [r.host, " ".join(r.namespaces) or "-", " ".join(r.pinned) or "-", r.index_key.key_id]
         for r in registries
     ]
-    return table(["REGISTRY", "MEANT BY", "PINNED", "INDEX KEY"], rows) if rows else ""
+    return format_table(["REGISTRY", "MEANT BY", "PINNED", "INDEX KEY"], rows) if rows else ""
 
 
-def _index_key(
+def _obtain_index_key(
     settings: Settings, address: RegistryAddress, fingerprint: str | None, root: Path | None
 ) -> PublicKey:
     """Return the key that the user vouches for, by its fingerprint, its file or both."""
     from expertctl.registry.http import open_http
-    from expertctl.registry.index_key import fetch_index_key, read_fingerprint
+    from expertctl.registry.registry_trust import fetch_index_key, parse_fingerprint
 
     if root is not None:
         key = PublicKey.from_pem(read_pem(root), what=str(root))
-        if fingerprint is not None and read_fingerprint(fingerprint) != key.key_id:
+        if fingerprint is not None and parse_fingerprint(fingerprint) != key.key_id:
             raise UsageError(f"{root} holds {key.key_id}, not {fingerprint}")
         return key
     if fingerprint is None:
         hint = "add `--fingerprint sha256:…` or `--root FILE`; whoever runs the registry has it"
         raise UsageError(f"what {address.host} says of itself proves nothing", hint=hint)
-    wanted = read_fingerprint(fingerprint)
-    with open_http(settings, tell=note_once()) as http:
+    wanted = parse_fingerprint(fingerprint)
+    with open_http(settings, notify=make_note_once()) as http:
         return fetch_index_key(http, address, fingerprint=wanted)
 
 
-def _added(known: KnownRegistry) -> str:
+def _format_added(known: KnownRegistry) -> str:
     lines = [f"{known.host}  {known.index_key.key_id}"]
     if known.namespaces:
         lines.append(f"meant by {', '.join(f'{name}/*' for name in known.namespaces)}")

@@ -24,11 +24,9 @@ that is not installed, `UnreachableError` when no server answers.
 """
 
 from expertctl.client.async_client import AsyncExpertClient
-from expertctl.client.client import ExpertClient
-from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.client import Chunk, ExpertClient
+from expertctl.client.protocol import InferOptions, MoeOptions, Retries, RouteOptions
 from expertctl.client.result import Expert, InferResult, Job, Model, MoeActivity, RouteResult
-from expertctl.client.retries import Retries
-from expertctl.client.stream import Chunk
 
 __all__ = [
     "AsyncExpertClient",

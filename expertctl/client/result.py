@@ -1,11 +1,138 @@
-"""What a server answers, as frozen values; fields that are new to this client are left out."""
+"""What a refusal of the server means: its code, else its status, becomes an error of ours.
 
+What a server answers, as frozen values; fields that are new to this client are left out.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
-from expertctl.client.refusal import error_of_code
-from expertctl.errors import CancelledError, NoAnswerError
+from expertctl.errors import (
+    BudgetError,
+    CancelledError,
+    ExpertError,
+    ForbiddenError,
+    IncompatibleError,
+    InvalidPackageError,
+    NoAnswerError,
+    NotFoundError,
+    RateLimitError,
+    RegistryError,
+    TimedOutError,
+    TooLargeError,
+    UnauthenticatedError,
+    UnreachableError,
+    UsageError,
+)
+
+_UNSAFE_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""As in `expertctl.messages`, which the client does not import."""
+MAX_ERROR_TEXT = 1000
+_BY_STATUS: Mapping[int, type[ExpertError]] = {
+    400: UsageError,
+    401: UnauthenticatedError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    405: UsageError,
+    408: TimedOutError,
+    413: TooLargeError,
+    415: UsageError,
+    422: IncompatibleError,
+    504: TimedOutError,
+    507: BudgetError,
+}
+
+
+class _ErrorBody(Struct, frozen=True):
+    message: str = ""
+    code: str | None = None
+    hint: str = ""
+
+
+class _ErrorResponse(Struct, frozen=True):
+    error: _ErrorBody
+
+
+_ERROR_DECODER = msgspec.json.Decoder(_ErrorResponse)  # made as this is imported, by one thread
+
+
+def build_response_error(
+    status: int, headers: Mapping[str, str], body: bytes, *, what: str
+) -> ExpertError:
+    """Return the error for an answer that is none of those that were hoped for."""
+    error = _decode_error(body)
+    message = sanitise_text(error.message) or f"{what}: the server answers with status {status}"
+    hint = sanitise_text(error.hint)
+    pause = parse_retry_after(headers)
+    if status == 429:
+        return RateLimitError(message, retry_after=max(1, math.ceil(pause or 0)), hint=hint)
+    if status in {502, 503}:
+        return UnreachableError(message, sent=status != 503, retry_after=pause, hint=hint)
+    if 300 <= status < 400:
+        return _build_redirect_error(headers, what)
+    return build_error_for_code(error.code or "", message, hint=hint, status=status)
+
+
+def build_error_for_code(
+    code: str, message: str, *, hint: str = "", status: int = 500
+) -> ExpertError:
+    """Return the error that a server tells by its code; one that is not known by its status."""
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(status, RegistryError)
+    if kind is InvalidPackageError:
+        return InvalidPackageError("the server", [message], hint=hint)
+    return kind(message, hint=hint)
+
+
+def build_stream_error(event: bytes) -> ExpertError:
+    """Return the error that ends a stream."""
+    error = _decode_error(event)
+    return build_error_for_code(
+        error.code or "", sanitise_text(error.message) or "the answer broke off"
+    )
+
+
+def sanitise_text(text: str) -> str:
+    """Return a text of a server as it may be printed: bounded, one line, nothing to obey."""
+    clean = " ".join(_UNSAFE_CHARACTERS.sub(" ", text[:MAX_ERROR_TEXT]).split())
+    return clean if len(text) <= MAX_ERROR_TEXT else f"{clean}…"
+
+
+def parse_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of ``Retry-After``; a date, which needs a right clock, counts as none."""
+    text = headers.get("retry-after", "").strip()
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _build_redirect_error(headers: Mapping[str, str], what: str) -> ExpertError:
+    place = sanitise_text(headers.get("location", "")) or "another address"
+    return UnreachableError(
+        f"{what}: the server sends requests on to {place}",
+        hint="if that is right, give it as base_url: a key is not sent to where a server points",
+    )
+
+
+def _decode_error(body: bytes) -> _ErrorBody:
+    try:
+        return _ERROR_DECODER.decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _ErrorBody()
+
+
+def _walk_error_classes(kind: type[ExpertError]) -> Iterator[type[ExpertError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == ExpertError.__module__:
+            yield from _walk_error_classes(child)
+
+
+_BY_CODE: Mapping[str, type[ExpertError]] = {
+    kind.code: kind for kind in _walk_error_classes(ExpertError)
+}
+
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 MoeMode = Literal["full", "update", "off"]
@@ -14,7 +141,7 @@ MoeCold = Literal["read", "map", "direct"]
 JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
 
 
-class PlannedExpert(Struct, frozen=True, kw_only=True):
+class PlanExpert(Struct, frozen=True, kw_only=True):
     """One expert of a plan and why it is there."""
 
     ref: str
@@ -26,7 +153,7 @@ class PlannedExpert(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True):
+class PlanSampling(Struct, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
     temperature: float
@@ -40,14 +167,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class RoutePlan(Struct, frozen=True, kw_only=True):
     """Experts in order on one base; none means that the base answers alone."""
 
     identity: str
     seed: int
     base: str
-    experts: tuple[PlannedExpert, ...]
-    params: SamplingParams
+    experts: tuple[PlanExpert, ...]
+    params: PlanSampling
 
 
 class Tokens(Struct, frozen=True, kw_only=True):
@@ -167,7 +294,7 @@ class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None where no expert could be missing."""
 
 
-class Dropped(Struct, frozen=True, kw_only=True):
+class OmittedExpert(Struct, frozen=True, kw_only=True):
     """An expert that was left out, and why."""
 
     ref: str
@@ -190,8 +317,8 @@ class InferResult(Struct, frozen=True, kw_only=True):
     validation_passed: bool | None
     """Whether the answer has the form that was asked for; None where none was."""
     stages: Stages
-    plan: Plan
-    dropped: tuple[Dropped, ...]
+    plan: RoutePlan
+    dropped: tuple[OmittedExpert, ...]
     tokens: Tokens
     timings_ms: dict[str, float]
     decode_tokens_per_s: float
@@ -207,7 +334,7 @@ class InferResult(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-class Candidate(Struct, frozen=True, kw_only=True):
+class RouteCandidate(Struct, frozen=True, kw_only=True):
     """An expert that the router looked at."""
 
     ref: str
@@ -220,8 +347,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
 class RouteResult(Struct, frozen=True, kw_only=True):
     """Which experts would answer, and which others were considered."""
 
-    plan: Plan
-    candidates: tuple[Candidate, ...]
+    plan: RoutePlan
+    candidates: tuple[RouteCandidate, ...]
     encoder: str
     threshold: float
     notes: tuple[str, ...]
@@ -229,7 +356,7 @@ class RouteResult(Struct, frozen=True, kw_only=True):
     timings_ms: dict[str, float]
 
 
-class JobError(Struct, frozen=True, kw_only=True):
+class JobFailure(Struct, frozen=True, kw_only=True):
     """Why there is no answer."""
 
     code: str
@@ -250,7 +377,7 @@ class Job(Struct, frozen=True, kw_only=True):
     text: str
     """As much of the answer as is certain."""
     result: InferResult | None
-    error: JobError | None
+    error: JobFailure | None
 
     @property
     def is_over(self) -> bool:
@@ -267,7 +394,7 @@ class Job(Struct, frozen=True, kw_only=True):
         if self.result is not None:
             return self.result
         if self.error is not None:
-            raise error_of_code(self.error.code, self.error.message, hint=self.error.hint)
+            raise build_error_for_code(self.error.code, self.error.message, hint=self.error.hint)
         if self.status == "cancelled":
             raise CancelledError(f"the job {self.job_id} was cancelled")
         raise NoAnswerError(f"the job {self.job_id} is {self.status}", hint="wait for its end")
@@ -292,7 +419,7 @@ class Expert(Struct, frozen=True, kw_only=True):
     in_memory: bool
 
 
-class Experts(Struct, frozen=True, kw_only=True):
+class ExpertList(Struct, frozen=True, kw_only=True):
     """All that are installed."""
 
     base: str
@@ -307,24 +434,33 @@ class Model(Struct, frozen=True, kw_only=True):
     owned_by: str
 
 
-class Models(Struct, frozen=True, kw_only=True):
+class ModelList(Struct, frozen=True, kw_only=True):
     """All of them."""
 
     data: tuple[Model, ...]
 
 
-class Started(Struct, frozen=True, kw_only=True):
+class InferStarted(Struct, frozen=True, kw_only=True):
     """What is known of an answer before its first token."""
 
     job_id: str
     submitted_at: str
-    plan: Plan
+    plan: RoutePlan
 
 
-class Piece(Struct, frozen=True, kw_only=True):
+class InferPiece(Struct, frozen=True, kw_only=True):
     """Text that has become certain."""
 
     text: str
 
 
-Document = InferResult | RouteResult | Job | Experts | Models | MoeActivity | Started | Piece
+Document = (
+    InferResult
+    | RouteResult
+    | Job
+    | ExpertList
+    | ModelList
+    | MoeActivity
+    | InferStarted
+    | InferPiece
+)

@@ -15,7 +15,7 @@ from numba.core.runtime import _nrt_python, rtsys
 
 
 @dataclass(slots=True)
-class Allocations:
+class AllocationCounts:
     """What was allocated, once the measuring is over."""
 
     python_bytes: int = 0
@@ -26,7 +26,7 @@ class Allocations:
     """By how much the C library's heap grew; 0 where it does not say."""
 
 
-class _Heap(ctypes.Structure):
+class _Mallinfo2(ctypes.Structure):
     """The C library's ``struct mallinfo2``."""
 
     _fields_ = [
@@ -39,14 +39,14 @@ class _Heap(ctypes.Structure):
 
 
 @contextmanager
-def allocations() -> Iterator[Allocations]:
+def count_allocations() -> Iterator[AllocationCounts]:
     """Measure what is allocated in a ``with`` block, in all threads of the process."""
-    found = Allocations()
+    found = AllocationCounts()
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start(1)
     _nrt_python.memsys_enable_stats()
-    native, arrays = heap_bytes(), rtsys.get_allocation_stats().alloc
+    native, arrays = get_heap_bytes(), rtsys.get_allocation_stats().alloc
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
@@ -54,16 +54,16 @@ def allocations() -> Iterator[Allocations]:
     finally:
         found.python_bytes = tracemalloc.get_traced_memory()[1] - before
         found.compiled_arrays = rtsys.get_allocation_stats().alloc - arrays
-        found.native_bytes = heap_bytes() - native
+        found.native_bytes = get_heap_bytes() - native
         if not already:
             tracemalloc.stop()
 
 
-def heap_bytes() -> int:
+def get_heap_bytes() -> int:
     """Return how much the C library has given out, mapped blocks included; 0 if it is silent."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0
-    mallinfo2.restype = _Heap
+    mallinfo2.restype = _Mallinfo2
     heap = mallinfo2()
     return int(heap.uordblks + heap.hblkhd)

@@ -14,41 +14,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertctl.digest import Progress, no_progress
-from expertctl.engine.bench_result import CACHED, Measured, Series
-from expertctl.engine.decoder import PREFILL_CHUNK
-from expertctl.engine.decoder_programs import buffer_bytes
-from expertctl.engine.kernels.cpu import sold_as
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.packed import PackedMatrix
-from expertctl.engine.kernels.peak import Arithmetic
-from expertctl.engine.kernels.reading import Reading
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages, pages_bytes
-from expertctl.engine.memory import allocate
-from expertctl.engine.packed_base import PackedBase, expert_shape
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.packed_delta import PackedDeltas
-from expertctl.engine.random_base import base_bytes, base_matrices
-from expertctl.engine.roofline import Costs
-from expertctl.engine.threads import usable_cores
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.bench_result import CACHE_BYTES, BenchResult, ModelCosts, TimingSeries
+from expertctl.engine.cpu.base_loader import decode_bytes_per_token, list_matrices
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape
+from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
+from expertctl.engine.devices import count_usable_cores
+from expertctl.engine.kernels.jit import cpu_model_name
+from expertctl.engine.kernels.microbenchmarks import MemoryReadBenchmark, PeakArithmetic
+from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache, estimate_pages_bytes
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.decoder import PREFILL_CHUNK
 from expertctl.package.model_config import ModelConfig
 
-_READS, _SUMS = 3, 5
+_READ_RUNS, _COMPUTE_RUNS = 3, 5
 """How often memory is read, and arithmetic done, in a round."""
 _NUMBER_BYTES = {Scheme.FLOAT32: 4, Scheme.FLOAT16: 2, Scheme.BFLOAT16: 2, Scheme.INT8: 1}
-_STEP = 7919
+_TOKEN_STRIDE = 7919
 """A prime, so that a prompt jumps about in the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class BenchSubject:
     """What is measured: a base in memory and, maybe, a plan on it; ``what`` says it in words."""
 
-    what: str
+    description: str
     base: PackedBase
-    kv_numbers: Scheme = Scheme.FLOAT32
+    kv_scheme: Scheme = Scheme.FLOAT32
     """What keys and values are stored in."""
     plan: PackedDeltas | None = None
     soft_prompt: Tensor | None = None
@@ -56,13 +53,13 @@ class Subject:
     warnings: tuple[str, ...] = ()
 
     @property
-    def virtual(self) -> int:
+    def virtual_tokens(self) -> int:
         """How many tokens its soft prompt counts as."""
         return 0 if self.soft_prompt is None else len(self.soft_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class BenchSettings:
     """What is measured of it: steps in a round, the tokens before them, prompts, threads."""
 
     threads: tuple[int, ...]
@@ -72,123 +69,137 @@ class Wanted:
     rounds: int = 5
 
     @property
-    def longest(self) -> int:
+    def longest_text(self) -> int:
         """How many tokens the longest text has."""
         return max(self.context + self.tokens, *self.prompts, 1)
 
     @property
-    def runs(self) -> int:
+    def run_count(self) -> int:
         """How many runs of a task there are, warming up included."""
         return (self.rounds + 1) * (3 * len(self.threads) + len(self.prompts))
 
 
-def thread_counts() -> tuple[int, ...]:
+def list_thread_counts() -> tuple[int, ...]:
     """Return one, its doubles, and all the cores that may be used."""
-    cores = usable_cores()
+    cores = count_usable_cores()
     doubles = takewhile(lambda threads: threads < cores, (1 << n for n in count()))
     return (*doubles, cores)
 
 
-def kv_bytes(config: ModelConfig, wanted: Wanted, *, numbers: Scheme, virtual: int = 0) -> int:
+def bench_kv_bytes(
+    config: ModelConfig, settings: BenchSettings, *, numbers: Scheme, virtual: int = 0
+) -> int:
     """Return what the keys and values of its texts take."""
-    texts = (wanted.context + wanted.tokens, max(wanted.prompts, default=0))
-    return sum(pages_bytes(config, virtual + text, numbers) for text in texts)
+    texts = (settings.context + settings.tokens, max(settings.prompts, default=0))
+    return sum(estimate_pages_bytes(config, virtual + text, numbers) for text in texts)
 
 
-def passing_bytes(
-    config: ModelConfig, scheme: Scheme, wanted: Wanted, *, plan: PackedDeltas | None = None
+def bench_buffer_bytes(
+    config: ModelConfig,
+    scheme: Scheme,
+    settings: BenchSettings,
+    *,
+    plan: PackedDeltas | None = None,
 ) -> int:
     """Return what a bench takes besides weights, keys and values."""
     width, adapters = (0, None) if plan is None else (plan.width, [plan.scheme])
-    prompts = buffer_bytes(config, scheme, width=width, adapters=adapters)
-    steps = buffer_bytes(config, scheme, tokens=1, width=width, adapters=adapters)
-    return prompts + steps * (len(wanted.threads) - 1) + CACHED
+    prompts = estimate_buffer_bytes(config, scheme, width=width, adapters=adapters)
+    steps = estimate_buffer_bytes(config, scheme, tokens=1, width=width, adapters=adapters)
+    return prompts + steps * (len(settings.threads) - 1) + CACHE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadMemory:
+class _ReadMemoryTask:
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Compute:
+class _ComputeTask:
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
+class _DecodeTask:
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class _ReadPrompt:
+class _PrefillTask:
     tokens: int
 
 
-_Task = _ReadMemory | _Compute | _Decode | _ReadPrompt
+_Task = _ReadMemoryTask | _ComputeTask | _DecodeTask | _PrefillTask
 
 
-def measure(subject: Subject, wanted: Wanted, *, progress: Progress = no_progress) -> Measured:
+def run_bench(
+    subject: BenchSubject, settings: BenchSettings, *, progress: Progress = ignore_progress
+) -> BenchResult:
     """Measure; ``progress`` counts ``wanted.runs`` and may raise.
 
     Raises:
         BudgetError: when a text is too long for its cache.
     """
-    with _opened(subject, wanted) as laboratory:
-        found = _rounds(laboratory, wanted, progress)
+    with _open_session(subject, settings) as laboratory:
+        found = _run_rounds(laboratory, settings, progress)
         operations = {n: work.operations for n, work in laboratory.arithmetic.items()}
         read_bytes = laboratory.reading.nbytes
-    return Measured(
-        what=subject.what,
-        cpu=sold_as(),
+    return BenchResult(
+        what=subject.description,
+        cpu=cpu_model_name(),
         dtype=subject.base.scheme.value,
-        costs=_costs(subject),
+        costs=_model_costs(subject),
         chunk=PREFILL_CHUNK,
-        context=subject.virtual + wanted.context,
-        virtual=subject.virtual,
+        context=subject.virtual_tokens + settings.context,
+        virtual=subject.virtual_tokens,
         read_bytes=read_bytes,
-        memory={n: found[_ReadMemory(n)] for n in wanted.threads},
-        arithmetic={n: found[_Compute(n)] for n in wanted.threads},
+        memory={n: found[_ReadMemoryTask(n)] for n in settings.threads},
+        arithmetic={n: found[_ComputeTask(n)] for n in settings.threads},
         arithmetic_operations=operations,
-        tokens={n: found[_Decode(n)] for n in wanted.threads},
-        prompts={n: found[_ReadPrompt(n)] for n in wanted.prompts},
+        tokens={n: found[_DecodeTask(n)] for n in settings.threads},
+        prompts={n: found[_PrefillTask(n)] for n in settings.prompts},
         warnings=subject.warnings,
     )
 
 
-def _rounds(laboratory: "_Laboratory", wanted: Wanted, progress: Progress) -> dict[_Task, Series]:
+def _run_rounds(
+    session: "_BenchSession", settings: BenchSettings, progress: Progress
+) -> dict[_Task, TimingSeries]:
     tasks: list[_Task] = [
-        *(kind(n) for n in wanted.threads for kind in (_ReadMemory, _Compute, _Decode)),
-        *map(_ReadPrompt, wanted.prompts),
+        *(
+            kind(n)
+            for n in settings.threads
+            for kind in (_ReadMemoryTask, _ComputeTask, _DecodeTask)
+        ),
+        *map(_PrefillTask, settings.prompts),
     ]
     for task in tasks:  # to compile, and to touch all memory once
-        laboratory.run(task)
+        session.run(task)
         progress(1)
     found: dict[_Task, list[tuple[float, ...]]] = {task: [] for task in tasks}
-    for number in range(wanted.rounds):
+    for number in range(settings.rounds):
         first = number % len(tasks)
         for task in tasks[first:] + tasks[:first]:
-            found[task].append(laboratory.run(task))
+            found[task].append(session.run(task))
             progress(1)
-    return {task: Series(tuple(rounds)) for task, rounds in found.items()}
+    return {task: TimingSeries(tuple(rounds)) for task, rounds in found.items()}
 
 
-def _costs(subject: Subject) -> Costs:
+def _model_costs(subject: BenchSubject) -> ModelCosts:
     base, plan = subject.base, subject.plan
     routed = base.config.experts is not None
-    read = 0 if plan is None else _read_bytes(base.config, plan)
-    return Costs(
+    read = 0 if plan is None else _plan_bytes_per_token(base.config, plan)
+    return ModelCosts(
         config=base.config,
-        layer_bytes=sum(matrix.nbytes for matrix in base_matrices(base)[:-1]),
+        layer_bytes=sum(matrix.nbytes for matrix in list_matrices(base)[:-1]),
         head_bytes=base.head.nbytes,
-        kv_itemsize=_NUMBER_BYTES[subject.kv_numbers],
-        routed_bytes=expert_shape(base.config, base.scheme).nbytes if routed else 0,
+        kv_itemsize=_NUMBER_BYTES[subject.kv_scheme],
+        routed_bytes=make_expert_shape(base.config, base.scheme).nbytes if routed else 0,
         expert_bytes=read,
         expert_numbers=0 if plan is None else read // _NUMBER_BYTES[plan.scheme],
     )
 
 
-def _read_bytes(config: ModelConfig, plan: PackedDeltas) -> int:
+def _plan_bytes_per_token(config: ModelConfig, plan: PackedDeltas) -> int:
     """Return the bytes of a plan that a token reads: of routed experts, the share that it uses."""
     routed = config.experts
     if routed is None:
@@ -197,91 +208,95 @@ def _read_bytes(config: ModelConfig, plan: PackedDeltas) -> int:
 
 
 @dataclass(slots=True)
-class _Laboratory:
+class _BenchSession:
     """A subject, opened with each number of threads; the largest reads prompts."""
 
-    subject: Subject
-    wanted: Wanted
-    crews: dict[int, Crew]
+    subject: BenchSubject
+    settings: BenchSettings
+    pools: dict[int, ThreadPool]
     decoders: dict[int, PackedDecoder]
-    arithmetic: dict[int, Arithmetic]
-    reading: Reading
-    behind: KVPages
+    arithmetic: dict[int, PeakArithmetic]
+    reading: MemoryReadBenchmark
+    decode_cache: PagedKVCache
     """Holds the context of decoding, which is read once."""
-    prompt: KVPages
+    prefill_cache: PagedKVCache
     scores: torch.Tensor
 
     def run(self, task: _Task) -> tuple[float, ...]:
         """Do a task; return how long each of its equal parts took."""
         match task:
-            case _ReadMemory(threads):
-                return _timed(lambda: self.reading.run(self.crews[threads]), _READS)
-            case _Compute(threads):
+            case _ReadMemoryTask(threads):
+                return _time_action(lambda: self.reading.run(self.pools[threads]), _READ_RUNS)
+            case _ComputeTask(threads):
                 program = self.arithmetic[threads].program
-                return _timed(lambda: self.crews[threads].run(program), _SUMS)
-            case _Decode(threads):
+                return _time_action(lambda: self.pools[threads].run(program), _COMPUTE_RUNS)
+            case _DecodeTask(threads):
                 return self._decode(self.decoders[threads])
-            case _ReadPrompt(tokens):
-                self.prompt.reset()
-                return _timed(lambda: self._read(tokens, self.prompt), 1)
+            case _PrefillTask(tokens):
+                self.prefill_cache.reset()
+                return _time_action(lambda: self._read(tokens, self.prefill_cache), 1)
 
     def read_context(self) -> None:
         """Read the context of decoding."""
-        self._read(self.wanted.context, self.behind)
+        self._read(self.settings.context, self.decode_cache)
 
-    def _read(self, tokens: int, cache: KVPages) -> None:
-        ids = _ids(tokens, self.subject.base.config.vocab_size)
+    def _read(self, tokens: int, cache: PagedKVCache) -> None:
+        ids = _make_ids(tokens, self.subject.base.config.vocab_size)
         self.decoders[max(self.decoders)].prefill(
             ids, cache, self.subject.plan, soft_prompt=self.subject.soft_prompt
         )
 
     def _decode(self, decoder: PackedDecoder) -> tuple[float, ...]:
-        self.behind.rewind(self.subject.virtual + self.wanted.context)
+        self.decode_cache.rewind(self.subject.virtual_tokens + self.settings.context)
         plan, scores = self.subject.plan, self.scores
         seconds = []
-        for token in _ids(self.wanted.tokens, self.subject.base.config.vocab_size):
+        for token in _make_ids(self.settings.tokens, self.subject.base.config.vocab_size):
             started = time.perf_counter()
-            decoder.decode(token, self.behind, plan, out=scores)
+            decoder.decode(token, self.decode_cache, plan, out=scores)
             seconds.append(time.perf_counter() - started)
         return tuple(seconds)
 
 
 @contextmanager
-def _opened(subject: Subject, wanted: Wanted) -> Iterator[_Laboratory]:
-    base, virtual, numbers = subject.base, subject.virtual, subject.kv_numbers
+def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_BenchSession]:
+    base, virtual, numbers = subject.base, subject.virtual_tokens, subject.kv_scheme
     with ExitStack() as stack:
-        crews = {count: Crew(count) for count in wanted.threads}
+        crews = {count: ThreadPool(count) for count in settings.threads}
         for crew in crews.values():
             stack.callback(crew.close)
-        laboratory = _Laboratory(
+        laboratory = _BenchSession(
             subject=subject,
-            wanted=wanted,
-            crews=crews,
+            settings=settings,
+            pools=crews,
             decoders={count: PackedDecoder(base, crew) for count, crew in crews.items()},
-            arithmetic={n: Arithmetic(base.scheme, workers=n) for n in wanted.threads},
-            reading=Reading(_to_read(base)),
-            behind=KVPages(base.config, virtual + wanted.context + wanted.tokens, numbers=numbers),
-            prompt=KVPages(base.config, virtual + max(wanted.prompts, default=0), numbers=numbers),
+            arithmetic={n: PeakArithmetic(base.scheme, workers=n) for n in settings.threads},
+            reading=MemoryReadBenchmark(_matrices_to_read(base)),
+            decode_cache=PagedKVCache(
+                base.config, virtual + settings.context + settings.tokens, numbers=numbers
+            ),
+            prefill_cache=PagedKVCache(
+                base.config, virtual + max(settings.prompts, default=0), numbers=numbers
+            ),
             scores=torch.empty(base.config.vocab_size),
         )
         laboratory.read_context()
         yield laboratory
 
 
-def _to_read(base: PackedBase) -> tuple[PackedMatrix, ...]:
+def _matrices_to_read(base: PackedBase) -> tuple[PackedMatrix, ...]:
     """Return what is read to measure memory: the weights, or more than a cache holds."""
-    if base_bytes(base) >= CACHED:
-        return base_matrices(base)
-    data = np.frombuffer(allocate(CACHED), np.uint8)
+    if decode_bytes_per_token(base) >= CACHE_BYTES:
+        return list_matrices(base)
+    data = np.frombuffer(allocate(CACHE_BYTES), np.uint8)
     data[...] = 1  # else the system maps one page again and again
-    return (PackedMatrix(Scheme.FLOAT32, LANES, CACHED // 64, data, np.zeros(0, np.float32)),)
+    return (PackedMatrix(Scheme.FLOAT32, LANES, CACHE_BYTES // 64, data, np.zeros(0, np.float32)),)
 
 
-def _ids(tokens: int, vocabulary: int) -> list[int]:
-    return [_STEP * (number + 1) % vocabulary for number in range(tokens)]
+def _make_ids(tokens: int, vocabulary: int) -> list[int]:
+    return [_TOKEN_STRIDE * (number + 1) % vocabulary for number in range(tokens)]
 
 
-def _timed(action: Callable[[], object], times: int) -> tuple[float, ...]:
+def _time_action(action: Callable[[], object], times: int) -> tuple[float, ...]:
     seconds = []
     for _ in range(times):
         started = time.perf_counter()

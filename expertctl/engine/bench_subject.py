@@ -5,38 +5,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from expertctl.digest import Progress, no_progress
-from expertctl.engine.bench import Subject, Wanted, kv_bytes, passing_bytes
-from expertctl.engine.budget import Budget
-from expertctl.engine.kernels.compiled import compiled_cache
-from expertctl.engine.lent import Lent
-from expertctl.engine.memory import unused, usual_budget
-from expertctl.engine.message import UserMessage
-from expertctl.engine.moe.start import UNKNOWN
-from expertctl.engine.packed_backend import PackedBackend, PackedModel
-from expertctl.engine.packed_base import EVERY_SIZE
-from expertctl.engine.random_base import random_base
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.bench import BenchSettings, BenchSubject, bench_buffer_bytes, bench_kv_bytes
+from expertctl.engine.cpu.backend import PackedBackend, PackedModel
+from expertctl.engine.cpu.base_loader import create_random_base
+from expertctl.engine.cpu.packed_base import TRY_TRANSFORMERS
+from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.adapter_cache import Tier
+from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.engine.memory.host import find_default_budget, find_unused_bytes
+from expertctl.engine.moe.warmup import COLD_START
 from expertctl.engine.request import NamedExpert, RunRequest
-from expertctl.engine.residents import Ready
-from expertctl.engine.runtime import Engine
-from expertctl.engine.tiers import Tier
+from expertctl.engine.resources import LoadedModel
+from expertctl.engine.result_builder import GenerationContext
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
-from expertctl.package.model_config import ModelConfig, parse_config, read_config
+from expertctl.messages import Notify, ignore_notification
+from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import AdapterDtype, Dtype, RouteRequest
 from expertctl.schema.strict_json import JsonObject
-from expertctl.settings import Home, human_size
-from expertctl.telling import Tell, tell_nobody
+from expertctl.settings import Home, format_size
 
-USUAL_SHAPE = "qwen3-0.6b"
+DEFAULT_SHAPE = "qwen3-0.6b"
 _OTHER_BASE = "choose another --base, or a --shape"
 _PROMPT = "Hello"
 """What experts are planned for; no model reads it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ModelShape:
     """The sizes of a published base: hidden, middle, layers, heads, kv heads, head, vocabulary."""
 
     architecture: str
@@ -45,17 +45,17 @@ class _Shape:
 
 
 SHAPES = {
-    "qwen3-0.6b": _Shape("qwen3", (1024, 3072, 28, 16, 8, 128, 151936)),
-    "qwen3-1.7b": _Shape("qwen3", (2048, 6144, 28, 16, 8, 128, 151936)),
-    "qwen3-4b": _Shape("qwen3", (2560, 9728, 36, 32, 8, 128, 151936)),
-    "llama-3.2-1b": _Shape("llama", (2048, 8192, 16, 32, 8, 64, 128256)),
-    "llama-3.1-8b": _Shape("llama", (4096, 14336, 32, 32, 8, 128, 128256), tied=False),
+    "qwen3-0.6b": _ModelShape("qwen3", (1024, 3072, 28, 16, 8, 128, 151936)),
+    "qwen3-1.7b": _ModelShape("qwen3", (2048, 6144, 28, 16, 8, 128, 151936)),
+    "qwen3-4b": _ModelShape("qwen3", (2560, 9728, 36, 32, 8, 128, 151936)),
+    "llama-3.2-1b": _ModelShape("llama", (2048, 8192, 16, 32, 8, 64, 128256)),
+    "llama-3.1-8b": _ModelShape("llama", (4096, 14336, 32, 32, 8, 128, 128256), tied=False),
 }
 _CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 _POSITIONS = 131072
 
 
-def config_of(shape: str) -> ModelConfig:
+def load_shape_config(shape: str) -> ModelConfig:
     """Return the configuration of a shape: one of `SHAPES`, or of a folder with ``config.json``.
 
     Raises:
@@ -63,17 +63,17 @@ def config_of(shape: str) -> ModelConfig:
         IncompatibleError: when the decoder does not support such a base.
     """
     if shape in SHAPES:
-        return parse_config(_document(SHAPES[shape]))
+        return parse_model_config(_shape_document(SHAPES[shape]))
     folder = Path(shape)
     if (folder / "config.json").is_file():
-        return read_config(folder)
+        return read_model_config(folder)
     raise UsageError(
         f"{shape!r} is neither a known shape nor a folder with a config.json",
         hint=f"known are {', '.join(SHAPES)}",
     )
 
 
-def _document(shape: _Shape) -> JsonObject:
+def _shape_document(shape: _ModelShape) -> JsonObject:
     hidden, middle, layers, heads, kv_heads, head_dim, vocabulary = shape.sizes
     return {
         "architectures": [_CLASSES[shape.architecture]],
@@ -91,7 +91,7 @@ def _document(shape: _Shape) -> JsonObject:
     }
 
 
-def drawn_bytes(shape: str, dtype: Dtype) -> int:
+def random_base_bytes(shape: str, dtype: Dtype) -> int:
     """Return what a base of a shape takes, which is how many bytes are drawn for it.
 
     Raises:
@@ -102,21 +102,21 @@ def drawn_bytes(shape: str, dtype: Dtype) -> int:
 
 
 def _backend(shape: str, dtype: Dtype) -> PackedBackend:
-    with _way_out(f"choose another --shape: {', '.join(SHAPES)}"):
-        return PackedBackend.of(config_of(shape), dtype)
+    with _hint_at_other_base(f"choose another --shape: {', '.join(SHAPES)}"):
+        return PackedBackend.choose(load_shape_config(shape), dtype)
 
 
 @contextmanager
-def random_subject(
+def open_random_subject(
     shape: str,
     dtype: Dtype,
-    wanted: Wanted,
+    settings: BenchSettings,
     *,
     home: Home,
     budget: int | None = None,
-    progress: Progress = no_progress,
-    tell: Tell = tell_nobody,
-) -> Iterator[Subject]:
+    progress: Progress = ignore_progress,
+    notify: Notify = ignore_notification,
+) -> Iterator[BenchSubject]:
     """Draw a base of a shape; nothing is read from the home but compiled kernels.
 
     ``progress`` counts the bytes that are drawn.
@@ -126,21 +126,24 @@ def random_subject(
         IncompatibleError: when the kernels do not support its sizes.
         BudgetError: when it does not fit.
     """
-    backend, limit = _backend(shape, dtype), Budget(usual_budget() if budget is None else budget)
+    backend, limit = (
+        _backend(shape, dtype),
+        MemoryBudget(find_default_budget() if budget is None else budget),
+    )
     config = backend.config
-    numbers, passing = backend.kv_numbers, passing_bytes(config, backend.scheme, wanted)
-    _check_length(config, wanted)
-    kv, what = kv_bytes(config, wanted, numbers=numbers), f"a base like {shape} in {dtype}"
+    numbers, passing = backend.kv_scheme, bench_buffer_bytes(config, backend.scheme, settings)
+    _check_context_length(config, settings)
+    kv, what = bench_kv_bytes(config, settings, numbers=numbers), f"a base like {shape} in {dtype}"
     with (
-        limit.holding("base", backend.weight_bytes, what=what),
-        limit.holding("kv", kv, what="keys and values"),
-        limit.holding("buffers", passing, what="buffers"),
+        limit.reserve_during("base", backend.weight_bytes, what=what),
+        limit.reserve_during("kv", kv, what="keys and values"),
+        limit.reserve_during("buffers", passing, what="buffers"),
     ):
         _check_unused(limit.used, what=what)
-        compiled_cache(home, tell=tell)
-        base = random_base(config, backend.scheme, progress=progress)
+        use_kernel_cache(home, notify=notify)
+        base = create_random_base(config, backend.scheme, progress=progress)
         what = f"random weights in the shape of {shape}"
-        yield Subject(what=what, base=base, kv_numbers=numbers)
+        yield BenchSubject(description=what, base=base, kv_scheme=numbers)
 
 
 def _check_unused(size: int, *, what: str) -> None:
@@ -149,35 +152,35 @@ def _check_unused(size: int, *, what: str) -> None:
     Raises:
         BudgetError: when less memory is unused.
     """
-    left = unused()
+    left = find_unused_bytes()
     if left is not None and size > left:
         raise BudgetError(
-            f"{what}: {human_size(size)} needed with its texts, but only {human_size(left)} of "
+            f"{what}: {format_size(size)} needed with its texts, but only {format_size(left)} of "
             "this machine's memory are unused",
             hint="end other programs, or choose a smaller --shape, or --dtype int8 or int4",
         )
 
 
 @contextmanager
-def installed_subject(
+def open_installed_subject(
     planner: Planner,
-    wanted: Wanted,
+    settings: BenchSettings,
     *,
     base: str | None,
     experts: Sequence[NamedExpert] = (),
     dtype: Dtype | None = None,
     adapter_dtype: AdapterDtype = "published",
     budget: int | None = None,
-    progress: Progress = no_progress,
-    tell: Tell = tell_nobody,
-) -> Iterator[Subject]:
+    progress: Progress = ignore_progress,
+    notify: Notify = ignore_notification,
+) -> Iterator[BenchSubject]:
     """Load an installed base, and compile experts on it, as a run does.
 
     Raises:
         ExpertError: whatever is wrong with the experts, the base or the budget.
     """
-    engine = Engine(
-        planner, budget=budget, progress=progress, tell=tell, torch_below=0, moe=UNKNOWN
+    engine = LocalEngine(
+        planner, budget=budget, progress=progress, tell=notify, torch_below=0, moe=COLD_START
     )
     route = RouteRequest(
         prompt=_PROMPT, base_alone=not experts, dtype=dtype, adapter_dtype=adapter_dtype
@@ -186,37 +189,37 @@ def installed_subject(
         message=UserMessage(prompt=_PROMPT), route=route, experts=tuple(experts), base=base
     )
     with ExitStack() as stack:
-        with _way_out(_OTHER_BASE):
-            lent = stack.enter_context(engine.lend(request))
-        subject, backend = _lent_subject(lent)
-        config, virtual, plan = backend.config, subject.virtual, subject.plan
-        _check_length(config, wanted, virtual=virtual)
-        kv = kv_bytes(config, wanted, numbers=backend.kv_numbers, virtual=virtual)
-        passing = passing_bytes(config, backend.scheme, wanted, plan=plan)
+        with _hint_at_other_base(_OTHER_BASE):
+            lent = stack.enter_context(engine.open_context(request))
+        subject, backend = _extract_subject(lent)
+        config, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
+        _check_context_length(config, settings, virtual=virtual)
+        kv = bench_kv_bytes(config, settings, numbers=backend.kv_scheme, virtual=virtual)
+        passing = bench_buffer_bytes(config, backend.scheme, settings, plan=plan)
         with (
-            engine.tiers.holding(Tier.DEVICE, "kv", kv, what="keys and values"),
-            engine.tiers.holding(Tier.DEVICE, "buffers", passing, what="buffers"),
+            engine.tiers.reserve_during(Tier.DEVICE, "kv", kv, what="keys and values"),
+            engine.tiers.reserve_during(Tier.DEVICE, "buffers", passing, what="buffers"),
         ):
             yield replace(subject, warnings=(*subject.warnings, *engine.take_notes()))
 
 
-def _lent_subject(lent: Lent) -> tuple[Subject, PackedBackend]:
+def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBackend]:
     """Return the part to measure of what a run would answer with, and its backend.
 
     Raises:
         IncompatibleError: when torch would run it.
     """
-    ready, planned = lent.ready, lent.prepared.planned
-    assert isinstance(ready, Ready), "no other engine is asked for"
+    ready, planned = context.loaded, context.prepared.planned
+    assert isinstance(ready, LoadedModel), "no other engine is asked for"
     if not isinstance(ready.model, PackedModel):
         why = "; ".join(ready.warnings)
         raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
     backend = ready.base.backend
     assert isinstance(backend, PackedBackend)
-    subject = Subject(
-        what=_told(planned.base.name, planned.result.plan.experts),
+    subject = BenchSubject(
+        description=_describe_subject(planned.base.name, planned.result.plan.experts),
         base=ready.model.base,
-        kv_numbers=backend.kv_numbers,
+        kv_scheme=backend.kv_scheme,
         plan=ready.plan.packed,
         soft_prompt=ready.plan.soft_prompt,
         warnings=(*planned.warnings, *ready.warnings),
@@ -225,18 +228,20 @@ def _lent_subject(lent: Lent) -> tuple[Subject, PackedBackend]:
 
 
 @contextmanager
-def _way_out(hint: str) -> Iterator[None]:
+def _hint_at_other_base(hint: str) -> Iterator[None]:
     """Hint at a way out of sizes that kernels do not support: a bench has no other engine."""
     try:
         yield
     except IncompatibleError as error:
-        if error.hint != EVERY_SIZE:
+        if error.hint != TRY_TRANSFORMERS:
             raise
         raise IncompatibleError(error.message, hint=hint) from error
 
 
-def _check_length(config: ModelConfig, wanted: Wanted, *, virtual: int = 0) -> None:
-    longest = virtual + wanted.longest
+def _check_context_length(
+    config: ModelConfig, settings: BenchSettings, *, virtual: int = 0
+) -> None:
+    longest = virtual + settings.longest_text
     if longest > config.max_positions:
         raise UsageError(
             f"texts of {longest} tokens are longer than the {config.max_positions} that the base "
@@ -245,6 +250,6 @@ def _check_length(config: ModelConfig, wanted: Wanted, *, virtual: int = 0) -> N
         )
 
 
-def _told(base: str, experts: Sequence[PlannedExpert]) -> str:
+def _describe_subject(base: str, experts: Sequence[PlannedExpert]) -> str:
     names = " + ".join(expert.ref for expert in experts)
     return f"base {base} with {names}" if names else f"base {base} alone"

@@ -16,19 +16,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from expertctl.engine.sampling import sample_bytes
-from expertctl.engine.tokenizer import Tokenizer
-from expertctl.engine.torch_backend import torch_dtype
+from expertctl.engine.model.backends import parse_torch_dtype
+from expertctl.engine.sampling import estimate_sample_bytes
+from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
-from expertctl.package.adapter import shortened
-from expertctl.package.base_tensors import StoredTensor, foreign_tensors
-from expertctl.package.foreign_config import (
+from expertctl.package.adapter import truncate_problems
+from expertctl.package.base_model import (
+    DEFAULT_MAX_POSITIONS,
     LENGTH_NAMES,
-    UNKNOWN_LENGTH,
     ForeignConfig,
-    parse_foreign,
+    parse_foreign_config,
 )
-from expertctl.package.model_config import CONFIG_FILE, read_document
+from expertctl.package.base_tensors import StoredTensor, read_foreign_tensors
+from expertctl.package.model_config import CONFIG_FILE, read_config_document
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -40,7 +40,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelDimensions:
     """The numbers of a configuration that say how much a text takes."""
 
     layers: int
@@ -58,7 +58,7 @@ class CompatBase:
     stored: StoredBase
     config: Any
     """The configuration object of transformers."""
-    sizes: Sizes
+    dimensions: ModelDimensions
     tensors: Mapping[str, StoredTensor]
     tokenizer: Tokenizer
     dtype: torch.dtype
@@ -72,29 +72,33 @@ class CompatBase:
     @property
     def context(self) -> int:
         """How many tokens it reads, with the answer."""
-        return _length(self.config) or UNKNOWN_LENGTH
+        return _find_context_length(self.config) or DEFAULT_MAX_POSITIONS
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of it."""
-        if _length(self.config):
+        if _find_context_length(self.config):
             return ()
-        return (f"the base does not say how much it reads; {UNKNOWN_LENGTH} tokens are allowed",)
+        return (
+            f"the base does not say how much it reads; {DEFAULT_MAX_POSITIONS} tokens are allowed",
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """About what the keys and values of so many tokens take."""
-        sizes = self.sizes
+        sizes = self.dimensions
         row = sizes.layers * sizes.kv_heads * sizes.head_dim
         return 2 * row * self.dtype.itemsize * tokens
 
     def buffer_bytes(self, tokens: int) -> int:
         """About what loading and a pass over so many tokens need besides."""
-        wide = 16 * self.sizes.hidden + self.sizes.heads * tokens
-        passing = tokens * wide * _FLOAT_BYTES + sample_bytes(self.sizes.vocab)
+        wide = 16 * self.dimensions.hidden + self.dimensions.heads * tokens
+        passing = tokens * wide * _FLOAT_BYTES + estimate_sample_bytes(self.dimensions.vocab)
         return self.weight_bytes // _MARGIN + passing
 
 
-def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool) -> CompatBase:
+def open_compat_base(
+    bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool
+) -> CompatBase:
     """Check the files of a base, by every byte with ``rehash``, and read the small ones.
 
     Raises:
@@ -107,13 +111,13 @@ def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: boo
     else:
         bases.check(stored)
     what = str(stored.path / CONFIG_FILE)
-    foreign = parse_foreign(read_document(stored.path), what=what)
-    tensors = foreign_tensors(stored.path)
-    _refuse_layers(foreign, len(tensors), what)
-    config = _config(foreign, what)
-    sizes = _sizes(config, what)
+    foreign = parse_foreign_config(read_config_document(stored.path), what=what)
+    tensors = read_foreign_tensors(stored.path)
+    _check_layer_count(foreign, len(tensors), what)
+    config = _load_config(foreign, what)
+    sizes = _read_dimensions(config, what)
     tokenizer = Tokenizer.open(stored.path)
-    return CompatBase(stored, config, sizes, tensors, tokenizer, torch_dtype(dtype))
+    return CompatBase(stored, config, sizes, tensors, tokenizer, parse_torch_dtype(dtype))
 
 
 def load_model(base: CompatBase) -> Any:
@@ -123,14 +127,14 @@ def load_model(base: CompatBase) -> Any:
         InvalidPackageError: when they are not those of the configuration.
     """
     name = base.stored.name
-    with _offline():
+    with _offline_transformers():
         try:
-            model, found = _class_of(base.config, name).from_pretrained(
+            model, found = _find_model_class(base.config, name).from_pretrained(
                 None,
                 config=base.config,
-                state_dict=_read(base.tensors),
+                state_dict=_read_tensors(base.tensors),
                 dtype=base.dtype,
-                attn_implementation="sdpa" if _knows_sdpa(base.config, name) else "eager",
+                attn_implementation="sdpa" if _supports_sdpa(base.config, name) else "eager",
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -144,19 +148,19 @@ def load_model(base: CompatBase) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def _length(config: Any) -> int | None:
+def _find_context_length(config: Any) -> int | None:
     """Return the first length that a configuration states; libraries differ in its name."""
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in LENGTH_NAMES)
     return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
 
 
-def _config(config: ForeignConfig, what: str) -> Any:
-    with _offline():
+def _load_config(config: ForeignConfig, what: str) -> Any:
+    with _offline_transformers():
         from transformers import CONFIG_MAPPING
 
         if config.architecture not in CONFIG_MAPPING:
-            raise _unknown(what, config.architecture)
+            raise _make_unknown_error(what, config.architecture)
         try:
             return CONFIG_MAPPING[config.architecture].from_dict(dict(config.values))
         except Exception as error:  # its validation raises errors of several libraries
@@ -164,7 +168,7 @@ def _config(config: ForeignConfig, what: str) -> Any:
             raise InvalidPackageError(what, [problem]) from error
 
 
-def _refuse_layers(config: ForeignConfig, tensors: int, what: str) -> None:
+def _check_layer_count(config: ForeignConfig, tensors: int, what: str) -> None:
     """Refuse more layers than there are tensors, before anything is made for each of them."""
     for name in _LAYERS:
         layers = config.values.get(name)
@@ -172,7 +176,7 @@ def _refuse_layers(config: ForeignConfig, tensors: int, what: str) -> None:
             raise InvalidPackageError(what, [f"{layers} layers, but {tensors} tensors"])
 
 
-def _sizes(config: Any, what: str) -> Sizes:
+def _read_dimensions(config: Any, what: str) -> ModelDimensions:
     """Read what a text will take, before a model of that size is made."""
     text = config.get_text_config()
 
@@ -188,29 +192,29 @@ def _sizes(config: Any, what: str) -> Sizes:
             hint="use a base that generates with keys and values of earlier tokens",
         )
     dim = number("head_dim", -(-hidden // heads))
-    return Sizes(layers, heads, number("num_key_value_heads", heads), dim, hidden, vocab)
+    return ModelDimensions(layers, heads, number("num_key_value_heads", heads), dim, hidden, vocab)
 
 
-def _class_of(config: Any, name: str) -> Any:
+def _find_model_class(config: Any, name: str) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _unknown(name, config.model_type)
+        raise _make_unknown_error(name, config.model_type)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def _unknown(what: str, architecture: str) -> IncompatibleError:
+def _make_unknown_error(what: str, architecture: str) -> IncompatibleError:
     return IncompatibleError(
         f"{what}: the installed transformers has no causal language model {architecture[:100]!r}",
         hint="upgrade it: pip install --upgrade 'expertctl[compat]'",
     )
 
 
-def _knows_sdpa(config: Any, name: str) -> bool:
-    return bool(getattr(_class_of(config, name), "_supports_sdpa", False))
+def _supports_sdpa(config: Any, name: str) -> bool:
+    return bool(getattr(_find_model_class(config, name), "_supports_sdpa", False))
 
 
-def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def _read_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Read every tensor of the files that were checked, and of no other."""
     found: dict[str, Tensor] = {}
     for path in sorted({tensor.path for tensor in tensors.values()}):
@@ -231,11 +235,11 @@ def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
     problems += [f"tensor {key} of another shape" for key, *_ in sorted(found["mismatched_keys"])]
     problems += [str(message)[:200] for message in found.get("error_msgs", ())]
     if problems:
-        raise InvalidPackageError(f"the base {name}", shortened(problems))
+        raise InvalidPackageError(f"the base {name}", truncate_problems(problems))
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def _offline_transformers() -> Iterator[None]:
     """Import and use transformers without output on the terminal, and without the network.
 
     Raises:

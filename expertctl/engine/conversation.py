@@ -11,15 +11,15 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from expertctl.digest import Digest
-from expertctl.engine.generate import Cancelled, never
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.generation import CancelCheck, never_cancelled
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import NamedExpert, RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
-from expertctl.routing.follow_up import KEPT
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.routing.plan import Plan
+from expertctl.routing.session import KEPT_REASON
 
-_ANY_PROMPT = "?"
+_PLACEHOLDER_PROMPT = "?"
 """Experts that are named do not depend on the prompt."""
 
 
@@ -48,20 +48,20 @@ class Turn:
     @property
     def kept_experts(self) -> bool:
         """Whether the experts are there only because they answered the turn before."""
-        return any(expert.reason == KEPT for expert in self.plan.experts)
+        return any(expert.reason == KEPT_REASON for expert in self.plan.experts)
 
-    def messages(self) -> Iterator[Message]:
+    def iter_messages(self) -> Iterator[ConversationMessage]:
         """What the next turns read of it; nothing, where the answer was stopped before a word."""
         answer = self.result.generated.text
         if answer or not self.interrupted:
-            yield Message("user", self.message.text())
-            yield Message("assistant", answer)
+            yield ConversationMessage("user", self.message.text())
+            yield ConversationMessage("assistant", answer)
 
 
 class Conversation:
     """The owner of its turns; several conversations may share an engine."""
 
-    def __init__(self, engine: Engine, pattern: RunRequest) -> None:
+    def __init__(self, engine: LocalEngine, pattern: RunRequest) -> None:
         """Begin without a turn. Each one is asked as in ``pattern``, with a prompt of its own.
 
         The template of the pattern's message is applied to every prompt. Its body goes to every
@@ -74,7 +74,7 @@ class Conversation:
         self._named: tuple[Digest, ...] = ()
 
     @property
-    def in_use(self) -> tuple[Digest, ...]:
+    def current_experts(self) -> tuple[Digest, ...]:
         """The experts that answer: those that were named, else those of the last turn."""
         last = self._before.experts if self._before else ()
         return self._named or tuple(expert.content_digest for expert in last)
@@ -84,7 +84,9 @@ class Conversation:
         """The base of the last turn, else the one that was asked for, if any."""
         return self.turns[-1].plan.base if self.turns else self._pattern.base
 
-    def say(self, prompt: str, *, cancelled: Cancelled = never) -> Generator[str, None, Turn]:
+    def send(
+        self, prompt: str, *, cancelled: CancelCheck = never_cancelled
+    ) -> Generator[str, None, Turn]:
         """Answer a prompt: yield pieces of text as they become certain, return the turn.
 
         A turn that fails, or that is given up from outside, leaves the conversation as it was.
@@ -92,10 +94,10 @@ class Conversation:
         Raises:
             ExpertError: as `Engine.run` does.
         """
-        history = tuple(message for turn in self.turns for message in turn.messages())
-        message = self._message(prompt, first=not history)
+        history = tuple(message for turn in self.turns for message in turn.iter_messages())
+        message = self._make_message(prompt, first=not history)
         request = replace(
-            self._asked(prompt), message=message, history=history, before=self._before
+            self._make_request(prompt), message=message, history=history, before=self._before
         )
         result = yield from self._engine.run(request, cancelled=cancelled)
         plan = result.planned.result.plan
@@ -104,7 +106,7 @@ class Conversation:
         self._before = plan
         return self.turns[-1]
 
-    def use(self, experts: Sequence[NamedExpert]) -> Plan:
+    def use_experts(self, experts: Sequence[NamedExpert]) -> Plan:
         """Let these experts answer from now on; return the plan that they make.
 
         Raises:
@@ -112,19 +114,19 @@ class Conversation:
         """
         route = replace(self._pattern.route, base_alone=False)
         pattern = replace(self._pattern, route=route, experts=tuple(experts))
-        asked = replace(pattern.route, prompt=_ANY_PROMPT)
+        asked = replace(pattern.route, prompt=_PLACEHOLDER_PROMPT)
         plan = self._engine.plan(replace(pattern, route=asked)).result.plan
         self._pattern = pattern
         self._named = tuple(expert.content_digest for expert in plan.experts)
         return plan
 
-    def use_base_alone(self) -> None:
+    def use_base_only(self) -> None:
         """Let the base answer without experts from now on."""
         route = replace(self._pattern.route, base_alone=True)
         self._pattern = replace(self._pattern, route=route, experts=())
         self._named, self._before = (), None
 
-    def route_freely(self) -> None:
+    def use_automatic_routing(self) -> None:
         """Choose the experts by each message from now on; those of the last turn do not stay."""
         route = replace(self._pattern.route, base_alone=False)
         self._pattern = replace(self._pattern, route=route, experts=())
@@ -136,11 +138,11 @@ class Conversation:
         self.turns.clear()
         self._before = None
 
-    def _asked(self, prompt: str) -> RunRequest:
+    def _make_request(self, prompt: str) -> RunRequest:
         route = replace(self._pattern.route, prompt=prompt)
         return replace(self._pattern, route=route, cache_key=self._key)
 
-    def _message(self, prompt: str, *, first: bool) -> UserMessage:
+    def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message
         body = given.body if first or given.template is not None else None
         return UserMessage(prompt=prompt, body=body, template=given.template)

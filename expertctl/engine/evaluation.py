@@ -2,7 +2,7 @@
 
 Every answer, with the expert or without, is greedy and comes from one engine, with the length and
 the stops that the expert recommends; several prompts are answered at once where that gives the same
-(`expertctl.engine.evaluation_answers`). Being evaluated does not count as being used.
+(`expertctl.engine.offline`). Being evaluated does not count as being used.
 """
 
 import tempfile
@@ -13,37 +13,37 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
-from expertctl.digest import Digest, Progress, no_progress
-from expertctl.engine.evaluation_answers import (
-    AT_ONCE,
-    Answering,
-    FailedAnswer,
+from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.warmup import COLD_START
+from expertctl.engine.offline import (
+    BATCH_SIZE,
+    AnswerError,
+    AnswerRequests,
+    answer_sequentially,
     can_batch,
-    in_batch,
-    one_by_one,
+    open_batch_answering,
 )
-from expertctl.engine.evaluation_result import Answer, Evaluated, Score
-from expertctl.engine.message import UserMessage
-from expertctl.engine.moe.report import RoutedReport
-from expertctl.engine.moe.start import UNKNOWN
-from expertctl.engine.recording import check_answer
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.result_builder import check_answer
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import BudgetError, DigestError, DiskFullError, StoreError, UsageError
-from expertctl.package.build import Plan as BuildPlan
-from expertctl.package.build import build
-from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
-from expertctl.package.write import demand_folder
-from expertctl.routing.numerics import dtype_of
+from expertctl.messages import Notify, ignore_notification
+from expertctl.package.build import BuildPlan as BuildPlan
+from expertctl.package.build import build_package
+from expertctl.package.evaluation import EvaluationData, EvaluationSample, is_correct
+from expertctl.package.write import require_folder
+from expertctl.routing.numerics import choose_dtype
 from expertctl.routing.plan import PlannedExpert
-from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import SKIP_CAP, AdapterDtype, Dtype, MoeMiss, RouteRequest
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import DEFAULT_SKIP_CAP, AdapterDtype, Dtype, MoeMiss, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.store.base_record import StoredBase
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.pair_gain import PairGain
-from expertctl.telling import Tell, tell_nobody
+from expertctl.store.run_record import PairGain
 
 DEFAULT_MAX_TOKENS = 256
 """How long an answer may be where neither the caller nor the expert says."""
@@ -64,8 +64,8 @@ class EvaluationRequest:
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
     """What happens where a routed expert is not in memory."""
-    moe_skip_cap: float = SKIP_CAP
-    at_once: int = AT_ONCE
+    moe_skip_cap: float = DEFAULT_SKIP_CAP
+    batch_size: int = BATCH_SIZE
     """How many prompts are answered at a time, where the base can do that."""
 
     @property
@@ -80,9 +80,9 @@ def evaluate(
     request: EvaluationRequest,
     *,
     budget: int | None = None,
-    progress: Progress = no_progress,
-    tell: Tell = tell_nobody,
-) -> Evaluated:
+    progress: Progress = ignore_progress,
+    notify: Notify = ignore_notification,
+) -> EvaluationResult:
     """Answer every prompt in every way that the request asks for.
 
     ``progress`` gets 1 for each answer, and 0 now and then while answers are written. Files of
@@ -99,65 +99,72 @@ def evaluate(
             f"the expert is evaluated at weight 1, not {request.expert.weight:g}",
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
-    with _uncounted(planner) as unseen:
-        engine = Engine(unseen, budget=budget, tell=tell, moe=UNKNOWN)
-        asker = _asker(engine, request, progress)
-        found = _evaluated_at_once(asker, unseen, request, budget=budget, tell=tell)
-        found = found or _evaluated(asker, request)
+    with _without_usage_history(planner) as unseen:
+        engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
+        asker = _make_evaluator(engine, request, progress)
+        found = _evaluate_batched(asker, unseen, request, budget=budget, notify=notify)
+        found = found or _evaluate_all(asker, request)
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
 
-def _evaluated_at_once(
-    asker: "_Asker", planner: Planner, request: EvaluationRequest, *, budget: int | None, tell: Tell
-) -> Evaluated | None:
+def _evaluate_batched(
+    evaluator: "_Evaluator",
+    planner: Planner,
+    request: EvaluationRequest,
+    *,
+    budget: int | None,
+    notify: Notify,
+) -> EvaluationResult | None:
     """Evaluate with several prompts at a time; None where that is not possible or does not fit."""
-    like = replace(asker.pattern, experts=(request.expert, *request.compose))
-    if request.at_once < 2 or not can_batch(asker.stored, like, prompts=len(request.data.samples)):
+    like = replace(evaluator.pattern, experts=(request.expert, *request.compose))
+    if request.batch_size < 2 or not can_batch(
+        evaluator.stored, like, prompts=len(request.data.samples)
+    ):
         return None
     answered = 0
 
     def count(answers: int) -> None:
         nonlocal answered
         answered += answers
-        asker.progress(answers)
+        evaluator.progress(answers)
 
     try:
-        with in_batch(
+        with open_batch_answering(
             planner,
-            asker.stored,
+            evaluator.stored,
             like,
             budget=budget,
-            at_once=request.at_once,
-            tell=tell,
+            batch_size=request.batch_size,
+            notify=notify,
             progress=count,
         ) as answering:
-            return _evaluated(asker.with_answering(answering, count), request)
+            return _evaluate_all(evaluator.with_answering(answering, count), request)
     except BudgetError as error:
-        tell(f"prompts are answered one at a time, which takes less memory: {error.message}")
+        notify(f"prompts are answered one at a time, which takes less memory: {error.message}")
         count(-answered)
         return None
 
 
-def _evaluated(asker: "_Asker", request: EvaluationRequest) -> Evaluated:
-    chain = asker.score([request.expert, *request.compose]) if request.compose else None
-    expert = asker.score([request.expert])
-    base = asker.score([])
-    others = tuple(asker.score([replace(e, weight=1.0)]) for e in request.compose)
-    return Evaluated(
+def _evaluate_all(evaluator: "_Evaluator", request: EvaluationRequest) -> EvaluationResult:
+    chain = evaluator.score([request.expert, *request.compose]) if request.compose else None
+    expert = evaluator.score([request.expert])
+    base = evaluator.score([])
+    others = tuple(evaluator.score([replace(e, weight=1.0)]) for e in request.compose)
+    return EvaluationResult(
         data=request.data,
-        base_name=asker.stored.name,
-        dtype=asker.dtype,
-        max_tokens=asker.max_tokens,
+        base_name=evaluator.stored.name,
+        dtype=evaluator.dtype,
+        max_tokens=evaluator.max_tokens,
         base=base,
         expert=expert,
         others=others,
         chain=chain,
-        warnings=(*request.data.warnings, *asker.warnings),
-        moe=asker.moe,
+        warnings=(*request.data.warnings, *evaluator.warnings),
+        moe=evaluator.routed_report,
     )
 
 
-def _remember_gain(catalogue: Catalogue, found: Evaluated) -> tuple[str, ...]:
+def _remember_gain(catalogue: Catalogue, found: EvaluationResult) -> tuple[str, ...]:
     """Remember what a chain of two, each at weight 1, gains; return what could not be written."""
     experts = found.chain.experts if found.chain else ()
     if len(experts) != 2 or any(expert.weight != 1 for expert in experts):
@@ -170,7 +177,7 @@ def _remember_gain(catalogue: Catalogue, found: Evaluated) -> tuple[str, ...]:
         gain=gain.value,
         low=gain.interval.low,
         high=gain.interval.high,
-        p=gain.p,
+        p=gain.p_value,
         n=len(found.data.samples),
         at=time.time(),
     )
@@ -186,30 +193,30 @@ def evaluate_build(
     plan: BuildPlan,
     data: EvaluationData,
     *,
-    beside: Path,
+    sibling: Path,
     budget: int | None = None,
-    progress: Progress = no_progress,
-    tell: Tell = tell_nobody,
-) -> Evaluated:
+    progress: Progress = ignore_progress,
+    notify: Notify = ignore_notification,
+) -> EvaluationResult:
     """Evaluate a planned package: it is built without a signature, and removed in any case.
 
     Raises:
         NotFoundError: when the directory of ``beside`` is missing.
         ExpertError: as `evaluate` does.
     """
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(beside)) as folder:
-        package = build(plan, Path(folder) / "evaluated.expert").path
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(sibling)) as folder:
+        package = build_package(plan, Path(folder) / "evaluated.expert").path
         request = EvaluationRequest(data=data, expert=FileExpert(package))
-        return evaluate(planner, request, budget=budget, progress=progress, tell=tell)
+        return evaluate(planner, request, budget=budget, progress=progress, notify=notify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asker:
+class _Evaluator:
     """Asks one engine everything, on one base, with the settings of the expert."""
 
-    answering: Answering
+    answer_requests: AnswerRequests
     data: EvaluationData
-    longest_first: Sequence[Sample]
+    longest_first: Sequence[EvaluationSample]
     stored: StoredBase
     dtype: str
     """What its weights are held in."""
@@ -220,75 +227,77 @@ class _Asker:
     """The experts of all ways, as they were when the evaluation began."""
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
-    routed: list[RoutedReport] = field(default_factory=list)
+    routed: list[RoutedExpertStats] = field(default_factory=list)
     """What became of routed experts, answer by answer."""
 
-    def with_answering(self, answering: Answering, progress: Progress) -> "_Asker":
+    def with_answering(self, answering: AnswerRequests, progress: Progress) -> "_Evaluator":
         """Return one that has found nothing yet, and has other ways to answer and to count."""
-        return replace(self, answering=answering, progress=progress, warnings={}, routed=[])
+        return replace(self, answer_requests=answering, progress=progress, warnings={}, routed=[])
 
     @property
-    def moe(self) -> RoutedReport | None:
+    def routed_report(self) -> RoutedExpertStats | None:
         """What became of them in all answers; None where the base has none."""
-        return reduce(RoutedReport.and_then, self.routed) if self.routed else None
+        return reduce(RoutedExpertStats.combine, self.routed) if self.routed else None
 
-    def score(self, experts: Sequence[NamedExpert]) -> Score:
+    def score(self, experts: Sequence[NamedExpert]) -> AccuracyScore:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, ScoredAnswer] = {}
         warnings: dict[int, list[str]] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
         samples = self.longest_first
-        requests = [_run_request(sample, experts, self.pattern) for sample in samples]
-        with _naming_failed(self.data, samples):
-            for number, result in self.answering(requests):
-                warnings[number] = self._count(samples[number], result)
+        requests = [_make_run_request(sample, experts, self.pattern) for sample in samples]
+        with _name_failed_line(self.data, samples):
+            for number, result in self.answer_requests(requests):
+                warnings[number] = self._record_answer(samples[number], result)
                 plan = result.planned.result.plan
                 plans[plan.identity] = plan.experts
-                answers[samples[number].line] = self._judged(samples[number], result)
+                answers[samples[number].line] = self._judge_answer(samples[number], result)
         for number in sorted(warnings):  # answers come in any order, warnings do not
             self.warnings.update(dict.fromkeys(warnings[number]))
         used = {expert.content_digest for planned in plans.values() for expert in planned}
         if len(plans) > 1 or not used <= self.contents:
             raise DigestError("an expert changed while it was evaluated", hint="evaluate it again")
         [planned] = plans.values()
-        return Score(planned, tuple(answers[sample.line] for sample in self.data.samples))
+        return AccuracyScore(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
-    def _count(self, sample: Sample, result: RunResult) -> list[str]:
+    def _record_answer(self, sample: EvaluationSample, result: RunResult) -> list[str]:
         """Count an answer; return its warnings, but for those of its form (see `_judged`)."""
         self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
         judged = check_answer(result.generated, result.planned, sample.prompt).warnings
         return [warning for warning in result.warnings if warning not in judged]
 
-    def _judged(self, sample: Sample, result: RunResult) -> Answer:
+    def _judge_answer(self, sample: EvaluationSample, result: RunResult) -> ScoredAnswer:
         text = result.generated.text
-        right = is_right(text, sample.answer, metric=self.data.metric)
-        return Answer(sample, text, right, result.generated.finish_reason == "length")
+        right = is_correct(text, sample.answer, metric=self.data.metric)
+        return ScoredAnswer(sample, text, right, result.generated.finish_reason == "length")
 
 
-def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _Asker:
+def _make_evaluator(
+    engine: LocalEngine, request: EvaluationRequest, progress: Progress
+) -> _Evaluator:
     """Plan before anything is loaded: errors of the experts are raised before any answer."""
-    longest_first, pattern = _longest_first(request.data), _pattern(request)
+    longest_first, pattern = _sort_longest_first(request.data), _make_pattern(request)
 
-    def plan(experts: Sequence[NamedExpert]) -> Planned:
-        return engine.plan(_run_request(longest_first[0], experts, pattern))
+    def plan(experts: Sequence[NamedExpert]) -> PlannedPrompt:
+        return engine.plan(_make_run_request(longest_first[0], experts, pattern))
 
     planned = plan([request.expert])
     together = plan([request.expert, *request.compose])
     decoding = planned.experts[-1].manifest.decoding  # after those that it requires
     limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
-    return _Asker(
-        answering=one_by_one(engine, progress=progress),
+    return _Evaluator(
+        answer_requests=answer_sequentially(engine, progress=progress),
         data=request.data,
         longest_first=longest_first,
         stored=planned.base,
-        dtype=dtype_of(planned.base, request.dtype),
+        dtype=choose_dtype(planned.base, request.dtype),
         pattern=replace(
             pattern,
             base=planned.base.name,
             route=replace(
                 pattern.route,
-                wishes=SamplingWishes(greedy=True, max_tokens=limit, stop=decoding.stop),
+                sampling=SamplingOverrides(greedy=True, max_tokens=limit, stop=decoding.stop),
             ),
         ),
         max_tokens=limit,
@@ -298,14 +307,14 @@ def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _A
 
 
 @contextmanager
-def _uncounted(planner: Planner) -> Iterator[Planner]:
+def _without_usage_history(planner: Planner) -> Iterator[Planner]:
     """Lend the planner with a usage history that is forgotten."""
     with tempfile.TemporaryDirectory() as folder:
         yield replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
 
 
 @contextmanager
-def _naming(data: EvaluationData, sample: Sample) -> Iterator[None]:
+def _name_line(data: EvaluationData, sample: EvaluationSample) -> Iterator[None]:
     """Say at which line a prompt cannot be answered."""
     try:
         yield
@@ -315,25 +324,25 @@ def _naming(data: EvaluationData, sample: Sample) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_failed(data: EvaluationData, samples: Sequence[Sample]) -> Iterator[None]:
+def _name_failed_line(data: EvaluationData, samples: Sequence[EvaluationSample]) -> Iterator[None]:
     """Raise the error of the prompt that could not be answered, with its line."""
     try:
         yield
-    except FailedAnswer as failed:
-        with _naming(data, samples[failed.number]):
+    except AnswerError as failed:
+        with _name_line(data, samples[failed.number]):
             raise failed.error from failed
 
 
-def _longest_first(data: EvaluationData) -> list[Sample]:
+def _sort_longest_first(data: EvaluationData) -> list[EvaluationSample]:
     """Order the samples by the length of their messages, all of which can be read."""
     sizes: dict[int, int] = {}
     for sample in data.samples:
-        with _naming(data, sample):
-            sizes[sample.line] = len(_message(sample).text())
+        with _name_line(data, sample):
+            sizes[sample.line] = len(_make_message(sample).text())
     return sorted(data.samples, key=lambda sample: -sizes[sample.line])
 
 
-def _pattern(request: EvaluationRequest) -> RunRequest:
+def _make_pattern(request: EvaluationRequest) -> RunRequest:
     """Return what the requests of all answers share: the base, and how it is held."""
     sample = request.data.samples[0]
     route = RouteRequest(
@@ -344,13 +353,15 @@ def _pattern(request: EvaluationRequest) -> RunRequest:
         moe_miss=request.moe_miss,
         moe_skip_cap=request.moe_skip_cap,
     )
-    return RunRequest(message=_message(sample), route=route, base=request.base)
+    return RunRequest(message=_make_message(sample), route=route, base=request.base)
 
 
-def _run_request(sample: Sample, experts: Sequence[NamedExpert], pattern: RunRequest) -> RunRequest:
+def _make_run_request(
+    sample: EvaluationSample, experts: Sequence[NamedExpert], pattern: RunRequest
+) -> RunRequest:
     route = replace(pattern.route, prompt=sample.prompt, base_alone=not experts)
-    return replace(pattern, message=_message(sample), experts=tuple(experts), route=route)
+    return replace(pattern, message=_make_message(sample), experts=tuple(experts), route=route)
 
 
-def _message(sample: Sample) -> UserMessage:
+def _make_message(sample: EvaluationSample) -> UserMessage:
     return UserMessage(prompt=sample.prompt, body=sample.body)

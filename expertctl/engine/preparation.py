@@ -10,52 +10,61 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from expertctl.engine.budget import Budget, Purpose
-from expertctl.engine.chat_template import Prompt, encode_chat
-from expertctl.engine.compat import plan_one
-from expertctl.engine.compat_base import CompatBase, open_compat
-from expertctl.engine.compose import Form
-from expertctl.engine.context import FittedPrompt, fit_context
-from expertctl.engine.expert_template import TemplateChoice, choose_template
-from expertctl.engine.experts import ExpertSource, LocalExpert
-from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
-from expertctl.engine.message import Message
-from expertctl.engine.moe.habit_keeper import HabitKeeper
-from expertctl.engine.moe.start import without_effect
-from expertctl.engine.outline import Foretold, foretell, stored_outline
-from expertctl.engine.raw_prompt import encode_raw
+from expertctl.engine.adapters.compile import CompileSpec
+from expertctl.engine.adapters.experts import ExpertSource, LocalExpert
+from expertctl.engine.compat_base import CompatBase, open_compat_base
+from expertctl.engine.compat_engine import plan_single_expert
+from expertctl.engine.context_window import FittedPrompt, fit_to_context
+from expertctl.engine.memory.budget import MemoryBudget, Purpose
+from expertctl.engine.model.load_plan import (
+    TORCH_MAX_BYTES,
+    LoadConfig,
+    MemoryEstimate,
+    OpenBase,
+    estimate_plan_memory,
+    open_base,
+    read_stored_outline,
+)
+from expertctl.engine.moe.usage_store import ExpertUsageStore
+from expertctl.engine.moe.warmup import describe_unused_option
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
-from expertctl.engine.run_result import Numerics
+from expertctl.engine.result import Numerics
+from expertctl.engine.text.chat_template import (
+    EncodedPrompt,
+    TemplateChoice,
+    choose_template,
+    encode_chat,
+    encode_raw_prompt,
+)
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import BudgetError, InvalidPackageError, UsageError
-from expertctl.routing.candidate import Installed
-from expertctl.routing.fewer import Dropped, without_least
-from expertctl.routing.follow_up import plan_follow_up
-from expertctl.routing.numerics import dtype_of
-from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.request import Forced, RouteRequest
-from expertctl.routing.session import PlanningSession
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.planner import DroppedExpert, PlannedPrompt, Planner, drop_lowest_scoring
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.session import PlanningSession, plan_follow_up
 from expertctl.store.base_record import StoredBase
-from expertctl.store.transaction import expert_of
+from expertctl.store.transaction import make_stored_expert
 
 Files = Mapping[Path, LocalExpert]
 """The experts that a request names by their files, or outlines of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that may be loaded: what answers it, on which base, and what is to be read."""
 
-    planned: Planned
+    planned: PlannedPrompt
     base: OpenBase | CompatBase
     template: TemplateChoice
     prompt: FittedPrompt
-    wish: Wish
-    dropped: tuple[Dropped, ...] = ()
+    load_config: LoadConfig
+    dropped: tuple[DroppedExpert, ...] = ()
 
     @property
     def numerics(self) -> Numerics:
         """What computes it, and in what."""
-        wish = self.wish
+        wish = self.load_config
         backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
         return Numerics(backend, wish.dtype, wish.adapter_dtype, wish.deterministic)
 
@@ -66,14 +75,14 @@ class Prepared:
         return self.base.buffer_bytes(self.prompt.capacity)
 
     @property
-    def form(self) -> Form:
+    def compile_spec(self) -> CompileSpec:
         """What its plan is compiled for by our own engine."""
         assert isinstance(self.base, OpenBase), "transformers compiles no plan"
-        return self.base.backend.form
+        return self.base.backend.compile_spec
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes that a run takes."""
 
     purpose: Purpose
@@ -81,39 +90,42 @@ class Need:
     what: str
 
 
-def paths_of(request: RunRequest) -> list[Path]:
+def list_expert_files(request: RunRequest) -> list[Path]:
     """Return the files that a request names, each once."""
     return list(dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert)))
 
 
-def plan_request(session: PlanningSession, request: RunRequest, files: Files) -> Planned:
+def plan_request(session: PlanningSession, request: RunRequest, files: Files) -> PlannedPrompt:
     """Plan a request.
 
     Raises:
         ExpertError: whatever is wrong with the request or the experts.
     """
-    force = tuple(_forced(expert, files) for expert in request.experts)
+    force = tuple(_force_expert(expert, files) for expert in request.experts)
     offered = [
-        Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
+        InstalledExpert(make_stored_expert(file.package, ()), file.source.manifest)
+        for file in files.values()
     ]
     routed = replace(request.route, force=force)
     if routed.engine == "native":
-        return _planned(session, request, routed, offered)
+        return _plan(session, request, routed, offered)
     if request.on_budget != "refuse":
         raise UsageError(
             f"--engine transformers does not know --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
     chosen = bool(force) or request.saved is not None
-    return plan_one(lambda one: _planned(session, request, one, offered), routed, chosen=chosen)
+    return plan_single_expert(
+        lambda one: _plan(session, request, one, offered), routed, chosen=chosen
+    )
 
 
-def _planned(
+def _plan(
     session: PlanningSession,
     request: RunRequest,
     routed: RouteRequest,
-    offered: Sequence[Installed],
-) -> Planned:
+    offered: Sequence[InstalledExpert],
+) -> PlannedPrompt:
     if request.saved is not None:
         if request.on_budget == "fewer":
             raise UsageError(
@@ -123,101 +135,112 @@ def _planned(
         return session.planner.replay(request.saved.plan, routed, base=request.base)
     if request.before is not None and not routed.force:
         return plan_follow_up(session, routed, request.before, base=request.base, files=offered)
-    return session.recall(routed, base=request.base, files=offered)
+    return session.plan_cached(routed, base=request.base, files=offered)
 
 
-def prepare(
+def prepare_request(
     planner: Planner,
     request: RunRequest,
-    planned: Planned,
+    planned: PlannedPrompt,
     files: Files,
     *,
-    torch_below: int = TORCH_BELOW,
-    room: int | None = None,
-    beside: int = 0,
-    habits: HabitKeeper | None = None,
-) -> Prepared:
+    torch_below: int = TORCH_MAX_BYTES,
+    memory_limit: int | None = None,
+    headroom: int = 0,
+    habits: ExpertUsageStore | None = None,
+) -> PreparedRequest:
     """Open the base of a plan and fit the conversation into its context.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    base = opened(
+    base = open_planned_base(
         planner,
         request,
         planned,
         torch_below=torch_below,
-        room=room,
-        beside=beside,
+        memory_limit=memory_limit,
+        headroom=headroom,
         habits=habits,
     )
-    return prepare_on(base, planner, request, planned, files)
+    return prepare_for_base(base, planner, request, planned, files)
 
 
-def prepare_fewer(
+def prepare_with_fewer_experts(
     base: OpenBase | CompatBase,
     planner: Planner,
     request: RunRequest,
-    planned: Planned,
+    planned: PlannedPrompt,
     files: Files,
     *,
     limit: int,
     rows: int = 1,
-) -> Prepared:
+) -> PreparedRequest:
     """Prepare a plan without the experts that do not fit, in a batch of so many rows.
 
-    Raises as `prepare_on` does.
+    Raises as `prepare_for_base` does.
     """
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[DroppedExpert, ...] = ()
     while True:
-        prepared = prepare_on(base, planner, request, planned, files)
+        prepared = prepare_for_base(base, planner, request, planned, files)
         prepared = replace(prepared, dropped=dropped)
         try:
-            check_fits(needs(planner, prepared, files, rows=rows), limit)
+            check_budget(list_needs(planner, prepared, files, rows=rows), limit)
         except BudgetError as error:
             why = error.message
         else:
             return prepared
         if not planned.experts:
             return prepared  # the base alone is too much: loading it is refused in the usual words
-        planned, gone = without_least(planned, request.route, why=why)
+        planned, gone = drop_lowest_scoring(planned, request.route, reason=why)
         dropped += gone
 
 
-def certain_needs(prepared: Prepared, *, width: int = 0, rows: int = 1) -> list[Need]:
+def list_base_needs(
+    prepared: PreparedRequest, *, width: int = 0, rows: int = 1
+) -> list[MemoryNeed]:
     """Return what a run takes for certain; of its experts only how wide their plan is counts."""
     base, tokens = prepared.base, prepared.prompt.capacity
     buffers = prepared.buffer_bytes(width=width, rows=rows)
     return [
-        Need("base", base.weight_bytes, f"the base {base.stored.name}"),
-        Need("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
-        Need("buffers", buffers, f"the buffers of {tokens} tokens"),
+        MemoryNeed("base", base.weight_bytes, f"the base {base.stored.name}"),
+        MemoryNeed("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
+        MemoryNeed("buffers", buffers, f"the buffers of {tokens} tokens"),
     ]
 
 
-def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) -> list[Need]:
+def list_needs(
+    planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
+) -> list[MemoryNeed]:
     """Return all that a run takes at most, to the byte, alone in a batch of so many rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
     """
-    experts, outlines = prepared.planned.result.plan.experts, _outlines(planner, prepared, files)
+    experts, outlines = (
+        prepared.planned.result.plan.experts,
+        _read_outlines(planner, prepared, files),
+    )
     chain = [(o, expert.weight) for o, expert in zip(outlines, experts, strict=True)]
     try:
-        plan = foretell(chain, prepared.form)
+        plan = estimate_plan_memory(chain, prepared.compile_spec)
     except (InvalidPackageError, OSError):
-        plan = Foretold()  # a file is damaged or gone: loading it, by its digest, says so
+        plan = MemoryEstimate()  # a file is damaged or gone: loading it, by its digest, says so
     names = ", ".join(expert.ref for expert in experts)
-    here = [] if prepared.wish.device == "cuda" else outlines  # else they lie in another memory
+    here = (
+        [] if prepared.load_config.device == "cuda" else outlines
+    )  # else they lie in another memory
     return [
-        *certain_needs(prepared, width=plan.width, rows=rows),
-        *(Need("experts", source.nbytes, source.manifest.ref) for source in here),
-        Need("experts", plan.nbytes, f"the plan of {names}"),
+        *list_base_needs(prepared, width=plan.width, rows=rows),
+        *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
+        MemoryNeed("experts", plan.nbytes, f"the plan of {names}"),
     ]
 
 
-def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -> int:
+def find_missing_headroom(
+    planner: Planner, prepared: PreparedRequest, files: Files, *, limit: int
+) -> int:
     """Return what a run takes besides its base, if slots of routed experts leave less; else 0.
 
     Raises:
@@ -226,49 +249,55 @@ def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
-    beside = beside_base(planner, prepared, files)
+    beside = count_bytes_without_base(planner, prepared, files)
     return beside if base.weight_bytes + beside > limit else 0
 
 
-def beside_base(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) -> int:
+def count_bytes_without_base(
+    planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
+) -> int:
     """Return what a run takes besides its base, alone in a batch of so many rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
     """
-    wanted = needs(planner, prepared, files, rows=rows)
+    wanted = list_needs(planner, prepared, files, rows=rows)
     return sum(need.size for need in wanted if need.purpose != "base")
 
 
-def check_fits(wanted: Iterable[Need], limit: int) -> int:
+def check_budget(required: Iterable[MemoryNeed], limit: int) -> int:
     """Return the sum of what is needed, which fits into a limit.
 
     Raises:
         BudgetError: naming the first thing that does not.
     """
-    ledger = Budget(limit)
-    for need in wanted:
+    ledger = MemoryBudget(limit)
+    for need in required:
         ledger.reserve(need.purpose, need.size, what=need.what)
     return ledger.used
 
 
 @contextmanager
-def naming_the_least(prepared: Prepared) -> Iterator[None]:
+def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
     """Add to the way out of a refusal which command says what a base of routed experts needs."""
     try:
         yield
     except BudgetError as error:
         base = prepared.base
-        if isinstance(base, OpenBase) and base.config.experts and prepared.wish.device == "cpu":
+        if (
+            isinstance(base, OpenBase)
+            and base.config.experts
+            and prepared.load_config.device == "cpu"
+        ):
             name = base.stored.name
             error.hint += f"; `expertctl base plan {name}` says what a usual text takes"
         raise
 
 
-def _wish(request: RunRequest, base: StoredBase) -> Wish:
+def _build_load_config(request: RunRequest, base: StoredBase) -> LoadConfig:
     route = request.route
-    dtype = dtype_of(base, route.dtype, engine=route.engine)
-    return Wish(
+    dtype = choose_dtype(base, route.dtype, engine=route.engine)
+    return LoadConfig(
         dtype,
         route.adapter_dtype,
         route.deterministic,
@@ -279,16 +308,16 @@ def _wish(request: RunRequest, base: StoredBase) -> Wish:
     )
 
 
-def opened(
+def open_planned_base(
     planner: Planner,
     request: RunRequest,
-    planned: Planned,
+    planned: PlannedPrompt,
     *,
-    torch_below: int = TORCH_BELOW,
-    room: int | None = None,
-    beside: int = 0,
+    torch_below: int = TORCH_MAX_BYTES,
+    memory_limit: int | None = None,
+    headroom: int = 0,
     rows: int = 1,
-    habits: HabitKeeper | None = None,
+    habits: ExpertUsageStore | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
 
@@ -298,79 +327,86 @@ def opened(
     Raises:
         BaseMismatchError: when the base is not what was added.
     """
-    bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
+    bases, rehash, wish = (
+        planner.bases,
+        request.verify_base,
+        _build_load_config(request, planned.base),
+    )
     if request.route.engine == "transformers":
-        return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
-    wish = replace(wish, room=room, beside=beside, rows=rows)
+        return open_compat_base(bases, planned.base, dtype=wish.dtype, rehash=rehash)
+    wish = replace(wish, memory_limit=memory_limit, headroom=headroom, rows=rows)
     if habits is not None:
-        wish = replace(wish, start=partial(habits.start, planned.base))
+        wish = replace(wish, choose_warmup=partial(habits.plan_warmup, planned.base))
     base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
     if habits is not None and base.config.experts is None:
-        habits.pass_over(planned.base)
+        habits.note_dense_base(planned.base)
     return base
 
 
-def prepare_on(
+def prepare_for_base(
     base: OpenBase | CompatBase,
     planner: Planner,
     request: RunRequest,
-    planned: Planned,
+    planned: PlannedPrompt,
     files: Files,
-) -> Prepared:
+) -> PreparedRequest:
     """Fit the conversation into the context of an open base.
 
     Raises:
         UsageError: when the conversation does not fit.
     """
-    template = choose_template(planned, _reader(planner, files))
-    prompt = _fitted(request, base, planned, template)
-    wish = _wish(request, planned.base)
-    told = (*planned.warnings, *_of_misses(base, wish))
+    template = choose_template(planned, _make_reader(planner, files))
+    prompt = _fit_prompt(request, base, planned, template)
+    wish = _build_load_config(request, planned.base)
+    told = (*planned.warnings, *_warn_moe_miss(base, wish))
     planned = replace(planned, result=replace(planned.result, warnings=told))
-    return Prepared(planned, base, template, prompt, wish)
+    return PreparedRequest(planned, base, template, prompt, wish)
 
 
-def _of_misses(base: OpenBase | CompatBase, wish: Wish) -> tuple[str, ...]:
+def _warn_moe_miss(base: OpenBase | CompatBase, load_config: LoadConfig) -> tuple[str, ...]:
     """Say where there is nothing to leave out; transformers refuses to be asked for that."""
-    if wish.moe_miss == "exact" or not isinstance(base, OpenBase) or base.config.experts:
+    if load_config.moe_miss == "exact" or not isinstance(base, OpenBase) or base.config.experts:
         return ()
-    return (without_effect(base.stored.name, "--moe-miss"),)
+    return (describe_unused_option(base.stored.name, "--moe-miss"),)
 
 
-def _outlines(planner: Planner, prepared: Prepared, files: Files) -> list[ExpertSource]:
+def _read_outlines(planner: Planner, prepared: PreparedRequest, files: Files) -> list[ExpertSource]:
     from_files = {file.source.content_digest: file.source for file in files.values()}
     return [
         from_files.get(expert.digest)
-        or stored_outline(planner.store, expert.stored, expert.manifest)
+        or read_stored_outline(planner.store, expert.stored, expert.manifest)
         for expert in prepared.planned.experts
     ]
 
 
-def _forced(expert: NamedExpert, files: Files) -> Forced:
-    if isinstance(expert, Forced):
+def _force_expert(expert: NamedExpert, files: Files) -> ForcedExpert:
+    if isinstance(expert, ForcedExpert):
         return expert
-    return Forced(files[expert.path].source.content_digest, expert.weight)
+    return ForcedExpert(files[expert.path].source.content_digest, expert.weight)
 
 
-def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]:
+def _make_reader(planner: Planner, files: Files) -> Callable[[InstalledExpert, str], bytes]:
     """Read small files of experts, from memory or from the store."""
     in_memory = {file.source.content_digest: file.files for file in files.values()}
 
-    def read(expert: Installed, path: str) -> bytes:
+    def read(expert: InstalledExpert, path: str) -> bytes:
         memory = in_memory.get(expert.digest)
-        return memory.data(path) if memory else planner.store.read(expert.stored, path)
+        return memory.copy_file(path) if memory else planner.store.read(expert.stored, path)
 
     return read
 
 
-def _fitted(
-    request: RunRequest, base: OpenBase | CompatBase, planned: Planned, template: TemplateChoice
+def _fit_prompt(
+    request: RunRequest,
+    base: OpenBase | CompatBase,
+    planned: PlannedPrompt,
+    template: TemplateChoice,
 ) -> FittedPrompt:
     raw, params = request.raw, planned.result.plan.params
 
-    def encode(messages: Sequence[Message]) -> Prompt:
+    def encode(messages: Sequence[ConversationMessage]) -> EncodedPrompt:
         if raw is not None:
-            return encode_raw(base.tokenizer, raw)
+            return encode_raw_prompt(base.tokenizer, raw)
         return encode_chat(
             base.tokenizer,
             messages,
@@ -379,17 +415,17 @@ def _fitted(
             end=request.chat_end,
         )
 
-    return fit_context(
+    return fit_to_context(
         request.messages,
         encode,
         context=min(base.context, request.context_size or base.context),
         max_tokens=params.max_tokens if raw is None or raw.is_continued else 0,
         truncate=request.truncate and raw is None,
-        virtual=_virtual_tokens(planned),
+        virtual=_count_virtual_tokens(planned),
     )
 
 
-def _virtual_tokens(planned: Planned) -> int:
+def _count_virtual_tokens(planned: PlannedPrompt) -> int:
     """Count the rows of soft prompts; an expert of weight 0 is left out."""
     pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
     return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)

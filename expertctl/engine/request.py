@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from expertctl.engine.message import ChatEnd, Message, RawPrompt, UserMessage
-from expertctl.package.read import names_file
-from expertctl.routing.plan import Plan
-from expertctl.routing.plan_file import SavedPlan
-from expertctl.routing.request import Forced, RouteRequest, parse_forced, parse_weight
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, RawPrompt, UserMessage
+from expertctl.package.read import is_file_name
+from expertctl.routing.plan import Plan, SavedPlan
+from expertctl.routing.request import ForcedExpert, RouteRequest, parse_forced, parse_weight
 from expertctl.schema.strict_json import JsonValue
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
@@ -26,7 +25,7 @@ class FileExpert:
     weight: float = 1.0
 
 
-NamedExpert = Forced | FileExpert
+NamedExpert = ForcedExpert | FileExpert
 OnBudget = Literal["refuse", "fewer", "queue"]
 """What is done when a plan does not fit: refuse it, drop experts, or wait for other runs."""
 
@@ -51,8 +50,8 @@ class RunRequest:
     saved: SavedPlan | None = None
     truncate: bool = False
     verify_base: bool = False
-    history: tuple[Message, ...] = ()
-    turns: tuple[Message, ...] = ()
+    history: tuple[ConversationMessage, ...] = ()
+    turns: tuple[ConversationMessage, ...] = ()
     variables: Mapping[str, JsonValue] = field(default_factory=dict)
     """What the chat template is given besides: ``tools``, say."""
     chat_end: ChatEnd = "new_turn"
@@ -68,13 +67,13 @@ class RunRequest:
     """Whether the time of each layer and the allocations of tokens are wanted, too."""
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[ConversationMessage, ...]:
         """The conversation, up to the message that is to be answered.
 
         Raises:
             UsageError: when the message is empty, too long or not text.
         """
-        return self.turns or (*self.history, Message("user", self.message.text()))
+        return self.turns or (*self.history, ConversationMessage("user", self.message.text()))
 
 
 def parse_expert(text: str) -> NamedExpert:
@@ -84,7 +83,7 @@ def parse_expert(text: str) -> NamedExpert:
         UsageError: when it is none of them.
     """
     match = _PACKAGE.fullmatch(text) or _WEIGHED.fullmatch(text)
-    if match is None or text.startswith("sha256:") or not names_file(match["path"]):
+    if match is None or text.startswith("sha256:") or not is_file_name(match["path"]):
         return parse_forced(text)
     weight = 1.0 if match["weight"] is None else parse_weight(match["weight"], text)
     return FileExpert(Path(match["path"]), weight)

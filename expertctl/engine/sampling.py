@@ -19,7 +19,7 @@ from expertctl.routing.plan import SamplingParams
 
 Scores = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
-Counts = Mapping[int, int]
+TokenCounts = Mapping[int, int]
 """How often each token was generated."""
 
 REPETITION_WINDOW = 64
@@ -32,7 +32,7 @@ _MANTISSA_BITS = 23
 """Of a float32."""
 
 
-class Draws:
+class UniformGenerator:
     """Uniform numbers in [0, 1) from a seed; one owner per generation."""
 
     def __init__(self, seed: int) -> None:
@@ -45,16 +45,16 @@ class Draws:
             raise UsageError(f"seed {seed} is out of range", hint="it must be 0 to 2^64-1")
         self._bits = np.random.Philox(seed)
 
-    def next(self) -> float:
+    def draw_uniform(self) -> float:
         """Return the next number, made from 53 bits."""
         return (int(self._bits.random_raw()) >> 11) * 2.0**-53
 
 
-def sample(
+def sample_token(
     logits: Tensor | Scores,
-    counts: Counts,
+    counts: TokenCounts,
     params: SamplingParams,
-    draws: Draws,
+    generator: UniformGenerator,
     *,
     recent: Collection[int] = (),
     allowed: Mask | None = None,
@@ -64,40 +64,40 @@ def sample(
     Raises:
         IncompatibleError: when the scores are not numbers or no token is allowed.
     """
-    scores = constrained(_checked(logits), allowed)
-    scores = less_repeated(scores, recent, params.repetition_penalty)
-    scores = penalised(scores, counts, params)
+    scores = apply_allowed_mask(_check_scores(logits), allowed)
+    scores = apply_repetition_penalty(scores, recent, params.repetition_penalty)
+    scores = apply_penalties(scores, counts, params)
     if params.is_greedy:
         return int(scores.argmax())  # of equal scores the lowest id
-    return draw(probabilities(scores, params), draws.next())
+    return draw_token(compute_probabilities(scores, params), generator.draw_uniform())
 
 
-def sample_bytes(vocabulary: int) -> int:
+def estimate_sample_bytes(vocabulary: int) -> int:
     """Return how many bytes `sample` needs for so many tokens, at most."""
     return _ARRAYS * vocabulary * np.dtype(np.float32).itemsize
 
 
-def probabilities(scores: Scores, params: SamplingParams) -> Scores:
+def compute_probabilities(scores: Scores, params: SamplingParams) -> Scores:
     """Return the distribution to draw from: temperature to min-p, summing to 1."""
-    scores = keep_top_k(tempered(scores, params.temperature), params.top_k)
-    chances = keep_min_p(keep_top_p(softmax(scores), params.top_p), params.min_p)
-    return _normalised(chances)
+    scores = apply_top_k(apply_temperature(scores, params.temperature), params.top_k)
+    chances = apply_min_p(apply_top_p(softmax(scores), params.top_p), params.min_p)
+    return _normalise(chances)
 
 
-def constrained(scores: Scores, allowed: Mask | None) -> Scores:
+def apply_allowed_mask(scores: Scores, allowed: Mask | None) -> Scores:
     """Rule out what is not allowed.
 
     Raises:
         IncompatibleError: when nothing is left.
     """
     if allowed is not None:
-        scores = np.where(allowed, scores, _never())
+        scores = np.where(allowed, scores, _get_lowest_score())
     if scores.max() == -np.inf:
         raise IncompatibleError("no token is allowed to come next")
     return scores
 
 
-def less_repeated(scores: Scores, recent: Collection[int], penalty: float) -> Scores:
+def apply_repetition_penalty(scores: Scores, recent: Collection[int], penalty: float) -> Scores:
     """Make recent tokens less likely by a factor, however often each of them came."""
     if not recent or penalty == 1.0:
         return scores
@@ -108,7 +108,7 @@ def less_repeated(scores: Scores, recent: Collection[int], penalty: float) -> Sc
     return scores
 
 
-def penalised(scores: Scores, counts: Counts, params: SamplingParams) -> Scores:
+def apply_penalties(scores: Scores, counts: TokenCounts, params: SamplingParams) -> Scores:
     """Make generated tokens less likely by their presence and by their number."""
     if not counts or not (params.presence_penalty or params.frequency_penalty):
         return scores
@@ -120,37 +120,37 @@ def penalised(scores: Scores, counts: Counts, params: SamplingParams) -> Scores:
     return scores
 
 
-def tempered(scores: Scores, temperature: float) -> Scores:
+def apply_temperature(scores: Scores, temperature: float) -> Scores:
     """Divide by the temperature; the best score becomes 0, so that nothing overflows."""
     with np.errstate(over="ignore"):
         scaled: Scores = (scores - scores.max()) / np.float32(max(temperature, 1e-30))
     return scaled
 
 
-def keep_top_k(scores: Scores, top_k: int) -> Scores:
+def apply_top_k(scores: Scores, top_k: int) -> Scores:
     """Rule out what is below the k-th best score; what equals it stays."""
     if top_k <= 0 or top_k >= len(scores):
         return scores
     threshold = np.partition(scores, -top_k)[-top_k]
-    return np.where(scores >= threshold, scores, _never())
+    return np.where(scores >= threshold, scores, _get_lowest_score())
 
 
 def softmax(scores: Scores) -> Scores:
     """Return probabilities."""
     with np.errstate(under="ignore"):
         weights: Scores = np.exp(scores - scores.max())
-    return _normalised(weights)
+    return _normalise(weights)
 
 
-def keep_top_p(chances: Scores, top_p: float) -> Scores:
+def apply_top_p(chances: Scores, top_p: float) -> Scores:
     """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids.
 
     Only a few are sorted: those about as likely as the last one that is kept.
     """
     if top_p >= 1.0:
         return chances
-    likely = _that_may_count(chances, top_p)
-    about = _steps_of(likely)
+    likely = _select_top_p_candidates(chances, top_p)
+    about = _quantise_likelihoods(likely)
     sums = np.bincount(about, weights=likely)[::-1].cumsum()[::-1]  # of a step and those above
     if sums[0] < top_p:
         return chances  # rounded chances may sum to a little less than 1
@@ -166,7 +166,7 @@ def keep_top_p(chances: Scores, top_p: float) -> Scores:
     return np.where(keep, chances, np.float32(0))
 
 
-def _that_may_count(chances: Scores, top_p: float) -> Scores:
+def _select_top_p_candidates(chances: Scores, top_p: float) -> Scores:
     """Return the chances that reach ``top_p`` before any other is needed.
 
     All that are left out sum to less than what ``top_p`` leaves.
@@ -175,7 +175,7 @@ def _that_may_count(chances: Scores, top_p: float) -> Scores:
     return likely if likely.sum(dtype=np.float64) >= top_p else chances
 
 
-def _steps_of(chances: Scores) -> Any:
+def _quantise_likelihoods(chances: Scores) -> Any:
     """Return how likely each is, in eighths of a power of two: the larger, the likelier.
 
     The bits of floats that are not negative are in the order of the floats.
@@ -183,14 +183,14 @@ def _steps_of(chances: Scores) -> Any:
     return chances.view(np.uint32) >> np.uint32(_MANTISSA_BITS - 3)
 
 
-def keep_min_p(chances: Scores, min_p: float) -> Scores:
+def apply_min_p(chances: Scores, min_p: float) -> Scores:
     """Keep what is at least ``min_p`` times as likely as the likeliest."""
     if min_p <= 0.0:
         return chances
     return np.where(chances >= np.float32(min_p) * chances.max(), chances, np.float32(0))
 
 
-def draw(chances: Scores, uniform: float) -> int:
+def draw_token(chances: Scores, uniform: float) -> int:
     """Return the token at ``uniform`` of the cumulative distribution, in order of ids."""
     ids = np.flatnonzero(chances)
     heights = np.cumsum(chances[ids], dtype=np.float64)
@@ -198,12 +198,12 @@ def draw(chances: Scores, uniform: float) -> int:
     return int(ids[min(int(place), len(ids) - 1)])
 
 
-def _normalised(weights: Scores) -> Scores:
+def _normalise(weights: Scores) -> Scores:
     total: Any = weights.sum(dtype=np.float64)
     return weights / np.float32(total)
 
 
-def _checked(logits: Tensor | Scores) -> Scores:
+def _check_scores(logits: Tensor | Scores) -> Scores:
     values: Any = logits.detach().float().cpu().numpy() if isinstance(logits, Tensor) else logits
     scores: Scores = np.asarray(values, dtype=np.float32)
     best = scores.max()  # NaN wins every maximum
@@ -215,5 +215,5 @@ def _checked(logits: Tensor | Scores) -> Scores:
     return scores
 
 
-def _never() -> np.float32:
+def _get_lowest_score() -> np.float32:
     return np.float32(-np.inf)

@@ -1,15 +1,27 @@
-r"""The log: one JSON object a line, on stderr.
+"""The log: one JSON object a line, on stderr.
 
 Nothing that a client sends can begin a new line, colour a terminal, or leave a secret: text is
 ASCII with escapes, bounded, and tokens are cut out. Queries and headers are not logged at all.
+
+Around every request: an id, one line in the log, and the counters.
+
+It is the outermost layer, so it also answers unexpected errors: with 500 and no detail; the
+traceback goes to the log under the same id.
 """
 
 import json
 import logging
 import logging.config
 import re
+import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_TEXT = 500
 _SECRET = re.compile(r"(xp[tsk]_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECASE)
@@ -23,23 +35,23 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "message": safe(record.getMessage()),
+            "message": redact(record.getMessage()),
         }
         fields = getattr(record, "fields", None)
         if isinstance(fields, dict):
-            line |= {k: safe(v) if isinstance(v, str) else v for k, v in fields.items()}
+            line |= {k: redact(v) if isinstance(v, str) else v for k, v in fields.items()}
         if record.exc_info:
             line["traceback"] = _SECRET.sub(r"\1***", self.formatException(record.exc_info))
         return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
-def safe(text: str) -> str:
+def redact(text: str) -> str:
     """Return a text without tokens, and bounded."""
     shown = _SECRET.sub(r"\1***", text)
     return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
 
 
-def log_config(*names: str) -> dict[str, Any]:
+def build_log_config(*names: str) -> dict[str, Any]:
     """Return the settings that send what these loggers say, and granian's troubles, to stderr."""
     levels = {**dict.fromkeys(names, "INFO"), "_granian": "WARNING"}
     return {
@@ -63,3 +75,116 @@ def log_config(*names: str) -> dict[str, Any]:
 def configure_log(config: dict[str, Any]) -> None:
     """Send the log of this process where the settings say."""
     logging.config.dictConfig(config)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, as far as it has come."""
+
+    id: str
+    started_at: float
+    received: int = 0
+    sent: int = 0
+    status: int = 0
+    promised: int = 0
+    """The ``Content-Length`` of the answer, which is what a file sent by its path counts as."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.perf_counter() - self.started_at
+
+    def fields(self, scope: Scope) -> dict[str, object]:
+        """Return what is logged of any request: no query, no header, no body."""
+        return {
+            "id": self.id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "route": get_route_path(scope),
+            "status": self.status,
+            "received": self.received,
+            "sent": self.sent,
+            "ms": round(self.seconds * 1000, 2),
+        }
+
+
+class RequestObserver(Protocol):
+    """What a server wants to know of its requests, and says of them."""
+
+    log: logging.Logger
+    id_headers: tuple[str, ...]
+    """In which headers an answer has its id."""
+
+    def new_id(self) -> str:
+        """Return the id of a request."""
+
+    def request_started(self) -> None:
+        """Count a request that is being answered."""
+
+    def request_finished(self, scope: Scope, exchange: RequestRecord) -> None:
+        """Count and log a request that was answered."""
+
+    def build_error_response(self, scope: Scope, exchange: RequestRecord) -> Response:
+        """Return the answer to an unexpected error."""
+
+
+class RequestLogMiddleware:
+    """ASGI middleware that watches and never changes a request."""
+
+    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
+        """Watch ``app``."""
+        self.app = app
+        self.observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = RequestRecord(id=self.observer.new_id(), started_at=time.perf_counter())
+        scope["state"] = {**scope.get("state", {}), "request_id": exchange.id}
+        self.observer.request_started()
+        try:
+            await self._run(scope, receive, send, exchange)
+        finally:
+            self.observer.request_finished(scope, exchange)
+
+    async def _run(
+        self, scope: Scope, receive: Receive, send: Send, exchange: RequestRecord
+    ) -> None:
+        async def counted_receive() -> Message:
+            message = await receive()
+            exchange.received += len(message.get("body") or b"")
+            return message
+
+        async def counted_send(message: Message) -> None:
+            self._count(message, exchange)
+            await send(message)
+
+        try:
+            await self.app(scope, counted_receive, counted_send)
+        except Exception:  # the last resort of the server: whatever it is, it is told and answered
+            self.observer.log.exception("unexpected", extra={"fields": {"id": exchange.id}})
+            if exchange.status:
+                raise
+            response = self.observer.build_error_response(scope, exchange)
+            await response(scope, counted_receive, counted_send)
+
+    def _count(self, message: Message, exchange: RequestRecord) -> None:
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            headers = MutableHeaders(raw=list(message.get("headers", [])))
+            exchange.promised = int(headers.get("content-length", "0"))
+            for name in self.observer.id_headers:
+                headers[name] = exchange.id
+            message["headers"] = headers.raw
+        elif message["type"] == "http.response.pathsend":
+            exchange.sent += exchange.promised
+        else:
+            exchange.sent += len(message.get("body", b""))
+
+
+def get_route_path(scope: Scope) -> str:
+    """Return the path of the route that answered, which is one of a few."""
+    route = scope.get("route")
+    return str(getattr(route, "path", "")) if isinstance(route, BaseRoute) else "none"

@@ -1,4 +1,7 @@
-"""What is wrong with this machine's experts, and the way out of each; changes nothing."""
+"""Making the catalogue, the routing vectors and verdicts again from the blobs of the store.
+
+What is wrong with this machine's experts, and the way out of each; changes nothing.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,45 +9,83 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
+from expertctl.digest import Digest, FileDigest, Progress, hash_file, ignore_progress
 from expertctl.errors import ExpertError, RevokedError, SignatureError, StoreError, TrustError
+from expertctl.install.installed_experts import fits_base
 from expertctl.install.notices import (
-    REFUSED,
+    REFUSED_KINDS,
     Notice,
-    held_in_store,
-    notices_about,
-    vouching_registries,
+    collect_notices,
+    find_authorities,
+    version_in_store,
 )
-from expertctl.install.own_packages import own_packages
-from expertctl.install.remove import fits
-from expertctl.install.requirements import missing_requirements
-from expertctl.install.sources import Sources
-from expertctl.package.layout import content_digest, layout_of
-from expertctl.package.verify import check_signed_name
-from expertctl.plain_text import one_line
+from expertctl.install.publication import find_missing_requirements, find_own_packages
+from expertctl.install.sources import RegistrySources
+from expertctl.messages import to_single_line
+from expertctl.package.layout import build_layout, compute_content_digest
+from expertctl.package.verify import require_signed_name
 from expertctl.reference import PackageName
 from expertctl.registry.index_store import IndexStore
-from expertctl.routing.index import DEEP_FOLDER
-from expertctl.routing.suspicion import RULES, flags
-from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
-from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.routing.index import RERANK_FOLDER, RoutingIndex
+from expertctl.routing.manifest_lint import RULES_VERSION, find_flags
+from expertctl.routing.vector_files import JOURNAL_FILE, describe_vector_damage
+from expertctl.routing.vetting import revet_experts
+from expertctl.schema.manifest import MANIFEST_PATH, Manifest
 from expertctl.settings import Home
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.flags import Flag, suspicion_of
-from expertctl.store.paths import Scan, StorePaths
-from expertctl.store.quantised_copies import copies_of
-from expertctl.store.ref import LOCAL, StoredExpert
+from expertctl.store.preference import Flag, describe_flags
+from expertctl.store.quantised_cache import open_quantised_cache
+from expertctl.store.refs import LOCAL, StoredExpert, StorePaths, StoreScan
 from expertctl.store.store import Store
-from expertctl.store.suspicions import Suspicions
-from expertctl.store.transaction import abandoned, required_base, stored_blobs
+from expertctl.store.suspicions import SuspicionStore
+from expertctl.store.transaction import list_abandoned_folders, list_blobs, make_required_base
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import KeyRing
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class ReindexReport:
+    """What is in the index now, and what could not be read."""
+
+    experts: int
+    warnings: tuple[str, ...]
+
+
+def reindex(store: Store, *, catalogue: Catalogue, index: RoutingIndex) -> ReindexReport:
+    """Make the catalogue and the vectors again; the history of uses stays where it can be read.
+
+    Raises:
+        StoreError: when they cannot be written.
+    """
+    now = store.scan()
+    warnings = [f"the record of {ref.name} is damaged: {ref.problem}" for ref in now.damaged]
+    known: list[tuple[StoredExpert, Manifest]] = []
+    for expert in now.experts:
+        try:
+            known.append((expert, store.read_manifest(expert)))
+        except ExpertError as error:
+            warnings.append(f"left out {expert.ref}: {error.message}")
+    catalogue.rebuild(known)
+    index.rebuild({expert.content_digest: manifest for expert, manifest in known})
+    known.sort(key=lambda pair: _install_time(pair[0], store))
+    own = find_own_packages((expert for expert, _ in known), KeyRing(Home(index.folder).keys))
+    revet_experts({expert.content_digest: manifest for expert, manifest in known}, index, own=own)
+    return ReindexReport(len(known), tuple(warnings))
+
+
+def _install_time(expert: StoredExpert, store: Store) -> int:
+    """Return when an expert was installed: what came first is no copy of what came later."""
+    ref = store.paths.ref(expert.registry, expert.package, expert.version)
+    return ref.stat().st_mtime_ns if ref.exists() else 0
+
 
 _THREADS = 4
-_TRUST_AGAIN = "restore it from a backup, or move it away; then `expertctl trust add` keys again"
+_RESTORE_TRUST_HINT = (
+    "restore it from a backup, or move it away; then `expertctl trust add` keys again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +129,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blob:
+class _BlobState:
     """What a file among the blobs really is; no size when it is missing."""
 
     size: int | None
@@ -97,16 +138,16 @@ class _Blob:
     """Why it cannot be read."""
 
 
-def examine(
+def examine_store(
     store: Store,
     *,
     bases: BaseStore,
     trust: TrustStore,
     catalogue: Catalogue,
     indexes: IndexStore | None = None,
-    suspicions: Suspicions | None = None,
+    suspicions: SuspicionStore | None = None,
     online: Iterable[Finding] = (),
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> Diagnosis:
     """Read everything and hash every blob, in threads; ``online`` is what registries say."""
     blobs = _hash_blobs(store.paths, progress)
@@ -132,25 +173,25 @@ def examine(
     return Diagnosis(tuple(findings), len(now.experts), len(blobs), size)
 
 
-def ask_registries(store: Store, sources: Sources) -> tuple[Finding, ...]:
+def query_registries(store: Store, sources: RegistrySources) -> tuple[Finding, ...]:
     """Return what registries say now against what is installed, and who could not be asked.
 
     New revocations are taken over. One registry that fails keeps nobody from asking the others.
     """
-    experts = store.experts()
+    experts = store.list_experts()
     held = ((expert.registry, expert.package) for expert in experts)
-    sources.ask_each(vouching_registries(held, sources))
-    refused = (_refused_index(h, p, e) for (h, p), e in sorted(sources.unanswered.items()))
-    notices = (notice for expert in experts for notice in _notices(expert, sources))
+    sources.query_each(find_authorities(held, sources))
+    refused = (_index_refused_finding(h, p, e) for (h, p), e in sorted(sources.unanswered.items()))
+    notices = (notice for expert in experts for notice in _collect_notices(expert, sources))
     return (*map(_notice_finding, notices), *refused)
 
 
-def _notices(expert: StoredExpert, sources: Sources) -> Iterator[Notice]:
+def _collect_notices(expert: StoredExpert, sources: RegistrySources) -> Iterator[Notice]:
     try:
-        found = notices_about([held_in_store(expert)], sources)
+        found = collect_notices([version_in_store(expert)], sources)
     except StoreError:  # `examine` reports what cannot be read of what registries said before
         return
-    # it also reports every key that was revoked; `_refused_index` who was not asked
+    # it also reports every key that was revoked; `_index_refused_finding` who was not asked
     yield from (notice for notice in found if notice.kind not in {"revoked", "unchecked"})
 
 
@@ -159,45 +200,47 @@ def _notice_finding(notice: Notice) -> Finding:
         notice.ref,
         notice.message.removeprefix(f"{notice.ref}: ").replace(f"{notice.ref} ", "it ", 1),
         notice.hint,
-        broken=notice.kind in REFUSED,
-        untrusted=notice.kind in REFUSED,
+        broken=notice.kind in REFUSED_KINDS,
+        untrusted=notice.kind in REFUSED_KINDS,
     )
 
 
-def _refused_index(host: str, package: PackageName, error: ExpertError) -> Finding:
+def _index_refused_finding(host: str, package: PackageName, error: ExpertError) -> Finding:
     """Return the one line about a package whose registry gave no index that can be believed.
 
     What is not a signed index is none; one of another key, or older than before, is a lie.
     """
     lie = isinstance(error, TrustError) and not isinstance(error, SignatureError)
-    problem = f"whether it was revoked, yanked or changed is not known: {one_line(error.message)}"
+    problem = (
+        f"whether it was revoked, yanked or changed is not known: {to_single_line(error.message)}"
+    )
     subject = f"{host}/{package}"
     return Finding(subject, problem, error.hint, broken=lie, untrusted=lie, unchecked=True)
 
 
-def blob_bytes(store: Store) -> int:
+def count_blob_bytes(store: Store) -> int:
     """Return how many bytes `examine` will hash."""
-    paths = [store.paths.blob(digest) for digest in stored_blobs(store.paths)]
+    paths = [store.paths.blob(digest) for digest in list_blobs(store.paths)]
     return sum(path.stat().st_size for path in paths if path.exists())
 
 
-def _hash_blobs(paths: StorePaths, progress: Progress) -> Mapping[Digest, _Blob]:
-    digests = stored_blobs(paths)
+def _hash_blobs(paths: StorePaths, progress: Progress) -> Mapping[Digest, _BlobState]:
+    digests = list_blobs(paths)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda digest: _hash_blob(paths.blob(digest), progress), digests)
         return dict(zip(digests, found, strict=True))
 
 
-def _hash_blob(path: Path, progress: Progress) -> _Blob:
+def _hash_blob(path: Path, progress: Progress) -> _BlobState:
     try:
-        return _Blob(*hash_file(path, progress=progress))
+        return _BlobState(*hash_file(path, progress=progress))
     except FileNotFoundError:
-        return _Blob(None, None)
+        return _BlobState(None, None)
     except OSError as error:
-        return _Blob(None, None, error.strerror or str(error))
+        return _BlobState(None, None, error.strerror or str(error))
 
 
-def _damaged_refs(now: Scan) -> Iterator[Finding]:
+def _damaged_refs(now: StoreScan) -> Iterator[Finding]:
     for ref in now.damaged:
         local = ref.path.parts[-4] == LOCAL
         again = "FILE` with its file" if local else f"{ref.name}`"
@@ -206,7 +249,7 @@ def _damaged_refs(now: Scan) -> Iterator[Finding]:
 
 
 def _expert_findings(
-    expert: StoredExpert, blobs: Mapping[Digest, _Blob], store: Store, trust: TrustStore | None
+    expert: StoredExpert, blobs: Mapping[Digest, _BlobState], store: Store, trust: TrustStore | None
 ) -> Iterator[Finding]:
     broken = [f for file in expert.layers if (f := _file_finding(expert, file, blobs, store))]
     yield from broken
@@ -217,9 +260,9 @@ def _expert_findings(
 
 
 def _file_finding(
-    expert: StoredExpert, file: FileDigest, blobs: Mapping[Digest, _Blob], store: Store
+    expert: StoredExpert, file: FileDigest, blobs: Mapping[Digest, _BlobState], store: Store
 ) -> Finding | None:
-    blob = blobs.get(file.digest, _Blob(None, None))
+    blob = blobs.get(file.digest, _BlobState(None, None))
     path = store.paths.blob(file.digest)
     if blob.trouble:
         problem = f"{file.path} cannot be read: {path}: {blob.trouble}"
@@ -231,29 +274,29 @@ def _file_finding(
         problem = f"{file.path} was changed: {path} has the digest {blob.digest}"
     else:
         return None
-    return Finding(expert.ref, problem, expert.again)
+    return Finding(expert.ref, problem, expert.repair_command)
 
 
 def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
     """A record must follow from the files that it names."""
-    layout = layout_of(expert.files, expert.signature)
+    layout = build_layout(expert.files, expert.signature)
     try:
-        manifest = store.manifest(expert)
+        manifest = store.read_manifest(expert)
     except ExpertError as error:
-        yield Finding(expert.ref, error.message, error.hint or expert.again)
+        yield Finding(expert.ref, error.message, error.hint or expert.repair_command)
         return
     pairs = {
-        "content digest": (expert.content_digest, content_digest(expert.files)),
+        "content digest": (expert.content_digest, compute_content_digest(expert.files)),
         "package digest": (expert.package_digest, layout.package_digest),
         "name": (expert.ref, manifest.ref),
-        "base": (expert.base, required_base(manifest.base)),
+        "base": (expert.base, make_required_base(manifest.base)),
         "requires": (expert.requires, manifest.composition.requires),
         "conflicts": (expert.conflicts, manifest.composition.conflicts),
     }
     wrong = [what for what, (stated, real) in pairs.items() if stated != real]
     if wrong:
         problem = f"its record does not say what {MANIFEST_PATH} says: {', '.join(wrong)}"
-        yield Finding(expert.ref, problem, expert.again)
+        yield Finding(expert.ref, problem, expert.repair_command)
 
 
 def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> Iterator[Finding]:
@@ -270,24 +313,24 @@ def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> I
             registry=expert.registry,
         )
         verify_bundle(bundle, expert.files, key)
-        check_signed_name(bundle, expert.package, expert.version)
+        require_signed_name(bundle, expert.package, expert.version)
     except RevokedError as error:
         yield Finding(expert.ref, error.message, error.hint, untrusted=True)
     except TrustError as error:
         yield Finding(expert.ref, error.message, error.hint, broken=False)
     except ExpertError as error:
-        yield Finding(expert.ref, error.message, error.hint or expert.again)
+        yield Finding(expert.ref, error.message, error.hint or expert.repair_command)
 
 
 def _requirement_findings(experts: Iterable[StoredExpert]) -> Iterator[Finding]:
-    for ref, wanted in missing_requirements(experts).items():
+    for ref, wanted in find_missing_requirements(experts).items():
         names = ", ".join(wanted)
         hint = f"install {names}, or `expertctl remove {ref}`"
         yield Finding(ref, f"it requires {names}, which is not installed", hint)
 
 
 def _blob_findings(
-    now: Scan, blobs: Mapping[Digest, _Blob], paths: StorePaths
+    now: StoreScan, blobs: Mapping[Digest, _BlobState], paths: StorePaths
 ) -> Iterator[Finding]:
     needed = {file.digest for expert in now.experts for file in expert.layers}
     idle = [d for d, blob in blobs.items() if d not in needed and blob.size is not None]
@@ -304,7 +347,7 @@ def _blob_findings(
 
 
 def _staging_findings(paths: StorePaths) -> Iterator[Finding]:
-    for folder in abandoned(paths):
+    for folder in list_abandoned_folders(paths):
         problem = "an install that was killed left this"
         yield Finding(str(folder), problem, "`expertctl gc` removes it", broken=False)
 
@@ -313,7 +356,7 @@ def _mode_findings(paths: StorePaths) -> Iterator[Finding]:
     if os.name != "posix" or not paths.root.exists():
         return
     folders = [paths.root, paths.blobs.parent, paths.blobs, *paths.refs.rglob("*")]
-    files = [paths.blob(digest) for digest in stored_blobs(paths)]
+    files = [paths.blob(digest) for digest in list_blobs(paths)]
     for path in [*folders, *files]:
         if path.exists() and path.stat().st_mode & 0o022:
             yield Finding(str(path), "other users may change it", f"chmod go-w {path}")
@@ -324,9 +367,9 @@ def _trust_findings(trust: TrustStore) -> Iterator[Finding]:
         trust.read()
     except ExpertError as error:
         problem = error.message.removeprefix(f"{trust.path}: ")
-        yield Finding(str(trust.path), problem, error.hint or _TRUST_AGAIN)
+        yield Finding(str(trust.path), problem, error.hint or _RESTORE_TRUST_HINT)
     except OSError as error:
-        yield Finding(str(trust.path), error.strerror or str(error), _TRUST_AGAIN)
+        yield Finding(str(trust.path), error.strerror or str(error), _RESTORE_TRUST_HINT)
 
 
 def _index_findings(indexes: IndexStore | None, trust: TrustStore | None) -> Iterator[Finding]:
@@ -334,70 +377,72 @@ def _index_findings(indexes: IndexStore | None, trust: TrustStore | None) -> Ite
     known = trust.read().registries if indexes is not None and trust is not None else ()
     for registry in known:
         assert indexes is not None
-        for error in indexes.problems(registry):
+        for error in indexes.find_problems(registry):
             yield Finding(registry.host, error.message, error.hint)
 
 
-def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:
-    problems = catalogue.problems()
+def _catalogue_findings(catalogue: Catalogue, now: StoreScan) -> Iterator[Finding]:
+    problems = catalogue.find_problems()
     hint = "`expertctl reindex` makes it again"
     for problem in problems:
         yield Finding(str(catalogue.path), problem, hint)
-    if not problems and set(catalogue.refs()) != {expert.ref for expert in now.experts}:
+    if not problems and set(catalogue.list_refs()) != {expert.ref for expert in now.experts}:
         problem = "it does not list what is installed"
         yield Finding(str(catalogue.path), problem, hint, broken=False)
 
 
 def _vector_findings(home: Path) -> Iterator[Finding]:
-    for folder in (home, home / DEEP_FOLDER):
-        if damage := vector_damage(folder):
+    for folder in (home, home / RERANK_FOLDER):
+        if damage := describe_vector_damage(folder):
             hint = "`expertctl reindex` makes it again"
             yield Finding(str(folder / JOURNAL_FILE), damage, hint, broken=False)
 
 
 def _suspicion_findings(
-    suspicions: Suspicions | None, store: Store, now: Scan
+    suspicions: SuspicionStore | None, store: Store, now: StoreScan
 ) -> Iterator[Finding]:
     """Report what was flagged at install, or would be now where it was not judged yet."""
     if suspicions is None:
         return
-    for problem in suspicions.problems():
+    for problem in suspicions.find_problems():
         yield Finding(str(suspicions.path), problem, "`expertctl reindex` makes it again")
-    known = suspicions.verdicts([expert.content_digest for expert in now.experts])
-    if older := sum(verdict.rules != RULES for verdict in known.values()):
+    known = suspicions.find_verdicts([expert.content_digest for expert in now.experts])
+    if older := sum(verdict.rules != RULES_VERSION for verdict in known.values()):
         problem = (
             f"it judges {older} of {len(now.experts)} packages by the rules of another version"
         )
         hint = "`expertctl reindex` judges them again"
         yield Finding(str(suspicions.path), problem, hint, broken=False)
-    own = own_packages(now.experts, KeyRing(Home(suspicions.path.parent).keys))
+    own = find_own_packages(now.experts, KeyRing(Home(suspicions.path.parent).keys))
     for expert in now.experts:
         if expert.content_digest in own:
             continue
         verdict = known.get(expert.content_digest)
-        found = verdict.flags if verdict else _flags_now(expert, store, suspicions)
+        found = verdict.flags if verdict else _current_flags(expert, store, suspicions)
         if found:
             hint = f"`expertctl remove {expert.ref}`, unless you know its publisher"
-            yield Finding(expert.ref, f"it {suspicion_of(found)}", hint, broken=False)
+            yield Finding(expert.ref, f"it {describe_flags(found)}", hint, broken=False)
 
 
-def _flags_now(expert: StoredExpert, store: Store, suspicions: Suspicions) -> tuple[Flag, ...]:
+def _current_flags(
+    expert: StoredExpert, store: Store, suspicions: SuspicionStore
+) -> tuple[Flag, ...]:
     try:
-        return flags(store.manifest(expert), suspicions)
+        return find_flags(store.read_manifest(expert), suspicions)
     except ExpertError:  # told already
         return ()
 
 
 def _copy_findings(bases: BaseStore, base: StoredBase) -> Iterator[Finding]:
-    copies = copies_of(bases, base)
-    for path, problem in copies.problems().items() if copies else ():
+    copies = open_quantised_cache(bases, base)
+    for path, problem in copies.find_problems().items() if copies else ():
         hint = "the next run that needs it makes it again; `expertctl gc` removes outdated ones"
         yield Finding(str(path), f"the quantised copy is not used: {problem}", hint, broken=False)
 
 
 def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterator[Finding]:
     try:
-        known = bases.bases()
+        known = bases.list_bases()
     except ExpertError as error:
         yield Finding(str(bases.folder), error.message, error.hint)
         return
@@ -408,7 +453,7 @@ def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterato
             yield Finding(base.name, error.message, error.hint)
         yield from _copy_findings(bases, base)
     for expert in experts:
-        if not any(fits(expert.base, base) for base in known):
+        if not any(fits_base(expert.base, base) for base in known):
             problem = f"its base {expert.base.name} is not added"
             hint = "`expertctl base add DIR` with the base's directory"
             yield Finding(expert.ref, problem, hint, broken=False)

@@ -1,4 +1,9 @@
-"""Fetching packages from registries: manifests by digest, then every blob that is missing.
+"""Packages of a registry that has no index: any OCI registry, as it is.
+
+Nothing there says which versions are right, so the user must: by naming exact bytes, or an exact
+version whose publisher's key the user trusts for that namespace of that registry.
+
+Fetching packages from registries: manifests by digest, then every blob that is missing.
 
 A blob that the store has is not fetched, one that two packages share is fetched once. Complete
 blobs lie in ``registries/arrived/`` until they are installed, so that a killed install can go on;
@@ -15,31 +20,127 @@ from pathlib import Path
 from typing import TypeVar
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_file
-from expertctl.durable import make_folders
-from expertctl.errors import DigestError, RegistryError
-from expertctl.install.install import Staged
-from expertctl.package.layout import Layout, content_digest, read_manifest
+from expertctl.errors import DigestError, InvalidPackageError, RegistryError, TrustError
+from expertctl.files import make_folders
+from expertctl.install.candidate import InstallCandidate, Requirement
+from expertctl.install.installer import StagedPackage
+from expertctl.install.sources import RegistrySources
+from expertctl.package.layout import PackageLayout, compute_content_digest, parse_oci_manifest
 from expertctl.package.read import read_blobs
+from expertctl.package.verify import REPLACED_HINT
 from expertctl.reference import PackageName, Reference
-from expertctl.registry.download import Downloads, Wanted
-from expertctl.registry.http import Http
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.download import ALTERED_HINT, BlobDownloader, BlobRequest
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.index_document import Release
 from expertctl.registry.oci_client import OciClient
-from expertctl.store.staging import Staging
+from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 from expertctl.store.store import Store
+from expertctl.store.transaction import PackageStaging
+
+
+@dataclass(frozen=True, slots=True)
+class UnindexedPackage:
+    """One package that was found without an index."""
+
+    candidate: InstallCandidate
+    named_digest: Digest | None
+    """Its exact bytes, where the user named them by hand."""
+
+
+def find_unindexed(requirement: Requirement, sources: RegistrySources) -> UnindexedPackage | None:
+    """Find what a reference names in a registry without an index; None where it has one.
+
+    Raises:
+        NotFoundError: when it is not there.
+        TrustError: when it is another package than its name says, or may not come from there.
+        InvalidPackageError: when it is none.
+    """
+    wanted = requirement.wanted
+    if wanted.registry is None:
+        return None
+    address = sources.resolve_address(wanted, by_hand=True)
+    if sources.has_index(address) or not _is_authorised(requirement, address, sources):
+        return None
+    if not requirement.by_hand:
+        sources.require_authority(wanted, address)
+    client = sources.open_client(address.host)
+    tag = wanted.digest or str(wanted.constraint.pinned)
+    remote = client.fetch_manifest(str(wanted.package), tag)
+    what = f"{wanted} from {address.host}"
+    candidate = _make_candidate(
+        parse_oci_manifest(remote.data, what=what), client, wanted, remote.digest, what
+    )
+    sources.note_unindexed(address)
+    return UnindexedPackage(
+        candidate, remote.digest if wanted.digest and requirement.by_hand else None
+    )
+
+
+def _is_authorised(
+    requirement: Requirement, address: RegistryAddress, sources: RegistrySources
+) -> bool:
+    """Tell whether the user vouches for the bytes, or a trusted key for the version."""
+    wanted = requirement.wanted
+    if wanted.digest is not None and requirement.by_hand:
+        return True
+    return requirement.names_one_version and sources.has_trusted_key(address, wanted.package)
+
+
+def _make_candidate(
+    layout: PackageLayout, client: OciClient, wanted: Reference, digest: Digest, what: str
+) -> InstallCandidate:
+    file = next(file for file in layout.files if file.path == MANIFEST_PATH)  # always there
+    manifest = parse_manifest(
+        _fetch_small_file(client, wanted, file, what), what=f"{what} {MANIFEST_PATH}"
+    )
+    content = compute_content_digest(layout.files)
+    if manifest.package != wanted.package or not wanted.allows(manifest.semver, digest, content):
+        message = f"asked for {wanted}, but the package is {manifest.ref}"
+        raise TrustError(message, hint=REPLACED_HINT)
+    return InstallCandidate(
+        package=manifest.package,
+        version=manifest.semver,
+        registry=client.address.host,
+        content_digest=content,
+        package_digests=(digest,),
+        requires=tuple(map(Reference.parse, manifest.composition.requires)),
+        conflicts=tuple(map(Reference.parse, manifest.composition.conflicts)),
+        base=manifest.base.name,
+        size=sum(file.size for file in layout.layers),
+    )
+
+
+def _fetch_small_file(client: OciClient, wanted: Reference, file: FileDigest, what: str) -> bytes:
+    """Fetch one small file into memory."""
+    if file.size > MAX_MANIFEST_BYTES:
+        raise InvalidPackageError(what, [f"{file.path} has more than {MAX_MANIFEST_BYTES} bytes"])
+    data = bytearray()
+    with client.open_blob(str(wanted.package), file.digest) as answer:
+        if answer.status != 200:
+            message = f"{what}: {file.path} was answered with {answer.status}"
+            raise RegistryError(message, hint=ALTERED_HINT)
+        for chunk in answer.chunks:
+            data += chunk
+            if len(data) > file.size:
+                break
+    if len(data) != file.size or Digest.compute(data) != file.digest:
+        raise DigestError(f"{what}: {file.path} does not have its digest", hint=ALTERED_HINT)
+    return bytes(data)
+
 
 PARALLEL = 8
 KEPT_SECONDS = 7 * 86400.0
-_TRIES = 3
+_MAX_TRIES = 3
 T = TypeVar("T")
 R = TypeVar("R")
 
-Lend = Callable[[int], AbstractContextManager[Progress]]
+OpenProgress = Callable[[int], AbstractContextManager[Progress]]
 """Lends a reporter of progress over a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class FetchItem:
     """One package to fetch: by which digest, from where, and what it must be."""
 
     wanted: Reference
@@ -50,7 +151,7 @@ class Parcel:
     content_digest: Digest
     release: Release | None
     """What the index says of it; None when it does not come from an index."""
-    named: Digest | None = None
+    named_digest: Digest | None = None
 
     @property
     def package(self) -> PackageName:
@@ -64,7 +165,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class DownloadCache:
     """The folder of whole blobs that are not installed yet; their names are their digests."""
 
     folder: Path
@@ -73,7 +174,7 @@ class Arrivals:
         """Return where a blob is, if it arrived."""
         return self.folder / digest.hex
 
-    def forget(self, digests: Iterable[Digest]) -> None:
+    def remove(self, digests: Iterable[Digest]) -> None:
         """Remove blobs that are installed."""
         for digest in digests:
             self.path(digest).unlink(missing_ok=True)
@@ -87,9 +188,14 @@ class Arrivals:
                     path.unlink()
 
 
-def fetch(
-    parcels: Sequence[Parcel], *, store: Store, staging: Staging, registries: Path, lend: Lend
-) -> list[Staged]:
+def fetch_packages(
+    items: Sequence[FetchItem],
+    *,
+    store: Store,
+    staging: PackageStaging,
+    registries: Path,
+    open_progress: OpenProgress,
+) -> list[StagedPackage]:
     """Bring packages into a staging folder, read as strictly as files.
 
     Raises:
@@ -99,88 +205,93 @@ def fetch(
         InvalidPackageError: when one is malformed.
         UnreachableError: when a registry does not answer; what came stays for the next time.
     """
-    arrivals = Arrivals(registries / "arrived")
-    http = parcels[0].client.http
-    layouts = _in_parallel(_layout, parcels, http)
-    pairs = list(zip(parcels, layouts, strict=True))
-    _gather(
-        pairs, store=store, staging=staging, arrivals=arrivals, registries=registries, lend=lend
+    arrivals = DownloadCache(registries / "arrived")
+    http = items[0].client.http
+    layouts = _run_parallel(_fetch_layout, items, http)
+    pairs = list(zip(items, layouts, strict=True))
+    _stage_blobs(
+        pairs,
+        store=store,
+        staging=staging,
+        arrivals=arrivals,
+        registries=registries,
+        open_progress=open_progress,
     )
     parts = [
-        (parcel, layout, staging.part(str(number), {file.digest for file in layout.layers}))
+        (parcel, layout, staging.subset(str(number), {file.digest for file in layout.layers}))
         for number, (parcel, layout) in enumerate(pairs)
     ]
-    return _in_parallel(_read, parts, http)
+    return _run_parallel(_read_staged, parts, http)
 
 
-def tidy(staged: Iterable[Staged], registries: Path) -> None:
+def clear_downloads(staged: Iterable[StagedPackage], registries: Path) -> None:
     """Remove what arrived for packages that are installed now."""
     layers = {file.digest for item in staged for file in item.contents.layout.layers}
-    Arrivals(registries / "arrived").forget(layers)
+    DownloadCache(registries / "arrived").remove(layers)
 
 
-def _layout(parcel: Parcel) -> Layout:
+def _fetch_layout(item: FetchItem) -> PackageLayout:
     """Fetch a manifest by its digest and read it; its files must be the promised content."""
-    remote = parcel.client.manifest(str(parcel.package), parcel.package_digest)
-    layout = read_manifest(remote.data, what=parcel.what)
-    if content_digest(layout.files) != parcel.content_digest:
+    remote = item.client.fetch_manifest(str(item.package), item.package_digest)
+    layout = parse_oci_manifest(remote.data, what=item.what)
+    if compute_content_digest(layout.files) != item.content_digest:
         raise DigestError(
-            f"{parcel.what}: the manifest names other content than the index",
+            f"{item.what}: the manifest names other content than the index",
             hint="tell whoever runs the registry; nothing was installed",
         )
-    _check_sizes(parcel, layout)
+    _check_sizes(item, layout)
     return layout
 
 
-def _check_sizes(parcel: Parcel, layout: Layout) -> None:
+def _check_sizes(item: FetchItem, layout: PackageLayout) -> None:
     """Demand the sizes that the index states, before anything large is fetched."""
-    if parcel.release is None:
+    if item.release is None:
         return
-    form = parcel.release.form(parcel.package_digest)
+    form = item.release.find_form(item.package_digest)
     pairs = {
-        "its files have": (sum(file.size for file in layout.files), parcel.release.size),
+        "its files have": (sum(file.size for file in layout.files), item.release.size),
         "its manifest has": (len(layout.manifest), form.size if form else 0),
     }
     for what, (real, stated) in pairs.items():
         if real != stated:
             raise DigestError(
-                f"{parcel.what}: {what} {real:,} bytes, the index says {stated:,}",
+                f"{item.what}: {what} {real:,} bytes, the index says {stated:,}",
                 hint="tell whoever runs the registry; nothing was installed",
             )
 
 
-_Pairs = Sequence[tuple[Parcel, Layout]]
+_Pairs = Sequence[tuple[FetchItem, PackageLayout]]
 
 
-def _gather(
+def _stage_blobs(
     pairs: _Pairs,
     *,
     store: Store,
-    staging: Staging,
-    arrivals: Arrivals,
+    staging: PackageStaging,
+    arrivals: DownloadCache,
     registries: Path,
-    lend: Lend,
+    open_progress: OpenProgress,
 ) -> None:
     """Bring every blob into staging: from the store, from what arrived, or from a registry."""
     arrivals.sweep()
     make_folders(arrivals.folder, mode=0o700)
-    missing = _missing(pairs, staging, [store.paths.blob, arrivals.path])
-    with lend(sum(file.size for _, files in missing for file in files)) as progress:
-        for _ in range(_TRIES):
+    missing = _find_missing(pairs, staging, [store.paths.blob, arrivals.path])
+    with open_progress(sum(file.size for _, files in missing for file in files)) as progress:
+        for _ in range(_MAX_TRIES):
             if not missing:
                 return
-            _download(missing, Downloads(registries / "partial", PARALLEL), arrivals, progress)
+            _download(missing, BlobDownloader(registries / "partial", PARALLEL), arrivals, progress)
             missing = [(parcel, left) for parcel, files in missing
-                       if (left := _not_arrived(files, staging, arrivals))]  # fmt: skip
+                       if (left := _adopt_downloaded(files, staging, arrivals))]  # fmt: skip
     raise RegistryError(f"{missing[0][0].what}: its files vanish as they arrive; try again")
 
 
-def _missing(
-    pairs: _Pairs, staging: Staging, places: Sequence[Callable[[Digest], Path]]
-) -> list[tuple[Parcel, list[FileDigest]]]:
+def _find_missing(
+    pairs: _Pairs, staging: PackageStaging, places: Sequence[Callable[[Digest], Path]]
+) -> list[tuple[FetchItem, list[FileDigest]]]:
     """Adopt the blobs that are here; return each missing one once, with a package that has it."""
     seen: set[Digest] = set()
-    missing: list[tuple[Parcel, list[FileDigest]]] = []
+    missing: list[tuple[FetchItem, list[FileDigest]]] = []
     for parcel, layout in pairs:
         files = [file for file in layout.layers if file.digest not in seen]
         seen.update(file.digest for file in files)
@@ -190,8 +301,8 @@ def _missing(
     return missing
 
 
-def _not_arrived(
-    files: Sequence[FileDigest], staging: Staging, arrivals: Arrivals
+def _adopt_downloaded(
+    files: Sequence[FileDigest], staging: PackageStaging, arrivals: DownloadCache
 ) -> list[FileDigest]:
     """Adopt blobs that were hashed on arrival; return those that another process took meanwhile."""
     left = []
@@ -203,7 +314,7 @@ def _not_arrived(
     return left
 
 
-def _adopt(file: FileDigest, staging: Staging, place: Callable[[Digest], Path]) -> bool:
+def _adopt(file: FileDigest, staging: PackageStaging, place: Callable[[Digest], Path]) -> bool:
     """Adopt a blob that is here already, if it is whole."""
     if staging.path(file.digest).exists():
         return True
@@ -218,14 +329,14 @@ def _adopt(file: FileDigest, staging: Staging, place: Callable[[Digest], Path]) 
 
 
 def _download(
-    missing: Sequence[tuple[Parcel, list[FileDigest]]],
-    downloads: Downloads,
-    arrivals: Arrivals,
+    missing: Sequence[tuple[FetchItem, list[FileDigest]]],
+    downloads: BlobDownloader,
+    arrivals: DownloadCache,
     progress: Progress,
 ) -> None:
     """Fetch from several repositories at once; the first failure ends the rest."""
     wanted = [
-        Wanted(parcel.client, str(parcel.package), file)
+        BlobRequest(parcel.client, str(parcel.package), file)
         for parcel, files in missing
         for file in files
     ]
@@ -236,16 +347,16 @@ def _download(
         raise RegistryError(f"{what}: {error.filename} vanished; try again") from error
 
 
-def _read(part: tuple[Parcel, Layout, Staging]) -> Staged:
+def _read_staged(part: tuple[FetchItem, PackageLayout, PackageStaging]) -> StagedPackage:
     parcel, layout, staging = part
     contents = read_blobs(layout, staging.blob, what=parcel.what)
-    staged = Staged(contents, staging, parcel.registry, parcel.wanted, parcel.named)
+    staged = StagedPackage(contents, staging, parcel.registry, parcel.wanted, parcel.named_digest)
     if parcel.release is not None:
         _check_claims(staged, parcel.release, parcel)
     return staged
 
 
-def _check_claims(staged: Staged, release: Release, parcel: Parcel) -> None:
+def _check_claims(staged: StagedPackage, release: Release, item: FetchItem) -> None:
     """Demand that a package matches what its index says of it."""
     manifest = staged.contents.manifest
     pairs: Mapping[str, tuple[object, object]] = {
@@ -256,17 +367,20 @@ def _check_claims(staged: Staged, release: Release, parcel: Parcel) -> None:
     wrong = [field for field, (stated, claimed) in pairs.items() if stated != claimed]
     if wrong:
         raise DigestError(
-            f"{parcel.what}: the index says something else of its {', '.join(wrong)} than the "
+            f"{item.what}: the index says something else of its {', '.join(wrong)} than the "
             f"package itself",
             hint="tell whoever runs the registry; nothing was installed",
         )
 
 
-def _in_parallel(work: Callable[[T], R], items: Sequence[T], http: Http) -> list[R]:
+def _run_parallel(work: Callable[[T], R], items: Sequence[T], http: RegistryHttp) -> list[R]:
     """Return the result of work on each, in order; raise the first failure, cancel the rest."""
     if len(items) == 1:
         return [work(items[0])]
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool, http.ended_by_ctrl_c():
+    with (
+        ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool,
+        http.interrupt_on_ctrl_c(),
+    ):
         jobs = [pool.submit(work, item) for item in items]
         try:
             return [job.result() for job in jobs]

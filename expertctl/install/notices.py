@@ -11,26 +11,29 @@ from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.errors import ChangedVersionError, ExpertError, RevokedError, TrustError
-from expertctl.install.lock import Locked
-from expertctl.install.resolve import Chosen
-from expertctl.install.sources import Sources
-from expertctl.package.version_content import VersionContent, changed_version
+from expertctl.install.lock_file import LockedExpert
+from expertctl.install.resolve import ResolvedPackage
+from expertctl.install.sources import RegistrySources
+from expertctl.package.verify import VersionContent, changed_version_error
 from expertctl.reference import PackageName, Version
-from expertctl.registry.first_contents import stated_content
 from expertctl.registry.index_document import Release
-from expertctl.store.ref import LOCAL, StoredExpert
+from expertctl.registry.index_store import release_content
+from expertctl.store.refs import LOCAL, StoredExpert
 
-Kind = Literal["revoked", "yanked", "changed", "unlisted", "unchecked"]
-REFUSED: frozenset[Kind] = frozenset({"revoked", "changed"})
+NoticeKind = Literal["revoked", "yanked", "changed", "unlisted", "unchecked"]
+REFUSED_KINDS: frozenset[NoticeKind] = frozenset({"revoked", "changed"})
 """What `install`, `update` and `lock` refuse; exit code 5 wherever it is found."""
-_ERRORS: dict[Kind, type[TrustError]] = {"revoked": RevokedError, "changed": ChangedVersionError}
+_ERRORS: dict[NoticeKind, type[TrustError]] = {
+    "revoked": RevokedError,
+    "changed": ChangedVersionError,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
     """One fact against a version."""
 
-    kind: Kind
+    kind: NoticeKind
     ref: str
     registry: str
     message: str
@@ -49,7 +52,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KnownVersion:
     """A version that is installed, locked or chosen, and what it contains according to that."""
 
     package: PackageName
@@ -65,60 +68,64 @@ class Held:
         return f"{self.package}@{self.version}"
 
 
-def held_in_store(expert: StoredExpert) -> Held:
+def version_in_store(expert: StoredExpert) -> KnownVersion:
     """Return an installed expert as a held version."""
     signers = (expert.signer,) if expert.signer else ()
     content = VersionContent("what is installed", expert.content_digest, signers)
-    held = Held(expert.package, expert.version, expert.registry, content, expert.signer)
+    held = KnownVersion(expert.package, expert.version, expert.registry, content, expert.signer)
     return replace(held, installed=True)
 
 
-def held_in_lock(locked: Locked, sources: Sources) -> Held:
+def version_in_lock(locked: LockedExpert, sources: RegistrySources) -> KnownVersion:
     """Return an entry of a lock file; its signer is looked up in the index, or the one before."""
-    document = sources.statement(locked.registry, locked.package)
-    release = document.release(locked.version) if document else None
+    document = sources.find_index(locked.registry, locked.package)
+    release = document.find_release(locked.version) if document else None
     same = release is not None and release.content_digest == locked.content_digest
-    form = release.form(locked.package_digest) if release and same else None
+    form = release.find_form(locked.package_digest) if release and same else None
     signer = form.signer if form else None
     signers: tuple[str, ...] = (signer,) if signer else ()
-    first = sources.first_content(locked.registry, locked.package, locked.version)
+    first = sources.find_first_content(locked.registry, locked.package, locked.version)
     if first is not None and first.digest == locked.content_digest:
         signers = first.signers
     content = VersionContent("expert.lock", locked.content_digest, signers)
-    return Held(locked.package, locked.version, locked.registry, content, signer)
+    return KnownVersion(locked.package, locked.version, locked.registry, content, signer)
 
 
-def held_as_chosen(item: Chosen, sources: Sources) -> Held:
+def version_in_resolution(item: ResolvedPackage, sources: RegistrySources) -> KnownVersion:
     """Return what a resolution chose; its signer is that of the form that would be installed."""
     candidate = item.candidate
-    found = sources.release(candidate)
-    form = found[1].form(item.package_digest) if found else None
+    found = sources.find_release(candidate)
+    form = found[1].find_form(item.package_digest) if found else None
     signer = form.signer if form else None
     content = VersionContent(candidate.registry, candidate.content_digest)
     if found:
-        content = stated_content(found[1], source=candidate.registry)
-    return Held(candidate.package, candidate.version, candidate.registry, content, signer)
+        content = release_content(found[1], source=candidate.registry)
+    return KnownVersion(candidate.package, candidate.version, candidate.registry, content, signer)
 
 
-def notices_about(held: Iterable[Held], sources: Sources) -> list[Notice]:
+def collect_notices(versions: Iterable[KnownVersion], sources: RegistrySources) -> list[Notice]:
     """Return all that is known against some versions; their indexes were asked for before."""
-    found = [notice for one in held for notice in _notices(one, sources)]
+    found = [notice for one in versions for notice in _version_notices(one, sources)]
     return list({(n.kind, n.ref, n.registry): n for n in reversed(found)}.values())[::-1]
 
 
-def demand_sound(notices: Iterable[Notice], *, accepted: Collection[str] = ()) -> None:
-    """Refuse revoked keys and changed contents; ``accepted`` refs may have another content.
+def check_notices(notices: Iterable[Notice], *, accepted: Collection[str] = ()) -> None:
+    """Refuse revoked keys and changed contents; ``mark_accepted`` refs may have another content.
 
     Raises:
         RevokedError: when a key was revoked.
         ChangedVersionError: when a version has another content than before.
     """
     for notice in notices:
-        if notice.kind in REFUSED and not (notice.kind == "changed" and notice.ref in accepted):
+        if notice.kind in REFUSED_KINDS and not (
+            notice.kind == "changed" and notice.ref in accepted
+        ):
             raise _ERRORS[notice.kind](notice.message, hint=notice.hint)
 
 
-def ask_about(held: Iterable[tuple[str, PackageName]], sources: Sources) -> None:
+def query_authorities(
+    versions: Iterable[tuple[str, PackageName]], sources: RegistrySources
+) -> None:
     """Ask the registries that vouch for versions, given by their registry and package.
 
     Raises:
@@ -126,97 +133,101 @@ def ask_about(held: Iterable[tuple[str, PackageName]], sources: Sources) -> None
         InvalidPackageError: when an index is malformed.
         StoreError: when an answer cannot be remembered.
     """
-    sources.ask_about(vouching_registries(held, sources))
+    sources.query_quietly(find_authorities(versions, sources))
 
 
-def vouching_registries(
-    held: Iterable[tuple[str, PackageName]], sources: Sources
+def find_authorities(
+    versions: Iterable[tuple[str, PackageName]], sources: RegistrySources
 ) -> Iterator[tuple[str, PackageName]]:
     """Yield which registry to ask about which package; for a file, those of its namespace."""
-    for registry, package in held:
-        hosts = sources.authorities(package, registry) if registry == LOCAL else [registry]
+    for registry, package in versions:
+        hosts = sources.find_authorities(package, registry) if registry == LOCAL else [registry]
         yield from ((host, package) for host in hosts)
 
 
-def _notices(held: Held, sources: Sources) -> Iterator[Notice]:
-    document = sources.statement(held.registry, held.package)
-    release = document.release(held.version) if document else None
-    yield from _revoked(held, release, sources)
+def _version_notices(version: KnownVersion, sources: RegistrySources) -> Iterator[Notice]:
+    document = sources.find_index(version.registry, version.package)
+    release = document.find_release(version.version) if document else None
+    yield from _revocation_notices(version, release, sources)
     if release is not None:
-        yield from _yanked(held, release)
-        yield from _changed(held, release, sources)
+        yield from _yank_notices(version, release)
+        yield from _change_notices(version, release, sources)
     elif document is not None:
-        message = f"{held.registry} does not list {held.ref} any more"
-        yield Notice("unlisted", held.ref, held.registry, message)
-    if error := sources.unanswered.get((held.registry, held.package)):
-        yield _unchecked(held, error)
+        message = f"{version.registry} does not list {version.ref} any more"
+        yield Notice("unlisted", version.ref, version.registry, message)
+    if error := sources.unanswered.get((version.registry, version.package)):
+        yield _unchecked_notice(version, error)
 
 
-def _revoked(held: Held, release: Release | None, sources: Sources) -> Iterator[Notice]:
-    revocation = sources.revocation(held.signer, held.package, held.registry)
+def _revocation_notices(
+    version: KnownVersion, release: Release | None, sources: RegistrySources
+) -> Iterator[Notice]:
+    revocation = sources.find_revocation(version.signer, version.package, version.registry)
     if revocation is None:
         return
     host = f" by {revocation.registry}" if revocation.registry else ""
     why = f": {revocation.reason}" if revocation.reason else ""
-    message = f"{held.ref}: key {revocation.key_id}, which signed it, was revoked{host}{why}"
+    message = f"{version.ref}: key {revocation.key_id}, which signed it, was revoked{host}{why}"
     signed_anew = release is not None and any(
-        sources.revocation(form.signer, held.package, held.registry) is None
+        sources.find_revocation(form.signer, version.package, version.registry) is None
         for form in release.forms
     )
     hint = "ask its publisher for a version that is signed with another key"
-    if held.installed:
-        hint += f"; `expertctl remove {held.ref}` removes this one"
+    if version.installed:
+        hint += f"; `expertctl remove {version.ref}` removes this one"
     if signed_anew:
-        hint = f"it was signed anew: `expertctl install {held.registry}/{held.ref}`"
-    yield Notice("revoked", held.ref, held.registry, message, hint)
+        hint = f"it was signed anew: `expertctl install {version.registry}/{version.ref}`"
+    yield Notice("revoked", version.ref, version.registry, message, hint)
 
 
-def _yanked(held: Held, release: Release) -> Iterator[Notice]:
+def _yank_notices(version: KnownVersion, release: Release) -> Iterator[Notice]:
     if release.yanked is not None:
         why = f": {release.yanked}" if release.yanked else ""
-        message = f"{held.ref} was yanked{why}"
+        message = f"{version.ref} was yanked{why}"
         way_out = (
             "`expertctl update` takes another version where the list allows one, "
-            f"`expertctl remove {held.ref}` removes this one"
+            f"`expertctl remove {version.ref}` removes this one"
         )
-        yield Notice("yanked", held.ref, held.registry, message, way_out, release.yanked)
+        yield Notice("yanked", version.ref, version.registry, message, way_out, release.yanked)
 
 
-def _changed(held: Held, release: Release, sources: Sources) -> Iterator[Notice]:
-    now = stated_content(release, source=held.registry)
-    first = sources.first_content(held.registry, held.package, held.version)
-    for before in (held.content, *([first] if first else [])):
+def _change_notices(
+    version: KnownVersion, release: Release, sources: RegistrySources
+) -> Iterator[Notice]:
+    now = release_content(release, source=version.registry)
+    first = sources.find_first_content(version.registry, version.package, version.version)
+    for before in (version.content, *([first] if first else [])):
         if before.digest != now.digest:
-            yield _change(held.ref, held.registry, before, now)
+            yield _change_notice(version.ref, version.registry, before, now)
             return
 
 
-def _change(ref: str, registry: str, before: VersionContent, now: VersionContent) -> Notice:
-    error = changed_version(ref, before, now)
+def _change_notice(ref: str, registry: str, before: VersionContent, now: VersionContent) -> Notice:
+    error = changed_version_error(ref, before, now)
     return Notice("changed", ref, registry, error.message, error.hint, contents=(before, now))
 
 
-def _unchecked(held: Held, error: ExpertError) -> Notice:
+def _unchecked_notice(version: KnownVersion, error: ExpertError) -> Notice:
     message = (
-        f"{held.ref}: {held.registry} cannot say whether its key was revoked or it was yanked: "
+        f"{version.ref}: {version.registry} cannot say whether its key was revoked or it was yanked: "
         f"{error.message}"
     )
-    return Notice("unchecked", held.ref, held.registry, message)
+    return Notice("unchecked", version.ref, version.registry, message)
 
 
-def sound_notices(
-    chosen: Sequence[Chosen],
+def check_resolution(
+    chosen: Sequence[ResolvedPackage],
     experts: Sequence[StoredExpert],
-    locked: Iterable[Locked],
-    sources: Sources,
+    locked: Iterable[LockedExpert],
+    sources: RegistrySources,
     *,
     accepted: Collection[str],
 ) -> tuple[Notice, ...]:
     """Return what is known against a resolution and is no reason to refuse it.
 
-    ``locked`` are the entries of a lock file that must not be contradicted; ``accepted`` refs may
+    ``locked`` are the entries of a lock file that must not be contradicted; ``mark_accepted`` refs may
     have another content. Of other installed versions of the same packages those are returned that
-    `notices_about_others` returns.
+    `collect_other_notices` returns.
 
     Raises:
         RevokedError: when a key was revoked that signed something chosen.
@@ -225,32 +236,36 @@ def sound_notices(
     items = {item.candidate.package: item for item in chosen}
     kept = [one for one in locked if _still_fits(one, items.get(one.package))]
     held = [
-        *(held_as_chosen(item, sources) for item in chosen if not item.candidate.given),
-        *(_unless_signed_anew(held_in_store(e), e.package_digest, items[e.package])
+        *(version_in_resolution(item, sources) for item in chosen if not item.candidate.is_local),
+        *(_without_replaced_signer(version_in_store(e), e.package_digest, items[e.package])
           for e in experts if _is_chosen(e, items)),
-        *(_unless_signed_anew(held_in_lock(one, sources), one.package_digest, items[one.package])
+        *(_without_replaced_signer(version_in_lock(one, sources), one.package_digest, items[one.package])
           for one in kept),
     ]  # fmt: skip
-    notices = notices_about(held, sources)
-    demand_sound([*notices, *_contradictions(kept, items)], accepted=accepted)
-    others = [held_in_store(e) for e in experts if e.package in items and not _is_chosen(e, items)]
-    others_told = notices_about_others(others, sources)
-    return (*(n for n in notices if n.kind not in REFUSED), *others_told)
+    notices = collect_notices(held, sources)
+    check_notices([*notices, *_find_contradictions(kept, items)], accepted=accepted)
+    others = [
+        version_in_store(e) for e in experts if e.package in items and not _is_chosen(e, items)
+    ]
+    others_told = collect_other_notices(others, sources)
+    return (*(n for n in notices if n.kind not in REFUSED_KINDS), *others_told)
 
 
-def notices_about_others(held: Iterable[Held], sources: Sources) -> list[Notice]:
+def collect_other_notices(
+    versions: Iterable[KnownVersion], sources: RegistrySources
+) -> list[Notice]:
     """Return what is known against installed versions beside the ones that are used.
 
     Only revoked keys, yanks and changed contents: none is a reason to refuse anything.
     """
     return [
-        _beside(notice)
-        for notice in notices_about(held, sources)
+        _mark_unused(notice)
+        for notice in collect_notices(versions, sources)
         if notice.kind in {"revoked", "yanked", "changed"}
     ]
 
 
-def _beside(notice: Notice) -> Notice:
+def _mark_unused(notice: Notice) -> Notice:
     if notice.kind == "changed":
         return replace(notice, in_use=False)
     hint = (
@@ -260,24 +275,26 @@ def _beside(notice: Notice) -> Notice:
     return replace(notice, hint=hint, in_use=False)
 
 
-def _unless_signed_anew(held: Held, package_digest: Digest, item: Chosen) -> Held:
+def _without_replaced_signer(
+    version: KnownVersion, package_digest: Digest, item: ResolvedPackage
+) -> KnownVersion:
     """Return a held version, without its signer where a form with another signature was chosen."""
-    stays = item.candidate.given or item.package_digest == package_digest
-    return held if stays else replace(held, signer=None)
+    stays = item.candidate.is_local or item.package_digest == package_digest
+    return version if stays else replace(version, signer=None)
 
 
-def _is_chosen(expert: StoredExpert, items: Mapping[PackageName, Chosen]) -> bool:
+def _is_chosen(expert: StoredExpert, items: Mapping[PackageName, ResolvedPackage]) -> bool:
     item = items.get(expert.package)
     return item is not None and item.candidate.version == expert.version
 
 
-def _still_fits(locked: Locked, item: Chosen | None) -> bool:
+def _still_fits(locked: LockedExpert, item: ResolvedPackage | None) -> bool:
     """Tell whether all needs of a package allow its locked version, whatever was chosen."""
-    return item is not None and all(locked.fits(n.wanted) != n.refused for n in item.needs)
+    return item is not None and all(locked.satisfies(n.wanted) != n.refused for n in item.needs)
 
 
-def _contradictions(
-    kept: Iterable[Locked], items: Mapping[PackageName, Chosen]
+def _find_contradictions(
+    kept: Iterable[LockedExpert], items: Mapping[PackageName, ResolvedPackage]
 ) -> Iterator[Notice]:
     """Yield locked versions that were chosen with another content, also from files."""
     for locked in kept:
@@ -286,4 +303,4 @@ def _contradictions(
         if same and candidate.content_digest != locked.content_digest:
             before = VersionContent("expert.lock", locked.content_digest)
             now = VersionContent(candidate.registry, candidate.content_digest)
-            yield _change(locked.ref, locked.registry, before, now)
+            yield _change_notice(locked.ref, locked.registry, before, now)

@@ -8,30 +8,33 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from expertctl.errors import NotFoundError, OfflineError
-from expertctl.install.candidate import Candidate, installed
-from expertctl.install.disagreement import Need
-from expertctl.install.lock import Lock
-from expertctl.install.notices import (
-    REFUSED,
-    Held,
-    Notice,
-    held_in_lock,
-    held_in_store,
-    notices_about,
-    notices_about_others,
+from expertctl.install.candidate import (
+    InstallCandidate,
+    ReleaseAge,
+    Requirement,
+    candidate_from_expert,
 )
-from expertctl.install.order import Target
-from expertctl.install.release_age import ReleaseAge
-from expertctl.install.resolve import needs_of
-from expertctl.install.sources import Sources
-from expertctl.install.worklist import Worklist
+from expertctl.install.lock_file import LockFile
+from expertctl.install.notices import (
+    REFUSED_KINDS,
+    KnownVersion,
+    Notice,
+    collect_notices,
+    collect_other_notices,
+    version_in_lock,
+    version_in_store,
+)
+from expertctl.install.request import InstallContext
+from expertctl.install.requirement_list import RequirementList
+from expertctl.install.resolve import list_requirements
+from expertctl.install.sources import RegistrySources
 from expertctl.reference import PackageName, Reference, Version
-from expertctl.store.preference import NEWEST, Preference, read_preference
-from expertctl.store.ref import LOCAL, StoredExpert
+from expertctl.store.preference import PREFER_NEWEST, VersionPreference, read_preference
+from expertctl.store.refs import LOCAL, StoredExpert
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class OutdatedEntry:
     """How one expert compares with what its registry has."""
 
     package: PackageName
@@ -54,7 +57,7 @@ class Standing:
     @property
     def is_refused(self) -> bool:
         """Tell whether the key of the current one was revoked or its content changed."""
-        return any(notice.kind in REFUSED and notice.in_use for notice in self.notices)
+        return any(notice.kind in REFUSED_KINDS and notice.in_use for notice in self.notices)
 
     @property
     def is_behind(self) -> bool:
@@ -62,63 +65,74 @@ class Standing:
         return bool(self.notices) or self.current != self.newest or self.waiting is not None
 
 
-def outdated(
-    worklist: Worklist, target: Target, sources: Sources, age: ReleaseAge
-) -> list[Standing]:
+def find_outdated(
+    requirement_list: RequirementList,
+    context: InstallContext,
+    sources: RegistrySources,
+    age: ReleaseAge,
+) -> list[OutdatedEntry]:
     """Compare what is locked, or outside a project installed, with what registries have.
 
     Raises:
         TrustError: when an index cannot be trusted.
         RegistryError: when a registry cannot be reached.
     """
-    lock, experts = worklist.lock(), target.store.experts()
-    by_hand = not worklist.is_project
-    for candidate in _current(lock, experts, NEWEST):
-        _offered(candidate, sources, by_hand=by_hand)
+    lock, experts = requirement_list.load_lock(), context.store.list_experts()
+    by_hand = not requirement_list.is_project
+    for candidate in _current_candidates(lock, experts, PREFER_NEWEST):
+        _list_offered(candidate, sources, by_hand=by_hand)
     sources.record_yanks()  # they decide which version is in use
-    current = _current(lock, experts, _preference(worklist, sources))
-    needs = [*worklist.needs(worklist.file.read()), *(n for c in current for n in needs_of(c))]
+    current = _current_candidates(lock, experts, _read_list_preference(requirement_list, sources))
+    needs = [
+        *requirement_list.requirements(requirement_list.file.read()),
+        *(n for c in current for n in list_requirements(c)),
+    ]
     found = []
     for candidate in current:
         asked = [need for need in needs if need.package == candidate.package]
-        offered = _offered(candidate, sources, by_hand=by_hand)
-        others = [held_in_store(e) for e in experts if _is_beside(e, candidate)]
+        offered = _list_offered(candidate, sources, by_hand=by_hand)
+        others = [version_in_store(e) for e in experts if _is_unused_version(e, candidate)]
         notices = [
-            *notices_about(_held(candidate, lock, experts, sources), sources),
-            *notices_about_others(others, sources),
+            *collect_notices(_current_versions(candidate, lock, experts, sources), sources),
+            *collect_other_notices(others, sources),
         ]
         if offered or notices:
-            found.append(_standing(candidate, asked, offered, age, notices))
+            found.append(_compare_versions(candidate, asked, offered, age, notices))
     return found
 
 
-def _held(
-    candidate: Candidate, lock: Lock | None, experts: Iterable[StoredExpert], sources: Sources
-) -> list[Held]:
+def _current_versions(
+    candidate: InstallCandidate,
+    lock: LockFile | None,
+    experts: Iterable[StoredExpert],
+    sources: RegistrySources,
+) -> list[KnownVersion]:
     """Return the current version as the lock file and as the store have it."""
-    locked = lock.locked(candidate.package) if lock else None
+    locked = lock.find(candidate.package) if lock else None
     return [
-        *(held_in_store(expert) for expert in experts if expert.ref == candidate.ref),
-        *([held_in_lock(locked, sources)] if locked else []),
+        *(version_in_store(expert) for expert in experts if expert.ref == candidate.ref),
+        *([version_in_lock(locked, sources)] if locked else []),
     ]
 
 
-def _is_beside(expert: StoredExpert, current: Candidate) -> bool:
+def _is_unused_version(expert: StoredExpert, current: InstallCandidate) -> bool:
     return expert.package == current.package and expert.version != current.version
 
 
-def _preference(worklist: Worklist, sources: Sources) -> Preference:
-    folder = worklist.file.path.parent if worklist.is_project else None
+def _read_list_preference(
+    requirement_list: RequirementList, sources: RegistrySources
+) -> VersionPreference:
+    folder = requirement_list.file.path.parent if requirement_list.is_project else None
     return read_preference(sources.settings.home, folder)
 
 
-def _current(
-    lock: Lock | None, experts: Sequence[StoredExpert], preference: Preference
-) -> list[Candidate]:
+def _current_candidates(
+    lock: LockFile | None, experts: Sequence[StoredExpert], preference: VersionPreference
+) -> list[InstallCandidate]:
     """Return the current version of each package; those from files, never behind, are left out."""
     if lock is not None:
         return [
-            Candidate(
+            InstallCandidate(
                 locked.package,
                 locked.version,
                 locked.registry,
@@ -129,38 +143,40 @@ def _current(
             for locked in lock.experts
             if locked.registry != LOCAL
         ]
-    used = {expert.package: expert for expert in experts} | preference.used(experts)
-    return [installed(expert) for expert in used.values() if expert.registry != LOCAL]
+    used = {expert.package: expert for expert in experts} | preference.select_used(experts)
+    return [candidate_from_expert(expert) for expert in used.values() if expert.registry != LOCAL]
 
 
-def _offered(candidate: Candidate, sources: Sources, *, by_hand: bool) -> Sequence[Candidate]:
+def _list_offered(
+    candidate: InstallCandidate, sources: RegistrySources, *, by_hand: bool
+) -> Sequence[InstallCandidate]:
     """Return what the registry of a candidate has now; nothing when it has no index."""
     wanted = Reference(candidate.package, registry=candidate.registry)
-    if not sources.has_index(sources.address(wanted, by_hand=True)):
+    if not sources.has_index(sources.resolve_address(wanted, by_hand=True)):
         return []
     try:
-        return sources.candidates(wanted, by_hand)
+        return sources.find_candidates(wanted, by_hand)
     except (NotFoundError, OfflineError):
         return []
 
 
-def _standing(
-    current: Candidate,
-    needs: Sequence[Need],
-    offered: Sequence[Candidate],
+def _compare_versions(
+    current: InstallCandidate,
+    requirements: Sequence[Requirement],
+    offered: Sequence[InstallCandidate],
     age: ReleaseAge,
     notices: Iterable[Notice],
-) -> Standing:
+) -> OutdatedEntry:
     good = [c for c in offered if c.yanked is None and not c.revoked]
     finals = [c for c in good if not c.version.prerelease]
-    allowed = [c for c in good if all(_meets(need, c) for need in needs)]
-    if not needs:
+    allowed = [c for c in good if all(_is_met(need, c) for need in requirements)]
+    if not requirements:
         allowed = finals
-    ripe = [c.version for c in allowed if age.ripe_at(c) is None]
+    ripe = [c.version for c in allowed if age.allowed_at(c) is None]
     doubtful = {c.version for c in offered} - {c.version for c in good}
     kept = [] if current.version in doubtful else [current.version]
-    young = [(c.version, moment) for c in finals if (moment := age.ripe_at(c))]
-    return Standing(
+    young = [(c.version, moment) for c in finals if (moment := age.allowed_at(c))]
+    return OutdatedEntry(
         current.package,
         current.version,
         max([*kept, *ripe], default=current.version),
@@ -170,7 +186,9 @@ def _standing(
     )
 
 
-def _meets(need: Need, candidate: Candidate) -> bool:
+def _is_met(requirement: Requirement, candidate: InstallCandidate) -> bool:
     """Tell whether a need allows a version; an exact digest allows only itself."""
-    wanted = Reference(need.package, need.wanted.constraint, None, need.wanted.digest)
-    return candidate.fits(wanted) != need.refused
+    wanted = Reference(
+        requirement.package, requirement.wanted.constraint, None, requirement.wanted.digest
+    )
+    return candidate.satisfies(wanted) != requirement.refused

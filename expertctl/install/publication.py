@@ -1,25 +1,264 @@
-"""Publishing verified packages to the store, all or none of them.
+"""What experts say of each other: which require and which exclude others. No I/O.
+
+Whether a package fits the bases that this machine knows.
+
+Which installed packages are the user's own: the router does not guard against them.
+
+These are packages that one of the user's own keys signed, wherever they were installed from, and
+files of ``local/`` that nobody signed, which the router uses only when they are named.
+
+Publishing verified packages to the store, all or none of them.
 
 Each is published after what it requires. When one cannot be, those before it are withdrawn, and
 what they replaced is restored: blobs are freed only after the last one.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
+from expertctl.digest import Digest
+from expertctl.errors import BaseMismatchError, ConflictError, ExpertError, MissingDependencyError
+from expertctl.package.compatibility import check_expert_base, check_tensors
+from expertctl.package.read import PackageContents
 from expertctl.package.verify import VerifiedPackage
+from expertctl.reference import PackageName, Reference, Version
+from expertctl.routing.base_choice import collect_hidden_sizes
 from expertctl.schema.manifest import Manifest
-from expertctl.store.ref import StoredExpert
-from expertctl.store.staging import Staging
-from expertctl.store.transaction import Added, Outcome, Transaction
+from expertctl.store.base_record import StoredBase
+from expertctl.store.refs import LOCAL, MISMATCH, StoredExpert
+from expertctl.store.transaction import AddOutcome, AddResult, PackageStaging, StoreTransaction
+from expertctl.trust.keys import KeyRing
+from expertctl.trust.trust_store import OWN_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class Claims:
+    """What one expert, installed or about to be installed, says of others."""
+
+    package: PackageName
+    version: Version
+    requires: tuple[Reference, ...]
+    conflicts: tuple[Reference, ...]
+    registry: str = LOCAL
+
+    @classmethod
+    def from_expert(cls, expert: StoredExpert) -> "Claims":
+        """Return the claims of an installed expert."""
+        return cls(
+            expert.package,
+            expert.version,
+            tuple(Reference.parse(text) for text in expert.requires),
+            tuple(Reference.parse(text) for text in expert.conflicts),
+            expert.registry,
+        )
+
+    @property
+    def ref(self) -> str:
+        """``namespace/name@version``."""
+        return f"{self.package}@{self.version}"
+
+    def satisfies(self, wanted: Reference) -> bool:
+        """Tell whether this is what a reference asks for."""
+        return (
+            self.package == wanted.package
+            and wanted.registry in {None, self.registry}
+            and wanted.allows(self.version)
+        )
+
+
+def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
+    """Demand that all that the new experts require is installed or among them.
+
+    Raises:
+        MissingDependencyError: naming everything that is missing.
+    """
+    there = [*new, *installed]
+    missing = [
+        (claims.ref, wanted)
+        for claims in new
+        for wanted in claims.requires
+        if not any(other.satisfies(wanted) for other in there)
+    ]
+    if missing:
+        lines = "; ".join(f"{ref} requires {wanted}" for ref, wanted in missing)
+        names = " ".join(dict.fromkeys(str(wanted) for _, wanted in missing))
+        hint = f"get {names} and give its file to the same `expertctl install`"
+        raise MissingDependencyError(f"{lines}, which is not installed", hint=hint)
+
+
+def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
+    """Demand that no expert refuses another, in either direction.
+
+    Raises:
+        ConflictError: naming every pair.
+    """
+    refs = {claims.ref for claims in new}
+    others = [claims for claims in installed if claims.ref not in refs]
+    pairs = [(a, b) for a, b in permutations([*new, *others], 2) if a.ref in refs or b.ref in refs]
+    found = [
+        f"{a.ref} conflicts with {b.ref}" for a, b in pairs if any(map(b.satisfies, a.conflicts))
+    ]
+    if found:
+        hint = "`expertctl remove` the one that you need less, or install the other alone"
+        raise ConflictError("; ".join(found), hint=hint)
+
+
+def sort_by_requirements(new: Sequence[Claims]) -> list[Claims]:
+    """Return the new experts in an order in which each follows what it requires, cycles aside."""
+    ordered: list[Claims] = []
+    seen: set[str] = set()
+
+    def visit(claims: Claims) -> None:
+        if claims.ref in seen:
+            return
+        seen.add(claims.ref)
+        for wanted in claims.requires:
+            for other in filter(lambda c: c.satisfies(wanted), new):
+                visit(other)
+        ordered.append(claims)
+
+    for claims in new:
+        visit(claims)
+    return ordered
+
+
+def expand_requirements(
+    wanted: Sequence[StoredExpert], installed: Sequence[StoredExpert]
+) -> list[StoredExpert]:
+    """Return experts and all that they require, of each the newest version that fits.
+
+    Raises:
+        MissingDependencyError: when something that one requires is not installed.
+    """
+    chosen = list(dict.fromkeys(wanted))
+    for expert in chosen:  # grows while it is walked
+        for needed in Claims.from_expert(expert).requires:
+            if not any(Claims.from_expert(other).satisfies(needed) for other in chosen):
+                chosen.append(_find_newest(needed, installed, of=expert))
+    return chosen
+
+
+def _find_newest(
+    needed: Reference, installed: Sequence[StoredExpert], *, of: StoredExpert
+) -> StoredExpert:
+    found = [expert for expert in installed if Claims.from_expert(expert).satisfies(needed)]
+    if not found:
+        hint = f"install it first, or `expertctl remove {of.ref}`"
+        raise MissingDependencyError(
+            f"{of.ref} requires {needed}, which is not installed", hint=hint
+        )
+    return max(found, key=lambda expert: expert.version)
+
+
+def find_dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
+    """Return the refs that would miss an expert: they require it, and nothing else fits."""
+    rest = [Claims.from_expert(other) for other in installed if other != expert]
+    own = Claims.from_expert(expert)
+    return [
+        claims.ref
+        for claims in rest
+        if any(own.satisfies(w) and not any(o.satisfies(w) for o in rest) for w in claims.requires)
+    ]
+
+
+def find_missing_requirements(installed: Iterable[StoredExpert]) -> Mapping[str, list[str]]:
+    """Return, for each ref, what it requires and does not find."""
+    claims = [Claims.from_expert(expert) for expert in installed]
+    missing = {
+        c.ref: [str(w) for w in c.requires if not any(o.satisfies(w) for o in claims)]
+        for c in claims
+    }
+    return {ref: wanted for ref, wanted in missing.items() if wanted}
+
+
+def check_base_fit(
+    contents: PackageContents, bases: Sequence[StoredBase], *, allow_mismatch: bool = False
+) -> tuple[list[str], list[str]]:
+    """Check a package against the base it was made for, if that is known.
+
+    Returns the warnings that stay with the expert, and those of the moment.
+
+    Raises:
+        BaseMismatchError: when it was made for another base of that name, or when its tensors do
+            not fit the base it was made for.
+    """
+    manifest = contents.manifest
+    for base in bases:
+        try:
+            warnings = check_expert_base(manifest, base.identity)
+        except BaseMismatchError:
+            continue
+        _check_tensors(contents, base)
+        return warnings, []
+    namesake = next((base for base in bases if base.name == manifest.base.name), None)
+    if namesake is None:
+        return [], [_unknown_base_warning(contents)]
+    problems = _find_tensor_problems(contents, namesake)
+    warnings = check_expert_base(
+        manifest,
+        namesake.identity,
+        allow_mismatch=allow_mismatch,
+        shapes_agree=not problems,
+        widths=collect_hidden_sizes(bases),
+    )
+    return warnings + [f"{manifest.ref}: {MISMATCH}: {problem}" for problem in problems], []
+
+
+def _check_tensors(contents: PackageContents, base: StoredBase) -> None:
+    problems = _find_tensor_problems(contents, base)
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise BaseMismatchError(
+            f"{contents.manifest.ref} does not fit the base {base.name}:{lines}",
+            hint="its publisher must build it again against this base",
+        )
+
+
+def _find_tensor_problems(contents: PackageContents, base: StoredBase) -> list[str]:
+    return [
+        p for spec in contents.adapters for p in check_tensors(spec, base.shapes, base=base.name)
+    ]
+
+
+def _unknown_base_warning(contents: PackageContents) -> str:
+    base = contents.manifest.base
+    return (
+        f"{contents.manifest.ref}: its base {base.name} is not added yet, so its tensors were not "
+        f"checked against it; `expertctl base add DIR` with the base's directory"
+    )
+
+
+def find_own_packages(experts: Iterable[StoredExpert], ring: KeyRing) -> frozenset[Digest]:
+    """Return the content digests of those that are the user's own."""
+    keys = _read_key_ids(ring)
+    return frozenset(expert.content_digest for expert in experts if _is_own(expert, keys))
+
+
+def _is_own(expert: StoredExpert, keys: frozenset[str]) -> bool:
+    if expert.signer is not None:
+        return expert.signer in keys
+    unsigned_file = expert.signature is None and expert.registry == LOCAL
+    return unsigned_file and expert.package.namespace == OWN_NAMESPACE
+
+
+def _read_key_ids(ring: KeyRing) -> frozenset[str]:
+    """Return the ids of the user's keys; one that cannot be read counts for nothing."""
+    found = set()
+    for name in ring.list_names():
+        try:
+            found.add(ring.read_public(name).key_id)
+        except ExpertError:
+            continue
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPackage:
     """What happened to one package."""
 
     expert: StoredExpert
-    outcome: Outcome
+    outcome: AddOutcome
     warnings: tuple[str, ...] = ()
 
 
@@ -28,12 +267,12 @@ class Publishable:
     """A verified package in its staging, with what the user is to be told of it."""
 
     package: VerifiedPackage
-    staging: Staging
+    staging: PackageStaging
     registry: str
-    home: str | None = None
+    authority: str | None = None
     """The registry that its namespace belongs to, where it comes from another one."""
-    lasting: tuple[str, ...] = ()
-    momentary: tuple[str, ...] = ()
+    stored_warnings: tuple[str, ...] = ()
+    install_warnings: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -42,8 +281,8 @@ class Publishable:
 
 
 def publish_all(
-    candidates: Sequence[Publishable], changes: Transaction, accept_changed: Collection[str]
-) -> list[Installed]:
+    candidates: Sequence[Publishable], changes: StoreTransaction, accept_changed: Collection[str]
+) -> list[InstalledPackage]:
     """Publish packages in their order; those in ``accept_changed`` may replace another content.
 
     Raises:
@@ -52,24 +291,24 @@ def publish_all(
     now = changes.scan()
     here = {expert.ref: expert for expert in now.experts}
     before = {*here, *(ref.name for ref in now.damaged)}
-    superseding: list[Added] = []
+    superseding: list[AddResult] = []
     try:
         done = [
-            _kept_from_home(candidate, here.get(candidate.manifest.ref))
-            or _publish(candidate, changes, accept_changed, superseding)
+            _keep_from_authority(candidate, here.get(candidate.manifest.ref))
+            or _publish_one(candidate, changes, accept_changed, superseding)
             for candidate in candidates
         ]
     except BaseException:
-        _undo(candidates, changes, here, before)
+        _roll_back(candidates, changes, here, before)
         raise
     if superseded := [digest for added in superseding for digest in added.superseded]:
-        changes.free(superseded)
+        changes.free_blobs(superseded)
     return done
 
 
-def _undo(
+def _roll_back(
     candidates: Sequence[Publishable],
-    changes: Transaction,
+    changes: StoreTransaction,
     here: Mapping[str, StoredExpert],
     before: Collection[str],
 ) -> None:
@@ -83,15 +322,17 @@ def _undo(
         elif now is not None and ref not in before:
             changes.remove(now)
     layouts = [candidate.package.contents.layout for candidate in candidates]
-    changes.free(file.digest for layout in layouts for file in layout.layers)
+    changes.free_blobs(file.digest for layout in layouts for file in layout.layers)
 
 
-def _kept_from_home(candidate: Publishable, there: StoredExpert | None) -> Installed | None:
+def _keep_from_authority(
+    candidate: Publishable, there: StoredExpert | None
+) -> InstalledPackage | None:
     """Return the same content from the namespace's own registry, which another does not replace.
 
     Otherwise what that registry revokes would not count for it any more.
     """
-    if there is None or candidate.home is None or there.registry != candidate.home:
+    if there is None or candidate.authority is None or there.registry != candidate.authority:
         return None
     if there.content_digest != candidate.package.contents.content_digest:
         return None
@@ -99,24 +340,24 @@ def _kept_from_home(candidate: Publishable, there: StoredExpert | None) -> Insta
         f"{there.ref} stays that of {there.registry}, to which {there.package.namespace}/* "
         f"belongs; {candidate.registry} has the same content"
     )
-    return Installed(there, "already installed", (warning,))
+    return InstalledPackage(there, "already installed", (warning,))
 
 
-def _publish(
+def _publish_one(
     candidate: Publishable,
-    changes: Transaction,
+    changes: StoreTransaction,
     accept_changed: Collection[str],
-    superseding: list[Added],
-) -> Installed:
-    added = changes.put(
+    superseding: list[AddResult],
+) -> InstalledPackage:
+    added = changes.publish(
         candidate.package,
         candidate.staging,
-        warnings=candidate.lasting,
+        warnings=candidate.stored_warnings,
         registry=candidate.registry,
         replace=candidate.manifest.ref in accept_changed,
     )
     superseding.append(added)
-    warnings = [*candidate.lasting, *candidate.momentary]
+    warnings = [*candidate.stored_warnings, *candidate.install_warnings]
     if added.expert.signer is None:
         warnings.append(f"{added.expert.ref} is not signed: nobody vouches for it")
-    return Installed(added.expert, added.outcome, tuple(warnings))
+    return InstalledPackage(added.expert, added.outcome, tuple(warnings))

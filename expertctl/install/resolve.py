@@ -16,9 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, NotFoundError, OfflineError
-from expertctl.install.candidate import Candidate
-from expertctl.install.disagreement import Need, Offer, disagreement
-from expertctl.install.release_age import ReleaseAge
+from expertctl.install.candidate import (
+    Availability,
+    InstallCandidate,
+    ReleaseAge,
+    Requirement,
+    explain_conflict,
+)
 from expertctl.reference import PackageName, Reference, Version
 
 MAX_STEPS = 5_000
@@ -28,44 +32,44 @@ MAX_LOOKS = 300_000
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
-Index = Callable[[Reference, bool], Sequence[Candidate]]
+IndexLookup = Callable[[Reference, bool], Sequence[InstallCandidate]]
 """Asks for all versions of a package; the flag says whether a registry, if named, was named by the
 user, and not by a package or a project file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class LockedVersion:
     """A version that a lock file names."""
 
     version: Version
     content_digest: Digest
 
-    def is_met_by(self, candidate: Candidate) -> bool:
+    def is_met_by(self, candidate: InstallCandidate) -> bool:
         """Tell whether a candidate is that very content."""
         return (candidate.version, candidate.content_digest) == (self.version, self.content_digest)
 
 
 @dataclass(frozen=True, slots=True)
-class Universe:
+class CandidatePool:
     """All that there is to choose from, and what is preferred."""
 
-    index: Index
-    given: Sequence[Candidate] = ()
+    index: IndexLookup
+    installed: Sequence[InstallCandidate] = ()
     """Installed experts; a yanked one is the last choice among them."""
-    files: Sequence[Candidate] = ()
+    files: Sequence[InstallCandidate] = ()
     """From files that the user named: for the same package, nothing else counts."""
-    locked: Mapping[PackageName, Pin] = field(default_factory=dict)
+    locked: Mapping[PackageName, LockedVersion] = field(default_factory=dict)
     age: ReleaseAge = field(default_factory=ReleaseAge)
-    prefer_given: bool = True
+    prefer_installed: bool = True
     """Whether an installed version is good enough where the user did not ask for it by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ResolvedPackage:
     """One version of the resolution, and the reasons for it."""
 
-    candidate: Candidate
-    needs: tuple[Need, ...]
+    candidate: InstallCandidate
+    needs: tuple[Requirement, ...]
 
     @property
     def package_digest(self) -> Digest:
@@ -81,15 +85,15 @@ class _Conflict:
 
     blame: frozenset[PackageName]
     """The choices of which at least one must be another."""
-    trouble: tuple[Need, ...]
+    trouble: tuple[Requirement, ...]
     """The needs, all of one package, that cannot be met together."""
 
 
-_Choices = dict[PackageName, Candidate]
-_Needs = dict[PackageName, tuple[Need, ...]]
+_Choices = dict[PackageName, InstallCandidate]
+_Needs = dict[PackageName, tuple[Requirement, ...]]
 
 
-def resolve(needs: Sequence[Need], universe: Universe) -> list[Chosen]:
+def resolve(requirements: Sequence[Requirement], pool: CandidatePool) -> list[ResolvedPackage]:
     """Choose one version of every package that is needed, sorted by name.
 
     Raises:
@@ -98,39 +102,41 @@ def resolve(needs: Sequence[Need], universe: Universe) -> list[Chosen]:
         ConflictError: when the requirements disagree.
         IncompatibleError: when no answer was found within the bounds.
     """
-    search = _Search(Shelves(universe, {n.package for n in needs if n.from_person}))
-    found = search.extend({}, _added({}, needs))
+    search = _Search(CandidateProvider(pool, {n.package for n in requirements if n.is_from_user}))
+    found = search.extend({}, _add_requirements({}, requirements))
     if isinstance(found, _Conflict):
-        raise disagreement(found.trouble, search.shelves)
-    return _reached(needs, found)
+        raise explain_conflict(found.trouble, search.shelves)
+    return _collect_reached(requirements, found)
 
 
-def _too_deep(what: str) -> IncompatibleError:
+def _depth_error(what: str) -> IncompatibleError:
     hint = "name exact versions of some of them, such as acme/sql@1.2.0"
     return IncompatibleError(f"the requirements are too tangled: {what}", hint=hint)
 
 
-def _reached(needs: Sequence[Need], choices: _Choices) -> list[Chosen]:
+def _collect_reached(
+    requirements: Sequence[Requirement], choices: _Choices
+) -> list[ResolvedPackage]:
     """Return the choices with the reasons for each."""
-    reasons: dict[PackageName, list[Need]] = {}
-    for need in [*needs, *(n for c in choices.values() for n in needs_of(c))]:
+    reasons: dict[PackageName, list[Requirement]] = {}
+    for need in [*requirements, *(n for c in choices.values() for n in list_requirements(c))]:
         if not need.refused:
             reasons.setdefault(need.package, []).append(need)
-    return [Chosen(choices[name], tuple(reasons[name])) for name in sorted(choices)]
+    return [ResolvedPackage(choices[name], tuple(reasons[name])) for name in sorted(choices)]
 
 
-def needs_of(candidate: Candidate) -> list[Need]:
+def list_requirements(candidate: InstallCandidate) -> list[Requirement]:
     """Return what a candidate requires and refuses; its own name aside."""
     home = candidate.registry
-    required = [Need.of(candidate.ref, r, asker=candidate.package, home=home)
+    required = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home)
                 for r in candidate.requires if r.package != candidate.package]  # fmt: skip
-    refused = [Need.of(candidate.ref, r, asker=candidate.package, home=home, refused=True)
+    refused = [Requirement.from_expert(candidate.ref, r, requirer=candidate.package, registry=home, refused=True)
                for r in candidate.conflicts if r.package != candidate.package]  # fmt: skip
     return [*required, *refused]
 
 
-def _added(needs: _Needs, more: Sequence[Need]) -> _Needs:
-    joined = dict(needs)
+def _add_requirements(requirements: _Needs, more: Sequence[Requirement]) -> _Needs:
+    joined = dict(requirements)
     for need in more:
         joined[need.package] = (*joined.get(need.package, ()), need)
     return joined
@@ -139,172 +145,185 @@ def _added(needs: _Needs, more: Sequence[Need]) -> _Needs:
 class _Search:
     """Tries one version after the other, and counts."""
 
-    def __init__(self, shelves: "Shelves") -> None:
-        self.shelves = shelves
+    def __init__(self, provider: "CandidateProvider") -> None:
+        self.shelves = provider
         self._steps = 0
 
-    def extend(self, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
+    def extend(self, choices: _Choices, requirements: _Needs) -> _Choices | _Conflict:
         """Choose all that is needed beyond the choices so far, which stay."""
-        package = self._next(choices, needs)
+        package = self._pick_next(choices, requirements)
         if package is None:
             return choices
-        blame, troubles = set(_askers(needs[package])), list[tuple[Need, ...]]()
-        for candidate in self.shelves.choices(package, needs[package]):
+        blame, troubles = (
+            set(_iter_requirers(requirements[package])),
+            list[tuple[Requirement, ...]](),
+        )
+        for candidate in self.shelves.iter_choices(package, requirements[package]):
             self._count()
-            found = self._try(candidate, choices, needs)
+            found = self._try(candidate, choices, requirements)
             if not isinstance(found, _Conflict):
                 return found
             if package not in found.blame:
                 return found
             blame |= found.blame
             troubles.append(found.trouble)
-        return _Conflict(frozenset(blame - {package}), [*troubles, needs[package]][0])
+        return _Conflict(frozenset(blame - {package}), [*troubles, requirements[package]][0])
 
-    def _try(self, candidate: Candidate, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
+    def _try(
+        self, candidate: InstallCandidate, choices: _Choices, requirements: _Needs
+    ) -> _Choices | _Conflict:
         """Go on with one choice, unless its requirements clearly cannot be met."""
-        more, package = needs_of(candidate), candidate.package
-        joined = _added(needs, more)
+        more, package = list_requirements(candidate), candidate.package
+        joined = _add_requirements(requirements, more)
         for need in more:
             chosen = choices.get(need.package)
             if chosen is not None and not need.is_met_by(chosen):
                 return _Conflict(frozenset({need.package, package}), joined[need.package])
             if chosen is None and self._is_hopeless(need.package, joined):
-                blame = frozenset(_askers(joined[need.package])) | {package}
+                blame = frozenset(_iter_requirers(joined[need.package])) | {package}
                 return _Conflict(blame, joined[need.package])
         return self.extend({**choices, package: candidate}, joined)
 
-    def _next(self, choices: _Choices, needs: _Needs) -> PackageName | None:
+    def _pick_next(self, choices: _Choices, requirements: _Needs) -> PackageName | None:
         """Return what to choose next: first what the user asked for, then by name."""
-        open_ = [p for p in needs if p not in choices and _is_wanted(needs[p])]
+        open_ = [p for p in requirements if p not in choices and _is_wanted(requirements[p])]
         return min(open_, key=lambda p: (not self.shelves.is_direct(p), p), default=None)
 
-    def _is_hopeless(self, package: PackageName, needs: _Needs) -> bool:
-        wanted = needs[package]
+    def _is_hopeless(self, package: PackageName, requirements: _Needs) -> bool:
+        wanted = requirements[package]
         return _is_wanted(wanted) and self.shelves.is_hopeless(package, wanted)
 
     def _count(self) -> None:
         self._steps += 1
         if self._steps > MAX_STEPS:
-            raise _too_deep(f"no answer among {MAX_STEPS:,} tries")
+            raise _depth_error(f"no answer among {MAX_STEPS:,} tries")
 
 
-def _is_wanted(needs: Sequence[Need]) -> bool:
-    return any(not need.refused for need in needs)
+def _is_wanted(requirements: Sequence[Requirement]) -> bool:
+    return any(not need.refused for need in requirements)
 
 
-def _askers(needs: Sequence[Need]) -> Iterator[PackageName]:
-    yield from (need.asker for need in needs if need.asker is not None)
+def _iter_requirers(requirements: Sequence[Requirement]) -> Iterator[PackageName]:
+    yield from (need.requirer for need in requirements if need.requirer is not None)
 
 
-class Shelves:
+class CandidateProvider:
     """The versions of each package, best first; asks an index once, and only when it must."""
 
-    def __init__(self, universe: Universe, direct: set[PackageName]) -> None:
-        """Offer what is in a universe; ``direct`` packages were asked for by the user."""
-        self._universe = universe
-        self._direct = direct
-        self._published: dict[tuple[PackageName, str | None], Offer] = {}
-        self._hopeless: set[frozenset[Need]] = set()
+    def __init__(self, pool: CandidatePool, unindexed: set[PackageName]) -> None:
+        """Offer what is in a universe; ``unindexed`` packages were asked for by the user."""
+        self._universe = pool
+        self._direct = unindexed
+        self._published: dict[tuple[PackageName, str | None], Availability] = {}
+        self._hopeless: set[frozenset[Requirement]] = set()
         self._looks = 0
-        self.asked: dict[PackageName, list[Need]] = {}
+        self.asked: dict[PackageName, list[Requirement]] = {}
         """The last needs of each package, to tell why it was wanted."""
 
     def is_direct(self, package: PackageName) -> bool:
         """Tell whether the user asked for a package."""
         return package in self._direct
 
-    def choices(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
+    def iter_choices(
+        self, package: PackageName, requirements: Sequence[Requirement]
+    ) -> Iterator[InstallCandidate]:
         """Yield what meets all needs of a package, best first."""
-        self.asked[package] = list(needs)
-        real = [need for need in needs if not need.refused]
-        for candidate in self._preferred(package, real):
+        self.asked[package] = list(requirements)
+        real = [need for need in requirements if not need.refused]
+        for candidate in self._iter_preferred(package, real):
             self._count()
-            if all(need.is_met_by(candidate) for need in needs):
+            if all(need.is_met_by(candidate) for need in requirements):
                 yield candidate
 
-    def is_hopeless(self, package: PackageName, needs: Sequence[Need]) -> bool:
+    def is_hopeless(self, package: PackageName, requirements: Sequence[Requirement]) -> bool:
         """Tell whether nothing meets all needs of a package; cached, as versions often agree."""
-        key = frozenset(replace(need, by="") for need in needs)
+        key = frozenset(replace(need, source="") for need in requirements)
         if key in self._hopeless:
-            self.asked[package] = list(needs)
+            self.asked[package] = list(requirements)
             return True
-        if next(self.choices(package, needs), None) is not None:
+        if next(self.iter_choices(package, requirements), None) is not None:
             return False
         self._hopeless.add(key)
         return True
 
-    def offer(self, package: PackageName) -> Offer:
+    def find_availability(self, package: PackageName) -> Availability:
         """Return what is known of a package, for messages; no index is asked."""
         known = [offer for (name, _), offer in self._published.items() if name == package]
-        here = tuple(c for c in self._here(package))
+        here = tuple(c for c in self._local_candidates(package))
         every = tuple(c for offer in known for c in offer.candidates)
         reason = next((offer.reason for offer in known if offer.reason), "")
-        way_out = next((offer.way_out for offer in known if offer.way_out), "")
-        return Offer((*here, *every), reason, way_out, self._universe.age)
+        way_out = next((offer.hint for offer in known if offer.hint), "")
+        return Availability((*here, *every), reason, way_out, self._universe.age)
 
     def _count(self) -> None:
         self._looks += 1
         if self._looks > MAX_LOOKS:
-            raise _too_deep(f"no answer after {MAX_LOOKS:,} looks at versions")
+            raise _depth_error(f"no answer after {MAX_LOOKS:,} looks at versions")
 
-    def _preferred(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
+    def _iter_preferred(
+        self, package: PackageName, requirements: Sequence[Requirement]
+    ) -> Iterator[InstallCandidate]:
         """Yield what may be chosen, best first, each once; the index is asked only for more."""
         seen: set[tuple[Version, Digest, str]] = set()
-        for candidate in self._in_order(package, needs):
+        for candidate in self._iter_sorted(package, requirements):
             key = candidate.version, candidate.content_digest, candidate.registry
             if key not in seen and not candidate.contradicts_itself:
                 seen.add(key)
                 yield candidate
 
-    def _in_order(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
+    def _iter_sorted(
+        self, package: PackageName, requirements: Sequence[Requirement]
+    ) -> Iterator[InstallCandidate]:
         files = [c for c in self._universe.files if c.package == package]
         if files:
             yield from files
             return
-        here, pin = self._here(package), self._universe.locked.get(package)
-        exact = any(need.names_one_version for need in needs)
+        here, pin = self._local_candidates(package), self._universe.locked.get(package)
+        exact = any(need.names_one_version for need in requirements)
         yield from (c for c in here if pin and pin.is_met_by(c))
-        good_enough = self._universe.prefer_given and package not in self._direct
+        good_enough = self._universe.prefer_installed and package not in self._direct
         if pin is None and (exact or good_enough):
             yield from here
-        everything = self._offered(package, needs).candidates
+        everything = self._find_availability(package, requirements).candidates
         yield from (c for c in everything if pin and pin.is_met_by(c))
-        yield from (c for c in reversed(everything) if self._may_be_new(c, needs))
+        yield from (c for c in reversed(everything) if self._may_be_new(c, requirements))
         yield from here
 
-    def _here(self, package: PackageName) -> list[Candidate]:
-        found = [c for c in self._universe.given if c.package == package]
+    def _local_candidates(self, package: PackageName) -> list[InstallCandidate]:
+        found = [c for c in self._universe.installed if c.package == package]
         return sorted(found, key=lambda c: (c.yanked is None, c.version), reverse=True)
 
-    def _may_be_new(self, candidate: Candidate, needs: Sequence[Need]) -> bool:
-        if any(need.wanted.digest for need in needs if need.from_person):
+    def _may_be_new(self, candidate: InstallCandidate, requirements: Sequence[Requirement]) -> bool:
+        if any(need.wanted.digest for need in requirements if need.is_from_user):
             return True
-        named = any(need.names_one_version and need.from_person for need in needs)
-        ripe = self._universe.age.ripe_at(candidate) is None
+        named = any(need.names_one_version and need.is_from_user for need in requirements)
+        ripe = self._universe.age.allowed_at(candidate) is None
         doubtful = candidate.revoked or candidate.yanked is not None
         return ripe and (named or not doubtful)
 
-    def _offered(self, package: PackageName, needs: Sequence[Need]) -> Offer:
-        named = {need.wanted.registry for need in needs} - {None}
-        homes = {need.home for need in needs} - {None}
+    def _find_availability(
+        self, package: PackageName, requirements: Sequence[Requirement]
+    ) -> Availability:
+        named = {need.wanted.registry for need in requirements} - {None}
+        homes = {need.default_registry for need in requirements} - {None}
         hosts = named or homes
         if len(hosts) > 1:
-            return Offer((), f"{' and '.join(sorted(map(str, hosts)))} are two registries")
+            return Availability((), f"{' and '.join(sorted(map(str, hosts)))} are two registries")
         host = next(iter(hosts), None)
-        by_hand = host in {n.wanted.registry for n in needs if n.by_hand} | homes
-        return self._asked_once(Reference(package, registry=host), by_hand)
+        by_hand = host in {n.wanted.registry for n in requirements if n.by_hand} | homes
+        return self._query_once(Reference(package, registry=host), by_hand)
 
-    def _asked_once(self, wanted: Reference, by_hand: bool) -> Offer:
+    def _query_once(self, wanted: Reference, by_hand: bool) -> Availability:
         key = wanted.package, wanted.registry
         if key not in self._published:
             if len(self._published) >= MAX_PACKAGES:
-                raise _too_deep(f"more than {MAX_PACKAGES} packages")
-            self._published[key] = self._ask(wanted, by_hand)
+                raise _depth_error(f"more than {MAX_PACKAGES} packages")
+            self._published[key] = self._query_index(wanted, by_hand)
         return self._published[key]
 
-    def _ask(self, wanted: Reference, by_hand: bool) -> Offer:
+    def _query_index(self, wanted: Reference, by_hand: bool) -> Availability:
         try:
             found = self._universe.index(wanted, by_hand)
         except (NotFoundError, OfflineError) as error:
-            return Offer((), error.message, error.hint)
-        return Offer(tuple(sorted(found, key=lambda c: c.version)))
+            return Availability((), error.message, error.hint)
+        return Availability(tuple(sorted(found, key=lambda c: c.version)))

@@ -1,7 +1,7 @@
 """What registries offer this user: versions from index documents that were believed.
 
 A reference typed by the user chooses its registry; a package or a project file cannot move a
-namespace (`expertctl.registry.known`). Each index is asked for once in a command. What is learnt
+namespace (`expertctl.registry.registry_trust`). Each index is asked for once in a command. What is learnt
 from it is kept in this order, so that a process may be killed anywhere: the index document itself
 (`registry.index_store`), its revocations (``trust.json``), and, once the signatures of all that is
 to be installed were verified, the publisher keys (`pinning`).
@@ -24,52 +24,64 @@ from expertctl.errors import (
     UnreachableError,
     UsageError,
 )
-from expertctl.install.candidate import Candidate, Judge, Verdict, published
-from expertctl.install.resolve import Chosen
-from expertctl.package.version_content import VersionContent
+from expertctl.install.candidate import (
+    InstallCandidate,
+    JudgeSigner,
+    SignerVerdict,
+    candidates_from_index,
+)
+from expertctl.install.resolve import ResolvedPackage
+from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.package.verify import VersionContent
 from expertctl.reference import FROM_FILE, PackageName, Reference, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.answers import is_ours
-from expertctl.registry.api_client import ApiClient
-from expertctl.registry.http import Http, open_http
-from expertctl.registry.index_client import fetch_index
+from expertctl.registry.api_client import ApiClient, has_expert_api
+from expertctl.registry.http import RegistryHttp, open_http
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
-from expertctl.registry.index_store import IndexStore
-from expertctl.registry.known import (
-    address_of,
-    choose_registry,
-    demand_home,
-    known_registry,
-    required_registry,
-)
+from expertctl.registry.index_store import IndexStore, fetch_index
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.pins import PinnedKey, heed, pin_verified, pinned, signer_problem
+from expertctl.registry.registry_trust import (
+    PinnedKey,
+    apply_revocations,
+    check_authority,
+    choose_registry,
+    choose_required_registry,
+    find_known_registry,
+    find_signer_problem,
+    known_registry_address,
+    pin_index_keys,
+    pin_verified_keys,
+)
 from expertctl.settings import Settings
-from expertctl.store.ref import StoredExpert
+from expertctl.store.preference import read_yanks, record_yanks
+from expertctl.store.refs import StoredExpert
 from expertctl.store.store import Store
-from expertctl.store.yanks import read_yanks, record_yanks
-from expertctl.telling import WARNING, Tell, tell_nobody
-from expertctl.trust.grant import KnownRegistry, Revocation
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import TrustRecord
+from expertctl.trust.grants import KnownRegistry, Revocation
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import TrustStore
 
 T = TypeVar("T")
-ASKED_AT_ONCE = 8
+MAX_PARALLEL_QUERIES = 8
 """How many indexes are asked for at once."""
 
 
-class Sources:
+class RegistrySources:
     """Keeps the answers of registries during one command."""
 
     def __init__(
-        self, http: Http, trust: TrustStore, settings: Settings, *, tell: Tell = tell_nobody
+        self,
+        http: RegistryHttp,
+        trust: TrustStore,
+        settings: Settings,
+        *,
+        notify: Notify = ignore_notification,
     ) -> None:
         """Ask through ``http``; nothing is asked yet. What changes in trust is told at once."""
         self.http = http
         self.settings = settings
         self.told: list[str] = []
         self.pinned: list[PinnedKey] = []
-        self._tell = tell
+        self._tell = notify
         self._trust = trust
         self._before = trust.read()
         self._record = self._before
@@ -79,7 +91,7 @@ class Sources:
         self._plain: set[str] = set()
         self._unanswered: dict[tuple[str, PackageName], ExpertError] = {}
 
-    def candidates(self, wanted: Reference, by_hand: bool = False) -> list[Candidate]:
+    def find_candidates(self, wanted: Reference, by_hand: bool = False) -> list[InstallCandidate]:
         """Return all versions of a package; ``by_hand`` says that the user named the registry.
 
         Raises:
@@ -90,9 +102,11 @@ class Sources:
         if wanted.package.namespace == FROM_FILE:
             hint = "give its .expert file to the same `expertctl install`"
             raise NotFoundError(f"{FROM_FILE}/* comes from files, never from a registry", hint=hint)
-        address = self.address(wanted, by_hand)
-        document = self._document(self._known(address, wanted), wanted.package)
-        return published(document, address.host, self._judge(wanted.package, address.host))
+        address = self.resolve_address(wanted, by_hand)
+        document = self._load_document(self._find_known(address, wanted), wanted.package)
+        return candidates_from_index(
+            document, address.host, self._make_judge(wanted.package, address.host)
+        )
 
     def prefetch(self, wanted: Iterable[tuple[Reference, bool]]) -> None:
         """Ask for several indexes at once; a refused one is later asked for alone and reported.
@@ -102,16 +116,18 @@ class Sources:
         Raises:
             UnreachableError: when a registry cannot be reached.
         """
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool, self.http.ended_by_ctrl_c():
+        with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool, self.http.interrupt_on_ctrl_c():
             jobs: dict[tuple[str, PackageName], Future[IndexDocument]] = {}
             try:
                 for reference, by_hand in wanted:
-                    known = self._before.registry(self.address(reference, by_hand).host)
+                    known = self._before.find_registry(
+                        self.resolve_address(reference, by_hand).host
+                    )
                     if known is not None and reference.package.namespace != FROM_FILE:
-                        job = pool.submit(self._fetched, known, reference.package)
+                        job = pool.submit(self._fetch_document, known, reference.package)
                         jobs[known.host, reference.package] = job
                 for (host, package), job in jobs.items():
-                    self._believe(self._before.registry(host), package, job.result())
+                    self._accept_document(self._before.find_registry(host), package, job.result())
             except UnreachableError:  # trying again would take as long again
                 raise
             except ExpertError:
@@ -119,7 +135,7 @@ class Sources:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def ask_about(self, packages: Iterable[tuple[str, PackageName]]) -> None:
+    def query_quietly(self, packages: Iterable[tuple[str, PackageName]]) -> None:
         """Ask hosts about packages of which versions are here already, each once, without patience.
 
         Who does not answer is in `unanswered`.
@@ -129,21 +145,21 @@ class Sources:
             InvalidPackageError: when an index is malformed.
             StoreError: when an answer cannot be remembered.
         """
-        for error in self.ask_each(packages):
+        for error in self.query_each(packages):
             if not isinstance(error, NotFoundError | RegistryError):
                 raise error
 
-    def ask_each(self, packages: Iterable[tuple[str, PackageName]]) -> list[ExpertError]:
+    def query_each(self, packages: Iterable[tuple[str, PackageName]]) -> list[ExpertError]:
         """Ask as `ask_about` does; return all that failed, which is in `unanswered` too."""
-        asked = [key for key in dict.fromkeys(packages) if self._is_unasked(*key)]
+        asked = [key for key in dict.fromkeys(packages) if self._needs_query(*key)]
         if not asked:
             return []
         failed: dict[tuple[str, PackageName], ExpertError] = {}
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool, self.http.ended_by_ctrl_c():
-            jobs = {key: pool.submit(self._fetched_once, *key) for key in asked}
+        with ThreadPoolExecutor(MAX_PARALLEL_QUERIES) as pool, self.http.interrupt_on_ctrl_c():
+            jobs = {key: pool.submit(self._fetch_document_once, *key) for key in asked}
             for key, job in jobs.items():
                 try:
-                    self._believe(self._before.registry(key[0]), key[1], job.result())
+                    self._accept_document(self._before.find_registry(key[0]), key[1], job.result())
                 except ExpertError as error:
                     failed[key] = error
         self._unanswered |= failed
@@ -154,38 +170,38 @@ class Sources:
         """Why there is no index to believe, by host and package; offline nothing was asked."""
         return {} if self.settings.offline else self._unanswered
 
-    def statement(self, host: str, package: PackageName) -> IndexDocument | None:
+    def find_index(self, host: str, package: PackageName) -> IndexDocument | None:
         """Return what a registry says of a package, or said last where it does not answer now.
 
         None when it was not asked in this command, or never answered.
         """
-        key, known = (host, package), self._before.registry(host)
+        key, known = (host, package), self._before.find_registry(host)
         if key in self._documents or key not in self._unanswered or known is None:
             return self._documents.get(key)
-        remembered = self._indexes.recall(known, package)
+        remembered = self._indexes.load(known, package)
         return remembered.document if remembered else None
 
-    def first_content(
+    def find_first_content(
         self, host: str, package: PackageName, version: Version
     ) -> VersionContent | None:
         """Return what a version contained before the registry changed it; None if it never did."""
-        known = self._before.registry(host)
+        known = self._before.find_registry(host)
         contents = self._indexes.first_contents(known, package) if known else {}
         return contents.get(version)
 
-    def accept_contents(self, chosen: Iterable[Chosen], refs: Collection[str]) -> None:
+    def accept_contents(self, chosen: Iterable[ResolvedPackage], refs: Collection[str]) -> None:
         """Remember that the person takes what registries say now for the content of versions."""
         for candidate in (item.candidate for item in chosen):
-            known = self._before.registry(candidate.registry)
+            known = self._before.find_registry(candidate.registry)
             if known is not None and candidate.ref in refs:
                 self._indexes.accept_content(known, candidate.package, candidate.version)
 
-    def yank_reason(self, expert: StoredExpert) -> str | None:
+    def find_yank_reason(self, expert: StoredExpert) -> str | None:
         """Return why an installed version was yanked, as far as is known now; None: it was not."""
         document = self._documents.get((expert.registry, expert.package))
         if document is None:
             return self._yanks.get((expert.registry, expert.ref))
-        release = document.release(expert.version)
+        release = document.find_release(expert.version)
         return release.yanked if release else None
 
     def record_yanks(self) -> None:
@@ -197,19 +213,21 @@ class Sources:
         home = self.settings.home
         store = Store(home.store)
         try:
-            record_yanks(home.yanked, stated, installed=store.experts, locked=store.transaction)
+            record_yanks(
+                home.yanked, stated, installed=store.list_experts, locked=store.begin_transaction
+            )
         except (StoreError, OSError) as error:
             text = f"{home.yanked} cannot be written, so yanked versions may still be used: {error}"
-            self._say([f"{WARNING}{text}"])
+            self._notify_all([f"{WARNING_PREFIX}{text}"])
 
-    def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
+    def resolve_address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.
 
         Raises:
             NotFoundError: when none is set.
             TrustError: when it may not have the namespace.
         """
-        choose = choose_registry if by_hand else required_registry
+        choose = choose_registry if by_hand else choose_required_registry
         allow_http = self.settings.allow_http
         if wanted.registry is not None and wanted.registry in self._plain:
             return choose_registry(wanted, self._before, None, allow_http=allow_http)
@@ -228,7 +246,7 @@ class Sources:
         allow_http = self.settings.allow_http
         return RegistryAddress.parse(self.settings.registry, allow_http=allow_http).host
 
-    def project_host(self, wanted: Reference) -> str:
+    def resolve_project_host(self, wanted: Reference) -> str:
         """Return the host that a project file's reference means; a key trusted there is enough.
 
         Raises:
@@ -236,22 +254,22 @@ class Sources:
             TrustError: when the registry is not known, or may not have the namespace.
         """
         if wanted.registry is not None:
-            address = self.address(wanted, by_hand=True)
-            if not self.has_index(address) and self.vouches(address, wanted.package):
-                self.demand_home(wanted, address)
+            address = self.resolve_address(wanted, by_hand=True)
+            if not self.has_index(address) and self.has_trusted_key(address, wanted.package):
+                self.require_authority(wanted, address)
                 return address.host
-        return self.address(wanted, by_hand=False).host
+        return self.resolve_address(wanted, by_hand=False).host
 
-    def demand_home(self, wanted: Reference, address: RegistryAddress) -> None:
+    def require_authority(self, wanted: Reference, address: RegistryAddress) -> None:
         """Refuse a project file that moves a namespace to a registry without an index.
 
         Raises:
             TrustError: when it would.
         """
         hint = f"if you know that it is right: `expertctl install {wanted}`"
-        demand_home(wanted, address, self._before, hint=hint)
+        check_authority(wanted, address, self._before, hint=hint)
 
-    def demand_claims(self, chosen: Sequence[Chosen]) -> None:
+    def check_namespace_claims(self, chosen: Sequence[ResolvedPackage]) -> None:
         """Refuse a package that assigns a registry to a namespace which has none yet.
 
         Otherwise all that the user asks for in it would from then on come from there, not from the
@@ -260,11 +278,15 @@ class Sources:
         Raises:
             TrustError: when one does.
         """
-        said = {_origin(item) for item in chosen if any(need.from_person for need in item.needs)}
+        said = {
+            _package_origin(item)
+            for item in chosen
+            if any(need.is_from_user for need in item.needs)
+        }
         for item in chosen:
-            host, namespace = _origin(item)
-            usual = item.candidate.given or self.default_host in {host, None}
-            if usual or (host, namespace) in said or self._before.homes(namespace):
+            host, namespace = _package_origin(item)
+            usual = item.candidate.is_local or self.default_host in {host, None}
+            if usual or (host, namespace) in said or self._before.list_registries_for(namespace):
                 continue
             need = next((need for need in item.needs if need.wanted.registry), item.needs[0])
             raise TrustError(
@@ -275,78 +297,84 @@ class Sources:
 
     def has_index(self, address: RegistryAddress) -> bool:
         """Tell whether the user knows the index key of a registry."""
-        return self.knows(address.host)
+        return self.knows_host(address.host)
 
-    def knows(self, host: str) -> bool:
+    def knows_host(self, host: str) -> bool:
         """Tell whether the user knows the index key of a host."""
-        return self._before.registry(host) is not None
+        return self._before.find_registry(host) is not None
 
-    def vouches(self, address: RegistryAddress, package: PackageName) -> bool:
+    def has_trusted_key(self, address: RegistryAddress, package: PackageName) -> bool:
         """Tell whether the user trusts a key for the namespace of a package from there."""
-        return bool(self._before.vouching_keys(address.host, package.namespace))
+        return bool(self._before.list_vouching_keys(address.host, package.namespace))
 
-    def without_index(self, address: RegistryAddress) -> None:
+    def note_unindexed(self, address: RegistryAddress) -> None:
         """Remember that packages came from a registry that has no index."""
         self._plain.add(address.host)
 
-    def client(self, host: str) -> OciClient:
+    def open_client(self, host: str) -> OciClient:
         """Return the client of a registry."""
-        known = self._before.registry(host)
+        known = self._before.find_registry(host)
         allow_http = self.settings.allow_http
-        address = address_of(known) if known else RegistryAddress.parse(host, allow_http=allow_http)
+        address = (
+            known_registry_address(known)
+            if known
+            else RegistryAddress.parse(host, allow_http=allow_http)
+        )
         return OciClient(self.http, address)
 
-    def release(self, candidate: Candidate) -> tuple[IndexDocument, Release] | None:
+    def find_release(self, candidate: InstallCandidate) -> tuple[IndexDocument, Release] | None:
         """Return what the index says of a candidate; None when it does not come from an index."""
         document = self._documents.get((candidate.registry, candidate.package))
-        release = document.release(candidate.version) if document else None
+        release = document.find_release(candidate.version) if document else None
         return (document, release) if document and release else None
 
-    def offered(self, candidate: Candidate) -> list[Candidate]:
+    def list_offered(self, candidate: InstallCandidate) -> list[InstallCandidate]:
         """Return every version of a candidate's package in its index, if that was read."""
         document = self._documents.get((candidate.registry, candidate.package))
-        judge = self._judge(candidate.package, candidate.registry)
-        return published(document, candidate.registry, judge) if document else []
+        judge = self._make_judge(candidate.package, candidate.registry)
+        return candidates_from_index(document, candidate.registry, judge) if document else []
 
-    def demand_signer(self, candidate: Candidate, digest: Digest) -> None:
+    def check_signer(self, candidate: InstallCandidate, digest: Digest) -> None:
         """Demand that the signer of a form may sign it.
 
         Raises:
             TrustError: when it may not, or the index has no such form.
         """
-        found = self.release(candidate)
-        form = found[1].form(digest) if found else None
+        found = self.find_release(candidate)
+        form = found[1].find_form(digest) if found else None
         if found is None or form is None:
             message = f"{candidate.registry} has no {candidate.ref} with the digest {digest}"
             raise RegistryError(message, hint="`expertctl lock` writes expert.lock anew")
         host, package = candidate.registry, candidate.package
-        problem = signer_problem(form, found[1], package=package, host=host, record=self._record)
+        problem = find_signer_problem(
+            form, found[1], package=package, host=host, record=self._record
+        )
         if problem is not None:
             raise problem
 
-    def revocation(
+    def find_revocation(
         self, key_id: str | None, package: PackageName, registry: str
     ) -> Revocation | None:
         """Return why a key does not count for a namespace any more; None when it does."""
         if key_id is None:
             return None
-        return self._record.revocation(key_id, namespace=package.namespace, registry=registry)
+        return self._record.find_revocation(key_id, namespace=package.namespace, registry=registry)
 
     def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
         """Tell whether a key no longer counts for a namespace."""
-        return self.revocation(key_id, package, registry) is not None
+        return self.find_revocation(key_id, package, registry) is not None
 
-    def authorities(self, package: PackageName, registry: str) -> list[str]:
+    def find_authorities(self, package: PackageName, registry: str) -> list[str]:
         """Return the hosts whose revocations count for what came from a registry or a file."""
-        return sorted(self._record.authorities(package.namespace, registry))
+        return sorted(self._record.find_authoritative_hosts(package.namespace, registry))
 
-    def is_pinned(self, candidate: Candidate) -> bool:
+    def is_pinned(self, candidate: InstallCandidate) -> bool:
         """Tell whether the publisher keys of a candidate's namespace were fixed before."""
         return self._before.is_pinned(candidate.registry, candidate.package.namespace)
 
     def verify_and_pin(
         self,
-        chosen: Iterable[Chosen],
+        chosen: Iterable[ResolvedPackage],
         verify: Callable[[TrustRecord], T],
     ) -> T:
         """Verify what is to be installed, then pin the publisher keys of its namespaces; tell them.
@@ -356,67 +384,67 @@ class Sources:
         """
         indexes = []
         for item in chosen:
-            known = self._before.registry(item.candidate.registry)
+            known = self._before.find_registry(item.candidate.registry)
             document = self._documents.get((item.candidate.registry, item.candidate.package))
             if known is not None and document is not None:
                 indexes.append((document, known))
-        result, keys = pin_verified(indexes, self._trust, verify)
+        result, keys = pin_verified_keys(indexes, self._trust, verify)
         self.pinned += keys
-        self._say(key.message for key in keys)
+        self._notify_all(key.message for key in keys)
         return result
 
-    def _say(self, texts: Iterable[str]) -> None:
+    def _notify_all(self, texts: Iterable[str]) -> None:
         for text in texts:
             self.told.append(text)
             self._tell(text)
 
-    def _is_unasked(self, host: str, package: PackageName) -> bool:
+    def _needs_query(self, host: str, package: PackageName) -> bool:
         key = host, package
         asked = key in self._documents or key in self._unanswered
-        return self.knows(host) and not asked
+        return self.knows_host(host) and not asked
 
-    def _document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
+    def _load_document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
         key = known.host, package
         if key not in self._documents:
-            self._believe(known, package, self._fetched(known, package))
+            self._accept_document(known, package, self._fetch_document(known, package))
         return self._documents[key]
 
-    def _fetched(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
+    def _fetch_document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
         offline = self.settings.offline
         return fetch_index(self.http, known, package, self._indexes, offline=offline)
 
-    def _fetched_once(self, host: str, package: PackageName) -> IndexDocument:
-        known = self._before.registry(host)
+    def _fetch_document_once(self, host: str, package: PackageName) -> IndexDocument:
+        known = self._before.find_registry(host)
         assert known is not None
         offline = self.settings.offline
         return fetch_index(self.http, known, package, self._indexes, offline=offline, attempts=1)
 
-    def _believe(
+    def _accept_document(
         self, known: KnownRegistry | None, package: PackageName, document: IndexDocument
     ) -> None:
         assert known is not None
-        self._say(heed(document, known, self._trust))
+        self._notify_all(apply_revocations(document, known, self._trust))
         days = document.overdue_days(datetime.now(UTC))
         if days is not None:
             interval = document.interval_days
             every = "day" if interval == 1 else f"{interval} days"
-            self._say(
+            self._notify_all(
                 [
-                    f"{WARNING}what {known.host} says of {package} is {days} days old, and it says "
+                    f"{WARNING_PREFIX}what {known.host} says of {package} is {days} days old, and it says "
                     f"something new every {every}: versions, yanks and revocations may be missing"
                 ]
             )
-        self._record = pinned(self._record, document, known)
+        self._record = pin_index_keys(self._record, document, known)
         self._documents[known.host, package] = document
         self._unanswered.pop((known.host, package), None)  # it did, when it was asked again
 
-    def _known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
+    def _find_known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
         host, package = address.host, wanted.package
         if host in self._plain:
             hint = f"name its exact bytes too: {host}/{package}@sha256:…"
             raise NotFoundError(f"{host} has no index to find {package} in", hint=hint)
-        if self.has_index(address) or self.settings.offline or self._is_ours(address):
-            return known_registry(address, self._before)
+        if self.has_index(address) or self.settings.offline or self._is_default_registry(address):
+            return find_known_registry(address, self._before)
         raise RegistryError(
             f"{host} has no index of experts: it is a plain OCI registry, so nothing there tells "
             f"which versions of {package} are right",
@@ -425,12 +453,14 @@ class Sources:
             f"and name an exact version",
         )
 
-    def _is_ours(self, address: RegistryAddress) -> bool:
-        return is_ours(ApiClient(self.http, address))
+    def _is_default_registry(self, address: RegistryAddress) -> bool:
+        return has_expert_api(ApiClient(self.http, address))
 
-    def _judge(self, package: PackageName, host: str) -> Judge:
-        def judge(release: Release, form: SignedForm) -> Verdict:
-            problem = signer_problem(form, release, package=package, host=host, record=self._record)
+    def _make_judge(self, package: PackageName, host: str) -> JudgeSigner:
+        def judge(release: Release, form: SignedForm) -> SignerVerdict:
+            problem = find_signer_problem(
+                form, release, package=package, host=host, record=self._record
+            )
             if problem is None:
                 return "trusted"
             return "revoked" if isinstance(problem, RevokedError) else "unknown"
@@ -440,19 +470,19 @@ class Sources:
 
 @contextmanager
 def open_sources(
-    settings: Settings, trust: TrustStore, *, tell: Tell | None = None
-) -> Iterator[Sources]:
-    """Lend a `Sources` for this user's registries; nothing is sent while offline.
+    settings: Settings, trust: TrustStore, *, notify: Notify | None = None
+) -> Iterator[RegistrySources]:
+    """Lend a `RegistrySources` for this user's registries; nothing is sent while offline.
 
     At the end the yanks that were learnt are written down, also after an error.
     """
-    with open_http(settings, tell=tell) as http:
-        sources = Sources(http, trust, settings, tell=tell or tell_nobody)
+    with open_http(settings, notify=notify) as http:
+        sources = RegistrySources(http, trust, settings, notify=notify or ignore_notification)
         try:
             yield sources
         finally:
             sources.record_yanks()
 
 
-def _origin(item: Chosen) -> tuple[str, str]:
+def _package_origin(item: ResolvedPackage) -> tuple[str, str]:
     return item.candidate.registry, item.candidate.package.namespace

@@ -10,26 +10,26 @@ from pathlib import Path
 
 import msgspec
 
-from expertctl.digest import Progress, no_progress
+from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError
-from expertctl.install.first_run import NAMESPACE
-from expertctl.install.install import install_files
-from expertctl.install.publication import Installed
+from expertctl.install.installer import install_files
+from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import BaseIdentity
+from expertctl.routing.base_choice import STARTER_NAMESPACE
 from expertctl.routing.index import RoutingIndex
-from expertctl.schema.shape import shape_json
+from expertctl.schema.validation import decode_json
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.store import Store
 from expertctl.trust.keys import PublicKey
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 
 STARTER = Path(__file__).parent.parent / "_starter"
-PINS = "starter.json"
+STARTER_MANIFEST = "starter.json"
 
 
 @dataclass(frozen=True, slots=True)
-class BasePin:
+class StarterBase:
     """The digests that the base must have."""
 
     name: str
@@ -39,23 +39,23 @@ class BasePin:
 
 
 @dataclass(frozen=True, slots=True)
-class StarterPins:
+class StarterManifest:
     """``starter.json``: what the pack holds; ``experts`` maps a file to its content digest."""
 
-    base: BasePin
+    base: StarterBase
     public_key: str
     experts: dict[str, str]
 
 
-def read_pins(folder: Path = STARTER) -> StarterPins:
+def read_starter_manifest(folder: Path = STARTER) -> StarterManifest:
     """Read what the wheel pins.
 
     Raises:
         InvalidPackageError: when the installation is damaged.
     """
-    path = folder / PINS
+    path = folder / STARTER_MANIFEST
     try:
-        return shape_json(path.read_bytes(), StarterPins)
+        return decode_json(path.read_bytes(), StarterManifest)
     except (OSError, msgspec.MsgspecError) as error:
         hint = "install expertctl again"
         raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error
@@ -69,8 +69,8 @@ def install_starter(
     catalogue: Catalogue | None = None,
     index: RoutingIndex | None = None,
     folder: Path = STARTER,
-    progress: Progress = no_progress,
-) -> list[Installed]:
+    progress: Progress = ignore_progress,
+) -> list[InstalledPackage]:
     """Add the base and install the experts of the starter pack; repeating this is harmless.
 
     Raises:
@@ -78,13 +78,13 @@ def install_starter(
         DigestError: when the base is not the pinned one.
         StoreError: when the home cannot be written.
     """
-    pins = read_pins(folder)
+    pins = read_starter_manifest(folder)
     base = bases.add_copy(folder / "base", name=pins.base.name, progress=progress)
-    _check_base(base.identity, pins.base)
+    _check_identity(base.identity, pins.base)
     trust.add(
         PublicKey.from_pem(pins.public_key.encode()),
         name="starter-pack",
-        namespaces=[NAMESPACE],
+        namespaces=[STARTER_NAMESPACE],
         content_digests=sorted(pins.experts.values()),
     )
     return install_files(
@@ -98,7 +98,7 @@ def install_starter(
     )
 
 
-def _check_base(identity: BaseIdentity, pin: BasePin) -> None:
+def _check_identity(identity: BaseIdentity, pin: StarterBase) -> None:
     found = {
         "arch": str(identity.arch),
         "weights": str(identity.weights),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from expertctl.schema.manifest import AdapterKind, Dtype
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 """What stands before the name of a module in the names of its tensors."""
 KIND_NAMES: Mapping[AdapterKind, str] = {
     "lora": "LoRA",
@@ -27,14 +27,14 @@ _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackSlice:
     """Where the halves of one expert lie in tensors that hold those of all experts of a layer."""
 
     expert: int
     experts: int
     first: int
     """The first of its outputs among those that share a stack."""
-    turned: bool
+    transposed: bool
     """Whether A lies in the tensor of B, and B in that of A, both transposed."""
 
 
@@ -52,7 +52,7 @@ class Lora:
     scale: float
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
-    stacked: Stacked | None = None
+    stacked: StackSlice | None = None
 
     @property
     def inputs(self) -> int:
@@ -65,7 +65,7 @@ class Lora:
         return self.b_shape[0]
 
     @property
-    def beyond(self) -> str | None:
+    def module_after_stack(self) -> str | None:
         """For the last expert of a stack, the module after it, which no fitting base has."""
         if self.stacked is None or self.stacked.expert + 1 < self.stacked.experts:
             return None
@@ -138,17 +138,17 @@ class AdapterSpec:
     tensors: int
 
 
-def wrapped(name: str) -> str | None:
+def describe_wrapper(name: str) -> str | None:
     """Say which wrapper of a model is in a tensor's name; PEFT would not find its module."""
-    if name.startswith(f"{PREFIX}base_model."):
-        return f"the prefix {PREFIX!r} is doubled: an adapter was saved inside another one"
+    if name.startswith(f"{PEFT_PREFIX}base_model."):
+        return f"the prefix {PEFT_PREFIX!r} is doubled: an adapter was saved inside another one"
     for part, why in _WRAPPERS:
         if part in name:
             return f"{part!r} is in the name: {why}"
     return None
 
 
-def shortened(problems: Iterable[str]) -> list[str]:
+def truncate_problems(problems: Iterable[str]) -> list[str]:
     """Return the first problems, and how many more there are; one cause is one line.
 
     What stands before the first colon is the thing, what follows is what is wrong with it.
@@ -158,12 +158,12 @@ def shortened(problems: Iterable[str]) -> list[str]:
         thing, colon, cause = problem.partition(": ")
         by_cause.setdefault(cause if colon else problem, []).append(thing)
     merged = [
-        cause if things[0] == cause else f"{_several(things)}: {cause}"
+        cause if things[0] == cause else f"{_format_several(things)}: {cause}"
         for cause, things in by_cause.items()
     ]
     rest = len(merged) - _MAX_PROBLEMS
     return [*merged[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]
 
 
-def _several(things: list[str]) -> str:
+def _format_several(things: list[str]) -> str:
     return things[0] if len(things) == 1 else f"{things[0]} and {len(things) - 1} more"

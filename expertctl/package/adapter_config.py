@@ -1,25 +1,183 @@
-"""The allow-list reading of PEFT's ``adapter_config.json``, one schema for each type of adapter.
+"""What ``build`` leaves out of an ``adapter_config.json``: fields that cannot change a tensor.
+
+PEFT adds fields with every release, and writes their defaults into every adapter. A field that the
+schema does not know is left out where its value is neutral (null, false, 0 or empty), a known one
+where it is null and has a default, or where the schema calls the value a label (``x-label``,
+``x-labels``, ``x-dropped``) or neutral (``x-neutral``). All else stays, for the schema to accept or
+to refuse: packages hold only configurations that the strict reader takes.
+
+The allow-list reading of PEFT's ``adapter_config.json``, one schema for each type of adapter.
 
 Every field that PEFT 0.21 writes has a place in ``schemas/adapter-config-*.schema.json``: it is
 read, it is harmless, or it is accepted at its neutral values only (``x-refused`` says why). Nothing
-that a configuration names is opened, imported or run. Packages hold nothing else; `find_config`
+that a configuration names is opened, imported or run. Packages hold nothing else; `read_source_config`
 reads what lies in a directory, and leaves out what has no effect first.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.config_cleaning import clean_config, without_paths
-from expertctl.package.ia3_config import Ia3Config, ia3_config_of
-from expertctl.package.lora_config import LoraConfig, lora_config_of
-from expertctl.package.soft_prompt_config import SoftPromptConfig, soft_prompt_config_of
-from expertctl.plain_text import one_line
+from expertctl.messages import to_single_line
+from expertctl.package.peft_config import (
+    Ia3Config,
+    LoraConfig,
+    SoftPromptConfig,
+    build_ia3_config,
+    build_lora_config,
+    build_soft_prompt_config,
+)
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
-from expertctl.schema.validation import problems_of, schema_path
+from expertctl.schema.validation import find_problems, find_schema
+
+MODULES_TO_SAVE = "modules_to_save"
+EMBEDDING_NAMES = frozenset(
+    {
+        "embed_in",
+        "embed_out",
+        "embed_tokens",
+        "lm_head",
+        "output_layer",
+        "word_embeddings",
+        "wte",
+    }
+)
+"""What architectures call the embedding of tokens, and the layer that gives their scores."""
+_LABEL_FIELDS = ("base_model_name_or_path", "tokenizer_name_or_path")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_MAX_SHOWN_FIELDS = 20
+_LONGEST = 60
+
+
+_QUANTISED = re.compile(r"(?P<base>.+?)(?:-unsloth)?-bnb-(?:4|8)bit", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class CleanConfig:
+    """A configuration without the fields that have no effect."""
+
+    document: JsonObject
+    dropped: tuple[str, ...]
+    """The names of the fields that were left out, with their reason."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line about everything that was left out; none when nothing was."""
+        if not self.dropped:
+            return ()
+        shown = ", ".join(self.dropped[:_MAX_SHOWN_FIELDS])
+        rest = len(self.dropped) - _MAX_SHOWN_FIELDS
+        more = f" and {rest} more" if rest > 0 else ""
+        return (f"left out of the package, because they have no effect: {shown}{more}",)
+
+
+def clean_config(document: JsonObject, schema: str) -> CleanConfig:
+    """Leave out what has no effect on the tensors of an adapter."""
+    rows, required, labels = _read_schema_rows(schema)
+    kept: JsonObject = {}
+    dropped: list[str] = []
+    for field, value in document.items():
+        row = {"x-label": ""} if field in labels else rows.get(field)
+        why = _explain_drop(field, value, row, is_required=field in required)
+        if why is None:
+            kept[field] = value
+        else:
+            dropped.append(f"{to_single_line(field[:_LONGEST])} ({why})")
+    return CleanConfig(kept, tuple(dropped))
+
+
+@dataclass(frozen=True, slots=True)
+class PublicConfig:
+    """A configuration that names no path of the machine that it was made on."""
+
+    document: JsonObject
+    paths: tuple[str, ...]
+    """The fields that held one."""
+
+
+def strip_paths(document: JsonObject) -> PublicConfig:
+    """Leave out labels that are paths: they tell of a machine, and mean nothing elsewhere."""
+    paths = [field for field in _LABEL_FIELDS if _is_path(document.get(field))]
+    kept = {field: None if field in paths else value for field, value in document.items()}
+    return PublicConfig(kept, tuple(paths))
+
+
+def is_hub_name(label: str) -> bool:
+    """Tell whether a label names a model rather than a path on a disk."""
+    return _HUB_NAME.fullmatch(label) is not None
+
+
+def find_full_precision_label(label: str) -> str | None:
+    """Return the base that a label of bitsandbytes' quantised copy stands for.
+
+    Such a copy was quantised from the 16-bit weights and is only a way to load them, so an adapter
+    trained on it is used with the base itself.
+    """
+    match = _QUANTISED.fullmatch(label)
+    return match["base"] if match is not None else None
+
+
+def is_neutral(value: JsonValue) -> bool:
+    """Tell whether a value means that something is not used: null, false, zero or empty."""
+    return not value
+
+
+def _explain_drop(
+    field: str, value: JsonValue, row: Mapping[str, Any] | None, *, is_required: bool
+) -> str | None:
+    if row is None:
+        return f"unknown, {json.dumps(value)}" if is_neutral(value) else None
+    if _is_among(value, row.get("enum", ())):
+        return None
+    if "x-label" in row or _is_among(value, row.get("x-labels", ())):
+        return "a label"
+    if _is_among(value, row.get("x-neutral", ())):
+        return json.dumps(value)
+    if value is None and not is_required and not _accepts_null(row):
+        return "null"
+    if field == MODULES_TO_SAVE and _names_embeddings(value):
+        return "compared with the base"
+    return None
+
+
+def _is_path(value: JsonValue) -> bool:
+    return isinstance(value, str) and value != "" and not is_hub_name(value)
+
+
+def _is_among(value: JsonValue, values: Any) -> bool:
+    """Tell whether a value is in a list; for JSON, false is not 0."""
+    return any(value == other and type(value) is type(other) for other in values)
+
+
+def _accepts_null(row: Mapping[str, Any]) -> bool:
+    kinds = row.get("type", ())
+    return (
+        kinds == "null"
+        or (isinstance(kinds, list) and "null" in kinds)
+        or any(_accepts_null(option) for option in row.get("anyOf", ()))
+    )
+
+
+def _names_embeddings(value: JsonValue) -> bool:
+    """Tell whether only embeddings and heads are saved whole; their tensors then show the rest."""
+    return isinstance(value, list) and all(
+        isinstance(name, str) and name.rpartition(".")[2] in EMBEDDING_NAMES for name in value
+    )
+
+
+@cache
+def _read_schema_rows(
+    schema: str,
+) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], frozenset[str]]:
+    """Return the fields of a schema, those that must be there, and those never packed."""
+    document = json.loads(find_schema(schema).read_text(encoding="utf-8"))
+    dropped = document.get("x-dropped", ())
+    return document["properties"], frozenset(document["required"]), frozenset(dropped)
+
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_SHOWN = 10
@@ -35,106 +193,108 @@ _SCHEMAS = {
 
 
 @dataclass(frozen=True, slots=True)
-class FoundConfig:
+class SourceConfig:
     """A configuration as it lies in a directory, read: what it means, and what will be packed."""
 
     config: AdapterConfig
-    packed: bytes | None
+    packed_bytes: bytes | None
     """What is left where fields were left out; ``None``: its own bytes."""
     notes: tuple[str, ...]
 
 
-def parse_config(data: bytes, *, what: str) -> AdapterConfig:
+def parse_adapter_config(data: bytes, *, what: str) -> AdapterConfig:
     """Read the ``adapter_config.json`` of a package.
 
     Raises:
         InvalidPackageError: with every problem, each field named.
     """
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
-    return _config_of(document, _schema_of(document, what), what)
+    return _build_config(document, _choose_schema(document, what), what)
 
 
-def find_config(data: bytes, *, what: str) -> FoundConfig:
+def read_source_config(data: bytes, *, what: str) -> SourceConfig:
     """Read an ``adapter_config.json`` that is to be packed, without what has no effect in it.
 
     Raises:
         InvalidPackageError: as `parse_config`.
     """
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
-    schema = _schema_of(document, what)
+    schema = _choose_schema(document, what)
     clean = clean_config(document, schema)
-    config = _config_of(clean.document, schema, what)
-    public = without_paths(clean.document)
+    config = _build_config(clean.document, schema, what)
+    public = strip_paths(clean.document)
     notes = [*clean.notes, *(f"left out of the package: {name}, a path" for name in public.paths)]
-    packed = None if public.document == document else encode_config(public.document)
-    return FoundConfig(config, packed, tuple(notes))
+    packed = None if public.document == document else encode_adapter_config(public.document)
+    return SourceConfig(config, packed, tuple(notes))
 
 
-def encode_config(document: JsonObject) -> bytes:
+def encode_adapter_config(document: JsonObject) -> bytes:
     """Return the text of a configuration as PEFT writes it: sorted, with two spaces."""
     return json.dumps(document, indent=2, sort_keys=True).encode()
 
 
-def _schema_of(document: JsonObject, what: str) -> str:
+def _choose_schema(document: JsonObject, what: str) -> str:
     kind = document.get("peft_type")
     schema = _SCHEMAS.get(kind) if isinstance(kind, str) else None
     if schema is None:
-        raise InvalidPackageError(what, [_other_type(kind)])
+        raise InvalidPackageError(what, [_describe_other_type(kind)])
     return schema
 
 
-def _config_of(document: JsonObject, schema: str, what: str) -> AdapterConfig:
-    problems = _refused(document, schema)
+def _build_config(document: JsonObject, schema: str, what: str) -> AdapterConfig:
+    problems = _find_problems(document, schema)
     if problems:
         raise InvalidPackageError(what, problems)
     match schema:
         case "adapter-config-lora":
-            return lora_config_of(document, what=what)
+            return build_lora_config(document, what=what)
         case "adapter-config-ia3":
-            return ia3_config_of(document)
+            return build_ia3_config(document)
         case _:
-            return soft_prompt_config_of(document)
+            return build_soft_prompt_config(document)
 
 
-def _other_type(kind: JsonValue) -> str:
+def _describe_other_type(kind: JsonValue) -> str:
     if kind is None:
         return "peft_type is missing: this is not the configuration of a PEFT adapter"
-    return f"peft_type: {_shown(kind)} is not supported, only {', '.join(_SCHEMAS)} are"
+    return f"peft_type: {_format_value(kind)} is not supported, only {', '.join(_SCHEMAS)} are"
 
 
-def _refused(document: JsonObject, schema: str) -> list[str]:
+def _find_problems(document: JsonObject, schema: str) -> list[str]:
     """Return what is wrong with a configuration, one line for each field."""
-    known = _fields(schema)
+    known = _read_field_names(schema)
     unknown = [field for field in document if field not in known]
-    problems = [_unknown(document, unknown)] if unknown else []
+    problems = [_describe_unknown_fields(document, unknown)] if unknown else []
     named = set(unknown)
-    for field, (neutral, why) in _neutral_fields(schema).items():
+    for field, (neutral, why) in _read_neutral_fields(schema).items():
         if field in document and document[field] not in neutral:
-            problems.append(f"{field} = {_shown(document[field])} is not supported: {why}")
+            problems.append(f"{field} = {_format_value(document[field])} is not supported: {why}")
             named.add(field)
     rest = {field: value for field, value in document.items() if field not in named}
-    return [*problems, *problems_of(rest, schema)]
+    return [*problems, *find_problems(rest, schema)]
 
 
-def _unknown(document: JsonObject, unknown: list[str]) -> str:
+def _describe_unknown_fields(document: JsonObject, unknown: list[str]) -> str:
     """Name the fields that the schema does not know, in one line."""
-    named = ((one_line(name[:80]), _shown(document[name])) for name in unknown[:_MAX_SHOWN])
+    named = (
+        (to_single_line(name[:80]), _format_value(document[name])) for name in unknown[:_MAX_SHOWN]
+    )
     shown = ", ".join(f"{name} = {value}" for name, value in named)
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f"not known here, and not neutral: {shown}{more}; remove what the adapter does not need"
 
 
 @cache
-def _fields(schema: str) -> frozenset[str]:
-    return frozenset(json.loads(schema_path(schema).read_text(encoding="utf-8"))["properties"])
+def _read_field_names(schema: str) -> frozenset[str]:
+    return frozenset(json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"])
 
 
 @cache
-def _neutral_fields(schema: str) -> Mapping[str, tuple[list[Any], str]]:
-    rows = json.loads(schema_path(schema).read_text(encoding="utf-8"))["properties"].items()
+def _read_neutral_fields(schema: str) -> Mapping[str, tuple[list[Any], str]]:
+    rows = json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"].items()
     return {name: (row["enum"], row["x-refused"]) for name, row in rows if "x-refused" in row}
 
 
-def _shown(value: JsonValue) -> str:
+def _format_value(value: JsonValue) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,4 +1,11 @@
-"""The two files of an adapter in a directory: what they mean, and what will be packed of them.
+"""All problems of one thing, gathered from steps that each report their own.
+
+What a file is that is not what its name says, told from its first bytes and never opened.
+
+Git LFS pointers, pages of a website, pickles and empty files lie where adapters should, mostly
+because a download or a clone did not bring the content.
+
+The two files of an adapter in a directory: what they mean, and what will be packed of them.
 
 A package holds only what the strict readers take. So fields without an effect are left out of the
 configuration, and embeddings that are the base's own out of the weights; what is left is read as a
@@ -7,39 +14,154 @@ package is. The configuration and the weights are checked together.
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.package.adapter import AdapterSpec, SoftPrompt, shortened, wrapped
+from expertctl.package.adapter import AdapterSpec, SoftPrompt, describe_wrapper, truncate_problems
 from expertctl.package.adapter_config import (
     MAX_CONFIG_BYTES,
     AdapterConfig,
-    FoundConfig,
-    find_config,
+    SourceConfig,
+    read_source_config,
 )
-from expertctl.package.adapter_spec import adapter_spec
-from expertctl.package.adapter_weights import PackedWeights, packed_weights
-from expertctl.package.base_model import BaseFacts, read_headers
+from expertctl.package.adapter_spec import build_adapter_spec
+from expertctl.package.adapter_weights import (
+    PackedWeights,
+    choose_packed_weights,
+    find_changed_embeddings,
+    find_saved_embeddings,
+)
+from expertctl.package.base_model import BaseFacts, read_base_headers
 from expertctl.package.base_tensors import StoredTensor
-from expertctl.package.file_kinds import HEAD_BYTES, OtherKind, mlx_folder, other_kind, pickled
-from expertctl.package.findings import Findings
-from expertctl.package.saved_embeddings import changed_embeddings, saved_embeddings
-from expertctl.package.source_files import SourceFile, source_file, source_names
+from expertctl.package.source_files import SourceFile, find_source_file, list_source_names
 from expertctl.package.tensor_file import TensorTable, read_header
 from expertctl.schema.strict_json import JsonObject, load_object
 
+_Value = TypeVar("_Value")
+
+
+class ProblemCollector:
+    """The problems of one thing so far, each said once, and the first way out."""
+
+    def __init__(self, what: str) -> None:
+        """Begin without a problem."""
+        self._what = what
+        self.problems: list[str] = []
+        self._hints: list[str] = []
+
+    def run_step(self, step: Callable[[], _Value]) -> _Value | None:
+        """Run a step and keep its problems; those of another thing begin with its name."""
+        try:
+            return step()
+        except InvalidPackageError as error:
+            prefix = "" if error.what == self._what else f"{error.what}: "
+            self.problems += [f"{prefix}{problem}" for problem in error.problems]
+            self._hints.append(error.hint)
+        except ExpertError as error:
+            self.problems.append(error.message.removeprefix(f"{self._what}: "))
+            self._hints.append(error.hint)
+        return None
+
+    def raise_problems(self) -> None:
+        """Report everything at once.
+
+        Raises:
+            InvalidPackageError: when there is any problem.
+        """
+        if self.problems:
+            hint = next((hint for hint in self._hints if hint), "")
+            raise InvalidPackageError(self._what, dict.fromkeys(self.problems), hint=hint)
+
+
+HEAD_BYTES = 512
+_LFS = b"version https://git-lfs.github.com/spec/"
+_HTML = (b"<!doctype html", b"<html")
+_PICKLE_HINT = (
+    "convert it on the machine that trained it: load it with PEFT, then\n"
+    "model.save_pretrained(DIR, safe_serialization=True)"
+)
+_MLX_HINT = (
+    "an MLX adapter names its tensors otherwise, and stores them transposed:\n"
+    "save it as a PEFT adapter (lora_a.T is lora_A, lora_b.T is lora_B), or train it with PEFT"
+)
+_MLX_FILES = ("adapters.safetensors", "adapters.npz")
+_MLX_FIELDS = frozenset({"lora_parameters", "fine_tune_type", "adapter_path", "lora_layers"})
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedKind:
+    """What a file is instead, and the way out."""
+
+    problem: str
+    hint: str
+
+
+def detect_other_kind(head: bytes, *, size: int) -> DetectedKind | None:
+    """Tell what a file of weights or a JSON file is where its first bytes show something else."""
+    if size == 0:
+        return DetectedKind("the file is empty", "download or copy it again")
+    if head.startswith(_LFS):
+        return DetectedKind(
+            "a Git LFS pointer, not the file itself",
+            "run `git lfs pull` in its repository, or download the file again",
+        )
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith(_HTML):
+        return DetectedKind(
+            "an HTML page, not the file itself",
+            "the download brought a web page: log in, or use the file's raw address",
+        )
+    if _is_pickle(head):
+        return DetectedKind("a pickle, and pickles are never opened", _PICKLE_HINT)
+    if head.startswith(b"GGUF"):
+        return DetectedKind(
+            "a GGUF file", "build from the directory that PEFT saved the adapter to"
+        )
+    return None
+
+
+def describe_pickle(name: str) -> DetectedKind:
+    """Say what to do about the weights of an adapter that were saved as a pickle."""
+    return DetectedKind(f"{name} is a pickle, and pickles are never opened", _PICKLE_HINT)
+
+
+def detect_mlx_folder(names: Sequence[str], config: object) -> DetectedKind | None:
+    """Tell whether the files, or the configuration, are those of an adapter that MLX made."""
+    fields = _MLX_FIELDS.intersection(config) if isinstance(config, dict) else frozenset()
+    peft = isinstance(config, dict) and "peft_type" in config
+    if peft or not (fields or any(name in _MLX_FILES for name in names)):
+        return None
+    return DetectedKind("an adapter of MLX, and only those of PEFT are packed", _MLX_HINT)
+
+
+def _is_pickle(head: bytes) -> bool:
+    """Recognise a pickle of protocol 2 to 5, and the zip archive that torch.save writes."""
+    if head.startswith(b"PK\x03\x04"):
+        return True
+    return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5 and not _is_tensor_table(head)
+
+
+def _is_tensor_table(head: bytes) -> bool:
+    """Recognise a table of tensors: a length below 4 GiB in eight bytes, then a JSON object.
+
+    The length may begin with the two bytes of a pickle, as that of 66,176 bytes does.
+    """
+    return head[4:9] == bytes(4) + b"{"
+
+
 WEIGHTS_PATH = "adapter_model.safetensors"
 CONFIG_PATH = "adapter_config.json"
-SAVED_HINT = "name the directory that PEFT saved the adapter to"
+DIRECTORY_HINT = "name the directory that PEFT saved the adapter to"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _ENCODER = "encoder"
-_PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LISTED = 10
-_MAX_LOOKED_AT = 2000
-_LEVELS = 4
+_MAX_VISITED = 2000
+_MAX_LEVELS = 4
 """How many folders below a directory, and how deep, are searched for adapters."""
 
 
@@ -77,44 +199,48 @@ def read_adapter(
         InvalidPackageError: with every problem of both files; each line begins with its file.
     """
     config_file, weights_file = _find_files(directory, config=config, weights=weights)
-    findings = Findings(str(directory))
-    settings = findings.of(lambda: _read_config(config_file))
-    table = findings.of(lambda: _read_table(weights_file))
+    findings = ProblemCollector(str(directory))
+    settings = findings.run_step(lambda: _read_config(config_file))
+    table = findings.run_step(lambda: _read_table(weights_file))
     packed = None
     if table is not None:
-        saved = saved_embeddings(table)
-        problems = _compare_embeddings(weights_file, table, saved, base)
+        saved = find_saved_embeddings(table)
+        problems = _check_embeddings(weights_file, table, saved, base)
         findings.problems += [f"{weights}: {problem}" for problem in problems]
-        packed = packed_weights(weights_file, table, frozenset(saved))
+        packed = choose_packed_weights(weights_file, table, frozenset(saved))
     if settings is None and packed is not None:
-        findings.problems += [f"{weights}: {problem}" for problem in _wrappers(packed.table)]
+        findings.problems += [
+            f"{weights}: {problem}" for problem in _find_wrapped_names(packed.table)
+        ]
     if settings is None or packed is None:
-        findings.raise_if_any()
+        findings.raise_problems()
     assert settings is not None, "problems were raised"
     assert packed is not None, "problems were raised"
-    spec = findings.of(lambda: adapter_spec(settings.config, packed.table, what=weights))
+    spec = findings.run_step(
+        lambda: build_adapter_spec(settings.config, packed.table, what=weights)
+    )
     if spec is not None:
-        findings.problems += [f"{weights}: {problem}" for problem in _encoders(spec)]
-    findings.raise_if_any()
+        findings.problems += [f"{weights}: {problem}" for problem in _find_encoder_modules(spec)]
+    findings.raise_problems()
     assert spec is not None, "problems were raised"
     notes = [f"{config}: {note}" for note in settings.notes]
-    notes += [f"{weights}: {note}" for note in _weights_notes(packed, saved)]
+    notes += [f"{weights}: {note}" for note in _describe_weights(packed, saved)]
     return AdapterFiles(
-        config, weights, settings.config, settings.packed, packed, spec, tuple(notes)
+        config, weights, settings.config, settings.packed_bytes, packed, spec, tuple(notes)
     )
 
 
-def read_label(directory: Path, config: str) -> str | None:
+def read_base_label(directory: Path, config: str) -> str | None:
     """Return what a configuration calls its base; ``None`` where that cannot be read."""
     try:
-        found = source_file(directory, config) if directory.is_dir() else None
-        name = _object_in(found).get("base_model_name_or_path") if found is not None else None
+        found = find_source_file(directory, config) if directory.is_dir() else None
+        name = _load_object(found).get("base_model_name_or_path") if found is not None else None
     except InvalidPackageError:
         return None  # reading the adapter says what is wrong with it
     return name if isinstance(name, str) else None
 
 
-def demand_directory(directory: Path) -> None:
+def require_directory(directory: Path) -> None:
     """Refuse what is no directory.
 
     Raises:
@@ -124,8 +250,8 @@ def demand_directory(directory: Path) -> None:
     if directory.is_dir():
         return
     if not directory.exists():
-        raise NotFoundError(f"{directory}: no such directory", hint=SAVED_HINT)
-    hint = SAVED_HINT
+        raise NotFoundError(f"{directory}: no such directory", hint=DIRECTORY_HINT)
+    hint = DIRECTORY_HINT
     if directory.name.endswith(".expert"):
         hint = f"that is a package: `expertctl install {shlex.quote(str(directory))}`"
     elif directory.name in {CONFIG_PATH, WEIGHTS_PATH}:
@@ -133,18 +259,18 @@ def demand_directory(directory: Path) -> None:
     raise UsageError(f"{directory} is a file, and a directory is wanted", hint=hint)
 
 
-def demand_adapter(directory: Path) -> None:
+def require_adapter(directory: Path) -> None:
     """Refuse a directory in which nothing looks like an adapter of any kind.
 
     Raises:
         NotFoundError: naming the adapters below it, or the base model that it holds instead.
     """
-    names = source_names(directory)
-    if mlx_folder(names, None) or {CONFIG_PATH, WEIGHTS_PATH, *_PICKLES}.intersection(names):
+    names = list_source_names(directory)
+    if detect_mlx_folder(names, None) or {CONFIG_PATH, WEIGHTS_PATH, *_PICKLES}.intersection(names):
         return
     if find_adapters_below(directory):
-        raise _missing(directory, CONFIG_PATH)
-    hint = SAVED_HINT
+        raise _missing_file_error(directory, CONFIG_PATH)
+    hint = DIRECTORY_HINT
     if (directory / "config.json").is_file():
         hint = f"that looks like a base model: `expertctl base add {directory}`"
     raise NotFoundError(f"{directory}: there is no adapter here, no {CONFIG_PATH}", hint=hint)
@@ -159,25 +285,27 @@ def find_adapters_below(directory: Path) -> list[str]:
     """
     found: list[str] = []
     level = [directory]
-    left = _MAX_LOOKED_AT
-    for _ in range(_LEVELS):
-        below = list(islice((path for each in level for path in _plain_folders(each)), left))
+    left = _MAX_VISITED
+    for _ in range(_MAX_LEVELS):
+        below = list(islice((path for each in level for path in _list_plain_folders(each)), left))
         left -= len(below)
         adapters = {path for path in below if (path / CONFIG_PATH).is_file()}
         found += [str(path.relative_to(directory)) for path in adapters]
         level = [path for path in below if path not in adapters]
-    return sorted(found, key=_natural)
+    return sorted(found, key=_natural_sort_key)
 
 
-def _plain_folders(directory: Path) -> list[Path]:
+def _list_plain_folders(directory: Path) -> list[Path]:
     try:
         entries = sorted(directory.iterdir())
     except OSError:
         return []
-    return [p for p in entries if _PLAIN.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    return [
+        p for p in entries if _PLAIN_NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()
+    ]
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key in which numbers count as such: checkpoint-90 is before checkpoint-500."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
@@ -185,28 +313,31 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFile, SourceFile]:
     """Find both files, or say what lies there instead."""
-    demand_directory(directory)
-    findings = Findings(str(directory))
-    found = [findings.of(lambda n=name: source_file(directory, n)) for name in (config, weights)]  # type: ignore[misc]  # defaults bind the loop's values
-    findings.raise_if_any()
+    require_directory(directory)
+    findings = ProblemCollector(str(directory))
+    found = [
+        findings.run_step(lambda n=name: find_source_file(directory, n))
+        for name in (config, weights)
+    ]  # type: ignore[misc]  # defaults bind the loop's values
+    findings.raise_problems()
     config_file, weights_file = found
     if config_file is not None and weights_file is not None:
-        _refuse_mlx(directory, config_file)
+        _reject_mlx(directory, config_file)
         return config_file, weights_file
-    names = source_names(directory)
+    names = list_source_names(directory)
     if config_file is not None:
-        _refuse_mlx(directory, config_file)
-    elif found_kind := mlx_folder(names, None):
-        raise _refusal(str(directory), found_kind)
+        _reject_mlx(directory, config_file)
+    elif found_kind := detect_mlx_folder(names, None):
+        raise _other_kind_error(str(directory), found_kind)
     if weights_file is None and (pickles := [name for name in _PICKLES if name in names]):
-        raise _refusal(str(directory), pickled(pickles[0]))
-    raise _missing(directory, config if config_file is None else weights)
+        raise _other_kind_error(str(directory), describe_pickle(pickles[0]))
+    raise _missing_file_error(directory, config if config_file is None else weights)
 
 
-def _missing(directory: Path, name: str) -> NotFoundError:
+def _missing_file_error(directory: Path, name: str) -> NotFoundError:
     below = find_adapters_below(directory)
     if not below:
-        return NotFoundError(f"{directory}: {name} is missing", hint=SAVED_HINT)
+        return NotFoundError(f"{directory}: {name} is missing", hint=DIRECTORY_HINT)
     shown = ", ".join(below[-_MAX_LISTED:])
     all_of_them = "adapters below it"
     if len(below) > _MAX_LISTED:
@@ -217,74 +348,78 @@ def _missing(directory: Path, name: str) -> NotFoundError:
     )
 
 
-def _refuse_mlx(directory: Path, config: SourceFile) -> None:
+def _reject_mlx(directory: Path, config: SourceFile) -> None:
     try:
-        document = _object_in(config)
+        document = _load_object(config)
     except InvalidPackageError:
         return  # reading the configuration says what is wrong with it
-    found = mlx_folder(source_names(directory), document)
+    found = detect_mlx_folder(list_source_names(directory), document)
     if found is not None:
-        raise _refusal(str(directory), found)
+        raise _other_kind_error(str(directory), found)
 
 
-def _object_in(config: SourceFile) -> JsonObject:
+def _load_object(config: SourceFile) -> JsonObject:
     data = config.read(max_bytes=MAX_CONFIG_BYTES)
     return load_object(data, what=config.name, max_bytes=MAX_CONFIG_BYTES)
 
 
-def _read_config(source: SourceFile) -> FoundConfig:
+def _read_config(source: SourceFile) -> SourceConfig:
     data = source.read(max_bytes=MAX_CONFIG_BYTES)
-    found = other_kind(data[:HEAD_BYTES], size=len(data))
+    found = detect_other_kind(data[:HEAD_BYTES], size=len(data))
     if found is not None:
-        raise _refusal(source.name, found)
-    return find_config(data, what=source.name)
+        raise _other_kind_error(source.name, found)
+    return read_source_config(data, what=source.name)
 
 
 def _read_table(source: SourceFile) -> TensorTable:
     with source.open() as stream:
-        found = other_kind(stream.read(HEAD_BYTES), size=source.size)
+        found = detect_other_kind(stream.read(HEAD_BYTES), size=source.size)
         if found is not None:
-            raise _refusal(source.name, found)
+            raise _other_kind_error(source.name, found)
         stream.seek(0)
         return read_header(stream, file_size=source.size, what=source.name)
 
 
-def _refusal(what: str, found: OtherKind) -> InvalidPackageError:
+def _other_kind_error(what: str, found: DetectedKind) -> InvalidPackageError:
     return InvalidPackageError(what, [found.problem], hint=found.hint)
 
 
-def _wrappers(table: TensorTable) -> list[str]:
+def _find_wrapped_names(table: TensorTable) -> list[str]:
     """Return what is wrong with names of tensors whatever the configuration says."""
-    found = {name: why for name in table.tensors if (why := wrapped(name)) is not None}
-    return shortened(f"{name}: {why}" for name, why in found.items())
+    found = {name: why for name in table.tensors if (why := describe_wrapper(name)) is not None}
+    return truncate_problems(f"{name}: {why}" for name, why in found.items())
 
 
-def _encoders(spec: AdapterSpec) -> list[str]:
+def _find_encoder_modules(spec: AdapterSpec) -> list[str]:
     """Say it where an adapter changes an encoder, which no causal language model has."""
     modules = [part.module for part in spec.parts if not isinstance(part, SoftPrompt)]
     found = [module for module in modules if _ENCODER in module.split(".")]
-    return shortened(f"{m}: part of an encoder; only causal models are supported" for m in found)
+    return truncate_problems(
+        f"{m}: part of an encoder; only causal models are supported" for m in found
+    )
 
 
-def _compare_embeddings(
+def _check_embeddings(
     source: SourceFile, table: TensorTable, saved: dict[str, str], base: BaseFacts | None
 ) -> list[str]:
     if not saved:
         return []
-    return shortened(changed_embeddings(source, table, saved, _tensors_of(base)))
+    return truncate_problems(
+        find_changed_embeddings(source, table, saved, _read_tensors_if_present(base))
+    )
 
 
-def _tensors_of(base: BaseFacts | None) -> Mapping[str, StoredTensor] | None:
+def _read_tensors_if_present(base: BaseFacts | None) -> Mapping[str, StoredTensor] | None:
     """Return the tensors of a base that is here and can be read."""
     if base is None or base.directory is None:
         return None
     try:
-        return read_headers(base.directory).tensors
+        return read_base_headers(base.directory).tensors
     except ExpertError:
         return None
 
 
-def _weights_notes(packed: PackedWeights, saved: dict[str, str]) -> list[str]:
+def _describe_weights(packed: PackedWeights, saved: dict[str, str]) -> list[str]:
     notes = []
     if saved:
         names = ", ".join(sorted(set(saved.values())))

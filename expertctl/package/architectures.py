@@ -1,15 +1,133 @@
-"""The architectures that the decoder runs: a row for each holds all that differs in it.
+"""Typed, bounded reading of a base's configuration; every problem is kept, not only the first.
+
+``null`` counts as absent, except where a caller asks (`Fields.is_null`). After a problem a reader
+returns a harmless value of the right type, so that the rest of the file is still looked at.
+
+The architectures that the decoder runs: a row for each holds all that differs in it.
 
 The decoder knows no architecture by name. Values of a row are what transformers takes for absent
 keys of ``config.json``.
+
+What the routed experts of a base are: how many, where, how large, and how tokens are routed.
+
+A layer has either one dense feed-forward network, or a router, its experts, and with some
+architectures a shared expert that reads every token.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeVar
 
-Bias = Literal["never", "always", "configured", "configured_apart"]
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+_T = TypeVar("_T")
+
+
+class ConfigFields:
+    """One JSON object of a configuration and the problems found in it so far."""
+
+    def __init__(
+        self, values: JsonObject, *, prefix: str = "", problems: list[str] | None = None
+    ) -> None:
+        """Read ``values``; nested objects share the list of ``problems``."""
+        self.values = values
+        self.problems = [] if problems is None else problems
+        self._prefix = prefix
+
+    def get(self, name: str) -> JsonValue:
+        """Return the raw value, None when absent."""
+        return self.values.get(name)
+
+    def is_null(self, name: str) -> bool:
+        """Tell whether the value is there and null, for the few keys where that is not absence."""
+        return name in self.values and self.values[name] is None
+
+    def read_integer(
+        self, name: str, *, minimum: int, maximum: int, default: int | None = None
+    ) -> int:
+        """Return a whole number between ``low`` and ``high``; without default it must be there."""
+        value = self._read_value(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
+            return value
+        return self._add_wrong_type(
+            name, value, f"a whole number from {minimum} to {maximum}", minimum
+        )
+
+    def read_number(
+        self, name: str, *, minimum: float, maximum: float, default: float | None = None
+    ) -> float:
+        """Return a number between ``low`` and ``high``; without default it must be there."""
+        value = self._read_value(name, default)
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and minimum <= value <= maximum
+        ):
+            return float(value)
+        return self._add_wrong_type(
+            name, value, f"a number from {minimum:g} to {maximum:g}", minimum
+        )
+
+    def read_boolean(self, name: str, *, default: bool) -> bool:
+        """Return true or false."""
+        value = self._read_value(name, default)
+        return (
+            value
+            if isinstance(value, bool)
+            else self._add_wrong_type(name, value, "a boolean", default)
+        )
+
+    def read_text(self, name: str, *, default: str | None = None) -> str:
+        """Return a string; without default it must be there."""
+        value = self._read_value(name, default)
+        return (
+            value if isinstance(value, str) else self._add_wrong_type(name, value, "a string", "")
+        )
+
+    def read_nested(self, name: str) -> "ConfigFields":
+        """Return an object inside this one, empty when absent."""
+        value = self._read_value(name, None)
+        if value is None or isinstance(value, dict):
+            return ConfigFields(
+                value or {}, prefix=f"{self._prefix}{name}.", problems=self.problems
+            )
+        return self._add_wrong_type(
+            name, value, "an object", ConfigFields({}, problems=self.problems)
+        )
+
+    def add_problem(self, name: str, why: str) -> None:
+        """Note a problem with a field."""
+        self.problems.append(f"{self._prefix}{name} {why}")
+
+    def raise_problems(self, what: str) -> None:
+        """Raise what was found.
+
+        Raises:
+            InvalidPackageError: when there is any problem.
+        """
+        if self.problems:
+            raise InvalidPackageError(what, self.problems)
+
+    def _read_value(self, name: str, default: JsonValue) -> JsonValue:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def _add_wrong_type(self, name: str, value: JsonValue, expected: str, instead: _T) -> _T:
+        self.add_problem(name, f"is {_format_value(value)}, it must be {expected}")
+        return instead
+
+
+def _format_value(value: JsonValue) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(value)[:40]
+
+
+BiasRule = Literal["never", "always", "configured", "configured_apart"]
 """``configured_apart``: queries, keys and values have a key of their own, ``qkv_bias``."""
-Window = Literal[
+WindowRule = Literal[
     "none",
     "every_layer",
     "every_layer_or_none",
@@ -18,16 +136,16 @@ Window = Literal[
     "late_layers_always",
     "even_layers",
 ]
-"""Which layers see only a window of earlier tokens; see `expertctl.package.layer_windows`."""
-Norms = Literal["none", "head", "projection"]
+"""Which layers see only a window of earlier tokens; see `expertctl.package.attention_config`."""
+NormRule = Literal["none", "head", "projection"]
 """What queries and keys are normed over: one head, or all heads together."""
 Scoring = Literal["softmax", "sigmoid"]
-RoutedLayers = Literal["all", "by_step", "after_first"]
-Shared = Literal["none", "gated", "several"]
+RoutedLayersRule = Literal["all", "by_step", "after_first"]
+SharedExpertRule = Literal["none", "gated", "several"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsRow:
+class ExpertsRules:
     """How an architecture routes tokens to experts; without a default a key must be there."""
 
     count_names: tuple[str, ...]
@@ -36,11 +154,11 @@ class ExpertsRow:
     used: int | None = None
     size: int | None = None
     """The default for ``moe_intermediate_size``; None: the intermediate size of the base."""
-    layers: RoutedLayers = "all"
+    layers: RoutedLayersRule = "all"
     scoring: Scoring = "softmax"
     normalised: bool | None = None
     """None: ``norm_topk_prob`` says it."""
-    shared: Shared = "none"
+    shared: SharedExpertRule = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +169,19 @@ class Architecture:
     max_positions: int
     norm_eps: float = 1e-6
     theta: float = 10_000.0
-    qkv_bias: Bias = "never"
-    output_bias: Bias = "never"
-    mlp_bias: Bias = "never"
-    norms: Norms = "none"
+    qkv_bias: BiasRule = "never"
+    output_bias: BiasRule = "never"
+    mlp_bias: BiasRule = "never"
+    norms: NormRule = "none"
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
-    window: Window = "none"
-    experts: ExpertsRow | None = None
+    window: WindowRule = "none"
+    experts: ExpertsRules | None = None
     refused: str | None = None
     """A key whose values, except null, mean something that the decoder does not compute."""
 
 
-_COUNTS = ("num_experts", "num_local_experts")
+_COUNT_NAMES = ("num_experts", "num_local_experts")
 
 ARCHITECTURES = {
     "llama": Architecture(
@@ -100,7 +218,7 @@ ARCHITECTURES = {
         theta=1_000_000.0,
         kv_heads=8,
         window="every_layer_or_none",
-        experts=ExpertsRow(count_names=_COUNTS, count=8, used=2, normalised=True),
+        experts=ExpertsRules(count_names=_COUNT_NAMES, count=8, used=2, normalised=True),
     ),
     "qwen2_moe": Architecture(
         class_name="Qwen2MoeForCausalLM",
@@ -108,8 +226,13 @@ ARCHITECTURES = {
         qkv_bias="configured_apart",
         kv_heads=16,
         window="even_layers",
-        experts=ExpertsRow(
-            count_names=_COUNTS[:1], count=60, used=4, size=1408, layers="by_step", shared="gated"
+        experts=ExpertsRules(
+            count_names=_COUNT_NAMES[:1],
+            count=60,
+            used=4,
+            size=1408,
+            layers="by_step",
+            shared="gated",
         ),
     ),
     "qwen3_moe": Architecture(
@@ -120,7 +243,9 @@ ARCHITECTURES = {
         norms="head",
         kv_heads=4,
         window="every_layer_if_used",
-        experts=ExpertsRow(count_names=_COUNTS, count=128, used=8, size=768, layers="by_step"),
+        experts=ExpertsRules(
+            count_names=_COUNT_NAMES, count=128, used=8, size=768, layers="by_step"
+        ),
     ),
     "olmoe": Architecture(
         class_name="OlmoeForCausalLM",
@@ -129,7 +254,7 @@ ARCHITECTURES = {
         qkv_bias="configured",
         output_bias="configured",
         norms="projection",
-        experts=ExpertsRow(count_names=_COUNTS, count=64, used=8),
+        experts=ExpertsRules(count_names=_COUNT_NAMES, count=64, used=8),
         refused="clip_qkv",
     ),
     "dots1": Architecture(
@@ -140,7 +265,7 @@ ARCHITECTURES = {
         norms="head",
         kv_heads=32,
         window="late_layers_always",
-        experts=ExpertsRow(
+        experts=ExpertsRules(
             count_names=("n_routed_experts", "num_local_experts"),
             size=1408,
             layers="after_first",
@@ -149,3 +274,158 @@ ARCHITECTURES = {
         ),
     ),
 }
+
+
+MAX_EXPERTS_PER_LAYER = 1024
+"""The most experts of one layer."""
+MAX_EXPERTS_TOTAL = 1 << 16
+"""The most experts of all layers together; each has three matrices with names of their own."""
+_MAX_SIZE = 1 << 19
+_SIZE = "moe_intermediate_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The routed experts of a base: the same number and size in every layer that has any."""
+
+    count: int
+    used: int
+    """How many experts a token is routed to (top-k)."""
+    intermediate_size: int
+    layers: tuple[int, ...]
+    """The numbers of the layers that have routed experts; the others are dense."""
+    scoring: Scoring
+    normalised: bool
+    """Whether the weights of a token are divided by their sum."""
+    choice_bias: bool
+    """Whether a bias takes part in the choice of experts, but not in their weights."""
+    scale: float
+    """The factor that the weights are multiplied with in the end."""
+    shared_size: int
+    """The intermediate size of the expert that reads every token; 0: there is none."""
+    shared_gate: bool
+    """Whether the shared expert has a gate of its own that scales its output."""
+
+    def to_json(self) -> JsonObject:
+        """Return every field as the digest of a base holds it."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+def parse_experts_config(
+    fields: ConfigFields, row: ExpertsRules, *, layers: int, intermediate_size: int, what: str
+) -> ExpertsConfig:
+    """Read the keys that a row names; what is wrong is noted in ``fields``.
+
+    Raises:
+        IncompatibleError: for experts that are chosen by groups.
+    """
+    if row.scoring == "sigmoid":
+        _reject_groups(fields, what)
+    before = len(fields.problems)
+    count = _read_count(fields, row)
+    used = fields.read_integer(
+        "num_experts_per_tok", minimum=1, maximum=MAX_EXPERTS_PER_LAYER, default=row.used
+    )
+    if used > count and len(fields.problems) == before:
+        fields.add_problem(
+            "num_experts_per_tok", f"is {used}, more than the {count} that there are"
+        )
+    size = intermediate_size
+    if row.size is not None:
+        size = fields.read_integer(_SIZE, minimum=1, maximum=_MAX_SIZE, default=row.size)
+    return ExpertsConfig(
+        count=count,
+        used=used,
+        intermediate_size=size,
+        layers=_read_layers(fields, row.layers, layers=layers, count=count),
+        scoring=row.scoring,
+        normalised=_read_normalised(fields, row),
+        choice_bias=row.scoring == "sigmoid",
+        scale=_read_scale(fields, row),
+        shared_size=_read_shared_size(fields, row, size),
+        shared_gate=row.shared == "gated",
+    )
+
+
+def _read_count(fields: ConfigFields, row: ExpertsRules) -> int:
+    """Read the number of experts from its one key, or from several that agree."""
+    before = len(fields.problems)
+    there = [name for name in row.count_names if fields.get(name) is not None]
+    names = there or row.count_names[:1]
+    counts = [
+        fields.read_integer(n, minimum=1, maximum=MAX_EXPERTS_PER_LAYER, default=row.count)
+        for n in names
+    ]
+    if len(set(counts)) > 1 and len(fields.problems) == before:
+        fields.add_problem(names[0], f"and {names[1]} are not the same number")
+    return counts[0]
+
+
+def _read_normalised(fields: ConfigFields, row: ExpertsRules) -> bool:
+    if row.normalised is not None:
+        return row.normalised
+    return fields.read_boolean("norm_topk_prob", default=False)
+
+
+def _read_scale(fields: ConfigFields, row: ExpertsRules) -> float:
+    if row.scoring != "sigmoid":
+        return 1.0
+    return fields.read_number("routed_scaling_factor", minimum=1e-3, maximum=1e3, default=1.0)
+
+
+def _read_shared_size(fields: ConfigFields, row: ExpertsRules, size: int) -> int:
+    match row.shared:
+        case "none":
+            return 0
+        case "gated":
+            name = "shared_expert_intermediate_size"
+            return fields.read_integer(name, minimum=1, maximum=_MAX_SIZE, default=5632)
+        case "several":
+            return size * fields.read_integer(
+                "n_shared_experts", minimum=1, maximum=MAX_EXPERTS_PER_LAYER
+            )
+
+
+def _read_layers(
+    fields: ConfigFields, rule: RoutedLayersRule, *, layers: int, count: int
+) -> tuple[int, ...]:
+    match rule:
+        case "all":
+            routed = list(range(layers))
+        case "by_step":
+            step = fields.read_integer("decoder_sparse_step", minimum=1, maximum=1 << 20, default=1)
+            dense = _read_dense_layers(fields)
+            routed = [n for n in range(layers) if (n + 1) % step == 0 and n not in dense]
+        case "after_first":
+            first = fields.read_integer(
+                "first_k_dense_replace", minimum=0, maximum=1 << 20, default=0
+            )
+            routed = list(range(first, layers))
+    if not routed:
+        fields.add_problem("num_hidden_layers", f"is {layers}, and no layer has routed experts")
+    if len(routed) * count > MAX_EXPERTS_TOTAL:
+        fields.add_problem(
+            "num_hidden_layers", f"is {layers}: with {count} experts in each, that is too many"
+        )
+    return tuple(routed)
+
+
+def _read_dense_layers(fields: ConfigFields) -> set[int]:
+    """Which layers ``mlp_only_layers`` names; numbers of layers that do not exist mean nothing."""
+    name = "mlp_only_layers"
+    value = fields.get(name)
+    if value is None:
+        return set()
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        fields.add_problem(name, "must be a list of numbers of layers")
+        return set()
+    return {number for number in value if isinstance(number, int)}
+
+
+def _reject_groups(fields: ConfigFields, what: str) -> None:
+    groups = fields.read_integer("n_group", minimum=1, maximum=1 << 10, default=1)
+    if groups > 1:
+        raise IncompatibleError(
+            f"{what}: experts that are chosen by groups (n_group {groups}) are not supported",
+            hint="supported is n_group 1",
+        )

@@ -1,32 +1,228 @@
-"""What a base model is, read from its Hugging Face directory without torch.
+"""Threads that hash files, and stop early when the caller was interrupted.
+
+The configuration of a base as transformers reads it: any architecture, nothing interpreted.
+
+Our own decoder needs none of this. A base of an architecture that it does not know is named by its
+whole ``config.json``, without the fields in `_NOT_COMPUTED`: who wrote the file, with which
+library, from where, which implementation ran it there. What would make transformers run foreign
+code, read other files or quantise is refused by name, at any depth.
+
+What a base model is, read from its Hugging Face directory without torch.
 
 A base is named by three digests: ``arch`` (the configuration that the decoder runs on, with the
 names and shapes of all tensors), ``weights`` (every tensor's bytes; a tied head counts once) and
 the tokenizer: by the bytes of tokenizer.json (version 1) and by its canonical form (version 2, see
-`expertctl.package.tokenizer_form`). Only safetensors are read. A *foreign* base is one that
+`expertctl.package.tokenizer`). Only safetensors are read. A *foreign* base is one that
 our decoder does not run: its whole configuration and every tensor of its files count.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import as_completed
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from expertctl.digest import CHUNK, Digest, Progress, no_progress
-from expertctl.errors import InvalidPackageError
+from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.architectures import ARCHITECTURES, ConfigFields
 from expertctl.package.base_tensors import (
     StoredTensor,
-    base_tensors,
-    find_file,
-    foreign_tensors,
+    find_base_file,
+    read_base_tensors,
+    read_foreign_tensors,
 )
-from expertctl.package.foreign_config import ForeignConfig, read_base_config
-from expertctl.package.hashing_threads import hashing_threads
-from expertctl.package.model_config import ModelConfig
-from expertctl.package.tokenizer_form import MAX_TOKENIZER_BYTES, tokenizer_digest
-from expertctl.schema.strict_json import JsonObject, canonical, read_bounded
+from expertctl.package.model_config import (
+    CONFIG_FILE,
+    ModelConfig,
+    parse_model_config,
+    read_config_document,
+)
+from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES, compute_tokenizer_digest
+from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, read_bounded
+
+MAX_HASHING_THREADS = 4
+
+
+class _HashingCancelledError(Exception):
+    """The digest is no longer wanted."""
+
+
+@contextmanager
+def open_hashing_threads() -> Iterator[tuple[ThreadPoolExecutor, Progress]]:
+    """Lend threads, and a function that each must call for every chunk that it hashes.
+
+    It raises in the threads once the block was left by an exception, so that hashing even large
+    files stops soon; otherwise Ctrl-C would wait for all files that were begun.
+    """
+    given_up = Event()
+
+    def go_on(_: int) -> None:
+        if given_up.is_set():
+            raise _HashingCancelledError
+
+    with ThreadPoolExecutor(min(MAX_HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        try:
+            yield pool, go_on
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_NOT_COMPUTED = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "_name_or_path",
+        "attn_implementation",
+        "dtype",
+        "experts_implementation",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_REFUSED: Mapping[str, str] = {
+    "auto_map": "it names code of its own, which is never run",
+    "custom_pipelines": "it names code of its own, which is never run",
+    "trust_remote_code": "code that comes with a model is never run",
+    "quantization_config": "quantised weights are not supported",
+    "compression_config": "quantised weights are not supported",
+    "transformers_weights": "it names other weights than the base has",
+    "fusion_config": "replaced layers are not supported",
+    "kernel_config": "replaced layers are not supported",
+    "distributed_config": "models in several parts are not supported",
+}
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_BARE_MODELS: Mapping[str, str] = {"gpt2": "transformer", "bloom": "transformer", "opt": "model"}
+"""Architectures also published without their head, and the prefix that tensor names lack then."""
+HEAD_NAMES = ("lm_head", "embed_out")
+"""What architectures call the layer that gives the scores, as wide as their tokens."""
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""What architectures call the number of tokens that they read."""
+DEFAULT_MAX_POSITIONS = 2048
+"""The context length of a base that does not state one."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignConfig:
+    """A causal language model that transformers may run; ``values`` is all that it computes by."""
+
+    architecture: str
+    values: JsonObject
+
+    @property
+    def max_positions(self) -> int:
+        """How many tokens it says that it reads; transformers may know better."""
+        stated = (self.values.get(name) for name in LENGTH_NAMES)
+        return next((n for n in stated if isinstance(n, int) and n > 0), DEFAULT_MAX_POSITIONS)
+
+    def to_json(self) -> JsonObject:
+        """Return what the digest of a base holds; no `ModelConfig` ever looks like it."""
+        return {"engine": "transformers", "values": self.values}
+
+    def linear_shapes(self, tensors: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
+        """Return ``(out, in)`` of every matrix of the base, by the module's name in transformers.
+
+        A bias is as long as the output, so it tells the layers that store a matrix as [in, out].
+        A head that is tied has the shape of the matrix that it is tied to.
+        """
+        prefix = self._find_absent_prefix(tensors)
+        shapes: dict[str, tuple[int, int]] = {}
+        rows = self.values.get("vocab_size")
+        tokens = [s for s in tensors.values() if len(s) == 2 and s[0] == rows]
+        if tokens and not any(f"{head}.weight" in tensors for head in HEAD_NAMES):
+            shapes[HEAD_NAMES[0]] = (tokens[0][0], tokens[0][1])
+        for name, shape in tensors.items():
+            module = name.removesuffix(".weight")
+            if module != name and len(shape) == 2:
+                flipped = shape[0] != shape[1] and tensors.get(f"{module}.bias") == shape[1:]
+                out, into = reversed(shape) if flipped else shape
+                shapes[module if module in HEAD_NAMES else f"{prefix}{module}"] = (out, into)
+        return shapes
+
+    def _find_absent_prefix(self, tensors: Mapping[str, Shape]) -> str:
+        prefix = f"{_BARE_MODELS[self.architecture]}." if self.architecture in _BARE_MODELS else ""
+        return "" if any(name.startswith(prefix) for name in tensors) else prefix
+
+
+def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
+    """Read the configuration of a base: strictly where our decoder runs it.
+
+    Raises:
+        NotFoundError: when there is none.
+        IncompatibleError: when neither engine runs such a model.
+        InvalidPackageError: when it is malformed.
+    """
+    document, what = read_config_document(directory), str(directory / CONFIG_FILE)
+    kind = document.get("model_type")
+    if not isinstance(kind, str) or kind in ARCHITECTURES:
+        return parse_model_config(document, what=what)
+    return parse_foreign_config(document, what=what)
+
+
+def parse_foreign_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ForeignConfig:
+    """Check a configuration that transformers is to read, of whatever architecture.
+
+    Raises:
+        IncompatibleError: when it is no causal language model, or would do more than compute.
+        InvalidPackageError: when it does not say what it is.
+    """
+    fields = ConfigFields(document)
+    kind = fields.read_text("model_type")
+    fields.raise_problems(what)
+    for name in _iter_names(document):
+        if name in _REFUSED:
+            raise IncompatibleError(
+                f"{what}: {name}: {_REFUSED[name]}",
+                hint="use a base that transformers itself supports, in float32, float16 or "
+                "bfloat16",
+            )
+    _require_language_model(document, kind, what)
+    return ForeignConfig(kind, _strip_uncomputed(document))
+
+
+def _require_language_model(document: JsonObject, kind: str, what: str) -> None:
+    classes = document.get("architectures")
+    if not isinstance(classes, list):
+        raise InvalidPackageError(what, ["architectures is missing, it must name one class"])
+    named = [name for name in classes if isinstance(name, str)]
+    if len(classes) != 1 or len(named) != 1 or not named[0].endswith(_CAUSAL_SUFFIXES):
+        raise IncompatibleError(
+            f"{what}: architecture {kind[:100]!r} as {str(classes)[:200]} is not supported",
+            hint="a base must be a causal language model: …ForCausalLM or …LMHeadModel",
+        )
+
+
+def _iter_names(value: JsonValue) -> Iterator[str]:
+    """Every key that has a value, however deep; null is what a default looks like."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if inner is not None:
+                yield name
+                yield from _iter_names(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _iter_names(inner)
+
+
+def _strip_uncomputed(document: JsonObject) -> JsonObject:
+    return {
+        name: _strip_uncomputed(value) if isinstance(value, dict) else value
+        for name, value in document.items()
+        if name not in _NOT_COMPUTED
+    }
+
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -44,12 +240,12 @@ class BaseIdentity:
     canonical_tokenizer: Digest | None = field(default=None, compare=False)
     """Version 2; ``None`` where the file cannot be read any more. It follows from the file."""
 
-    def tokenizer_of(self, version: int) -> Digest | None:
+    def tokenizer_for_version(self, version: int) -> Digest | None:
         """Return the digest of the tokenizer that a package of some version states."""
         return self.tokenizer if version == 1 else self.canonical_tokenizer
 
 
-def is_saved_again(known: BaseIdentity, found: BaseIdentity) -> bool:
+def differs_in_tokenizer_form_only(known: BaseIdentity, found: BaseIdentity) -> bool:
     """Tell whether two bases differ at most in the form in which the tokenizer was saved."""
     canonical_form = known.canonical_tokenizer
     same_form = canonical_form is not None and canonical_form == found.canonical_tokenizer
@@ -80,7 +276,7 @@ class BaseHeaders:
     foreign: bool
 
 
-def read_headers(directory: Path) -> BaseHeaders:
+def read_base_headers(directory: Path) -> BaseHeaders:
     """Read what a base is without its weights.
 
     Raises:
@@ -91,11 +287,11 @@ def read_headers(directory: Path) -> BaseHeaders:
     config = read_base_config(directory)
     match config:
         case ModelConfig():
-            stored = base_tensors(directory, config)
+            stored = read_base_tensors(directory, config)
             tensors = {name: stored[name] for name in sorted(config.tensor_shapes())}
             return BaseHeaders(config.to_json(), tensors, config.linear_shapes(), foreign=False)
         case ForeignConfig():
-            tensors = foreign_tensors(directory)
+            tensors = read_foreign_tensors(directory)
             shapes = config.linear_shapes({n: t.info.shape for n, t in tensors.items()})
             return BaseHeaders(config.to_json(), tensors, shapes, foreign=True)
 
@@ -105,7 +301,7 @@ def read_base(
     *,
     name: str | None = None,
     revision: str | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> BaseFacts:
     """Read a whole base and name it; ``name`` defaults to the directory's.
 
@@ -114,45 +310,47 @@ def read_base(
         IncompatibleError: when no engine supports such a model.
         InvalidPackageError: when it is not a base that can be read.
     """
-    headers = read_headers(directory)
+    headers = read_base_headers(directory)
     tokenizer = _read_tokenizer(directory, progress)
     identity = BaseIdentity(
         name=name or directory.resolve().name,
         revision=revision,
-        arch=_arch(headers),
-        weights=_weights(headers.tensors, progress),
-        tokenizer=Digest.of(tokenizer),
-        canonical_tokenizer=tokenizer_digest(tokenizer, what=TOKENIZER_FILE),
+        arch=_compute_arch_digest(headers),
+        weights=_hash_weights(headers.tensors, progress),
+        tokenizer=Digest.compute(tokenizer),
+        canonical_tokenizer=compute_tokenizer_digest(tokenizer, what=TOKENIZER_FILE),
     )
     return BaseFacts(identity, headers.shapes, headers.foreign, directory)
 
 
-def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]) -> Digest:
+def compute_weights_digest(
+    tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]
+) -> Digest:
     """Return the digest of a base's weights, over name, dtype and hex sha256 of each tensor."""
     rows: list[list[Any]] = [[n, tensors[n].info.dtype, digests[n]] for n in sorted(digests)]
-    return Digest.of(canonical(rows))
+    return Digest.compute(encode_canonical(rows))
 
 
-def _arch(headers: BaseHeaders) -> Digest:
+def _compute_arch_digest(headers: BaseHeaders) -> Digest:
     shapes = [[name, list(tensor.info.shape)] for name, tensor in headers.tensors.items()]
-    return Digest.of(canonical({"config": headers.config, "tensors": shapes}))
+    return Digest.compute(encode_canonical({"config": headers.config, "tensors": shapes}))
 
 
 def _read_tokenizer(directory: Path, progress: Progress) -> bytes:
-    data = read_bounded(find_file(directory, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+    data = read_bounded(find_base_file(directory, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
     progress(len(data))
     return data
 
 
-def _weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:
+def _hash_weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:
     """Hash every tensor, in threads: hashing and reading both leave the interpreter free."""
     digests: dict[str, str] = {}
-    with hashing_threads() as (pool, go_on):
+    with open_hashing_threads() as (pool, go_on):
         tasks = {pool.submit(_hash_tensor, tensor, go_on): n for n, tensor in tensors.items()}
         for task in as_completed(tasks):
             digests[tasks[task]] = task.result()
             progress(tensors[tasks[task]].size)
-    return weights_digest(tensors, digests)
+    return compute_weights_digest(tensors, digests)
 
 
 def _hash_tensor(tensor: StoredTensor, go_on: Progress) -> str:
@@ -167,7 +365,7 @@ def _hash_tensor(tensor: StoredTensor, go_on: Progress) -> str:
 
 
 def _read_tensor(tensor: StoredTensor, use: Callable[[memoryview], None]) -> None:
-    buffer = bytearray(min(CHUNK, tensor.size))
+    buffer = bytearray(min(READ_CHUNK, tensor.size))
     view, left = memoryview(buffer), tensor.size
     with tensor.path.open("rb", buffering=0) as stream:
         stream.seek(tensor.offset)

@@ -1,30 +1,148 @@
-"""The tensors of a base as its safetensors files hold them, without torch.
+"""What the modules of a layer with routed experts are called: one name each, whatever files say.
+
+Mixtral and the libraries that adapt it write ``block_sparse_moe.experts.3.w1`` for what is
+``mlp.experts.3.gate_proj`` here, and some architectures ``mlp.shared_experts`` for
+``mlp.shared_expert``.
+
+The layouts in which files hold routed experts: each matrix apart, or those of a layer stacked.
+
+In either layout, each matrix of each expert becomes a tensor of its own: a range of rows of what is
+stored. So the digest of a base, its loading and reading some rows do not depend on the layout.
+
+The tensors of a base as its safetensors files hold them, without torch.
 
 What a base must hold follows from its configuration (`ModelConfig.tensor_shapes`). It is checked
 here, from the headers alone, both for naming a base and for loading it.
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
-from expertctl.package.expert_layouts import Source, canonical_sources
-from expertctl.package.experts_config import ExpertsConfig
-from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
+
+_MODULE = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.(?:block_sparse_moe|mlp)\.(?P<rest>.+)")
+_HALF = re.compile(r"(?P<expert>experts\.[0-9]+)\.(?P<half>w[123])(?P<end>\..*)?")
+_HALVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_SHARED = re.compile(r"shared_experts(?=\.)")
+_ROUTER = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.mlp\.gate")
+
+
+def canonicalise_name(name: str) -> str:
+    """Return our name of a module or of a tensor; most are named so already."""
+    match = _MODULE.fullmatch(name)
+    if match is None:
+        return name
+    rest = _SHARED.sub("shared_expert", match["rest"], count=1)
+    half = _HALF.fullmatch(rest)
+    if half is not None:
+        rest = f"{half['expert']}.{_HALVES[half['half']]}{half['end'] or ''}"
+    return f"{match['layer']}.mlp.{rest}"
+
+
+def find_base_name(module: str, known: Container[str]) -> str:
+    """Return what a base calls the module that an adapter changes; its own names go first."""
+    return module if module in known else canonicalise_name(module)
+
+
+def explain_absent_module(module: str, known: Container[str]) -> str:
+    """Say why an adapter may not change a module that is not among the layers of a base."""
+    match = _ROUTER.fullmatch(canonicalise_name(module))
+    if match is not None and f"{match['layer']}.mlp.experts.0.gate_proj" in known:
+        return "it chooses the experts of its layer, and no adapter may change that"
+    return "the base has no such linear layer"
+
+
+_STACK = re.compile(
+    r"(?P<experts>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.mlp\.experts)"
+    r"\.(?P<kind>gate_up|down)_proj"
+)
+_LAYOUT_PATTERNS = {
+    "stacked": re.compile(r".*\.experts\.(gate_up_proj|down_proj)"),
+    "as w1, w2 and w3": re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight"),
+    "each matrix apart": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Where a tensor comes from: a whole stored tensor, or some of its rows."""
+
+    stored_name: str
+    row: int
+    """The first of its rows, where a stack counts as one matrix."""
+    info: TensorInfo
+
+
+def find_canonical_sources(
+    infos: Mapping[str, TensorInfo], experts: ExpertsConfig, *, hidden: int, problems: list[str]
+) -> dict[str, SourceRows]:
+    """Return every tensor by our name for it; what is contradictory goes to ``problems``."""
+    problems += _find_mixed_layouts(infos)
+    sources: dict[str, SourceRows] = {}
+    for stored, info in infos.items():
+        for name, source in _slice_stack(stored, info, experts, hidden, problems):
+            if name in sources:
+                problems.append(
+                    f"{name}: it is there as {sources[name].stored_name} and as {stored}"
+                )
+            sources[name] = source
+    return sources
+
+
+def _find_mixed_layouts(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """All experts of a base are stored in one layout; with two, some would be stored twice."""
+    firsts = {
+        way: next((name for name in infos if pattern.fullmatch(name)), None)
+        for way, pattern in _LAYOUT_PATTERNS.items()
+    }
+    found = [f"{way} ({first})" for way, first in firsts.items() if first is not None]
+    return [f"experts are stored {' and '.join(found)}; one way is needed"] if found[1:] else []
+
+
+def _slice_stack(
+    stored: str, info: TensorInfo, experts: ExpertsConfig, hidden: int, problems: list[str]
+) -> Iterator[tuple[str, SourceRows]]:
+    name = canonicalise_name(stored)
+    match = _STACK.fullmatch(name)
+    if match is None or int(match["layer"]) not in experts.layers:
+        yield (
+            name,
+            SourceRows(stored, 0, info),
+        )  # the stack of a layer that is not there stays whole
+        return
+    inner = experts.intermediate_size
+    halves = {"gate_proj": inner, "up_proj": inner} if match["kind"] == "gate_up" else {}
+    rows, columns = (halves, hidden) if halves else ({"down_proj": hidden}, inner)
+    wanted = (experts.count, sum(rows.values()), columns)
+    if info.shape != wanted:
+        problems.append(f"tensor {stored} is {list(info.shape)}, {list(wanted)} by config.json")
+        return
+    row_bytes = (info.end - info.begin) // (wanted[0] * wanted[1])
+    first = 0
+    for number in range(experts.count):
+        for module, count in rows.items():
+            begin = info.begin + first * row_bytes
+            part = TensorInfo(info.dtype, (count, columns), begin, begin + count * row_bytes)
+            yield f"{match['experts']}.{number}.{module}.weight", SourceRows(stored, first, part)
+            first += count
+
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
-_SHOWN = 20
+_MAX_SHOWN_NAMES = 20
 _DTYPES = ("F32", "F16", "BF16")
-_MASKS = ("BOOL", "U8")
+_MASK_DTYPES = ("BOOL", "U8")
 """What older files hold besides weights: attention masks as buffers."""
-_DERIVED = ".rotary_emb.inv_freq"  # old files hold it, it follows from the configuration
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old files hold it, it follows from the configuration
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -37,7 +155,7 @@ class FileState:
     modified_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> "FileState":
+    def from_stat(cls, found: os.stat_result) -> "FileState":
         """Return the state that a stat tells."""
         return cls(found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -70,14 +188,14 @@ class StoredTensor:
             OSError: when it cannot be opened.
         """
         stream = FileIO(self.path)
-        if self.file is not None and FileState.of(os.fstat(stream.fileno())) != self.file:
+        if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
             stream.close()
             changed = "it was changed while the base is in memory; load the base again"
             raise InvalidPackageError(str(self.path), [changed])
         return stream
 
 
-def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return every tensor that a configuration names, and a tied head where it is stored too.
 
     Names are those of the configuration, whatever the files call a tensor or keep it in.
@@ -89,18 +207,18 @@ def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor
         IncompatibleError: for a dtype that is not a float.
     """
     found = _read_tables(directory)
-    tensors = {name: found[name] for name in found if not name.endswith(_DERIVED)}
+    tensors = {name: found[name] for name in found if not name.endswith(_DERIVED_SUFFIX)}
     problems: list[str] = []
     if config.experts is not None:
-        tensors = _canonical(tensors, config, config.experts, problems)
-    problems = problems[:_SHOWN] or _problems(tensors, config)
+        tensors = _canonicalise(tensors, config, config.experts, problems)
+    problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
     _require_floats(directory, tensors)
     return tensors
 
 
-def foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
+def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a base whose configuration names none, sorted by name.
 
     Raises:
@@ -109,13 +227,13 @@ def foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
         IncompatibleError: for weights that are not floats.
     """
     found = _read_tables(directory)
-    tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED)}
+    tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED_SUFFIX)}
     weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}
     _require_floats(directory, weights)
     return tensors
 
 
-def weight_files(directory: Path) -> list[Path]:
+def find_weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a base, as its index names them.
 
     Raises:
@@ -123,16 +241,16 @@ def weight_files(directory: Path) -> list[Path]:
         InvalidPackageError: when the index is malformed.
     """
     if not (directory / INDEX_FILE).is_file():
-        return [find_file(directory, WEIGHTS_FILE)]
-    names = sorted(set(_weight_map(directory).values()))
+        return [find_base_file(directory, WEIGHTS_FILE)]
+    names = sorted(set(_read_weight_map(directory).values()))
     odd = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if odd:
         problems = [f"{name[:80]!r} is not the name of a safetensors file" for name in odd]
         raise InvalidPackageError(str(directory / INDEX_FILE), problems)
-    return [find_file(directory, name) for name in names]
+    return [find_base_file(directory, name) for name in names]
 
 
-def find_file(directory: Path, name: str) -> Path:
+def find_base_file(directory: Path, name: str) -> Path:
     """Return the path of a file that a base must have.
 
     Raises:
@@ -160,61 +278,67 @@ def _require_floats(directory: Path, tensors: Mapping[str, StoredTensor]) -> Non
 
 
 def _is_mask(name: str, tensor: StoredTensor) -> bool:
-    return tensor.info.dtype in _MASKS and not name.endswith(".weight")
+    return tensor.info.dtype in _MASK_DTYPES and not name.endswith(".weight")
 
 
 def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
-    for path in weight_files(directory):
-        state = FileState.of(path.stat())
+    for path in find_weight_files(directory):
+        state = FileState.from_stat(path.stat())
         table = read_table(path, limits=BASE_LIMITS)
         for name, info in table.tensors.items():
             if name in tensors:
                 problems.append(f"{name}: in {tensors[name].path.name} and in {path.name}")
             offset = table.data_offset + info.begin
             tensors[name] = StoredTensor(path, info, offset, name, file=state)
-    problems += _index_problems(directory, tensors)
+    problems += _find_index_problems(directory, tensors)
     if problems:
-        raise InvalidPackageError(str(directory), problems[:_SHOWN])
+        raise InvalidPackageError(str(directory), problems[:_MAX_SHOWN_NAMES])
     return tensors
 
 
-def _canonical(
+def _canonicalise(
     found: Mapping[str, StoredTensor],
     config: ModelConfig,
     experts: ExpertsConfig,
     problems: list[str],
 ) -> dict[str, StoredTensor]:
     infos = {name: tensor.info for name, tensor in found.items()}
-    sources = canonical_sources(infos, experts, hidden=config.hidden_size, problems=problems)
-    return {name: _part(found[source.stored], source) for name, source in sources.items()}
+    sources = find_canonical_sources(infos, experts, hidden=config.hidden_size, problems=problems)
+    return {
+        name: _slice_tensor(found[source.stored_name], source) for name, source in sources.items()
+    }
 
 
-def _part(whole: StoredTensor, source: Source) -> StoredTensor:
+def _slice_tensor(whole: StoredTensor, source: SourceRows) -> StoredTensor:
     offset = whole.offset + source.info.begin - whole.info.begin
-    return StoredTensor(whole.path, source.info, offset, source.stored, source.row, whole.file)
+    return StoredTensor(whole.path, source.info, offset, source.stored_name, source.row, whole.file)
 
 
-def _problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:
+def _find_tensor_problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:
     needed = config.tensor_shapes()
-    wanted = {**needed, HEAD: needed[EMBEDDING]}  # a tied head may be stored as well
-    problems = _listed("missing tensor", sorted(needed.keys() - found.keys()))
-    problems += _listed("unexpected tensor", sorted(found.keys() - wanted.keys()))
+    wanted = {**needed, HEAD_TENSOR: needed[EMBEDDING_TENSOR]}  # a tied head may be stored as well
+    problems = _format_listed("missing tensor", sorted(needed.keys() - found.keys()))
+    problems += _format_listed("unexpected tensor", sorted(found.keys() - wanted.keys()))
     wrong = [
         f"{name} is {list(found[name].info.shape)}, {list(shape)} by config.json"
         for name, shape in wanted.items()
         if name in found and found[name].info.shape != shape
     ]
-    return problems + _listed("tensor", wrong)
+    return problems + _format_listed("tensor", wrong)
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
-    lines = [f"{what} {name[:200]}" for name in names[:_SHOWN]]
-    return [*lines, f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else lines
+def _format_listed(what: str, names: list[str]) -> list[str]:
+    lines = [f"{what} {name[:200]}" for name in names[:_MAX_SHOWN_NAMES]]
+    return (
+        [*lines, f"and {len(names) - _MAX_SHOWN_NAMES} more"]
+        if len(names) > _MAX_SHOWN_NAMES
+        else lines
+    )
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
+def _read_weight_map(directory: Path) -> dict[str, str]:
     path = directory / INDEX_FILE
     index = load_object(path.read_bytes(), what=str(path), max_bytes=_MAX_INDEX_BYTES)
     table = index.get("weight_map")
@@ -225,11 +349,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return {name: str(file) for name, file in table.items()}
 
 
-def _index_problems(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
+def _find_index_problems(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """The index must name exactly the tensors that the files hold."""
     if not (directory / INDEX_FILE).is_file():
         return []
-    expected = _weight_map(directory)
+    expected = _read_weight_map(directory)
     actual = {name: tensor.path.name for name, tensor in tensors.items()}
     wrong = sorted(n for n in {*expected, *actual} if expected.get(n) != actual.get(n))
     return [

@@ -2,56 +2,77 @@
 
 Everything is checked before anything is written, and all problems are reported at once. Only known
 files are packed: the manifest, what it names, the model card and licences.
+
+A measured result as an entry of ``evaluation`` in ``expert.json``, put into a planned build.
+
+The weights stay as they are; only the manifest changes, before anything is signed.
 """
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.errors import InvalidPackageError
+from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
+from expertctl.errors import InvalidPackageError, UsageError
 from expertctl.package.adapter_files import (
     AdapterFiles,
-    demand_adapter,
-    demand_directory,
+    ProblemCollector,
     read_adapter,
+    require_adapter,
+    require_directory,
+)
+from expertctl.package.adapter_weights import (
+    describe_no_effect,
+    find_extremes,
+    find_not_finite,
+    find_peaks,
 )
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.companions import differences, is_empty_card
-from expertctl.package.compatibility import check_base, check_tensors
-from expertctl.package.content import entry_problems, file_set_problems, named_files
+from expertctl.package.compatibility import check_expert_base, check_tensors
 from expertctl.package.draft import (
-    Overrides,
-    base_label,
-    base_problems,
-    complete,
-    encode,
-    named_adapters,
+    ManifestOverrides,
+    complete_manifest,
+    encode_manifest,
+    find_base_label,
+    find_base_problems,
+    list_named_adapters,
     read_draft,
 )
-from expertctl.package.findings import Findings
-from expertctl.package.frame import FAST
-from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
-from expertctl.package.numbers import extremes, not_finite, peaks, without_effect
-from expertctl.package.secrets_scan import document_problem
-from expertctl.package.source_files import SourceFile, source_file, source_names
-from expertctl.package.spool import signed_layout, with_document
-from expertctl.package.write import demand_folder, write_package
+from expertctl.package.frame import FASTEST_LEVEL
+from expertctl.package.layout import (
+    Blobs,
+    PackageLayout,
+    compute_content_digest,
+    describe_name_problem,
+    is_document,
+)
+from expertctl.package.peft_directory import compare_companions, is_empty_card
+from expertctl.package.read import find_entry_problems, find_file_set_problems, list_named_files
+from expertctl.package.source_files import (
+    SourceFile,
+    find_document_problem,
+    find_source_file,
+    list_source_names,
+)
+from expertctl.package.write import add_document, build_signed_layout, require_folder, write_package
 from expertctl.schema.manifest import (
     MANIFEST_PATH,
     MAX_MANIFEST_BYTES,
     SIGNATURE_PATH,
+    Evaluation,
     Manifest,
-    manifest_of,
+    build_manifest,
 )
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
 
-_STAND_IN: JsonObject = {
+_PLACEHOLDER_BASE: JsonObject = {
     "kind": "lora",
     "path": "adapter_model.safetensors",
     "config": "adapter_config.json",
@@ -63,7 +84,7 @@ _STAND_IN: JsonObject = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """A package that may be written: its manifest, and the files beside it, all checked."""
 
     directory: Path
@@ -94,7 +115,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildResult:
     """A package that was written."""
 
     path: Path
@@ -108,9 +129,9 @@ class Built:
     notes: tuple[str, ...]
 
 
-def draft(
+def draft_manifest(
     directory: Path,
-    overrides: Overrides,
+    overrides: ManifestOverrides,
     *,
     base: BaseFacts | None,
     examples: Sequence[str] = (),
@@ -126,9 +147,11 @@ def draft(
     existing = read_draft(directory)
     adapters = [
         read_adapter(directory, weights=weights, config=config, base=base)
-        for weights, config in named_adapters(existing.get("adapters"))
+        for weights, config in list_named_adapters(existing.get("adapters"))
     ]
-    document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
+    document = complete_manifest(
+        existing, overrides, directory=directory, adapters=adapters, base=base
+    )
     to_fill_in: Mapping[str, JsonObject] = {
         "routing": {
             "task": "default",
@@ -145,11 +168,11 @@ def draft(
 
 def plan_build(
     directory: Path,
-    overrides: Overrides,
+    overrides: ManifestOverrides,
     *,
     base: BaseFacts | None,
-    progress: Progress = no_progress,
-) -> Plan:
+    progress: Progress = ignore_progress,
+) -> BuildPlan:
     """Check a directory and decide what will be packed.
 
     Raises:
@@ -157,60 +180,68 @@ def plan_build(
         UsageError: when it is a file.
         InvalidPackageError: with every problem.
     """
-    demand_directory(directory)
+    require_directory(directory)
     existing = read_draft(directory)
     if "adapters" not in existing:
-        demand_adapter(directory)
-    findings = Findings(str(directory))
+        require_adapter(directory)
+    findings = ProblemCollector(str(directory))
     adapters, whole = _read_adapters(directory, existing, base, findings)
-    document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
-    manifest = _manifest(directory, document, base, findings, whole=whole)
+    document = complete_manifest(
+        existing, overrides, directory=directory, adapters=adapters, base=base
+    )
+    manifest = _read_manifest(directory, document, base, findings, whole=whole)
     warnings = []
     for adapter in adapters:
-        warnings += _look_into(adapter, base, findings, progress=progress)
+        warnings += _check_numbers(adapter, base, findings, progress=progress)
     if manifest is None:
-        findings.raise_if_any()
+        findings.raise_problems()
     assert manifest is not None, "problems were raised"
-    warnings += _against(manifest, adapters, base, findings)
-    files, left_out = _choose(directory, manifest, findings)
-    findings.problems += _file_problems(directory, manifest, files)
-    findings.raise_if_any()
-    warnings += differences(directory, base, template=manifest.decoding.chat_template is not None)
-    text = _text(directory, existing, document)
+    warnings += _check_against(manifest, adapters, base, findings)
+    files, left_out = _choose_files(directory, manifest, findings)
+    findings.problems += _find_document_problems(directory, manifest, files)
+    findings.raise_problems()
+    warnings += compare_companions(
+        directory, base, template=manifest.decoding.chat_template is not None
+    )
+    text = _encode_document(directory, existing, document)
     notes = tuple(note for adapter in adapters for note in adapter.notes)
-    return Plan(directory, manifest, text, files, tuple(adapters), left_out, tuple(warnings), notes)
+    return BuildPlan(
+        directory, manifest, text, files, tuple(adapters), left_out, tuple(warnings), notes
+    )
 
 
-def build(
-    plan: Plan,
+def build_package(
+    plan: BuildPlan,
     output: Path,
     *,
     key: PrivateKey | None = None,
-    level: int = FAST,
-    progress: Progress = no_progress,
-) -> Built:
+    level: int = FASTEST_LEVEL,
+    progress: Progress = ignore_progress,
+) -> BuildResult:
     """Write the package that was planned, signed when there is a key.
 
-    ``level`` is zstd's; it changes the size of the file and no digest.
+    ``compute_level`` is zstd's; it changes the size of the file and no digest.
 
     Raises:
         DigestError: when a file changes while it is packed.
         NotFoundError: when the output's directory does not exist.
     """
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(output)) as folder:
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(output)) as folder:
         files, sources = _hash_files(plan, Path(folder), progress)
         signature = sign_files(files, name=plan.manifest.ref, key=key) if key is not None else None
-        layout = signed_layout(files, signature)
-        blobs = with_document(with_document(_blobs(sources), plan.document), signature)
+        layout = build_signed_layout(files, signature)
+        blobs = add_document(add_document(_open_sources(sources), plan.document), signature)
         write_package(output, layout, blobs, level=level, progress=progress)
-    return _built(plan, output, layout, key)
+    return _create_result(plan, output, layout, key)
 
 
-def _built(plan: Plan, output: Path, layout: Layout, key: PrivateKey | None) -> Built:
-    return Built(
+def _create_result(
+    plan: BuildPlan, output: Path, layout: PackageLayout, key: PrivateKey | None
+) -> BuildResult:
+    return BuildResult(
         path=output,
         manifest=plan.manifest,
-        content_digest=content_digest(layout.files),
+        content_digest=compute_content_digest(layout.files),
         package_digest=layout.package_digest,
         files=layout.files,
         signer=key.public.key_id if key is not None else None,
@@ -221,12 +252,12 @@ def _built(plan: Plan, output: Path, layout: Layout, key: PrivateKey | None) -> 
 
 
 def _read_adapters(
-    directory: Path, existing: JsonObject, base: BaseFacts | None, findings: Findings
+    directory: Path, existing: JsonObject, base: BaseFacts | None, findings: ProblemCollector
 ) -> tuple[list[AdapterFiles], bool]:
     """Read every adapter that the manifest names, or the one that PEFT saved; tell if all were."""
-    names = named_adapters(existing.get("adapters"))
+    names = list_named_adapters(existing.get("adapters"))
     read = [
-        findings.of(
+        findings.run_step(
             lambda w=weights, c=config: read_adapter(directory, weights=w, config=c, base=base)  # type: ignore[misc]  # defaults bind the loop's values
         )
         for weights, config in names
@@ -235,88 +266,90 @@ def _read_adapters(
     return adapters, len(adapters) == len(names)
 
 
-def _manifest(
+def _read_manifest(
     directory: Path,
     document: JsonObject,
     base: BaseFacts | None,
-    findings: Findings,
+    findings: ProblemCollector,
     *,
     whole: bool,
 ) -> Manifest | None:
     """Read the manifest; without a whole adapter, only what its author wrote can be wrong."""
     if not whole:
-        label = base_label(directory)
+        label = find_base_label(directory)
         if label is not None and base is None:
-            findings.problems += base_problems({"base": {"name": label}})
+            findings.problems += find_base_problems({"base": {"name": label}})
         if read_draft(directory):
-            findings.problems += _schema_problems({"adapters": [_STAND_IN], **document})
+            findings.problems += _find_schema_problems(
+                {"adapters": [_PLACEHOLDER_BASE], **document}
+            )
         return None
-    unknown = base_problems(document)
+    unknown = find_base_problems(document)
     findings.problems += unknown
     if unknown:
-        findings.problems += _schema_problems(document)
+        findings.problems += _find_schema_problems(document)
         return None
-    return findings.of(lambda: manifest_of(document))
+    return findings.run_step(lambda: build_manifest(document))
 
 
-def _look_into(
-    adapter: AdapterFiles, base: BaseFacts | None, findings: Findings, *, progress: Progress
+def _check_numbers(
+    adapter: AdapterFiles, base: BaseFacts | None, findings: ProblemCollector, *, progress: Progress
 ) -> list[str]:
     """Check every number of an adapter, and its shapes against the base; return warnings."""
     path = adapter.weights_path
     with adapter.weights.source.open() as stream:
-        found = peaks(stream, adapter.weights.kept, progress=progress)
-    problems = not_finite(found)
+        found = find_peaks(stream, adapter.weights.kept_table, progress=progress)
+    problems = find_not_finite(found)
     if base is not None:
         problems += check_tensors(adapter.spec, base.shapes, base=base.identity.name)
     findings.problems += [f"{path}: {problem}" for problem in problems]
-    doubts = [*extremes(adapter.spec, found), *without_effect(adapter.spec, found)]
+    doubts = [*find_extremes(adapter.spec, found), *describe_no_effect(adapter.spec, found)]
     return [f"{path}: {doubt}" for doubt in doubts]
 
 
-def _schema_problems(document: JsonObject) -> list[str]:
+def _find_schema_problems(document: JsonObject) -> list[str]:
     """What else is wrong with a manifest whose base is not known."""
     stand_in = f"sha256:{'0' * 64}"
     base = document.get("base")
     known = base if isinstance(base, dict) else {}
     filled = {"name": "unknown", "arch": stand_in, "tokenizer": stand_in}
     try:
-        manifest_of({**document, "base": {**filled, **{k: v for k, v in known.items() if v}}})
+        build_manifest({**document, "base": {**filled, **{k: v for k, v in known.items() if v}}})
     except InvalidPackageError as error:
         return [f"{error.what}: {problem}" for problem in error.problems]
     return []
 
 
-def _against(
+def _check_against(
     manifest: Manifest,
     adapters: list[AdapterFiles],
     base: BaseFacts | None,
-    findings: Findings,
+    findings: ProblemCollector,
 ) -> list[str]:
     """Check the manifest against the files and against the given base."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
     for entry in manifest.adapters:
         if entry.path in by_path:
             spec = by_path[entry.path].spec
-            findings.problems += [f"{entry.path}: {p}" for p in entry_problems(entry, spec)]
+            findings.problems += [f"{entry.path}: {p}" for p in find_entry_problems(entry, spec)]
     if base is None:
         return [f"{manifest.base.name} is not known here: tensors were not checked against it"]
-    return findings.of(lambda: check_base(manifest, base.identity)) or []
+    return findings.run_step(lambda: check_expert_base(manifest, base.identity)) or []
 
 
-def _choose(
-    directory: Path, manifest: Manifest, findings: Findings
+def _choose_files(
+    directory: Path, manifest: Manifest, findings: ProblemCollector
 ) -> tuple[tuple[SourceFile, ...], tuple[str, ...]]:
     """Return which files are packed beside the manifest, and the names that are left out."""
-    wanted = named_files(manifest) - {MANIFEST_PATH}
+    wanted = list_named_files(manifest) - {MANIFEST_PATH}
     packed: list[SourceFile] = []
     left_out = []
-    for name in source_names(directory):
+    for name in list_source_names(directory):
         if name in (MANIFEST_PATH, SIGNATURE_PATH):
             continue
         found = None
         if name in wanted or (is_document(name) and not (directory / name).is_dir()):
-            found = findings.of(lambda n=name: source_file(directory, n))  # type: ignore[misc]  # the default binds the loop's value
+            found = findings.run_step(lambda n=name: find_source_file(directory, n))  # type: ignore[misc]  # the default binds the loop's value
         if found is not None and (name in wanted or not is_empty_card(found)):
             packed.append(found)
         else:
@@ -324,35 +357,39 @@ def _choose(
     return tuple(packed), tuple(left_out)
 
 
-def _file_problems(directory: Path, manifest: Manifest, files: Sequence[SourceFile]) -> list[str]:
+def _find_document_problems(
+    directory: Path, manifest: Manifest, files: Sequence[SourceFile]
+) -> list[str]:
     names = [file.name for file in files]
-    problems = file_set_problems(manifest, dict.fromkeys((*names, MANIFEST_PATH)))
-    problems += [problem for name in names if (problem := name_problem(name))]
-    manifest_file = source_file(directory, MANIFEST_PATH)
+    problems = find_file_set_problems(manifest, dict.fromkeys((*names, MANIFEST_PATH)))
+    problems += [problem for name in names if (problem := describe_name_problem(name))]
+    manifest_file = find_source_file(directory, MANIFEST_PATH)
     for file in (*files, *([manifest_file] if manifest_file is not None else [])):
-        if not file.name.endswith(".safetensors") and (found := _document_problem(file)):
+        if not file.name.endswith(".safetensors") and (found := _check_file(file)):
             problems.append(found)
     return problems
 
 
-def _document_problem(file: SourceFile) -> str | None:
+def _check_file(file: SourceFile) -> str | None:
     with file.open() as stream:
-        return document_problem(stream, name=file.name)
+        return find_document_problem(stream, name=file.name)
 
 
-def _text(directory: Path, existing: JsonObject, document: JsonObject) -> bytes:
+def _encode_document(directory: Path, existing: JsonObject, document: JsonObject) -> bytes:
     """Keep the publisher's own bytes when nothing had to be added to them."""
-    found = source_file(directory, MANIFEST_PATH) if existing and document == existing else None
-    return encode(document) if found is None else found.read(max_bytes=MAX_MANIFEST_BYTES)
+    found = (
+        find_source_file(directory, MANIFEST_PATH) if existing and document == existing else None
+    )
+    return encode_manifest(document) if found is None else found.read(max_bytes=MAX_MANIFEST_BYTES)
 
 
 def _hash_files(
-    plan: Plan, folder: Path, progress: Progress
+    plan: BuildPlan, folder: Path, progress: Progress
 ) -> tuple[tuple[FileDigest, ...], dict[Digest, SourceFile]]:
     """Hash what is packed; files that are not packed as they are are written to ``folder``."""
-    files = [FileDigest(MANIFEST_PATH, len(plan.document), Digest.of(plan.document))]
+    files = [FileDigest(MANIFEST_PATH, len(plan.document), Digest.compute(plan.document))]
     sources: dict[Digest, SourceFile] = {}
-    made = _rewritten(plan, folder)
+    made = _rewrite_files(plan, folder)
     for file in plan.files:
         source = made.get(file.name, file)
         size, digest = source.hash(progress=progress)
@@ -361,7 +398,7 @@ def _hash_files(
     return tuple(sorted(files)), sources
 
 
-def _rewritten(plan: Plan, folder: Path) -> dict[str, SourceFile]:
+def _rewrite_files(plan: BuildPlan, folder: Path) -> dict[str, SourceFile]:
     """Write the files of adapters that are not packed as they are."""
     made: set[str] = set()
     for adapter in plan.adapters:
@@ -372,13 +409,64 @@ def _rewritten(plan: Plan, folder: Path) -> dict[str, SourceFile]:
             with (folder / adapter.weights_path).open("xb") as output:
                 adapter.weights.write(output)
             made.add(adapter.weights_path)
-    return {name: file for name in made if (file := source_file(folder, name)) is not None}
+    return {name: file for name in made if (file := find_source_file(folder, name)) is not None}
 
 
-def _blobs(sources: Mapping[Digest, SourceFile]) -> Blobs:
+def _open_sources(sources: Mapping[Digest, SourceFile]) -> Blobs:
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:
         with sources[digest].open() as stream:
             yield stream
 
     return blob
+
+
+def add_evaluation(plan: BuildPlan, entry: Evaluation) -> BuildPlan:
+    """Return the plan with one more entry, in the place of one of the same data and metric.
+
+    Raises:
+        InvalidPackageError: when the manifest would not be valid with it.
+    """
+    document = load_object(plan.document, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
+    document["evaluation"] = _merge_entries(document.get("evaluation"), asdict(entry))
+    return replace(plan, manifest=build_manifest(document), document=encode_manifest(document))
+
+
+def choose_build_date(environment: Mapping[str, str] = os.environ) -> str:
+    """Return today in UTC, or the day of ``SOURCE_DATE_EPOCH`` so that a build can be repeated.
+
+    See https://reproducible-builds.org/specs/source-date-epoch/.
+
+    Raises:
+        UsageError: when the variable is no number of seconds that has a date.
+    """
+    text = environment.get("SOURCE_DATE_EPOCH")
+    if text is None:
+        return datetime.now(UTC).date().isoformat()
+    try:
+        return _format_day(text)
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is {text[:40]!r}, not a number of seconds since 1970",
+            hint="SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)",
+        ) from error
+
+
+def _format_day(seconds: str) -> str:
+    if not (seconds.isascii() and seconds.isdecimal()):
+        raise ValueError(seconds)
+    return datetime.fromtimestamp(int(seconds), UTC).date().isoformat()
+
+
+def _merge_entries(entries: JsonValue, new: JsonObject) -> list[JsonValue]:
+    known = entries if isinstance(entries, list) else []
+    kept = [entry for entry in known if not _is_same_measurement(entry, new)]
+    place = next(
+        (i for i, entry in enumerate(known) if _is_same_measurement(entry, new)), len(kept)
+    )
+    return [*kept[:place], new, *kept[place:]]
+
+
+def _is_same_measurement(entry: JsonValue, new: JsonObject) -> bool:
+    keys = ("dataset_sha256", "metric")
+    return isinstance(entry, dict) and all(entry.get(key) == new[key] for key in keys)

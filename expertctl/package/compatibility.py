@@ -11,30 +11,29 @@ from expertctl.package.adapter import (
     Lora,
     Part,
     SoftPrompt,
-    shortened,
+    truncate_problems,
 )
-from expertctl.package.base_model import BaseIdentity
-from expertctl.package.config_cleaning import is_hub_name
-from expertctl.package.foreign_config import HEADS
-from expertctl.package.module_names import name_among, why_absent
+from expertctl.package.adapter_config import is_hub_name
+from expertctl.package.base_model import HEAD_NAMES, BaseIdentity
+from expertctl.package.base_tensors import explain_absent_module, find_base_name
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
-Widths = Mapping[str, int]
+HiddenSizes = Mapping[str, int]
 """Digest of an architecture → its hidden size, of the bases that are known."""
-NO_WIDTHS: Widths = {}
+NO_HIDDEN_SIZES: HiddenSizes = {}
 
-_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj"})
-_WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
-_ACCEPT = "accept the risk with --allow-base-mismatch"
+_INPUT_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj"})
+_OUTPUT_PROJECTIONS = frozenset({"o_proj", "down_proj"})
+_ACCEPT_HINT = "accept the risk with --allow-base-mismatch"
 
 
-def check_base(
+def check_expert_base(
     manifest: Manifest,
     identity: BaseIdentity,
     *,
     allow_mismatch: bool = False,
     shapes_agree: bool | None = None,
-    widths: Widths = NO_WIDTHS,
+    widths: HiddenSizes = NO_HIDDEN_SIZES,
 ) -> list[str]:
     """Check an expert against a base; return the warnings that a result must carry.
 
@@ -45,30 +44,30 @@ def check_base(
         BaseMismatchError: when they do not fit and a mismatch is not allowed.
     """
     required = manifest.base
-    problems = _mismatches(required, identity)
+    problems = _find_mismatches(required, identity)
     if problems and not allow_mismatch:
         could_work = required.arch == str(identity.arch) if shapes_agree is None else shapes_agree
         raise BaseMismatchError(
             f"{manifest.ref} {describe_mismatch(required, identity, widths)}",
-            hint=f"{add_base_hint(required)}{', or ' + _ACCEPT if could_work else ''}",
+            hint=f"{build_add_base_hint(required)}{', or ' + _ACCEPT_HINT if could_work else ''}",
         )
     if problems:
         return [f"{manifest.ref}: base mismatch allowed: {problem}" for problem in problems]
-    return _unchecked(manifest)
+    return _warn_unchecked(manifest)
 
 
 def describe_mismatch(
-    required: BaseRequirement, identity: BaseIdentity, widths: Widths = NO_WIDTHS
+    required: BaseRequirement, identity: BaseIdentity, widths: HiddenSizes = NO_HIDDEN_SIZES
 ) -> str:
     """Return how a base differs from the one that is required, in one line; empty where it fits.
 
     Where the architecture differs, nothing else is said: all else differs then, too.
     """
-    problems = _mismatches(required, identity)
+    problems = _find_mismatches(required, identity)
     if not problems:
         return ""
-    made_for = label(required.name, required.revision)
-    here = label(identity.name, identity.revision)
+    made_for = format_base_label(required.name, required.revision)
+    here = format_base_label(identity.name, identity.revision)
     if required.arch != str(identity.arch):
         made, found = widths.get(required.arch), widths.get(str(identity.arch))
         if made and found and made != found:
@@ -77,11 +76,11 @@ def describe_mismatch(
     return f"was made for {made_for}, not for {here}: {'; '.join(problems)}"
 
 
-def add_base_hint(required: BaseRequirement) -> str:
+def build_add_base_hint(required: BaseRequirement) -> str:
     """Return the command that adds the base that is required, and where to get it if that shows."""
     name = required.name
     if "/" not in name or not is_hub_name(name):
-        return f"add the base {label(name, required.revision)} with `expertctl base add DIR`"
+        return f"add the base {format_base_label(name, required.revision)} with `expertctl base add DIR`"
     revision = f" --revision {shlex.quote(required.revision)}" if required.revision else ""
     return (
         f"`hf download {name}{revision} --local-dir DIR`, then "
@@ -93,40 +92,44 @@ def check_tensors(
     spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], *, base: str = "the base"
 ) -> list[str]:
     """Return every way in which an adapter does not fit a base, by its (out, in) linear layers."""
-    made, found = _made_for_width(spec), hidden_size(shapes)
+    made, found = _infer_adapter_width(spec), infer_hidden_size(shapes)
     if made is not None and found is not None and made != found:
         return [f"made for hidden size {made}; {base} has {found}"]
-    misfits = (_misfit(part, shapes) for part in spec.parts)
-    return shortened([misfit for misfit in misfits if misfit is not None])
+    misfits = (_describe_misfit(part, shapes) for part in spec.parts)
+    return truncate_problems([misfit for misfit in misfits if misfit is not None])
 
 
-def _made_for_width(spec: AdapterSpec) -> int | None:
+def _infer_adapter_width(spec: AdapterSpec) -> int | None:
     """Return the hidden size that all parts of an adapter agree on; ``None`` without such parts."""
     pairs = {
         part.module: (part.outputs, part.inputs)
         for part in spec.parts
         if isinstance(part, Lora | Dora) and not (isinstance(part, Lora) and part.stacked)
     }
-    return hidden_size(pairs)
+    return infer_hidden_size(pairs)
 
 
-def hidden_size(shapes: Mapping[str, tuple[int, int]]) -> int | None:
+def infer_hidden_size(shapes: Mapping[str, tuple[int, int]]) -> int | None:
     """Return the hidden size that (out, in) of layers show; ``None`` where they do not agree."""
     widths = set()
     for module, (outputs, inputs) in shapes.items():
         name = module.rpartition(".")[2]
-        widths |= {inputs} if name in _READ_HIDDEN else set()
-        widths |= {outputs} if name in _WRITE_HIDDEN else set()
+        widths |= {inputs} if name in _INPUT_PROJECTIONS else set()
+        widths |= {outputs} if name in _OUTPUT_PROJECTIONS else set()
     return widths.pop() if len(widths) == 1 else None
 
 
-def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     if isinstance(part, SoftPrompt):
-        return _prompt_misfit(part, shapes)
-    shape = shapes.get(name_among(part.module, shapes))
+        return _describe_prompt_misfit(part, shapes)
+    shape = shapes.get(find_base_name(part.module, shapes))
     if shape is None:
-        return f"{part.module}: {why_absent(part.module, shapes)}"
-    if isinstance(part, Lora) and part.beyond and name_among(part.beyond, shapes) in shapes:
+        return f"{part.module}: {explain_absent_module(part.module, shapes)}"
+    if (
+        isinstance(part, Lora)
+        and part.module_after_stack
+        and find_base_name(part.module_after_stack, shapes) in shapes
+    ):
         return f"{part.module}: the last that it is made for, and the base has more experts"
     match part:
         case Lora() | Dora():
@@ -137,20 +140,20 @@ def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     return None if made == found else f"{part.module}: made for {made}, the base has {found}"
 
 
-def _prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+def _describe_prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     """Virtual tokens are as wide as the base's own, which is what the head reads."""
-    width = next((shapes[name][1] for name in HEADS if name in shapes), None)
+    width = next((shapes[name][1] for name in HEAD_NAMES if name in shapes), None)
     if part.width == width:
         return None
     tokens = f"are {width}" if width else "have no width that is known"
     return f"{part.embeddings}: {part.width} wide, the base's tokens {tokens}"
 
 
-def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
+def _find_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     problems = []
     if required.arch != str(identity.arch):
         problems.append("the architecture differs")
-    problems += _tokenizer_problems(required, identity)
+    problems += _find_tokenizer_mismatches(required, identity)
     if required.weights is not None:
         accepted = {required.weights, *required.accepts}
         if str(identity.weights) not in accepted:
@@ -162,8 +165,8 @@ def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     return problems
 
 
-def _tokenizer_problems(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
-    found = identity.tokenizer_of(required.tokenizer_version)
+def _find_tokenizer_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
+    found = identity.tokenizer_for_version(required.tokenizer_version)
     if found is None:
         return ["the tokenizer.json of the base is not what was added, so it was not compared"]
     if str(found) == required.tokenizer:
@@ -176,7 +179,7 @@ def _tokenizer_problems(required: BaseRequirement, identity: BaseIdentity) -> li
     ]
 
 
-def _unchecked(manifest: Manifest) -> list[str]:
+def _warn_unchecked(manifest: Manifest) -> list[str]:
     if manifest.base.weights is not None:
         return []
     return [
@@ -185,6 +188,6 @@ def _unchecked(manifest: Manifest) -> list[str]:
     ]
 
 
-def label(name: str, revision: str | None) -> str:
+def format_base_label(name: str, revision: str | None) -> str:
     """Return what a base is called in messages."""
     return f"{name}@{revision[:12]}" if revision else name

@@ -1,46 +1,231 @@
-"""What changed between two packages: what they say, their files, their tensors.
+"""What changed between two tensor files, tensor by tensor, a piece of one pair in memory at a time.
+
+Tensors are equal when type, shape and bytes are. Numbers are widened to float64, so differences of
+16-bit tensors are exact; where one is NaN or infinite there is no difference to tell.
+
+What changed between two packages: what they say, their files, their tensors.
 
 Signatures are left out: they say who signed, not what. Two packages are equal when their content
 digests are. Every byte was hashed when they were opened; a piece of one pair of tensors is read at
 a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, BinaryIO, Literal
 
-from expertctl.digest import FileDigest, Progress, no_progress
+import numpy as np
+
+from expertctl.digest import FileDigest, Progress, ignore_progress
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
-from expertctl.package.tensor_diff import (
-    TensorChange,
-    TensorSource,
-    all_added,
-    all_equal,
-    all_removed,
-    tensor_changes,
-)
-from expertctl.package.tensor_file import TensorTable, read_header
+from expertctl.package.tensor_file import DTYPE_BYTES, TensorTable, read_header
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, AdapterEntry
-from expertctl.schema.strict_json import JsonValue, canonical, load_object
+from expertctl.schema.strict_json import JsonValue, encode_canonical, load_object
 
-Change = Literal["added", "removed", "changed"]
+TensorChangeKind = Literal["equal", "changed", "added", "removed"]
+Float64Values = np.ndarray[Any, np.dtype[np.float64]]
+
+_PIECE_NUMBERS = 1 << 16
+"""Numbers that are compared at once."""
+_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2"}
+_TENSOR_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)"
+    r"\.(?:lora_[AB]\.weight|lora_magnitude_vector(?:\.weight)?|ia3_l)"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TensorForm:
+    """The type and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDistance:
+    """How far two tensors are from each other."""
+
+    max_abs: float
+    squares: float
+    """The sum of the squared differences."""
+    old_squares: float
+    """The sum of the squares of the first."""
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the difference over that of the first; None when only the first is zero."""
+        if not self.squares:
+            return 0.0
+        return math.sqrt(self.squares / self.old_squares) if self.old_squares else None
+
+    def __add__(self, other: "TensorDistance") -> "TensorDistance":
+        """Combine two pairs as if they were one."""
+        return TensorDistance(
+            max(self.max_abs, other.max_abs),
+            self.squares + other.squares,
+            self.old_squares + other.old_squares,
+        )
+
+
+NO_DISTANCE = TensorDistance(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """One tensor by name, in the first file, the second, or both."""
+
+    name: str
+    change: TensorChangeKind
+    old: TensorForm | None
+    new: TensorForm | None
+    distance: TensorDistance | None = None
+    """Only where both have the same shape and finite numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """An open tensor file and its table."""
+
+    table: TensorTable
+    stream: BinaryIO
+
+    def find_form(self, name: str) -> TensorForm:
+        """Return type and shape of a tensor."""
+        tensor = self.table.tensors[name]
+        return TensorForm(tensor.dtype, tensor.shape)
+
+    def iter_pieces(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of a tensor, `_PIECE` numbers at a time."""
+        tensor = self.table.tensors[name]
+        step = _PIECE_NUMBERS * DTYPE_BYTES[tensor.dtype]
+        for begin in range(tensor.begin, tensor.end, step):
+            self.stream.seek(self.table.data_offset + begin)
+            yield self.stream.read(min(step, tensor.end - begin))
+
+
+def diff_tensors(
+    old: TensorSource, new: TensorSource, *, progress: Progress = ignore_progress
+) -> list[TensorChange]:
+    """Compare every tensor of two files, sorted by name."""
+    names = sorted({*old.table.tensors, *new.table.tensors})
+    return [_diff_tensor(name, old, new, progress) for name in names]
+
+
+def list_as_equal(table: TensorTable) -> list[TensorChange]:
+    """Return what `diff_tensors` does for a file and itself, without reading it."""
+    return [
+        TensorChange(name, "equal", form, form, NO_DISTANCE) for name, form in _list_forms(table)
+    ]
+
+
+def list_as_added(table: TensorTable) -> list[TensorChange]:
+    """Return the tensors of a file that only the second package has."""
+    return [TensorChange(name, "added", None, form) for name, form in _list_forms(table)]
+
+
+def list_as_removed(table: TensorTable) -> list[TensorChange]:
+    """Return the tensors of a file that only the first package has."""
+    return [TensorChange(name, "removed", form, None) for name, form in _list_forms(table)]
+
+
+def _list_forms(table: TensorTable) -> list[tuple[str, TensorForm]]:
+    return [(n, TensorForm(t.dtype, t.shape)) for n, t in sorted(table.tensors.items())]
+
+
+def _diff_tensor(
+    name: str, old: TensorSource, new: TensorSource, progress: Progress
+) -> TensorChange:
+    if name not in old.table.tensors:
+        return TensorChange(name, "added", None, new.find_form(name))
+    if name not in new.table.tensors:
+        return TensorChange(name, "removed", old.find_form(name), None)
+    before, after = old.find_form(name), new.find_form(name)
+    if before.shape != after.shape:
+        return TensorChange(name, "changed", before, after)
+    same, distance = _compare_values(name, old, new, progress)
+    equal = same and before == after
+    return TensorChange(name, "equal" if equal else "changed", before, after, distance)
+
+
+def _compare_values(
+    name: str, old: TensorSource, new: TensorSource, progress: Progress
+) -> tuple[bool, TensorDistance | None]:
+    kinds = old.find_form(name).dtype, new.find_form(name).dtype
+    same, total = True, NO_DISTANCE
+    for before, after in zip(old.iter_pieces(name), new.iter_pieces(name), strict=True):
+        same = same and before == after
+        total += _measure_distance(_to_float64(before, kinds[0]), _to_float64(after, kinds[1]))
+        progress(len(before) + len(after))
+    known = math.isfinite(total.squares) and math.isfinite(total.old_squares)
+    return same, total if known else None
+
+
+def _measure_distance(old_values: Float64Values, new_values: Float64Values) -> TensorDistance:
+    with np.errstate(invalid="ignore", over="ignore"):
+        delta = new_values - old_values
+        squares, old_squares = float(delta @ delta), float(old_values @ old_values)
+        return TensorDistance(float(np.abs(delta).max()), squares, old_squares)
+
+
+def _to_float64(data: bytes, dtype: str) -> Float64Values:
+    if dtype == "BF16":
+        bits = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return bits.view("<f4").astype(np.float64)
+    return np.frombuffer(data, _NUMPY_DTYPES[dtype]).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class KindSummary:
+    """What happened to the tensors of one kind of module, such as every ``q_proj``."""
+
+    kind: str
+    counts: Mapping[TensorChangeKind, int]
+    distance: TensorDistance | None
+    """The distance over all pairs together, where there are any."""
+
+
+def summarise_changes(changes: Iterable[TensorChange]) -> list[KindSummary]:
+    """Sum up changes by kind of module, sorted by it."""
+    kinds: dict[str, list[TensorChange]] = {}
+    for change in changes:
+        kinds.setdefault(find_module_kind(change.name), []).append(change)
+    return [_summarise_kind(kind, kinds[kind]) for kind in sorted(kinds)]
+
+
+def _summarise_kind(kind: str, changes: Sequence[TensorChange]) -> KindSummary:
+    distances = [change.distance for change in changes if change.distance is not None]
+    total = sum(distances, start=NO_DISTANCE) if distances else None
+    return KindSummary(kind, Counter(change.change for change in changes), total)
+
+
+def find_module_kind(name: str) -> str:
+    """Return the last part of the module that a tensor changes, else the tensor's own name."""
+    match = _TENSOR_NAME.fullmatch(name)
+    return match["module"].rpartition(".")[2] if match else name
+
+
+ChangeKind = Literal["added", "removed", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class DiffSide:
     """One of the two packages, and where its bytes are."""
 
     contents: PackageContents
     blobs: Blobs
 
-    def file(self, path: str) -> FileDigest:
+    def find_file(self, path: str) -> FileDigest:
         """Return one of its files."""
         return next(file for file in self.contents.files if file.path == path)
 
-    def table(self, path: str) -> TensorTable:
+    def read_tensor_table(self, path: str) -> TensorTable:
         """Read the table of tensors of a file."""
-        file = self.file(path)
+        file = self.find_file(path)
         with self.blobs(file.digest) as stream:
             return read_header(stream, file_size=file.size, what=path)
 
@@ -50,7 +235,7 @@ class FieldChange:
     """One value in ``expert.json``; ``path`` is its keys with slashes between them."""
 
     path: str
-    change: Change
+    change: ChangeKind
     old: JsonValue = None
     new: JsonValue = None
 
@@ -60,7 +245,7 @@ class FileChange:
     """One file that is not the same; sizes are None where it is not there."""
 
     path: str
-    change: Change
+    change: ChangeKind
     old_size: int | None
     new_size: int | None
 
@@ -84,28 +269,30 @@ class PackageDiff:
     adapters: tuple[AdapterDiff, ...]
 
 
-def diff_packages(old: Side, new: Side, *, progress: Progress = no_progress) -> PackageDiff:
+def diff_packages(
+    old: DiffSide, new: DiffSide, *, progress: Progress = ignore_progress
+) -> PackageDiff:
     """Compare two packages that were read."""
-    pairs = _pairs(old.contents.manifest.adapters, new.contents.manifest.adapters)
+    pairs = _pair_adapters(old.contents.manifest.adapters, new.contents.manifest.adapters)
     return PackageDiff(
         old.contents.content_digest == new.contents.content_digest,
-        tuple(_fields(_document(old.contents), _document(new.contents), ())),
-        tuple(_files(old.contents.files, new.contents.files)),
-        tuple(_adapter(old, new, before, after, progress) for before, after in pairs),
+        tuple(_diff_fields(_load_manifest(old.contents), _load_manifest(new.contents), ())),
+        tuple(_diff_files(old.contents.files, new.contents.files)),
+        tuple(_diff_adapter(old, new, before, after, progress) for before, after in pairs),
     )
 
 
-def _document(contents: PackageContents) -> JsonValue:
+def _load_manifest(contents: PackageContents) -> JsonValue:
     """Return the manifest as it was written, free-form parts included."""
     data = contents.small[MANIFEST_PATH]
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
 
-def _fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterator[FieldChange]:
-    if canonical(old) == canonical(new):
+def _diff_fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterator[FieldChange]:
+    if encode_canonical(old) == encode_canonical(new):
         return
-    before, after = _children(old), _children(new)
-    if before is None or after is None or not _are_alike(old, new):
+    before, after = _list_children(old), _list_children(new)
+    if before is None or after is None or not _are_comparable(old, new):
         yield FieldChange("/".join(at), "changed", old, new)
         return
     for key in sorted({*before, *after}):
@@ -115,17 +302,17 @@ def _fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterator[Fie
         elif key not in after:
             yield FieldChange("/".join(path), "removed", old=before[key])
         else:
-            yield from _fields(before[key], after[key], path)
+            yield from _diff_fields(before[key], after[key], path)
 
 
-def _are_alike(old: JsonValue, new: JsonValue) -> bool:
+def _are_comparable(old: JsonValue, new: JsonValue) -> bool:
     """Tell whether two objects, or two lists of one length, may be compared child by child."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new)
     return isinstance(old, dict) and isinstance(new, dict)
 
 
-def _children(value: JsonValue) -> Mapping[str, JsonValue] | None:
+def _list_children(value: JsonValue) -> Mapping[str, JsonValue] | None:
     """Return the children of objects and of lists of objects; other lists are one value."""
     if isinstance(value, dict):
         return value
@@ -134,7 +321,7 @@ def _children(value: JsonValue) -> Mapping[str, JsonValue] | None:
     return None
 
 
-def _files(old: Sequence[FileDigest], new: Sequence[FileDigest]) -> Iterator[FileChange]:
+def _diff_files(old: Sequence[FileDigest], new: Sequence[FileDigest]) -> Iterator[FileChange]:
     before, after = {f.path: f for f in old}, {f.path: f for f in new}
     for path in sorted({*before, *after}):
         if path not in before:
@@ -145,10 +332,10 @@ def _files(old: Sequence[FileDigest], new: Sequence[FileDigest]) -> Iterator[Fil
             yield FileChange(path, "changed", before[path].size, after[path].size)
 
 
-_Pair = tuple[AdapterEntry | None, AdapterEntry | None]
+_AdapterPair = tuple[AdapterEntry | None, AdapterEntry | None]
 
 
-def _pairs(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_Pair]:
+def _pair_adapters(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_AdapterPair]:
     """Pair adapters by the names of their files; where each package has only one, pair those."""
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
@@ -156,32 +343,34 @@ def _pairs(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_Pa
     return [(before.get(path), after.get(path)) for path in dict.fromkeys([*before, *after])]
 
 
-def _adapter(
-    old: Side,
-    new: Side,
-    before: AdapterEntry | None,
-    after: AdapterEntry | None,
+def _diff_adapter(
+    old: DiffSide,
+    new: DiffSide,
+    old_entry: AdapterEntry | None,
+    new_entry: AdapterEntry | None,
     progress: Progress,
 ) -> AdapterDiff:
-    return AdapterDiff(before, after, tuple(_tensors(old, new, before, after, progress)))
+    return AdapterDiff(
+        old_entry, new_entry, tuple(_diff_adapter_tensors(old, new, old_entry, new_entry, progress))
+    )
 
 
-def _tensors(
-    old: Side,
-    new: Side,
-    before: AdapterEntry | None,
-    after: AdapterEntry | None,
+def _diff_adapter_tensors(
+    old: DiffSide,
+    new: DiffSide,
+    old_entry: AdapterEntry | None,
+    new_entry: AdapterEntry | None,
     progress: Progress,
 ) -> list[TensorChange]:
-    if before is None:
-        return all_added(new.table(after.path)) if after else []
-    if after is None:
-        return all_removed(old.table(before.path))
-    digests = old.file(before.path).digest, new.file(after.path).digest
+    if old_entry is None:
+        return list_as_added(new.read_tensor_table(new_entry.path)) if new_entry else []
+    if new_entry is None:
+        return list_as_removed(old.read_tensor_table(old_entry.path))
+    digests = old.find_file(old_entry.path).digest, new.find_file(new_entry.path).digest
     if digests[0] == digests[1]:
-        return all_equal(old.table(before.path))
-    tables = old.table(before.path), new.table(after.path)
+        return list_as_equal(old.read_tensor_table(old_entry.path))
+    tables = old.read_tensor_table(old_entry.path), new.read_tensor_table(new_entry.path)
     with old.blobs(digests[0]) as first, new.blobs(digests[1]) as second:
-        return tensor_changes(
+        return diff_tensors(
             TensorSource(tables[0], first), TensorSource(tables[1], second), progress=progress
         )

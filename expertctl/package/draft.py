@@ -1,4 +1,9 @@
-"""Drafting ``expert.json`` from an existing one, the command line, and what the files show.
+"""Example prompts for ``routing.examples``, read from a file that people write.
+
+One prompt a line, in UTF-8; or JSON Lines, objects with a ``prompt``, as files of evaluation
+samples are. Blank lines are passed over. All problems are reported at once, each with its line.
+
+Drafting ``expert.json`` from an existing one, the command line, and what the files show.
 
 What cannot be known is a problem, and all problems come at once.
 
@@ -14,26 +19,82 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError
+from expertctl.messages import to_single_line
 from expertctl.package.adapter import KIND_NAMES
-from expertctl.package.adapter_config import AdapterConfig
-from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_label
+from expertctl.package.adapter_config import AdapterConfig, find_full_precision_label
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_base_label
 from expertctl.package.base_model import BaseFacts, BaseIdentity
-from expertctl.package.config_cleaning import full_precision_label
-from expertctl.package.layout import name_problem
-from expertctl.package.source_files import cached_name, source_file
-from expertctl.package.tokenizer_form import FORM_VERSION
-from expertctl.plain_text import one_line
+from expertctl.package.layout import describe_name_problem
+from expertctl.package.source_files import find_cached_name, find_source_file
+from expertctl.package.tokenizer import FORM_VERSION
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+from expertctl.schema.validation import read_json_lines
+
+MAX_EXAMPLES = 200
+MAX_EXAMPLE_CHARACTERS = 2000
+MAX_EXAMPLES_BYTES = 4 << 20
+_HINT = 'write one prompt a line, or JSON objects such as {"prompt": "Sort 3, 1, 2"}'
+
+
+def read_example_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file, each once.
+
+    Raises:
+        NotFoundError: when the file cannot be read.
+        InvalidPackageError: with every problem of the file.
+    """
+    data = read_json_lines(path)
+    if len(data) > MAX_EXAMPLES_BYTES:
+        raise InvalidPackageError(
+            str(path), [f"more than {MAX_EXAMPLES_BYTES >> 20} MiB"], hint=_HINT
+        )
+    examples: list[str] = []
+    problems: list[str] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            examples += _parse_example_line(line)
+        except InvalidPackageError as error:
+            problems += [f"line {number}: {problem}" for problem in error.problems]
+    examples = list(dict.fromkeys(examples))
+    if not examples and not problems:
+        problems.append("there is no prompt in it")
+    if len(examples) > MAX_EXAMPLES:
+        problems.append(f"{len(examples)} prompts, at most {MAX_EXAMPLES} are allowed")
+    if problems:
+        raise InvalidPackageError(str(path), problems, hint=_HINT)
+    return examples
+
+
+def _parse_example_line(line: bytes) -> list[str]:
+    """Return the prompt of a line; none of a blank one."""
+    text = _decode_line(line).strip()
+    if text.startswith("{"):
+        found = load_object(line, what="prompt", max_bytes=MAX_EXAMPLES_BYTES).get("prompt")
+        if not isinstance(found, str) or not found.strip():
+            raise InvalidPackageError("prompt", ["an object without a text called prompt"])
+        text = found.strip()
+    if len(text) > MAX_EXAMPLE_CHARACTERS:
+        problem = f"{len(text)} characters, at most {MAX_EXAMPLE_CHARACTERS} are allowed"
+        raise InvalidPackageError("prompt", [problem])
+    return [text] if text else []
+
+
+def _decode_line(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidPackageError("prompt", ["not UTF-8"]) from error
+
 
 DEFAULT_NAMESPACE = "local"
 DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
-_LONGEST_LABEL = 200
+_MAX_LABEL = 200
 """How much of what an adapter calls its base is shown."""
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
-_LETTERS = str.maketrans(
+_ASCII_LETTERS = str.maketrans(
     {
         "ß": "ss",
         "æ": "ae",
@@ -50,7 +111,7 @@ _LETTERS = str.maketrans(
 
 
 @dataclass(frozen=True, slots=True)
-class Overrides:
+class ManifestOverrides:
     """What the command line says; ``None`` means nothing."""
 
     name: str | None = None
@@ -59,7 +120,7 @@ class Overrides:
     license: str | None = None
 
 
-def base_label(directory: Path) -> str | None:
+def find_base_label(directory: Path) -> str | None:
     """Return what the directory calls its base: a label to look up, never a path to open.
 
     Raises:
@@ -68,12 +129,12 @@ def base_label(directory: Path) -> str | None:
     draft = read_draft(directory)
     base = draft.get("base")
     name = base.get("name") if isinstance(base, dict) else None
-    for _, config_path in named_adapters(draft.get("adapters"))[:1] if name is None else ():
-        name = read_label(directory, config_path)
+    for _, config_path in list_named_adapters(draft.get("adapters"))[:1] if name is None else ():
+        name = read_base_label(directory, config_path)
     return name if isinstance(name, str) else None
 
 
-def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
+def list_named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
     """Return the files of each adapter in a draft: as stated, else the names that PEFT gives.
 
     The schema reports other entries; no path that a manifest gives is ever followed.
@@ -85,7 +146,11 @@ def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
         weights = entry.get("path") if isinstance(entry, dict) else None
         config = entry.get("config") if isinstance(entry, dict) else None
         if isinstance(weights, str) and isinstance(config, str):
-            names += [] if name_problem(weights) or name_problem(config) else [(weights, config)]
+            names += (
+                []
+                if describe_name_problem(weights) or describe_name_problem(config)
+                else [(weights, config)]
+            )
     return names
 
 
@@ -95,16 +160,16 @@ def read_draft(directory: Path) -> JsonObject:
     Raises:
         InvalidPackageError: when it is not a JSON object.
     """
-    found = source_file(directory, MANIFEST_PATH) if directory.is_dir() else None
+    found = find_source_file(directory, MANIFEST_PATH) if directory.is_dir() else None
     if found is None:
         return {}
     data = found.read(max_bytes=MAX_MANIFEST_BYTES)
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
 
-def complete(
+def complete_manifest(
     existing: JsonObject,
-    overrides: Overrides,
+    overrides: ManifestOverrides,
     *,
     directory: Path,
     adapters: Sequence[AdapterFiles],
@@ -117,24 +182,24 @@ def complete(
         "description": overrides.description,
         "license": overrides.license,
     }
-    name = overrides.name or existing.get("name") or default_name(directory)
+    name = overrides.name or existing.get("name") or build_default_name(directory)
     document: JsonObject = {
         "schema": 1,
         "name": name,
         "version": DEFAULT_VERSION,
-        "description": f"{_description(adapters)} {str(name).partition('/')[2]}",
+        "description": f"{_describe_adapters(adapters)} {str(name).partition('/')[2]}",
         "license": DEFAULT_LICENSE,
         **existing,
         **{key: value for key, value in said.items() if value is not None},
     }
     label = adapters[0].config if adapters else None
-    document["base"] = _base(existing.get("base"), label, base)
+    document["base"] = _complete_base(existing.get("base"), label, base)
     if adapters or "adapters" in existing:
-        document["adapters"] = _entries(existing.get("adapters"), adapters)
+        document["adapters"] = _complete_entries(existing.get("adapters"), adapters)
     return document
 
 
-def encode(document: JsonObject) -> bytes:
+def encode_manifest(document: JsonObject) -> bytes:
     """Return the text of a manifest as we write it.
 
     Raises:
@@ -147,50 +212,50 @@ def encode(document: JsonObject) -> bytes:
     return text
 
 
-def default_name(directory: Path) -> str:
+def build_default_name(directory: Path) -> str:
     """Return ``local/`` and a package name made of the directory's, or of its repository's.
 
     Letters are written in ASCII where they have a counterpart there.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", _in_ascii(_title(directory).lower()))
+    slug = re.sub(r"[^a-z0-9]+", "-", _to_ascii(_find_title(directory).lower()))
     slug = slug.strip("-")[:64].strip("-")
     return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
 
 
 def describe_lost_letters(
-    directory: Path, existing: JsonObject, overrides: Overrides
+    directory: Path, existing: JsonObject, overrides: ManifestOverrides
 ) -> str | None:
     """Return a note where a default name leaves out letters that have no counterpart in ASCII."""
-    name = _title(directory)
-    lost = [letter for letter in _in_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]
+    name = _find_title(directory)
+    lost = [letter for letter in _to_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]
     if overrides.name or existing.get("name") or not lost:
         return None
-    return f"{default_name(directory)} is what is left of {name!r} in ASCII; `--name` gives another"
+    return f"{build_default_name(directory)} is what is left of {name!r} in ASCII; `--name` gives another"
 
 
-def _title(directory: Path) -> str:
+def _find_title(directory: Path) -> str:
     """Return the name of a directory; in the hub's cache, that of its repository."""
-    return cached_name(directory) or directory.resolve().name
+    return find_cached_name(directory) or directory.resolve().name
 
 
-def _in_ascii(text: str) -> str:
+def _to_ascii(text: str) -> str:
     """Write letters of the Latin script without marks: ``ünï`` is ``uni``, ``straße`` ``strasse``.
 
     Letters of other scripts stay as they are.
     """
-    decomposed = unicodedata.normalize("NFKD", text.translate(_LETTERS))
+    decomposed = unicodedata.normalize("NFKD", text.translate(_ASCII_LETTERS))
     return "".join(letter for letter in decomposed if not unicodedata.combining(letter))
 
 
-def base_problems(document: JsonObject) -> list[str]:
+def find_base_problems(document: JsonObject) -> list[str]:
     """Return what is not known about the base, with the way out."""
     base = document.get("base")
     absent = [k for k in ("arch", "tokenizer") if not (isinstance(base, Mapping) and base.get(k))]
     if not absent:
         return []
     stated = base.get("name") if isinstance(base, Mapping) else None
-    name = one_line(stated[:_LONGEST_LABEL]) if isinstance(stated, str) else None
-    full = full_precision_label(name) if name is not None else None
+    name = to_single_line(stated[:_MAX_LABEL]) if isinstance(stated, str) else None
+    full = find_full_precision_label(name) if name is not None else None
     if full is not None:
         return [
             f"base {name} is a quantised copy of {full}, which is not known here, so its digests "
@@ -200,27 +265,29 @@ def base_problems(document: JsonObject) -> list[str]:
     return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
 
 
-def _description(adapters: Sequence[AdapterFiles]) -> str:
+def _describe_adapters(adapters: Sequence[AdapterFiles]) -> str:
     kinds = dict.fromkeys(KIND_NAMES[adapter.spec.kind] for adapter in adapters)
     return f"{' and '.join(kinds)} adapter".lstrip()
 
 
-def _entries(stated: JsonValue, adapters: Sequence[AdapterFiles]) -> JsonValue:
+def _complete_entries(stated: JsonValue, adapters: Sequence[AdapterFiles]) -> JsonValue:
     """Fill in what the files decide; what the publisher wrote already is checked, not replaced."""
     if stated is None:
-        return [_entry(adapter) for adapter in adapters]
+        return [_build_entry(adapter) for adapter in adapters]
     if not isinstance(stated, list):
         return stated
-    found = {(adapter.weights_path, adapter.config_path): _entry(adapter) for adapter in adapters}
-    return [_completed(entry, found) for entry in stated]
+    found = {
+        (adapter.weights_path, adapter.config_path): _build_entry(adapter) for adapter in adapters
+    }
+    return [_complete_entry(entry, found) for entry in stated]
 
 
-def _completed(entry: JsonValue, found: Mapping[tuple[str, str], JsonObject]) -> JsonValue:
-    names = named_adapters([entry])
+def _complete_entry(entry: JsonValue, found: Mapping[tuple[str, str], JsonObject]) -> JsonValue:
+    names = list_named_adapters([entry])
     return {**found.get(names[0], {}), **entry} if names and isinstance(entry, dict) else entry
 
 
-def _entry(adapter: AdapterFiles) -> JsonObject:
+def _build_entry(adapter: AdapterFiles) -> JsonObject:
     spec = adapter.spec
     sizes: JsonObject = {"rank": spec.rank, "tokens": spec.tokens}
     return {
@@ -233,7 +300,9 @@ def _entry(adapter: AdapterFiles) -> JsonObject:
     }
 
 
-def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None) -> JsonObject:
+def _complete_base(
+    existing: object, config: AdapterConfig | None, base: BaseFacts | None
+) -> JsonObject:
     """What the publisher wrote about the base stays; what is missing comes from the base itself."""
     stated = existing if isinstance(existing, dict) else {}
     if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
@@ -249,14 +318,16 @@ def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None
             "revision": identity.revision,
             "arch": str(identity.arch),
             "weights": str(identity.weights) if identity.weights else None,
-            **_tokenizer(identity, version if isinstance(version, int) else FORM_VERSION),
+            **_build_tokenizer_entry(
+                identity, version if isinstance(version, int) else FORM_VERSION
+            ),
         }
     if stated.get("tokenizer"):
         known.pop("tokenizer_version", None)
     return {**known, **stated}
 
 
-def _tokenizer(identity: BaseIdentity, version: int) -> JsonObject:
+def _build_tokenizer_entry(identity: BaseIdentity, version: int) -> JsonObject:
     """Return the digest of the tokenizer; version 1 is not written, it is the default."""
     if version == 1 or identity.canonical_tokenizer is None:
         return {"tokenizer": str(identity.tokenizer)}

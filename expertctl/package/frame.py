@@ -15,8 +15,8 @@ import zstandard
 
 from expertctl.errors import InvalidPackageError
 
-MAGIC = b"\x28\xb5\x2f\xfd"
-FAST = -1
+FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
+FASTEST_LEVEL = -1
 """A level that stores data that looks random as is: reading costs little more than hashing."""
 LEVELS = range(-7, 20)
 WINDOW_LOG = 17
@@ -26,11 +26,11 @@ MAX_RATIO = 50
 RATIO_FREE_BYTES = 64 << 20
 MANY_BLOCKS, SMALL_BLOCK = 1024, 256
 """The most blocks: 1024, and one per 256 bytes of content; compressors make far larger blocks."""
-_CHUNK = 1 << 18
+_CHUNK_BYTES = 1 << 18
 _BUFFERS = 8
-_RETURNED = 4
+_BUFFERS_PER_RETURN = 4
 """Buffers are returned in batches: waking the thread for each costs a fifth of hashing it."""
-_READ = 1 << 18
+_READ_BYTES = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
 
@@ -41,9 +41,9 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
     Raises:
         InvalidPackageError: when it is anything else, or too large, or packed too densely.
     """
-    content, position, checksum = _frame_header(stream.read(18), max_content, what)
+    content, position, checksum = _parse_frame_header(stream.read(18), max_content, what)
     position = (
-        _end_of_blocks(stream, position, MANY_BLOCKS + content // SMALL_BLOCK, what) + checksum
+        _find_end_of_blocks(stream, position, MANY_BLOCKS + content // SMALL_BLOCK, what) + checksum
     )
     stream.seek(0)
     if position != file_size:
@@ -66,9 +66,9 @@ def check_ratio(content: int, compressed: int, *, what: str) -> None:
         )
 
 
-def _frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, int]:
+def _parse_frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, int]:
     """Return content size, length of the header, length of the checksum (section 3.1.1.1)."""
-    if start[:4] != MAGIC or len(start) < 6:
+    if start[:4] != FRAME_MAGIC or len(start) < 6:
         raise InvalidPackageError(what, ["not a .expert file: it does not begin with a zstd frame"])
     flags = start[4]
     single_segment, checksum = bool(flags & 0x20), 4 if flags & 0x04 else 0
@@ -79,7 +79,7 @@ def _frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, 
         raise InvalidPackageError(what, ["the zstd frame does not state its content size"])
     begin = 5 if single_segment else 6
     content = int.from_bytes(start[begin : begin + field], "little") + (256 if field == 2 else 0)
-    window = content if single_segment else _window(start[5])
+    window = content if single_segment else _parse_window(start[5])
     if window > MAX_WINDOW:
         raise InvalidPackageError(what, [f"the zstd frame asks for a window of {window} bytes"])
     if content > max_content:
@@ -89,14 +89,14 @@ def _frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, 
     return content, begin + field, checksum
 
 
-def _window(descriptor: int) -> int:
+def _parse_window(descriptor: int) -> int:
     base = 1 << (10 + (descriptor >> 3))
     return base + (base >> 3) * (descriptor & 7)
 
 
-def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int:
+def _find_end_of_blocks(stream: BinaryIO, position: int, max_blocks: int, what: str) -> int:
     """Walk at most ``most`` block headers (section 3.1.1.2); return where the last block ends."""
-    for _ in range(most):
+    for _ in range(max_blocks):
         stream.seek(position)
         head = stream.read(3)
         value = int.from_bytes(head, "little")
@@ -106,7 +106,7 @@ def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int
         position += 3 + (1 if kind == _RLE else size)
         if last:
             return position
-    raise InvalidPackageError(what, [f"the zstd frame has more than {most} blocks"])
+    raise InvalidPackageError(what, [f"the zstd frame has more than {max_blocks} blocks"])
 
 
 class FrameReader:
@@ -157,10 +157,10 @@ class FrameReader:
         """
         if self._view:
             return False
-        _, count = self._next()
+        _, count = self._next_chunk()
         return count == 0
 
-    def _next(self) -> "_Chunk":
+    def _next_chunk(self) -> "_Chunk":
         item = self._filled.get()
         if isinstance(item, zstandard.ZstdError):
             raise InvalidPackageError(self._what, [f"the zstd frame is corrupt: {item}"]) from item
@@ -171,10 +171,10 @@ class FrameReader:
     def _refill(self) -> None:
         if self._buffer:
             self._used.append(self._buffer)
-        if len(self._used) == _RETURNED:
+        if len(self._used) == _BUFFERS_PER_RETURN:
             self._empty.put(self._used)
             self._used = []
-        self._buffer, count = self._next()
+        self._buffer, count = self._next_chunk()
         if count == 0:
             raise InvalidPackageError(self._what, ["the archive is cut short"])
         self._view = memoryview(self._buffer)[:count]
@@ -186,11 +186,11 @@ _Buffers = queue.SimpleQueue[list[bytearray] | None]
 
 
 @contextmanager
-def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
+def open_decompressor(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
     """Decompress a checked frame in a thread for as long as the context lasts."""
     filled: _Filled = queue.SimpleQueue()
     empty: _Buffers = queue.SimpleQueue()
-    empty.put([bytearray(_CHUNK) for _ in range(_BUFFERS)])
+    empty.put([bytearray(_CHUNK_BYTES) for _ in range(_BUFFERS)])
     worker = threading.Thread(target=_decompress, args=(stream, filled, empty), daemon=True)
     worker.start()
     try:
@@ -203,7 +203,7 @@ def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
 def _decompress(stream: BinaryIO, filled: _Filled, empty: _Buffers) -> None:
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
-        with decompressor.stream_reader(stream, read_size=_READ, closefd=False) as reader:
+        with decompressor.stream_reader(stream, read_size=_READ_BYTES, closefd=False) as reader:
             _fill(reader.readinto, filled, empty)
     except (zstandard.ZstdError, OSError, MemoryError) as error:  # or the reader waits forever
         filled.put(error)
@@ -219,7 +219,9 @@ def _fill(read: Callable[[bytearray], int], filled: _Filled, empty: _Buffers) ->
 
 
 @contextmanager
-def compressing(stream: BinaryIO, *, content_size: int, level: int = FAST) -> Iterator[BinaryIO]:
+def open_compressor(
+    stream: BinaryIO, *, content_size: int, level: int = FASTEST_LEVEL
+) -> Iterator[BinaryIO]:
     """Write one frame whose content has the given size."""
     parameters = zstandard.ZstdCompressionParameters.from_level(
         level, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False

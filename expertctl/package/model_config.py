@@ -11,26 +11,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, NotFoundError
-from expertctl.package.architectures import ARCHITECTURES, Architecture, Bias
-from expertctl.package.config_fields import Fields
-from expertctl.package.experts_config import ExpertsConfig, parse_experts
-from expertctl.package.layer_windows import parse_windows
-from expertctl.package.rope_config import RopeConfig, parse_rope
+from expertctl.package.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    BiasRule,
+    ConfigFields,
+    ExpertsConfig,
+    parse_experts_config,
+)
+from expertctl.package.attention_config import RopeConfig, parse_layer_windows, parse_rope_config
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """What PEFT calls the configuration of an adapter."""
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-ROUTER = "mlp.gate"
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
+HEAD_TENSOR = "lm_head.weight"
+ROUTER_MODULE = "mlp.gate"
 """The router of a layer; the names of modules in a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
-SHARED = "mlp.shared_expert"
-SHARED_GATE = "mlp.shared_expert_gate"
+SHARED_EXPERT_MODULE = "mlp.shared_expert"
+SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
 
-_LATER: Mapping[str, object] = {"projection_norm": False, "experts": None}
+_OMITTED_DEFAULTS: Mapping[str, object] = {"projection_norm": False, "experts": None}
 """Fields added later: the digest of a base leaves them out at these values, so old ones hold."""
 
 
@@ -64,9 +68,13 @@ class ModelConfig:
         values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
         if self.experts is not None:
             values["experts"] = self.experts.to_json()
-        return {n: v for n, v in values.items() if n not in _LATER or v != _LATER[n]}
+        return {
+            n: v
+            for n, v in values.items()
+            if n not in _OMITTED_DEFAULTS or v != _OMITTED_DEFAULTS[n]
+        }
 
-    def kv_bytes(self, tokens: int, *, itemsize: int) -> int:
+    def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the bytes of keys and values of that many tokens."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
 
@@ -78,29 +86,33 @@ class ModelConfig:
         shapes = {
             f"model.layers.{layer}.{name}": shape
             for layer in range(self.layers)
-            for name, shape in self._layer_shapes(layer).items()
+            for name, shape in self._list_layer_shapes(layer).items()
         }
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that the weights must hold, and no other."""
-        return dict(self._tensors())
+        return dict(self._iter_tensor_shapes())
 
     def is_routed(self, layer: int) -> bool:
         """Tell whether a layer has routed experts."""
         return self.experts is not None and layer in self.experts.layers
 
-    def _layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+    def _list_layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "self_attn.q_proj": (queries, self.hidden_size),
             "self_attn.k_proj": (keys, self.hidden_size),
             "self_attn.v_proj": (keys, self.hidden_size),
             "self_attn.o_proj": (self.hidden_size, queries),
-            **(self._routed_shapes() if self.is_routed(layer) else self._gated("mlp")),
+            **(
+                self._list_routed_shapes()
+                if self.is_routed(layer)
+                else self._list_gated_shapes("mlp")
+            ),
         }
 
-    def _gated(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
+    def _list_gated_shapes(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
         """Return the three matrices of a feed-forward network."""
         inner = size or self.intermediate_size
         return {
@@ -109,42 +121,42 @@ class ModelConfig:
             f"{name}.down_proj": (self.hidden_size, inner),
         }
 
-    def _routed_shapes(self) -> dict[str, tuple[int, int]]:
+    def _list_routed_shapes(self) -> dict[str, tuple[int, int]]:
         experts = self.experts
         assert experts is not None
         shapes: dict[str, tuple[int, int]] = {}
         for number in range(experts.count):
-            shapes |= self._gated(f"mlp.experts.{number}", experts.intermediate_size)
+            shapes |= self._list_gated_shapes(f"mlp.experts.{number}", experts.intermediate_size)
         if experts.shared_size:
-            shapes |= self._gated(SHARED, experts.shared_size)
+            shapes |= self._list_gated_shapes(SHARED_EXPERT_MODULE, experts.shared_size)
         if experts.shared_gate:
-            shapes[SHARED_GATE] = (1, self.hidden_size)
+            shapes[SHARED_GATE_MODULE] = (1, self.hidden_size)
         return shapes
 
-    def _tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield EMBEDDING, (self.vocab_size, self.hidden_size)
+    def _iter_tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield EMBEDDING_TENSOR, (self.vocab_size, self.hidden_size)
         yield "model.norm.weight", (self.hidden_size,)
         if not self.tied:
-            yield HEAD, (self.vocab_size, self.hidden_size)
+            yield HEAD_TENSOR, (self.vocab_size, self.hidden_size)
         for layer in range(self.layers):
-            yield from self._layer_tensors(layer)
+            yield from self._iter_layer_tensor_shapes(layer)
 
-    def _layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _iter_layer_tensor_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}.{norm}.weight", (self.hidden_size,)
-        for name, shape in self._layer_shapes(layer).items():
+        for name, shape in self._list_layer_shapes(layer).items():
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
-        for norm, size in self._norm_sizes().items():
+        for norm, size in self._list_norm_sizes().items():
             yield f"{prefix}.self_attn.{norm}.weight", (size,)
         if self.experts is not None and self.is_routed(layer):
-            yield f"{prefix}.{ROUTER}.weight", (self.experts.count, self.hidden_size)
+            yield f"{prefix}.{ROUTER_MODULE}.weight", (self.experts.count, self.hidden_size)
             if self.experts.choice_bias:
-                yield f"{prefix}.{ROUTER}.{CHOICE_BIAS}", (self.experts.count,)
+                yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
 
-    def _norm_sizes(self) -> dict[str, int]:
+    def _list_norm_sizes(self) -> dict[str, int]:
         """Return how many numbers the norms of queries and of keys have, where there are any."""
         if not self.qk_norm:
             return {}
@@ -157,7 +169,7 @@ class ModelConfig:
         return self.output_bias if name == "self_attn.o_proj" else self.qkv_bias
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_model_config(directory: Path) -> ModelConfig:
     """Read the configuration of a base.
 
     Raises:
@@ -165,10 +177,10 @@ def read_config(directory: Path) -> ModelConfig:
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: when it is malformed.
     """
-    return parse_config(read_document(directory), what=str(directory / CONFIG_FILE))
+    return parse_model_config(read_config_document(directory), what=str(directory / CONFIG_FILE))
 
 
-def read_document(directory: Path) -> JsonObject:
+def read_config_document(directory: Path) -> JsonObject:
     """Read ``config.json`` of a base, uninterpreted.
 
     Raises:
@@ -195,29 +207,31 @@ def read_document(directory: Path) -> JsonObject:
     return load_object(data, what=str(path), max_bytes=_MAX_CONFIG_BYTES)
 
 
-def parse_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfig:
+def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfig:
     """Check a configuration and return what the decoder needs of it.
 
     Raises:
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: with all problems, when values are malformed or absurd.
     """
-    fields = Fields(document)
-    row = _row(fields, what)
-    _refuse_unsupported(fields, row, what)
-    config = _build(fields, row, what)
+    fields = ConfigFields(document)
+    row = _find_architecture(fields, what)
+    _reject_unsupported(fields, row, what)
+    config = _build_config(fields, row, what)
     if config.heads % config.kv_heads:
-        fields.refuse("num_attention_heads", "is not a multiple of num_key_value_heads")
+        fields.add_problem("num_attention_heads", "is not a multiple of num_key_value_heads")
     if config.head_dim % 2:
-        fields.refuse("head_dim", "is odd, rotary positions need pairs")
+        fields.add_problem("head_dim", "is odd, rotary positions need pairs")
     if config.projection_norm and config.heads * config.head_dim != config.hidden_size:
-        fields.refuse("head_dim", "is not hidden_size / num_attention_heads, as its norms need")
+        fields.add_problem(
+            "head_dim", "is not hidden_size / num_attention_heads, as its norms need"
+        )
     fields.raise_problems(what)
     return config
 
 
-def _row(fields: Fields, what: str) -> Architecture:
-    kind = fields.text("model_type")
+def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
+    kind = fields.read_text("model_type")
     fields.raise_problems(what)
     row = ARCHITECTURES.get(kind)
     classes = fields.get("architectures")
@@ -231,8 +245,8 @@ def _row(fields: Fields, what: str) -> Architecture:
     return row
 
 
-def _refuse_unsupported(fields: Fields, row: Architecture, what: str) -> None:
-    activation = fields.text("hidden_act", default="silu")
+def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> None:
+    activation = fields.read_text("hidden_act", default="silu")
     if activation != "silu":
         raise IncompatibleError(
             f"{what}: activation {activation[:40]!r} is not supported", hint="supported is silu"
@@ -253,63 +267,67 @@ def _refuse_unsupported(fields: Fields, row: Architecture, what: str) -> None:
         )
 
 
-def _build(fields: Fields, row: Architecture, what: str) -> ModelConfig:
-    hidden = fields.integer("hidden_size", low=1, high=1 << 16)
-    layers = fields.integer("num_hidden_layers", low=1, high=1 << 10)
-    heads = fields.integer("num_attention_heads", low=1, high=1 << 10)
-    head_dim = fields.integer(
-        "head_dim", low=2, high=1 << 10, default=row.head_dim or max(hidden // heads, 2)
+def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelConfig:
+    hidden = fields.read_integer("hidden_size", minimum=1, maximum=1 << 16)
+    layers = fields.read_integer("num_hidden_layers", minimum=1, maximum=1 << 10)
+    heads = fields.read_integer("num_attention_heads", minimum=1, maximum=1 << 10)
+    head_dim = fields.read_integer(
+        "head_dim", minimum=2, maximum=1 << 10, default=row.head_dim or max(hidden // heads, 2)
     )
-    positions = fields.integer(
-        "max_position_embeddings", low=1, high=1 << 24, default=row.max_positions
+    positions = fields.read_integer(
+        "max_position_embeddings", minimum=1, maximum=1 << 24, default=row.max_positions
     )
-    inner = fields.integer("intermediate_size", low=1, high=1 << 19)
+    inner = fields.read_integer("intermediate_size", minimum=1, maximum=1 << 19)
     return ModelConfig(
-        architecture=fields.text("model_type"),
-        vocab_size=fields.integer("vocab_size", low=1, high=1 << 21),
+        architecture=fields.read_text("model_type"),
+        vocab_size=fields.read_integer("vocab_size", minimum=1, maximum=1 << 21),
         hidden_size=hidden,
         intermediate_size=inner,
         layers=layers,
         heads=heads,
-        kv_heads=_kv_heads(fields, row, heads),
+        kv_heads=_read_kv_heads(fields, row, heads),
         head_dim=head_dim,
         max_positions=positions,
-        norm_eps=fields.number("rms_norm_eps", low=1e-20, high=1.0, default=row.norm_eps),
-        rope=parse_rope(fields, dims=head_dim, max_positions=positions, theta=row.theta),
-        windows=parse_windows(fields, row.window, layers),
-        qkv_bias=_bias(fields, row.qkv_bias, "attention_bias"),
-        output_bias=_bias(fields, row.output_bias, "attention_bias"),
-        mlp_bias=_bias(fields, row.mlp_bias, "mlp_bias"),
+        norm_eps=fields.read_number(
+            "rms_norm_eps", minimum=1e-20, maximum=1.0, default=row.norm_eps
+        ),
+        rope=parse_rope_config(fields, dims=head_dim, max_positions=positions, theta=row.theta),
+        windows=parse_layer_windows(fields, row.window, layers),
+        qkv_bias=_read_bias(fields, row.qkv_bias, "attention_bias"),
+        output_bias=_read_bias(fields, row.output_bias, "attention_bias"),
+        mlp_bias=_read_bias(fields, row.mlp_bias, "mlp_bias"),
         qk_norm=row.norms != "none",
-        tied=fields.boolean("tie_word_embeddings", default=False),
+        tied=fields.read_boolean("tie_word_embeddings", default=False),
         projection_norm=row.norms == "projection",
-        experts=_experts(fields, row, layers=layers, intermediate_size=inner, what=what),
+        experts=_parse_experts(fields, row, layers=layers, intermediate_size=inner, what=what),
     )
 
 
-def _experts(
-    fields: Fields, row: Architecture, *, layers: int, intermediate_size: int, what: str
+def _parse_experts(
+    fields: ConfigFields, row: Architecture, *, layers: int, intermediate_size: int, what: str
 ) -> ExpertsConfig | None:
     if row.experts is None:
         return None
     size = intermediate_size
-    return parse_experts(fields, row.experts, layers=layers, intermediate_size=size, what=what)
+    return parse_experts_config(
+        fields, row.experts, layers=layers, intermediate_size=size, what=what
+    )
 
 
-def _kv_heads(fields: Fields, row: Architecture, heads: int) -> int:
+def _read_kv_heads(fields: ConfigFields, row: Architecture, heads: int) -> int:
     """An absent key means what the row says, null means as many as heads, as in transformers."""
     name = "num_key_value_heads"
     default = heads if row.kv_heads is None or fields.is_null(name) else row.kv_heads
-    return fields.integer(name, low=1, high=1 << 10, default=default)
+    return fields.read_integer(name, minimum=1, maximum=1 << 10, default=default)
 
 
-def _bias(fields: Fields, rule: Bias, name: str) -> bool:
+def _read_bias(fields: ConfigFields, rule: BiasRule, name: str) -> bool:
     match rule:
         case "never":
             return False
         case "always":
             return True
         case "configured":
-            return fields.boolean(name, default=False)
+            return fields.read_boolean(name, default=False)
         case "configured_apart":
-            return fields.boolean("qkv_bias", default=True)
+            return fields.read_boolean("qkv_bias", default=True)

@@ -1,4 +1,6 @@
-"""Reading a package strictly, in one pass: structure, every digest, the manifest, the tensors.
+"""Whether the files of a package are what its manifest says, and nothing more.
+
+Reading a package strictly, in one pass: structure, every digest, the manifest, the tensors.
 
 Nothing is believed: the archive that must come is derived from the OCI manifest, which is itself
 derived from the files it names, and each byte is compared or hashed. Decompression overlaps with
@@ -7,41 +9,141 @@ hashing. What a package holds may be used only after `expertctl.package.verify`.
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest, FileDigest, Progress, hash_stream, no_progress
+from expertctl.digest import Digest, FileDigest, Progress, hash_stream, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError, UsageError
+from expertctl.files import open_regular_file
 from expertctl.package.adapter import AdapterSpec
-from expertctl.package.archive import BLOCK
-from expertctl.package.archive_reader import (
-    DAMAGED,
+from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter_spec import build_adapter_spec
+from expertctl.package.archive import (
+    BLOCK_SIZE,
+    DAMAGED_HINT,
     DISCARD,
+    ArchiveContent,
     ArchiveReader,
     BlobSink,
-    Content,
-    PlainContent,
-    kept_bytes,
+    PlainArchiveContent,
+    count_kept_bytes,
 )
-from expertctl.package.content import check_content
-from expertctl.package.frame import MAGIC, check_frame, decompressing
+from expertctl.package.frame import FRAME_MAGIC, check_frame, open_decompressor
 from expertctl.package.layout import (
     MAX_FILES,
+    MAX_PACKAGES,
+    MAX_SET_BYTES,
     MAX_TOTAL_BYTES,
     WEIGHT_TYPE,
     Blobs,
-    Layout,
-    content_digest,
-    media_type,
+    PackageLayout,
+    build_index_name,
+    choose_media_type,
+    compute_content_digest,
+    is_document,
 )
-from expertctl.package.set_layout import MAX_PACKAGES, MAX_SET_BYTES, index_name
+from expertctl.package.tensor_file import parse_header
 from expertctl.reference import Reference
-from expertctl.regular_file import open_regular
-from expertctl.schema.manifest import Manifest
+from expertctl.schema.manifest import (
+    MANIFEST_PATH,
+    SIGNATURE_PATH,
+    AdapterEntry,
+    Manifest,
+    parse_manifest,
+)
 
-_MEMBER_BYTES = 2 * BLOCK
+
+def check_content(
+    files: Sequence[FileDigest],
+    small: Mapping[str, bytes],
+    headers: Mapping[str, bytes],
+    *,
+    what: str,
+) -> tuple[Manifest, tuple[AdapterSpec, ...]]:
+    """Check files against the manifest among them.
+
+    ``small`` holds the bytes of small files, ``headers`` at least the header of each safetensors.
+
+    Raises:
+        InvalidPackageError: with every problem.
+    """
+    if MANIFEST_PATH not in small:
+        raise InvalidPackageError(what, [f"{MANIFEST_PATH} is missing or too large"])
+    manifest = parse_manifest(small[MANIFEST_PATH], what=f"{what} {MANIFEST_PATH}")
+    sizes = {file.path: file.size for file in files}
+    problems = find_file_set_problems(manifest, sizes)
+    specs = []
+    for entry in manifest.adapters:
+        try:
+            specs.append(read_entry_spec(entry, small, headers, sizes))
+        except InvalidPackageError as error:
+            problems += [f"{error.what}: {problem}" for problem in error.problems]
+    if problems:
+        raise InvalidPackageError(what, problems)
+    return manifest, tuple(specs)
+
+
+def list_named_files(manifest: Manifest) -> set[str]:
+    """Return the files that a manifest names, itself included."""
+    named = {path for entry in manifest.adapters for path in (entry.path, entry.config)}
+    extras = (manifest.decoding.grammar, manifest.decoding.chat_template)
+    return {MANIFEST_PATH, *named, *(path for path in extras if path)}
+
+
+def find_file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> list[str]:
+    """Return which files are missing, and which are not named in the manifest."""
+    named = list_named_files(manifest)
+    missing = [
+        f"{path} is named in {MANIFEST_PATH} but missing" for path in sorted(named - set(paths))
+    ]
+    extra = sorted(path for path in set(paths) - named if not is_document(path))
+    odd = [f"{SIGNATURE_PATH} is the signature and cannot be named"] * (SIGNATURE_PATH in named)
+    return odd + missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
+
+
+def read_entry_spec(
+    entry: AdapterEntry,
+    small: Mapping[str, bytes],
+    headers: Mapping[str, bytes],
+    sizes: Mapping[str, int],
+) -> AdapterSpec:
+    """Read one adapter's configuration and table of tensors, and check the manifest against them.
+
+    Raises:
+        InvalidPackageError: with every problem.
+    """
+    if entry.config not in small or entry.path not in headers:
+        raise InvalidPackageError(
+            entry.path, ["the adapter needs its .safetensors file and a configuration below 1 MiB"]
+        )
+    config = parse_adapter_config(small[entry.config], what=entry.config)
+    table = parse_header(headers[entry.path], file_size=sizes[entry.path], what=entry.path)
+    spec = build_adapter_spec(config, table, what=entry.path)
+    problems = find_entry_problems(entry, spec)
+    if problems:
+        raise InvalidPackageError(entry.path, problems)
+    return spec
+
+
+def find_entry_problems(entry: AdapterEntry, spec: AdapterSpec) -> list[str]:
+    """Return where the manifest says something else than the tensors."""
+    pairs = (
+        ("kind", entry.kind, spec.kind),
+        ("rank", entry.rank, spec.rank),
+        ("tokens", entry.tokens, spec.tokens),
+        ("dtype", entry.dtype, spec.dtype),
+        ("tensors", entry.tensors, spec.tensors),
+    )
+    return [
+        f"{MANIFEST_PATH} says {name} {stated}, the files say {found}"
+        for name, stated, found in pairs
+        if stated != found
+    ]
+
+
+_MEMBER_BYTES = 2 * BLOCK_SIZE
 _MAX_ARCHIVE = MAX_TOTAL_BYTES + (MAX_FILES + 8) * _MEMBER_BYTES
 _MAX_SET_ARCHIVE = MAX_SET_BYTES + (MAX_FILES + 8) * MAX_PACKAGES * _MEMBER_BYTES
 
@@ -53,7 +155,7 @@ class PackageContents:
     manifest: Manifest
     adapters: tuple[AdapterSpec, ...]
     """What the tensors mean, in the order of ``manifest.adapters``."""
-    layout: Layout
+    layout: PackageLayout
     signature: bytes | None
     small: Mapping[str, bytes]
     """The bytes of files up to 1 MiB that are no weights, by path."""
@@ -76,7 +178,7 @@ class PackageContents:
 
 
 def read_package(
-    path: Path, *, sink: BlobSink = DISCARD, progress: Progress = no_progress
+    path: Path, *, sink: BlobSink = DISCARD, progress: Progress = ignore_progress
 ) -> PackageContents:
     """Read a ``.expert`` file whole.
 
@@ -85,19 +187,19 @@ def read_package(
         InvalidPackageError: when it is malformed in any way.
         DigestError: when bytes are not those of the digest that names them.
     """
-    with open_regular(path) as stream:
+    with open_regular_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = check_frame(stream, file_size=size, max_content=_MAX_ARCHIVE, what=path.name)
-        with decompressing(stream, what=path.name) as frame:
+        with open_decompressor(stream, what=path.name) as frame:
             reader = ArchiveReader(
                 frame, size=content, what=path.name, sink=sink, progress=progress
             )
             layout = reader.read_package()
-    return _contents(layout, reader.starts, path.name)
+    return _build_contents(layout, reader.starts, path.name)
 
 
 def read_set(
-    path: Path, *, sink: BlobSink = DISCARD, progress: Progress = no_progress
+    path: Path, *, sink: BlobSink = DISCARD, progress: Progress = ignore_progress
 ) -> Iterator[PackageContents]:
     """Read several packages that were exported together, in a frame or as a plain tar.
 
@@ -109,36 +211,38 @@ def read_set(
         InvalidPackageError: when it, or a package that is taken, is malformed in any way.
         DigestError: when bytes are not those of the digest that names them.
     """
-    with _archive(path, _MAX_SET_ARCHIVE) as (content, size):
+    with _open_archive(path, _MAX_SET_ARCHIVE) as (content, size):
         reader = ArchiveReader(content, size=size, what=path.name, sink=sink, progress=progress)
         layout = reader.read_set()
-    return (_member(name, of, reader, path.name) for name, of in layout.packages.items())
+    return (_read_member(name, of, reader, path.name) for name, of in layout.packages.items())
 
 
 @contextmanager
-def _archive(path: Path, limit: int) -> Iterator[tuple[Content, int]]:
+def _open_archive(path: Path, limit: int) -> Iterator[tuple[ArchiveContent, int]]:
     """Open the tar that a file is, or that is in its frame, and tell its size."""
-    with open_regular(path) as stream:
+    with open_regular_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        framed = stream.read(len(MAGIC)) == MAGIC
+        framed = stream.read(len(FRAME_MAGIC)) == FRAME_MAGIC
         stream.seek(0)
         if framed:
             size = check_frame(stream, file_size=size, max_content=limit, what=path.name)
-            with decompressing(stream, what=path.name) as frame:
+            with open_decompressor(stream, what=path.name) as frame:
                 yield frame, size
         else:
-            yield PlainContent(stream, path.name), size
+            yield PlainArchiveContent(stream, path.name), size
 
 
-def _member(name: str, layout: Layout, reader: ArchiveReader, what: str) -> PackageContents:
-    contents = _contents(layout, reader.starts, f"{what} {name}")
+def _read_member(
+    name: str, layout: PackageLayout, reader: ArchiveReader, what: str
+) -> PackageContents:
+    contents = _build_contents(layout, reader.starts, f"{what} {name}")
     manifest = contents.manifest
-    if index_name(manifest.package, manifest.semver) != name:
+    if build_index_name(manifest.package, manifest.semver) != name:
         raise InvalidPackageError(what, [f"what index.json calls {name} is {manifest.ref}"])
     return contents
 
 
-def names_file(text: str) -> bool:
+def is_file_name(text: str) -> bool:
     """Tell a file from a reference: by its form, or because it is there.
 
     A folder may be called like a reference, ``acme/sql``; then the reference is meant.
@@ -161,7 +265,7 @@ def _is_reference(text: str) -> bool:
 
 
 def read_blobs(
-    layout: Layout, blobs: Blobs, *, what: str, progress: Progress = no_progress
+    layout: PackageLayout, blobs: Blobs, *, what: str, progress: Progress = ignore_progress
 ) -> PackageContents:
     """Read a package whose files are kept apart, as strictly as a ``.expert`` file.
 
@@ -172,25 +276,27 @@ def read_blobs(
     starts: dict[Digest, bytes] = {}
     for file in layout.layers:
         with blobs(file.digest) as stream:
-            start = stream.read(kept_bytes(file))
+            start = stream.read(count_kept_bytes(file))
             stream.seek(0)
             size, digest = hash_stream(stream, progress=progress)
         if (size, digest) != (file.size, file.digest):
-            raise DigestError(f"{what}: {file.path} does not have its digest", hint=DAMAGED)
+            raise DigestError(f"{what}: {file.path} does not have its digest", hint=DAMAGED_HINT)
         starts[digest] = max(start, starts.get(digest, b""), key=len)
-    return _contents(layout, starts, what)
+    return _build_contents(layout, starts, what)
 
 
-def _contents(layout: Layout, starts: Mapping[Digest, bytes], what: str) -> PackageContents:
+def _build_contents(
+    layout: PackageLayout, starts: Mapping[Digest, bytes], what: str
+) -> PackageContents:
     """Check what the files say, from the beginning of each."""
     small, headers = {}, {}
     for file in layout.files:
         start = starts[file.digest]
-        if media_type(file.path) == WEIGHT_TYPE:
+        if choose_media_type(file.path) == WEIGHT_TYPE:
             headers[file.path] = start
         elif len(start) == file.size:
             small[file.path] = start
     manifest, adapters = check_content(layout.files, small, headers, what=what)
     signature = starts[layout.signature.digest] if layout.signature else None
-    digest = content_digest(layout.files)
+    digest = compute_content_digest(layout.files)
     return PackageContents(manifest, adapters, layout, signature, small, digest)

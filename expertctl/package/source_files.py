@@ -6,22 +6,26 @@ folder. Every other link is refused: it could bring any file of this machine int
 
 A file is opened without following links, and only while it is the one that was checked: device and
 inode are compared on the open descriptor.
+
+A last look at documents for what must not be published, or be taken from anybody.
 """
 
+import codecs
 import errno
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from expertctl.digest import Digest, Progress, hash_stream, no_progress
+from expertctl.digest import Digest, Progress, hash_stream, ignore_progress
 from expertctl.errors import DigestError, InvalidPackageError
 
 _CACHE_PREFIX = "models--"
-_SNAPSHOTS = "snapshots"
+_SNAPSHOTS_FOLDER = "snapshots"
 _MAX_HOPS = 8
-_FLAGS = (
+_OPEN_FLAGS = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_CLOEXEC", 0)
@@ -32,7 +36,7 @@ _FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A regular file to pack, with every link to it followed; only `source_file` makes one."""
+    """A regular file to pack, with every link to it followed; only `find_source_file` makes one."""
 
     name: str
     """What it is called in the directory."""
@@ -49,16 +53,16 @@ class SourceFile:
             DigestError: when another file, a link or nothing is in its place now.
         """
         try:
-            descriptor = os.open(self.path, _FLAGS)
+            descriptor = os.open(self.path, _OPEN_FLAGS)
         except OSError as error:
-            raise self._changed() from error
+            raise self._changed_error() from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (
             self.device,
             self.inode,
         ):
             os.close(descriptor)
-            raise self._changed()
+            raise self._changed_error()
         return os.fdopen(descriptor, "rb")
 
     def read(self, *, max_bytes: int) -> bytes:
@@ -66,19 +70,19 @@ class SourceFile:
         with self.open() as stream:
             return stream.read(max_bytes + 1)
 
-    def hash(self, *, progress: Progress = no_progress) -> tuple[int, Digest]:
+    def hash(self, *, progress: Progress = ignore_progress) -> tuple[int, Digest]:
         """Return its size in bytes and its digest."""
         with self.open() as stream:
             return hash_stream(stream, progress=progress)
 
-    def _changed(self) -> DigestError:
+    def _changed_error(self) -> DigestError:
         return DigestError(
             f"{self.name}: the file was replaced while it was being packed",
             hint="build again when nothing writes to the directory",
         )
 
 
-def source_file(directory: Path, name: str) -> SourceFile | None:
+def find_source_file(directory: Path, name: str) -> SourceFile | None:
     """Find a file of a directory by its plain name; ``None`` when nothing has that name.
 
     Raises:
@@ -90,7 +94,7 @@ def source_file(directory: Path, name: str) -> SourceFile | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if stat.S_ISLNK(found.st_mode):
-        path = _follow(directory.resolve() / name, name)
+        path = _follow_links(directory.resolve() / name, name)
         found = path.lstat()
         if path.resolve() != path:  # a folder on the way was replaced meanwhile
             raise InvalidPackageError(name, ["a symbolic link that changed while it was read"])
@@ -99,30 +103,34 @@ def source_file(directory: Path, name: str) -> SourceFile | None:
     return SourceFile(name, path, found.st_size, found.st_dev, found.st_ino)
 
 
-def source_names(directory: Path) -> list[str]:
+def list_source_names(directory: Path) -> list[str]:
     """Return the names of all entries of a directory, sorted."""
     return sorted(path.name for path in directory.iterdir())
 
 
-def cache_folder(directory: Path) -> Path | None:
+def find_cache_folder(directory: Path) -> Path | None:
     """Return the ``models--…`` folder of the hub's cache that a snapshot belongs to, if any."""
     real = directory.resolve()
     for folder in real.parents:
         below = real.relative_to(folder).parts
-        if folder.name.startswith(_CACHE_PREFIX) and len(below) > 1 and below[0] == _SNAPSHOTS:
+        if (
+            folder.name.startswith(_CACHE_PREFIX)
+            and len(below) > 1
+            and below[0] == _SNAPSHOTS_FOLDER
+        ):
             return folder
     return None
 
 
-def cached_name(directory: Path) -> str | None:
+def find_cached_name(directory: Path) -> str | None:
     """Return the name of the repository that a snapshot of the hub's cache belongs to."""
-    folder = cache_folder(directory)
+    folder = find_cache_folder(directory)
     return folder.name.rpartition("--")[2] if folder is not None else None
 
 
-def _follow(path: Path, name: str) -> Path:
+def _follow_links(path: Path, name: str) -> Path:
     """Follow a link hop by hop; ``path`` is absolute, its folder real."""
-    folder = cache_folder(path.parent)
+    folder = find_cache_folder(path.parent)
     if folder is None:
         raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
     for _ in range(_MAX_HOPS):
@@ -140,11 +148,11 @@ def _follow(path: Path, name: str) -> Path:
             if error.errno == errno.EINVAL:  # not a link: the end of the chain
                 return path
             raise InvalidPackageError(name, [f"cannot be read: {error.strerror}"]) from error
-        path = _next_hop(path, target, name)
+        path = _resolve_next_hop(path, target, name)
     raise InvalidPackageError(name, ["a loop of symbolic links"])
 
 
-def _next_hop(path: Path, target: Path, name: str) -> Path:
+def _resolve_next_hop(path: Path, target: Path, name: str) -> Path:
     """Return where a link points to, with the links of its folder, but not itself, followed."""
     there = path.parent / target
     if there.name in ("", "..", "."):
@@ -155,3 +163,61 @@ def _next_hop(path: Path, target: Path, name: str) -> Path:
         raise InvalidPackageError(
             name, ["a symbolic link to a file that is missing; download it again"]
         ) from error
+
+
+_PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY( BLOCK)?-----")
+_TOKEN = re.compile(rb"(?<![A-Za-z0-9_-])xpt_[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
+_MAX_SECRET_BYTES = 64
+README = "README.md"
+_CHUNK = 1 << 20
+
+
+def find_secret_in_file(path: Path) -> str | None:
+    """Return what secret a file of any size holds; see `find_secret`."""
+    with path.open("rb") as stream:
+        return find_secret_in_stream(stream)
+
+
+def find_document_problem(stream: BinaryIO, *, name: str) -> str | None:
+    """Return why a file of a package other than weights is refused, or None.
+
+    The stream is read from its position to its end. Secrets are those of `find_secret`.
+    """
+    if secret := find_secret_in_stream(stream):
+        return f"{name}: holds {secret}, which must never be published"
+    stream.seek(0)
+    if name == README and (at := _find_invalid_utf8(stream)) is not None:
+        return f"{name}: not UTF-8 at byte {at}"
+    return None
+
+
+def find_secret_in_stream(stream: BinaryIO) -> str | None:
+    """Return what secret a stream of any length holds; see `find_secret`."""
+    tail = b""
+    while chunk := stream.read(_CHUNK):
+        if found := find_secret(tail + chunk):
+            return found
+        tail = chunk[-_MAX_SECRET_BYTES:]
+    return None
+
+
+def _find_invalid_utf8(stream: BinaryIO) -> int | None:
+    """Return where a stream of any length stops being UTF-8, or None."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        chunk = stream.read(_CHUNK)
+        kept = len(decoder.getstate()[0])
+        try:
+            decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            return read - kept + error.start
+        if not chunk:
+            return None
+        read += len(chunk)
+
+
+def find_secret(data: bytes) -> str | None:
+    """Return what secret bytes hold: a private key in PEM of any kind, a token of a registry."""
+    if _PRIVATE_KEY.search(data):
+        return "a private key"
+    return "an access token" if _TOKEN.search(data) else None

@@ -43,15 +43,15 @@ _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HeaderLimits:
     """What a header may cost."""
 
     header_bytes: int
     tensors: int
 
 
-ADAPTER_LIMITS = Limits(header_bytes=4 << 20, tensors=200_000)
-BASE_LIMITS = Limits(header_bytes=32 << 20, tensors=1_000_000)
+ADAPTER_LIMITS = HeaderLimits(header_bytes=4 << 20, tensors=200_000)
+BASE_LIMITS = HeaderLimits(header_bytes=32 << 20, tensors=1_000_000)
 
 
 class TensorInfo(NamedTuple):
@@ -72,7 +72,9 @@ class TensorTable:
     file_size: int
 
 
-def header_length(first: bytes | bytearray, *, file_size: int, what: str, limits: Limits) -> int:
+def parse_header_length(
+    first: bytes | bytearray, *, file_size: int, what: str, limits: HeaderLimits
+) -> int:
     """Return how many bytes of JSON follow the first eight.
 
     Raises:
@@ -93,14 +95,14 @@ def header_length(first: bytes | bytearray, *, file_size: int, what: str, limits
 
 
 def parse_header(
-    start: bytes | bytearray, *, file_size: int, what: str, limits: Limits = ADAPTER_LIMITS
+    start: bytes | bytearray, *, file_size: int, what: str, limits: HeaderLimits = ADAPTER_LIMITS
 ) -> TensorTable:
     """Read the table of tensors from the start of a file, which may be longer than the header.
 
     Raises:
         InvalidPackageError: with every problem of the header.
     """
-    length = header_length(start, file_size=file_size, what=what, limits=limits)
+    length = parse_header_length(start, file_size=file_size, what=what, limits=limits)
     text = bytes(start[LENGTH_BYTES : LENGTH_BYTES + length])
     if len(text) < length:
         raise InvalidPackageError(what, ["the safetensors header is cut short"])
@@ -110,11 +112,11 @@ def parse_header(
     if len(document) > limits.tensors + 1:
         problem = f"{len(document)} tensors, at most {limits.tensors} allowed"
         raise InvalidPackageError(what, [problem])
-    return _table_of(document, data_offset=LENGTH_BYTES + length, file_size=file_size, what=what)
+    return _build_table(document, data_offset=LENGTH_BYTES + length, file_size=file_size, what=what)
 
 
 def read_header(
-    stream: BinaryIO, *, file_size: int, what: str, limits: Limits = ADAPTER_LIMITS
+    stream: BinaryIO, *, file_size: int, what: str, limits: HeaderLimits = ADAPTER_LIMITS
 ) -> TensorTable:
     """Read the table of tensors from a stream at its beginning; see `parse_header`.
 
@@ -122,11 +124,11 @@ def read_header(
         InvalidPackageError: with every problem of the header.
     """
     first = stream.read(LENGTH_BYTES)
-    length = header_length(first, file_size=file_size, what=what, limits=limits)
+    length = parse_header_length(first, file_size=file_size, what=what, limits=limits)
     return parse_header(first + stream.read(length), file_size=file_size, what=what, limits=limits)
 
 
-def read_table(path: Path, *, limits: Limits = ADAPTER_LIMITS) -> TensorTable:
+def read_table(path: Path, *, limits: HeaderLimits = ADAPTER_LIMITS) -> TensorTable:
     """Read the table of tensors of a file.
 
     Raises:
@@ -137,40 +139,42 @@ def read_table(path: Path, *, limits: Limits = ADAPTER_LIMITS) -> TensorTable:
         return read_header(stream, file_size=size, what=path.name, limits=limits)
 
 
-def _table_of(document: JsonObject, *, data_offset: int, file_size: int, what: str) -> TensorTable:
-    problems = _metadata_problems(document.pop(_METADATA, None))
-    problems += _empty_tensors(document)
+def _build_table(
+    document: JsonObject, *, data_offset: int, file_size: int, what: str
+) -> TensorTable:
+    problems = _find_metadata_problems(document.pop(_METADATA, None))
+    problems += _describe_empty_tensors(document)
     tensors: dict[str, TensorInfo] = {}
     for name, entry in document.items():
         try:
-            tensors[_checked_name(name)] = _tensor_of(name, entry)
-        except _EmptyError:
+            tensors[_check_name(name)] = _parse_tensor(name, entry)
+        except _EmptyTensorError:
             continue
-        except _RefusedError as error:
+        except _TensorEntryError as error:
             problems.append(str(error))
     if not document:
         problems.append("there is no tensor")
-    ordered = dict(sorted(tensors.items(), key=_begin))
+    ordered = dict(sorted(tensors.items(), key=_begin_offset))
     if not problems:
-        problems = _layout_problems(ordered, file_size - data_offset)
+        problems = _find_layout_problems(ordered, file_size - data_offset)
     if problems:
-        raise InvalidPackageError(what, _shortened(problems))
+        raise InvalidPackageError(what, _truncate_problems(problems))
     return TensorTable(ordered, data_offset, file_size)
 
 
-def _begin(item: tuple[str, TensorInfo]) -> int:
+def _begin_offset(item: tuple[str, TensorInfo]) -> int:
     return item[1].begin
 
 
-class _RefusedError(ValueError):
+class _TensorEntryError(ValueError):
     """What is wrong with one tensor."""
 
 
-class _EmptyError(_RefusedError):
+class _EmptyTensorError(_TensorEntryError):
     """A tensor has no number; all such tensors are named in one line."""
 
 
-def _empty_tensors(document: JsonObject) -> list[str]:
+def _describe_empty_tensors(document: JsonObject) -> list[str]:
     """Name the tensors without numbers, which DeepSpeed ZeRO-3 leaves where it holds the rest."""
     empty = [name for name, entry in document.items() if _is_empty(entry)]
     if not empty:
@@ -187,7 +191,7 @@ def _is_empty(entry: JsonValue) -> bool:
     return isinstance(shape, list) and any(type(size) is int and size == 0 for size in shape)
 
 
-def _metadata_problems(metadata: JsonValue) -> list[str]:
+def _find_metadata_problems(metadata: JsonValue) -> list[str]:
     if metadata is None:
         return []
     if not isinstance(metadata, dict):
@@ -197,33 +201,33 @@ def _metadata_problems(metadata: JsonValue) -> list[str]:
     ]
 
 
-def _checked_name(name: str) -> str:
+def _check_name(name: str) -> str:
     if len(name) > _MAX_NAME or not _NAME.fullmatch(name):
-        raise _RefusedError(f"{name[:80]!r} is not a tensor name")
+        raise _TensorEntryError(f"{name[:80]!r} is not a tensor name")
     return name
 
 
-def _tensor_of(name: str, entry: JsonValue) -> TensorInfo:
+def _parse_tensor(name: str, entry: JsonValue) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-        raise _RefusedError(f"{name}: not exactly dtype, shape and data_offsets")
+        raise _TensorEntryError(f"{name}: not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _RefusedError(f"{name}: dtype {dtype!r:.80} is not supported")
+        raise _TensorEntryError(f"{name}: dtype {dtype!r:.80} is not supported")
     if _is_empty(entry):
-        raise _EmptyError(name)
-    sizes, span = _integers(shape, minimum=1), _integers(offsets, minimum=0)
+        raise _EmptyTensorError(name)
+    sizes, span = _parse_integers(shape, minimum=1), _parse_integers(offsets, minimum=0)
     if sizes is None or len(sizes) > _MAX_DIMENSIONS:
-        raise _RefusedError(f"{name}: {shape!r:.80} is not a shape")
+        raise _TensorEntryError(f"{name}: {shape!r:.80} is not a shape")
     if span is None or len(span) != 2:
-        raise _RefusedError(f"{name}: {offsets!r:.80} are not two offsets")
+        raise _TensorEntryError(f"{name}: {offsets!r:.80} are not two offsets")
     begin, end = span
     size = math.prod(sizes) * DTYPE_BYTES[dtype]
     if end - begin != size:
-        raise _RefusedError(f"{name}: {begin} to {end} is not {size} bytes of {dtype} {sizes}")
+        raise _TensorEntryError(f"{name}: {begin} to {end} is not {size} bytes of {dtype} {sizes}")
     return TensorInfo(dtype, tuple(sizes), begin, end)
 
 
-def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
+def _parse_integers(values: JsonValue, *, minimum: int) -> list[int] | None:
     """Return a list of integers as such, None for anything else; true is not 1."""
     if not isinstance(values, list):
         return None
@@ -233,7 +237,7 @@ def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
     return cast(list[int], values)
 
 
-def _layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> list[str]:
+def _find_layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> list[str]:
     """Tensors must cover the data exactly: no hole, no overlap, nothing after the last."""
     expected = 0
     for name, tensor in ordered.items():
@@ -245,6 +249,6 @@ def _layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> list[
     return []
 
 
-def _shortened(problems: list[str]) -> list[str]:
+def _truncate_problems(problems: list[str]) -> list[str]:
     rest = len(problems) - _MAX_PROBLEMS
     return [*problems[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]

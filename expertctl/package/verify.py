@@ -1,4 +1,9 @@
-"""Who vouches for a package: from contents whose digests are right to a `VerifiedPackage`.
+"""What one source says a version contains, and the error for two that disagree.
+
+A version of a package never changes its content. Where a lock file, an earlier answer of a registry
+or an installed version says otherwise than the registry does now, somebody is wrong or lies.
+
+Who vouches for a package: from contents whose digests are right to a `VerifiedPackage`.
 
 Only this module makes one. Nothing here needs the network.
 """
@@ -6,23 +11,53 @@ Only this module makes one. Nothing here needs the network.
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest, Progress, no_progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import (
+    ChangedVersionError,
     DigestError,
     SignatureError,
     TrustError,
     UnsignedError,
     UsageError,
 )
-from expertctl.package.archive_reader import DISCARD, BlobSink
+from expertctl.package.archive import DISCARD, BlobSink
 from expertctl.package.read import PackageContents, read_package
 from expertctl.reference import FROM_FILE, PackageName, Reference, Version
-from expertctl.trust.bundle import Bundle, read_bundle, verify_bundle
+from expertctl.trust.bundle import SignatureBundle, read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import TrustRecord
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import TrustStore
 
-ANOTHER = "another package was put under this name: tell whoever you have it from"
+ACCEPT_OPTION = "--accept-changed"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionContent:
+    """The content digest of a version, who says so, and which keys signed it."""
+
+    source: str
+    digest: Digest
+    signers: tuple[str, ...] = ()
+    """Key ids; none where the source does not record them, or nobody signed."""
+
+    def __str__(self) -> str:
+        """Return it as a clause of a message."""
+        signed = f"signed by {' and '.join(self.signers)}" if self.signers else "signer unknown"
+        return f"{self.source} has {self.digest} ({signed})"
+
+
+def changed_version_error(
+    ref: str, previous: VersionContent, current: VersionContent, *, hint: str = ""
+) -> ChangedVersionError:
+    """Return the error for a version that has another content than before."""
+    override = f"`{ACCEPT_OPTION} {ref}` takes the new content, if the publisher confirms it"
+    return ChangedVersionError(
+        f"{ref} has another content than before: {previous}, but {current}",
+        hint=f"a version never changes its content, so ask its publisher; {hint or override}",
+    )
+
+
+REPLACED_HINT = "another package was put under this name: tell whoever you have it from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +75,7 @@ def verify_file(
     *,
     expected: Reference | None = None,
     sink: BlobSink = DISCARD,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> VerifiedPackage:
     """Read a ``.expert`` file and demand a trusted signature.
 
@@ -69,7 +104,7 @@ def verify_contents(
         TrustError: when it is another package, or the signature or its key is not right.
     """
     if expected is not None:
-        check_expected(contents, expected)
+        require_expected(contents, expected)
     manifest = contents.manifest
     if contents.signature is None:
         raise UnsignedError(
@@ -90,11 +125,11 @@ def _verify_signature(
     package, digest = contents.manifest.package, contents.content_digest
     key = trust.authorise(bundle.key_id, package=package, content_digest=digest, registry=registry)
     verify_bundle(bundle, contents.files, key)
-    check_signed_name(bundle, contents.manifest.package, contents.manifest.semver)
+    require_signed_name(bundle, contents.manifest.package, contents.manifest.semver)
     return key
 
 
-def check_signed_name(bundle: Bundle, package: PackageName, version: Version) -> None:
+def require_signed_name(bundle: SignatureBundle, package: PackageName, version: Version) -> None:
     """Demand that a signature that names a package or a version names this one.
 
     The public tool signs the name of a folder, which names no package.
@@ -109,7 +144,8 @@ def check_signed_name(bundle: Bundle, package: PackageName, version: Version) ->
     pinned = named.constraint.pinned
     if named.package != package or (pinned is not None and pinned != version):
         raise SignatureError(
-            f"model.sig was made for {bundle.name}, and this is {package}@{version}", hint=ANOTHER
+            f"model.sig was made for {bundle.name}, and this is {package}@{version}",
+            hint=REPLACED_HINT,
         )
 
 
@@ -127,18 +163,18 @@ def accept_unsigned(contents: PackageContents) -> VerifiedPackage:
     return VerifiedPackage(contents, None)
 
 
-def accept_named(contents: PackageContents, named: Digest) -> VerifiedPackage:
+def accept_by_digest(contents: PackageContents, digest: Digest) -> VerifiedPackage:
     """Accept a package that the user named by its exact bytes, whoever signed it.
 
     Raises:
         DigestError: when these are other bytes.
     """
-    if named not in {contents.package_digest, contents.content_digest}:
-        raise DigestError(f"{contents.manifest.ref} is not {named}")
+    if digest not in {contents.package_digest, contents.content_digest}:
+        raise DigestError(f"{contents.manifest.ref} is not {digest}")
     return VerifiedPackage(contents, None)
 
 
-def check_expected(contents: PackageContents, expected: Reference) -> None:
+def require_expected(contents: PackageContents, expected: Reference) -> None:
     """Demand the name and version that were asked for.
 
     Raises:
@@ -149,4 +185,4 @@ def check_expected(contents: PackageContents, expected: Reference) -> None:
     digests = contents.package_digest, contents.content_digest
     if not (same and expected.allows(manifest.semver, *digests)):
         message = f"asked for {expected}, but the package is {manifest.ref}"
-        raise TrustError(message, hint=ANOTHER)
+        raise TrustError(message, hint=REPLACED_HINT)

@@ -2,26 +2,44 @@
 
 Bytes are hashed again while they are written, so a file that changes meanwhile is detected. A
 package appears under its name whole or not at all, and so does a directory made of one.
+
+A folder of blobs between reading a package and writing something from it.
+
+Blobs are written while they are hashed, under their digest; nothing here has a name that came from
+a package. What is made of them appears whole or not at all.
 """
 
 import hashlib
 import os
 import shlex
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import CHUNK, Digest, Progress, no_progress
-from expertctl.durable import sync_folder
+from expertctl.digest import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import DigestError, NotFoundError, UsageError
-from expertctl.package.archive import END, AnyLayout, archive_size, documents, members
-from expertctl.package.frame import FAST, check_ratio, compressing
-from expertctl.package.layout import Blobs
+from expertctl.files import sync_folder
+from expertctl.package.archive import (
+    END_OF_ARCHIVE,
+    AnyLayout,
+    compute_archive_size,
+    list_documents,
+    list_members,
+)
+from expertctl.package.frame import FASTEST_LEVEL, check_ratio, open_compressor
+from expertctl.package.layout import Blobs, PackageLayout, build_layout
+from expertctl.package.read import PackageContents, read_package
+from expertctl.schema.manifest import SIGNATURE_PATH
+from expertctl.trust.bundle import sign_files
+from expertctl.trust.keys import PrivateKey
 
 
-class Output(Protocol):
+class ArchiveOutput(Protocol):
     """Where a tar goes: a file, or the compressor before it."""
 
     def write(self, data: bytes | memoryview, /) -> int:
@@ -34,8 +52,8 @@ def write_package(
     layout: AnyLayout,
     blobs: Blobs,
     *,
-    level: int = FAST,
-    progress: Progress = no_progress,
+    level: int = FASTEST_LEVEL,
+    progress: Progress = ignore_progress,
 ) -> None:
     """Write a ``.expert`` file, or a set in the same frame.
 
@@ -43,35 +61,35 @@ def write_package(
         DigestError: when a blob's bytes are not those of its digest.
         InvalidPackageError: when readers would take the result for a decompression bomb.
     """
-    size = archive_size(layout)
-    with publishing(path) as stream:
-        with compressing(stream, content_size=size, level=level) as output:
+    size = compute_archive_size(layout)
+    with open_atomic_file(path) as stream:
+        with open_compressor(stream, content_size=size, level=level) as output:
             write_archive(output, layout, blobs, progress=progress)
         check_ratio(size, stream.tell(), what=path.name)
 
 
-def export_archive(
-    path: Path, layout: AnyLayout, blobs: Blobs, *, progress: Progress = no_progress
+def write_oci_archive(
+    path: Path, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
     """Write the tar alone: an OCI archive that other tools read.
 
     Raises:
         DigestError: when a blob's bytes are not those of its digest.
     """
-    with publishing(path) as stream:
+    with open_atomic_file(path) as stream:
         write_archive(stream, layout, blobs, progress=progress)
 
 
 def write_archive(
-    output: Output, layout: AnyLayout, blobs: Blobs, *, progress: Progress = no_progress
+    output: ArchiveOutput, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
     """Write the tar of a layout.
 
     Raises:
         DigestError: when a blob's bytes are not those of its digest.
     """
-    made = documents(layout)
-    for member in members(layout):
+    made = list_documents(layout)
+    for member in list_members(layout):
         output.write(member.header)
         if member.name in made:
             output.write(made[member.name])
@@ -81,16 +99,16 @@ def write_archive(
                     stream, output, size=member.size, digest=member.digest, progress=progress
                 )
         output.write(bytes(member.padding))
-    output.write(END)
+    output.write(END_OF_ARCHIVE)
 
 
 def copy_verified(
     stream: BinaryIO,
-    output: Output,
+    output: ArchiveOutput,
     *,
     size: int,
     digest: Digest,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> None:
     """Copy a blob whole, hashing what is written.
 
@@ -98,7 +116,7 @@ def copy_verified(
         DigestError: when its bytes are not those of its digest.
     """
     hasher, left = hashlib.sha256(), size
-    while chunk := stream.read(min(CHUNK, left)):
+    while chunk := stream.read(min(READ_CHUNK, left)):
         hasher.update(chunk)
         output.write(chunk)
         left -= len(chunk)
@@ -110,7 +128,7 @@ def copy_verified(
         )
 
 
-def check_place(path: Path) -> None:
+def check_target(path: Path) -> None:
     """Refuse a place where no file can be written.
 
     Raises:
@@ -119,10 +137,10 @@ def check_place(path: Path) -> None:
     """
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint="name a file with -o FILE")
-    demand_folder(path)
+    require_folder(path)
 
 
-def demand_folder(path: Path) -> Path:
+def require_folder(path: Path) -> Path:
     """Return the folder that a new file or directory is to stand in.
 
     Raises:
@@ -136,14 +154,14 @@ def demand_folder(path: Path) -> Path:
 
 
 @contextmanager
-def publishing(path: Path) -> Iterator[BinaryIO]:
+def open_atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Give a stream whose content becomes ``path`` at the end, durably, or is dropped.
 
     Raises:
         NotFoundError: when the folder does not exist.
         UsageError: when a directory is there.
     """
-    check_place(path)
+    check_target(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
@@ -160,15 +178,15 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def filling(directory: Path) -> Iterator[Path]:
+def open_atomic_directory(directory: Path) -> Iterator[Path]:
     """Give a new folder that becomes ``directory`` at the end, or is dropped.
 
     Raises:
         UsageError: when something is there already.
         NotFoundError: when no directory is above it.
     """
-    _refuse_filled(directory)
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(directory)) as name:
+    _require_empty(directory)
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(directory)) as name:
         made = Path(name) / "files"
         made.mkdir(mode=0o755)
         yield made
@@ -177,10 +195,114 @@ def filling(directory: Path) -> Iterator[Path]:
         made.replace(directory)
 
 
-def _refuse_filled(directory: Path) -> None:
+def _require_empty(directory: Path) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise UsageError(f"{directory} is not a directory", hint="name a new directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty", hint="name a new or empty directory")
     if directory.is_dir() and directory.samefile(Path.cwd()):
         raise UsageError(f"{directory} is the working directory", hint="name a new directory")
+
+
+@dataclass(frozen=True, slots=True)
+class BlobSpool:
+    """Blobs in a folder; a `BlobSink` for readers and `Blobs` for writers."""
+
+    folder: Path
+
+    @contextmanager
+    def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], object]]:
+        """Take a blob."""
+        del size
+        with (self.folder / digest.hex).open("xb", buffering=0) as stream:
+            yield lambda chunk: _write_fully(stream.fileno(), chunk)
+
+    @contextmanager
+    def blob(self, digest: Digest) -> Iterator[BinaryIO]:
+        """Open a blob that was taken."""
+        with (self.folder / digest.hex).open("rb") as stream:
+            yield stream
+
+
+def unpack_package(
+    path: Path, directory: Path, *, progress: Progress = ignore_progress
+) -> PackageContents:
+    """Write a package's files, the signature too, into a new or empty directory.
+
+    Raises:
+        UsageError: when the directory holds something.
+        NotFoundError: when there is no such file, or no directory to write to.
+        InvalidPackageError: when the package is malformed.
+        DigestError: when bytes are not those of their digest.
+    """
+    with (
+        open_atomic_directory(directory) as made,
+        spool_package(path, target=directory, progress=progress) as (contents, spool),
+    ):
+        for file in contents.layout.layers:
+            _copy_to_name(spool.folder / file.digest.hex, made / file.path)
+    return contents
+
+
+def sign_package(
+    path: Path, key: PrivateKey, *, progress: Progress = ignore_progress
+) -> PackageContents:
+    """Put a signature, or a new one, into a package; its content digest stays.
+
+    Raises:
+        InvalidPackageError: when the package is malformed.
+        DigestError: when bytes are not those of their digest.
+    """
+    with spool_package(path, target=path, progress=progress) as (contents, spool):
+        signature = sign_files(contents.files, name=contents.manifest.ref, key=key)
+        layout = build_signed_layout(contents.files, signature)
+        write_package(path, layout, add_document(spool.blob, signature))
+    return replace(contents, layout=layout, signature=signature)
+
+
+def build_signed_layout(files: tuple[FileDigest, ...], signature: bytes | None) -> PackageLayout:
+    """Return the layout of files with a signature, or without one."""
+    if signature is None:
+        return build_layout(files, None)
+    return build_layout(
+        files, FileDigest(SIGNATURE_PATH, len(signature), Digest.compute(signature))
+    )
+
+
+def add_document(blobs: Blobs, document: bytes | None) -> Blobs:
+    """Return a source of blobs that knows one more, which is in memory."""
+
+    @contextmanager
+    def blob(digest: Digest) -> Iterator[BinaryIO]:
+        if document is not None and digest == Digest.compute(document):
+            yield BytesIO(document)
+            return
+        with blobs(digest) as stream:
+            yield stream
+
+    return blob
+
+
+@contextmanager
+def spool_package(
+    path: Path, *, target: Path, progress: Progress = ignore_progress
+) -> Iterator[tuple[PackageContents, BlobSpool]]:
+    """Read a package into a temporary folder beside a place, on the same disk.
+
+    Raises:
+        NotFoundError: when there is no such file or place.
+    """
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(target)) as name:
+        spool = BlobSpool(Path(name))
+        yield read_package(path, sink=spool, progress=progress), spool
+
+
+def _copy_to_name(blob: Path, target: Path) -> None:
+    """Copy a blob to a file name that the layout has checked; two files may share one blob."""
+    shutil.copyfile(blob, target)
+    target.chmod(0o644)
+
+
+def _write_fully(handle: int, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[os.write(handle, chunk) :]

@@ -2,12 +2,19 @@
 
 Two addresses are the same registry when all three are equal; credentials, pins and what an index
 said last belong to exactly one of them.
+
+How far an IP address reaches, so that a registry cannot lead a client into its own network.
+
+A redirect and the realm of a login may lead to any public address, and beyond that only to where
+the registry is itself: from this machine to this machine, from a private network into one.
 """
 
 import ipaddress
 import re
+import socket
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from expertctl.errors import UsageError
 from expertctl.reference import is_loopback
@@ -48,7 +55,7 @@ class RegistryAddress:
         match = _ADDRESS.fullmatch(text) if len(text) <= MAX_LENGTH else None
         if match is None:
             raise UsageError(f"{text[:80]!r} is not the address of a registry", hint=_HINT)
-        hostname = _hostname(match["host"], text)
+        hostname = _check_hostname(match["host"], text)
         local = is_loopback(hostname)
         scheme = (match["scheme"] or ("http" if local else "https")).lower()
         if scheme not in _PORTS:
@@ -101,7 +108,7 @@ def looks_numeric(hostname: str) -> bool:
     return re.fullmatch(r"[0-9]+|0x[0-9a-f]*", last) is not None
 
 
-def _hostname(text: str, whole: str) -> str:
+def _check_hostname(text: str, whole: str) -> str:
     name = text.lower()
     if name.startswith("["):
         try:
@@ -111,3 +118,60 @@ def _hostname(text: str, whole: str) -> str:
     if any(label.startswith("-") or label.endswith("-") for label in name.split(".")):
         raise UsageError(f"{whole[:80]!r} has no valid host name", hint=_HINT)
     return name
+
+
+NetworkScope = Literal["global", "private", "link-local", "loopback"]
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is assigned for the public network (RFC 4291 and IANA); `is_global` allows more."""
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def classify_address(text: str) -> NetworkScope:
+    """Return the scope of an IP address; what is neither public nor known counts as private."""
+    try:
+        address = _embedded_ipv4(ipaddress.ip_address(text.partition("%")[0]))
+    except ValueError:
+        return "private"
+    if address.is_loopback or address.is_unspecified:
+        return "loopback"
+    if address.is_link_local:
+        return "link-local"
+    return "global" if _is_public(address) else "private"
+
+
+def classify_host(hostname: str) -> NetworkScope | None:
+    """Return the scope of a host that is an address in any spelling; None for other names."""
+    name = hostname.rstrip(".").lower()
+    if is_loopback(name):
+        return "loopback"
+    if not looks_numeric(name):
+        return None
+    if ":" not in name:
+        try:
+            name = socket.inet_ntoa(socket.inet_aton(name))  # 2130706433, 0x7f.1, 0177.1
+        except OSError:
+            return "private"
+    return classify_address(name)
+
+
+def find_forbidden_address(
+    addresses: Collection[str], allowed: Collection[NetworkScope]
+) -> str | None:
+    """Return the first address that may not be connected to; None when all may."""
+    return next((a for a in addresses if classify_address(a) not in allowed), None)
+
+
+def _is_public(address: IpAddress) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.is_global and address in _GLOBAL_UNICAST
+    return address.is_global and not address.is_multicast
+
+
+def _embedded_ipv4(address: IpAddress) -> IpAddress:
+    """Return the IPv4 address that an IPv6 one leads to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or address

@@ -1,16 +1,43 @@
-"""``/api/v1`` of our own registry: JSON there and back."""
+"""``/api/v1`` of our own registry: JSON there and back.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+What a registry answered, as typed values: the one place that turns its JSON into them.
 
-from expertctl.errors import InvalidPackageError, RegistryError
+Unknown fields are ignored, so that a newer registry can say more. Text stays as it came; the code
+that shows it makes it harmless.
+
+What a registry says about packages: for people who look, never a base for trust.
+
+Install believes the signed index document alone; this is what ``search`` and ``info`` show.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from expertctl.digest import Digest
+from expertctl.errors import (
+    ExpertError,
+    InvalidPackageError,
+    OfflineError,
+    RateLimitError,
+    RegistryError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from expertctl.reference import PackageName, Version
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.http import Answer, Call, Http
-from expertctl.schema.strict_json import JsonObject, JsonValue, canonical, load_object
+from expertctl.registry.http import RegistryHttp, RegistryRequest, RegistryResponse
+from expertctl.schema.manifest import BaseRequirement
+from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
+from expertctl.schema.validation import convert_document
+from expertctl.trust.trust_record import TrustRecord
 
-ROOT = "/api/v1/"
+API_ROOT = "/api/v1/"
 MAX_ANSWER = 16 << 20
-_GOOD = frozenset({200, 201, 202, 204})
+_SUCCESS = frozenset({200, 201, 202, 204})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +48,41 @@ class ApiClient:
     `RegistryError` where it is not understood.
     """
 
-    http: Http
+    http: RegistryHttp
     address: RegistryAddress
 
     def get(self, path: str) -> JsonObject:
         """Ask for something."""
-        return self._ask("GET", path, None)
+        return self._request("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
         """Make something; sent again only when it cannot have arrived."""
-        return self._ask("POST", path, body)
+        return self._request("POST", path, body)
 
     def put(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
         """Set something."""
-        return self._ask("PUT", path, body)
+        return self._request("PUT", path, body)
 
     def patch(self, path: str, body: Mapping[str, JsonValue]) -> JsonObject:
         """Change something."""
-        return self._ask("PATCH", path, body)
+        return self._request("PATCH", path, body)
 
     def delete(self, path: str, body: Mapping[str, JsonValue] | None = None) -> JsonObject:
         """Remove something."""
-        return self._ask("DELETE", path, body)
+        return self._request("DELETE", path, body)
 
-    def _ask(self, method: str, path: str, body: Mapping[str, JsonValue] | None) -> JsonObject:
+    def _request(self, method: str, path: str, body: Mapping[str, JsonValue] | None) -> JsonObject:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        data = None if body is None else canonical(dict(body))
-        call = Call(method, self.address, ROOT + path.lstrip("/"), headers=headers, body=data)
-        answer = self.http.request(call, max_bytes=MAX_ANSWER, accept=_GOOD)
-        return {} if not answer.body else self._object(answer, call)
+        data = None if body is None else encode_canonical(dict(body))
+        call = RegistryRequest(
+            method, self.address, API_ROOT + path.lstrip("/"), headers=headers, body=data
+        )
+        answer = self.http.request(call, max_bytes=MAX_ANSWER, accept=_SUCCESS)
+        return {} if not answer.body else self._parse_object(answer, call)
 
-    def _object(self, answer: Answer, call: Call) -> JsonObject:
+    def _parse_object(self, answer: RegistryResponse, call: RegistryRequest) -> JsonObject:
         try:
             return load_object(answer.body, what=call.what, max_bytes=MAX_ANSWER)
         except InvalidPackageError as error:
@@ -61,3 +90,236 @@ class ApiClient:
                 f"{self.address.host}: {call.what}: the answer is not JSON of ours",
                 hint="is that the address of an expertctl registry?",
             ) from error
+
+
+MAX_PAGES = 1000
+PAGE_SIZE = 100
+
+AnswerType = TypeVar("Kind")
+
+
+class ResultPage(Protocol):
+    """A part of a list; ``next`` is where the following part begins."""
+
+    @property
+    def next(self) -> str | None:
+        """The cursor of the following part, None at the end."""
+        ...
+
+
+PageType = TypeVar("SomePage", bound=ResultPage)
+
+
+def parse_answer(document: JsonObject, kind: type[AnswerType], *, host: str) -> AnswerType:
+    """Read an answer as a value of ``kind``.
+
+    Raises:
+        RegistryError: when it is something else.
+    """
+    try:
+        return convert_document(document, kind)
+    except msgspec.ValidationError as error:
+        message = f"{host} answered with something else than was asked for: {error}"
+        hint = f"is {host} a registry of this kind, and of a version that fits?"
+        raise RegistryError(message, hint=hint) from error
+
+
+def has_expert_api(api: ApiClient) -> bool:
+    """Tell whether a registry speaks our API; another OCI registry does not.
+
+    Raises:
+        RegistryError: when it cannot be asked.
+    """
+    try:
+        return "index_key" in api.get("")
+    except (OfflineError, RateLimitError, UnauthenticatedError, UnreachableError):
+        raise
+    except ExpertError:
+        return False
+
+
+def iterate_pages(api: ApiClient, path: str, kind: type[PageType]) -> Iterator[PageType]:
+    """Read a list part by part.
+
+    Raises:
+        RegistryError: when it is something else, or never ends.
+    """
+    wanted = {"limit": str(PAGE_SIZE)}
+    for _ in range(MAX_PAGES):
+        page = parse_answer(api.get(f"{path}?{urlencode(wanted)}"), kind, host=api.address.host)
+        yield page
+        if page.next is None:
+            return
+        wanted["cursor"] = page.next
+    raise RegistryError(f"{api.address.host}: the list of {path} never ends")
+
+
+@dataclass(frozen=True, slots=True)
+class PackageHit:
+    """A package that a search found, by its newest version."""
+
+    name: str
+    version: str
+    description: str = ""
+    task: str = ""
+    kinds: tuple[str, ...] = ()
+    base: str = ""
+    downloads: int = 0
+    updated: str = ""
+    signer: str | None = None
+    revoked: str | None = None
+    """Why every key that signed it was revoked, if they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackageHits:
+    """One page of a search; ``next`` is where the following one begins."""
+
+    results: tuple[PackageHit, ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackageVersion:
+    """One version of a package."""
+
+    version: str
+    content_digest: str
+    package_digest: str
+    published: str = ""
+    yanked: str | None = None
+    """Why it was taken back, if it was."""
+    revoked: str | None = None
+    """Why every key that signed it was revoked, if they were."""
+    size: int = 0
+    signer: str | None = None
+    downloads: int = 0
+    kinds: tuple[str, ...] = ()
+    base: BaseRequirement | None = None
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Tell whether it was neither yanked nor signed by revoked keys alone."""
+        return self.yanked is None and self.revoked is None
+
+
+@dataclass(frozen=True, slots=True)
+class PackageSummary:
+    """A package with all its versions."""
+
+    name: str
+    description: str = ""
+    latest: str | None = None
+    owners: tuple[str, ...] = ()
+    versions: tuple[PackageVersion, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSummary:
+    """One version with its ``expert.json``, which is not verified here."""
+
+    release: PackageVersion
+    manifest: JsonObject
+
+
+def search_packages(
+    api: ApiClient, text: str, *, limit: int, cursor: str | None = None
+) -> PackageHits:
+    """Return the packages whose name, description or keywords fit a text."""
+    wanted = {"q": text, "limit": str(limit), **({"cursor": cursor} if cursor else {})}
+    document = api.get(f"search?{urlencode(wanted)}")
+    return parse_answer(document, PackageHits, host=api.address.host)
+
+
+def fetch_package(api: ApiClient, package: PackageName) -> PackageSummary:
+    """Return a package with its versions.
+
+    Raises:
+        NotFoundError: when there is none of this name that the user may read.
+    """
+    page = parse_answer(api.get(f"packages/{package}"), PackageSummary, host=api.address.host)
+    _check_package(page.name, package, page.versions, api.address.host)
+    return page
+
+
+def fetch_version(api: ApiClient, package: PackageName, version: Version) -> VersionSummary:
+    """Return one version.
+
+    Raises:
+        NotFoundError: when there is none that the user may read.
+    """
+    document = api.get(f"packages/{package}/{quote(str(version))}")
+    manifest = document.get("manifest")
+    if not isinstance(manifest, dict):
+        raise RegistryError(f"{api.address.host} about {package}: there is no manifest")
+    release = parse_answer(document, PackageVersion, host=api.address.host)
+    _check_package(str(package), package, [release], api.address.host)
+    return VersionSummary(release, manifest)
+
+
+def mark_revoked_versions(
+    releases: Iterable[PackageVersion], record: TrustRecord, *, namespace: str, host: str
+) -> tuple[PackageVersion, ...]:
+    """Return releases, also those marked as revoked whose newest signer is revoked here."""
+    return tuple(
+        release
+        if release.revoked is not None
+        else replace(release, revoked=_find_revocation(release.signer, record, namespace, host))
+        for release in releases
+    )
+
+
+def mark_revoked_hits(
+    hits: Iterable[PackageHit], record: TrustRecord, *, host: str
+) -> tuple[PackageHit, ...]:
+    """Return hits, also those marked as revoked whose newest signer is revoked here."""
+    return tuple(
+        hit
+        if hit.revoked is not None
+        else replace(
+            hit, revoked=_find_revocation(hit.signer, record, hit.name.partition("/")[0], host)
+        )
+        for hit in hits
+    )
+
+
+def _find_revocation(
+    signer: str | None, record: TrustRecord, namespace: str, host: str
+) -> str | None:
+    """Return why a key is revoked on this machine, which may be empty; None when it is not."""
+    if signer is None:
+        return None
+    found = record.find_revocation(signer, namespace=namespace, registry=host)
+    return found.reason if found else None
+
+
+def yank_version(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:
+    """Take a version back: only users who locked it are still given it."""
+    api.put(_yank_path(package, version), {"reason": reason})
+
+
+def unyank_version(api: ApiClient, package: PackageName, version: Version) -> None:
+    """Let a version that was taken back count again."""
+    api.delete(_yank_path(package, version))
+
+
+def _yank_path(package: PackageName, version: Version) -> str:
+    return f"packages/{package}/{quote(str(version))}/yank"
+
+
+def _check_package(
+    name: str, package: PackageName, releases: Iterable[PackageVersion], host: str
+) -> None:
+    """Refuse an answer about another package, or with versions that are none."""
+    try:
+        same = PackageName.parse(name) == package
+        for release in releases:
+            Version.parse(release.version)
+            Digest.parse(release.content_digest)
+            Digest.parse(release.package_digest)
+    except ExpertError as error:
+        raise RegistryError(f"{host} about {package}: {error.message}") from error
+    if not same:
+        raise RegistryError(f"{host} was asked for {package} and answered about another package")

@@ -2,22 +2,42 @@
 
 A token belongs to exactly one scheme, host and port. ``EXPERT_TOKEN`` belongs to the registry that
 ``EXPERT_REGISTRY`` names and to no other. Nothing is read from ``.netrc`` or from docker.
+
+Logins that a registry asks for: Basic, or Bearer with a token from its realm.
+
+A secret goes only to the address it belongs to, or to the realm that its owner named beside it.
+Any other realm is asked without it, or not at all where that would reach into a network: addresses
+and names of this machine are refused here, other names by what they resolve to, in `wire`.
 """
 
+import base64
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlencode, urlsplit
 
 from filelock import FileLock, Timeout
 
-from expertctl.durable import make_folders, write_atomic
-from expertctl.errors import ExpertError, InvalidPackageError, StoreError, UsageError
-from expertctl.registry.address import RegistryAddress
-from expertctl.schema.strict_json import JsonObject, JsonValue, canonical, load_object
+from expertctl.errors import (
+    ExpertError,
+    InvalidPackageError,
+    RegistryError,
+    StoreError,
+    UnauthenticatedError,
+    UsageError,
+)
+from expertctl.files import make_folders, write_atomic
+from expertctl.reference import is_loopback
+from expertctl.registry.address import NetworkScope, RegistryAddress, looks_numeric
+from expertctl.registry.errors import sanitise_text
+from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 
 MAX_BYTES = 1 << 20
 MAX_SECRET = 16 << 10
@@ -51,23 +71,23 @@ class Credential:
             raise UsageError("a user name is printable, without a colon")
 
 
-class Credentials(Protocol):
+class CredentialSource(Protocol):
     """Where credentials come from."""
 
-    def for_address(
+    def find_credential(
         self, address: RegistryAddress, environment: Mapping[str, str]
     ) -> Credential | None:
         """Return what to show a registry."""
 
 
 @dataclass(frozen=True, slots=True)
-class OneCredential:
+class UnsavedCredential:
     """A credential that is not kept yet, for its registry alone; None: no login at all."""
 
     address: RegistryAddress
     credential: Credential | None
 
-    def for_address(
+    def find_credential(
         self, address: RegistryAddress, environment: Mapping[str, str]
     ) -> Credential | None:
         """Return it for the registry that it belongs to."""
@@ -87,7 +107,7 @@ class CredentialStore:
         Raises:
             InvalidPackageError: when the file is damaged.
         """
-        with self._changing() as stored:
+        with self._update() as stored:
             stored[address.url] = credential
 
     def remove(self, address: RegistryAddress) -> bool:
@@ -96,10 +116,10 @@ class CredentialStore:
         Raises:
             InvalidPackageError: when the file is damaged.
         """
-        with self._changing() as stored:
+        with self._update() as stored:
             return stored.pop(address.url, None) is not None
 
-    def all(self) -> dict[str, Credential]:
+    def list_credentials(self) -> dict[str, Credential]:
         """Return every credential by the URL of its registry.
 
         Raises:
@@ -112,32 +132,36 @@ class CredentialStore:
         except FileNotFoundError:
             return {}
         document = load_object(data, what=str(self.path), max_bytes=MAX_BYTES)
-        return _read(document, str(self.path))
+        return _parse_credentials(document, str(self.path))
 
     def check_integrity(self) -> None:
         """Assert that the file can be read, by its owner alone."""
-        self.all()
+        self.list_credentials()
 
-    def for_address(
+    def find_credential(
         self, address: RegistryAddress, environment: Mapping[str, str] = os.environ
     ) -> Credential | None:
         """Return what to show a registry: ``EXPERT_TOKEN`` if it is meant for it, or the login."""
-        return from_environment(address, environment) or self.all().get(address.url)
+        return read_environment_credential(address, environment) or self.list_credentials().get(
+            address.url
+        )
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, Credential]]:
+    def _update(self) -> Iterator[dict[str, Credential]]:
         make_folders(self.path.parent, mode=0o700)
         try:
             with FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS, mode=0o600):
-                stored = self.all()
+                stored = self.list_credentials()
                 yield stored
-                write_atomic(self.path, _encode(stored), mode=0o600)
+                write_atomic(self.path, _encode_credentials(stored), mode=0o600)
         except Timeout as error:
             message = f"{self.path} is being changed by another process"
             raise StoreError(message, hint="try again when that has ended") from error
 
 
-def from_environment(address: RegistryAddress, environment: Mapping[str, str]) -> Credential | None:
+def read_environment_credential(
+    address: RegistryAddress, environment: Mapping[str, str]
+) -> Credential | None:
     """Return ``EXPERT_TOKEN`` for the registry of ``EXPERT_REGISTRY``, and for no other."""
     token, registry = environment.get(TOKEN_VARIABLE), environment.get(REGISTRY_VARIABLE)
     if not token or not registry:
@@ -153,21 +177,21 @@ def _check_private(mode: int, path: Path) -> None:
         raise InvalidPackageError(str(path), problems, hint=f"chmod 600 {path}")
 
 
-def _encode(stored: Mapping[str, Credential]) -> bytes:
+def _encode_credentials(stored: Mapping[str, Credential]) -> bytes:
     entries = {
         url: {"user": c.user, "secret": c.secret, **({"realm": c.realm} if c.realm else {})}
         for url, c in stored.items()
     }
-    return canonical({"registries": entries})
+    return encode_canonical({"registries": entries})
 
 
-def _read(document: JsonObject, what: str) -> dict[str, Credential]:
+def _parse_credentials(document: JsonObject, what: str) -> dict[str, Credential]:
     entries = document.get("registries")
     if set(document) != {"registries"} or not isinstance(entries, dict):
         raise InvalidPackageError(what, ["these are not the tokens of registries"], hint=_HINT)
     for url in entries:
         _check_url(url, what)
-    return {url: _credential(entry, what) for url, entry in entries.items()}
+    return {url: _parse_credential(entry, what) for url, entry in entries.items()}
 
 
 def _check_url(url: str, what: str) -> None:
@@ -180,7 +204,7 @@ def _check_url(url: str, what: str) -> None:
     raise InvalidPackageError(what, [f"{url[:80]!r} is not a registry's address"], hint=_HINT)
 
 
-def _credential(entry: JsonValue, what: str) -> Credential:
+def _parse_credential(entry: JsonValue, what: str) -> Credential:
     fields = entry if isinstance(entry, dict) else {}
     user, secret, realm = fields.get("user"), fields.get("secret"), fields.get("realm")
     known = set(fields) <= {"user", "secret", "realm"}
@@ -190,3 +214,246 @@ def _credential(entry: JsonValue, what: str) -> Credential:
         except ExpertError as error:
             raise InvalidPackageError(what, [error.message], hint=_HINT) from error
     raise InvalidPackageError(what, ["an entry has no user and secret"], hint=_HINT)
+
+
+OUR_TOKEN = "xpt_"  # noqa: S105  # what tokens of our registry begin with
+MAX_HEADER = 8 << 10
+MAX_TOKEN = 16 << 10
+MAX_ANSWER = 64 << 10
+MIN_TOKEN_SECONDS = 60.0
+_PART = re.compile(
+    r"[\s,]*(?:([A-Za-z0-9_.~+/-]+)\s*=\s*(?:\"((?:[^\"\\]|\\.)*)\"|([^\s,\"]+))"
+    r"|([A-Za-z0-9-]+)(?=[\s,]|\Z))"
+)
+_METADATA = frozenset({"metadata", "instance-data", "metadata.google.internal"})
+
+FindCredential = Callable[[RegistryAddress], Credential | None]
+NetworkScopes = frozenset[NetworkScope]
+FetchToken = Callable[[str, str | None, NetworkScopes | None], bytes]
+"""Gets a URL, with an ``Authorization`` or none, from addresses of these scopes only, where they
+are given; the body, bounded by `MAX_ANSWER`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """One way to log in that a 401 offers."""
+
+    scheme: str
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _AuthSession:
+    authorization: str
+    until: float
+
+
+class LoginSessions:
+    """The logins to show to each registry; short-lived tokens are kept in memory."""
+
+    def __init__(
+        self,
+        find: FindCredential,
+        fetch: FetchToken,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep where credentials come from and how a realm is asked."""
+        self._find = find
+        self._fetch = fetch
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sessions: dict[tuple[str, str], _AuthSession] = {}
+
+    def initial_authorization(self, address: RegistryAddress, scope: str) -> str | None:
+        """Return the ``Authorization`` to begin with, if any."""
+        credential = self._find(address)
+        if credential and credential.secret.startswith(OUR_TOKEN):
+            return f"Bearer {credential.secret}"
+        for key in ((address.url, scope), (address.url, "")):
+            session = self._sessions.get(key)
+            if session and session.until > self._clock():
+                return session.authorization
+        return None
+
+    def has_sent_login(self, address: RegistryAddress) -> bool:
+        """Tell whether a registry asked for a login, or a token of its realm, and was given one."""
+        return any(url == address.url for url, _ in self._sessions)
+
+    def answer_challenge(
+        self,
+        address: RegistryAddress,
+        scope: str,
+        header: str,
+        *,
+        refused: str | None,
+        reachable: NetworkScopes,
+    ) -> str | None:
+        """Return the ``Authorization`` that a challenge wants, None where there is none to give.
+
+        ``reachable`` limits to which addresses a realm elsewhere may resolve.
+
+        Raises:
+            RegistryError: when the realm may not be asked or does not answer sensibly.
+        """
+        offers = {challenge.scheme: challenge for challenge in parse_challenges(header)}
+        with self._lock:
+            begun = self.initial_authorization(address, scope)
+            if begun != refused:
+                return begun
+            credential = self._find(address)
+            bearer = _find_bearer_realm(offers, credential, refused)
+            session: _AuthSession | None
+            if bearer is not None:
+                session = self._ask_realm(address, scope, bearer, credential, reachable)
+            else:
+                session = _make_basic_session(offers, credential, refused)
+            if session is None:
+                return None
+            basic = session.authorization.startswith("Basic ")
+            self._sessions[(address.url, "" if basic else scope)] = session
+            return session.authorization
+
+    def _ask_realm(
+        self,
+        address: RegistryAddress,
+        scope: str,
+        fields: Mapping[str, str],
+        credential: Credential | None,
+        reachable: NetworkScopes,
+    ) -> _AuthSession:
+        realm = fields["realm"]
+        origin = check_realm(realm, address)
+        shows = credential if credential and _is_own_realm(origin, address, credential) else None
+        wanted = scope or fields.get("scope", "")
+        query = [("service", fields["service"])] if "service" in fields else []
+        query += [("scope", one) for one in wanted.split()]
+        separator = "&" if "?" in realm else "?"
+        url = f"{realm}{separator}{urlencode(query)}" if query else realm
+        try:
+            allowed = None if origin == address.url else reachable
+            body = self._fetch(url, _encode_basic(shows) if shows else None, allowed)
+        except UnauthenticatedError as error:
+            raise _login_refused_error(
+                address, origin, shown_to_it=shows is not None, error=error
+            ) from error
+        token, life = _parse_token(body, origin)
+        return _AuthSession(f"Bearer {token}", self._clock() + life)
+
+
+def _find_bearer_realm(
+    offers: Mapping[str, Challenge], credential: Credential | None, refused: str | None
+) -> Mapping[str, str] | None:
+    """Return the fields of the offer that names a realm, unless the token itself was refused."""
+    bearer = offers.get("bearer")
+    if bearer is None or "realm" not in bearer.fields or _was_refused(credential, refused):
+        return None
+    return bearer.fields
+
+
+def _make_basic_session(
+    offers: Mapping[str, Challenge], credential: Credential | None, refused: str | None
+) -> _AuthSession | None:
+    if credential is None or "basic" not in offers or _was_refused(credential, refused):
+        return None
+    return (
+        None
+        if refused == _encode_basic(credential)
+        else _AuthSession(_encode_basic(credential), float("inf"))
+    )
+
+
+def _was_refused(credential: Credential | None, refused: str | None) -> bool:
+    """Tell whether the secret was shown as a token and refused: it is worth nothing elsewhere."""
+    return credential is not None and refused == f"Bearer {credential.secret}"
+
+
+def parse_challenges(header: str) -> list[Challenge]:
+    """Read ``WWW-Authenticate``, several challenges included; the first malformed one ends it."""
+    challenges: list[Challenge] = []
+    position = 0
+    text = header[:MAX_HEADER]
+    while match := _PART.match(text, position):
+        name, quoted, plain, scheme = match.groups()
+        if scheme is not None:
+            challenges.append(Challenge(scheme.lower(), {}))
+        elif challenges:
+            value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else plain
+            last = challenges[-1]
+            challenges[-1] = Challenge(last.scheme, {name.lower(): value, **last.fields})
+        position = match.end()
+    return challenges
+
+
+def check_realm(realm: str, registry: RegistryAddress) -> str:
+    """Return the origin of a realm that may be asked.
+
+    Raises:
+        RegistryError: when it is no plain URL, unencrypted, or an address within a network.
+    """
+    origin = _parse_origin(realm)
+    if origin is None:
+        raise _realm_error(registry, realm, "that is no plain https URL")
+    if origin == registry.url:
+        return origin
+    parts = urlsplit(origin)
+    host = parts.hostname or ""
+    if parts.scheme != "https" and registry.scheme == "https":
+        raise _realm_error(registry, realm, "that is not encrypted")
+    if looks_numeric(host) or host in _METADATA:
+        raise _realm_error(registry, realm, "that is an address within a network")
+    if is_loopback(host) and not registry.is_loopback:
+        raise _realm_error(registry, realm, "that is this machine")
+    return origin
+
+
+def _parse_origin(url: str) -> str | None:
+    """Return scheme, host and port of a URL as `RegistryAddress.url` writes them."""
+    if not (url.isascii() and url.isprintable()) or "\\" in url or " " in url or "#" in url:
+        return None
+    try:
+        parts = urlsplit(url)
+        if "@" in parts.netloc or parts.scheme not in {"http", "https"}:
+            return None
+        return RegistryAddress.parse(f"{parts.scheme}://{parts.netloc}", allow_http=True).url
+    except (ValueError, ExpertError):
+        return None
+
+
+def _is_own_realm(origin: str, address: RegistryAddress, credential: Credential) -> bool:
+    return origin in {address.url, credential.realm}
+
+
+def _encode_basic(credential: Credential) -> str:
+    pair = f"{credential.user}:{credential.secret}".encode()
+    return f"Basic {base64.b64encode(pair).decode('ascii')}"
+
+
+def _parse_token(body: bytes, origin: str) -> tuple[str, float]:
+    document = load_object(body, what=f"{origin}: its token", max_bytes=MAX_ANSWER)
+    token = document.get("token") or document.get("access_token")
+    plain = isinstance(token, str) and re.fullmatch(r"[!-~]+", token) is not None
+    if not isinstance(token, str) or not plain or len(token) > MAX_TOKEN:
+        raise RegistryError(f"{origin}: its answer holds no token")
+    life = document.get("expires_in")
+    seconds = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else MIN_TOKEN_SECONDS
+    return token, seconds * 0.9
+
+
+def _realm_error(registry: RegistryAddress, realm: str, fact: str) -> RegistryError:
+    return RegistryError(
+        f"{registry.host}: it sends logins to {sanitise_text(realm, 200)!r}: {fact}",
+        hint="nothing was sent there; tell whoever runs the registry",
+    )
+
+
+def _login_refused_error(
+    address: RegistryAddress, origin: str, *, shown_to_it: bool, error: ExpertError
+) -> UnauthenticatedError:
+    if shown_to_it or origin == address.url:
+        hint = f"log in with `expertctl login {address.host}`"
+    else:
+        hint = f"if {origin} belongs to it: `expertctl login {address.host} --realm {origin}`"
+    own = origin == address.url  # then the message names the registry already
+    message = error.message if own else f"{address.host}: {error.message}"
+    return UnauthenticatedError(message, hint=hint)

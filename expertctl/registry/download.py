@@ -1,46 +1,221 @@
-"""Fetching blobs: several at once, resumed where they broke off, verified while written.
+"""The beginning of a blob that is not whole yet, kept for the next attempt.
+
+::
+
+    FOLDER/<hex>.part     the first bytes of a blob
+    FOLDER/<hex>.json     where they came from: URL of the registry and ETag
+    FOLDER/<hex>.lock     held by the process that writes them
+
+After a power cut the bytes may differ from those written; the digest tells. A second
+process that wants the same blob does not wait: it writes a private file that it does not keep.
+
+Fetching blobs: several at once, resumed where they broke off, verified while written.
 
 Bytes are only ever appended to bytes of the same registry and ETag; a whole blob, flushed to the
-disk, gets to its target by one rename. For partial blobs see `expertctl.registry.partial`.
+disk, gets to its target by one rename. For partial blobs see `expertctl.registry.download`.
 """
 
+import hashlib
+import os
 import re
+import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 from typing import Protocol
 
-from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.durable import NO_SPACE, make_folders, publish
+from filelock import FileLock, Timeout
+
+from expertctl.digest import READ_CHUNK, Digest, FileDigest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     DiskFullError,
+    ExpertError,
     RateLimitError,
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry.http import OpenAnswer
+from expertctl.files import NO_SPACE_ERRORS, make_folders, publish_file
+from expertctl.registry.errors import sanitise_text
+from expertctl.registry.http import StreamedResponse
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.partial import (
-    KEPT_SECONDS,
-    Origin,
-    Partial,
-    kept_partial,
-    private_partial,
-    sweep_partials,
-)
-from expertctl.registry.refusal import shown
+from expertctl.schema.strict_json import encode_canonical, load_object
+
+KEPT_SECONDS = 7 * 86400.0
+"""How long the beginning of a blob is kept for another attempt."""
+BLOB_MODE = 0o444
+MAX_STATE = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class BlobOrigin:
+    """Where the beginning of a blob came from."""
+
+    url: str
+    etag: str | None
+
+
+class PartialBlob:
+    """The file that a blob grows in; ``digest`` is that of what is in it."""
+
+    def __init__(self, path: Path, state: Path | None) -> None:
+        """Open the file, or make it; without ``state`` nothing is remembered beside it."""
+        self.path = path
+        self._state = state
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        self._hasher = hashlib.sha256()
+        self.size = 0
+        self.origin: BlobOrigin | None = None
+
+    def resume(self, size: int) -> None:
+        """Take over what an earlier process left, if it can be the beginning of the blob."""
+        self.origin = self._read_state()
+        there = os.fstat(self._handle).st_size
+        if self.origin is None or there > size:
+            self.restart()
+            return
+        while data := os.read(self._handle, READ_CHUNK):
+            self._hasher.update(data)
+            self.size += len(data)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the bytes that are here."""
+        return Digest(self._hasher.hexdigest())
+
+    def append(self, chunk: bytes) -> None:
+        """Write bytes at the end, and hash what was written."""
+        view = memoryview(chunk)
+        while view:
+            written = os.write(self._handle, view)
+            self._hasher.update(view[:written])
+            self.size += written
+            view = view[written:]
+
+    def record_origin(self, origin: BlobOrigin) -> None:
+        """Remember where the bytes come from, before the first of them is written."""
+        if self._state is not None and origin != self.origin:
+            document = {"url": origin.url, "etag": origin.etag}
+            _replace_file(self._state, encode_canonical(document))
+        self.origin = origin
+
+    def restart(self) -> None:
+        """Forget all bytes."""
+        os.ftruncate(self._handle, 0)
+        os.lseek(self._handle, 0, os.SEEK_SET)
+        self._hasher, self.size, self.origin = hashlib.sha256(), 0, None
+
+    def seal(self) -> None:
+        """Flush the bytes to the disk, and make the file read-only."""
+        if os.name == "posix":
+            os.fchmod(self._handle, BLOB_MODE)
+        os.fsync(self._handle)
+
+    def forget_origin(self) -> None:
+        """Remove what was remembered."""
+        if self._state is not None:
+            self._state.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove the bytes."""
+        self.path.unlink(missing_ok=True)
+        self.forget_origin()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+
+    def _read_state(self) -> BlobOrigin | None:
+        if self._state is None:
+            return None
+        try:
+            document = load_object(self._state.read_bytes(), what="a blob", max_bytes=MAX_STATE)
+        except (OSError, ExpertError):
+            return None
+        url, etag = document.get("url"), document.get("etag")
+        return (
+            BlobOrigin(url, etag if isinstance(etag, str) else None)
+            if isinstance(url, str)
+            else None
+        )
+
+
+@contextmanager
+def open_kept_partial(folder: Path, file: FileDigest) -> Iterator[PartialBlob]:
+    """Lend the blob's file: the kept one, or a private one while another process holds that."""
+    base = folder / file.digest.hex
+    lock = FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout:
+        with open_private_partial(folder, file) as partial:
+            yield partial
+        return
+    try:
+        partial = PartialBlob(base.with_suffix(".part"), base.with_suffix(".json"))
+        try:
+            partial.resume(file.size)
+            yield partial
+        finally:
+            partial.close()
+    finally:
+        if not base.with_suffix(".part").exists():
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+@contextmanager
+def open_private_partial(folder: Path, file: FileDigest) -> Iterator[PartialBlob]:
+    """Lend a file that is removed at the end."""
+    name = f"{file.digest.hex}-{secrets.token_hex(8)}.part"
+    partial = PartialBlob(folder / name, None)
+    try:
+        yield partial
+    finally:
+        partial.close()
+        partial.path.unlink(missing_ok=True)
+
+
+def sweep_partials(folder: Path, *, age: float) -> None:
+    """Remove files that were not continued for ``age`` seconds and that no process holds."""
+    now = time.time()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            if abs(now - path.stat().st_mtime) < age:
+                continue
+            if path.suffix == ".tmp":  # of a process that was killed while it remembered
+                path.unlink()
+            elif path.suffix in {".part", ".lock"}:
+                _remove_unheld(path)
+
+
+def _remove_unheld(path: Path) -> None:
+    base = path.with_suffix("")
+    try:
+        with FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600):
+            for suffix in (".part", ".json", ".lock"):
+                base.with_suffix(suffix).unlink(missing_ok=True)
+    except Timeout:
+        return
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Replace a file at once, without a flush: after a power cut a blob may begin anew."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
 
 WORKERS = 4
 KEPT_BYTES = 1 << 20
 PROGRESS = 64 << 10
 """What a connection must bring for the failures before it to be forgotten."""
 MAX_ETAG = 1024
-ALTERED = "the registry, or a proxy between, does not send what was published"
+ALTERED_HINT = "the registry, or a proxy between, does not send what was published"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 
 
@@ -52,7 +227,7 @@ class BlobTarget(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BlobRequest:
     """A blob and where it is to be had."""
 
     client: OciClient
@@ -69,11 +244,11 @@ class _StoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Downloads:
+class BlobDownloader:
     """Owns the folder of partial blobs."""
 
     folder: Path
-    workers: int = WORKERS
+    max_workers: int = WORKERS
     kept_bytes: int = KEPT_BYTES
     """Smaller blobs begin anew when they break off: remembering them would cost more."""
 
@@ -84,13 +259,16 @@ class Downloads:
         files: Iterable[FileDigest],
         target: BlobTarget,
         *,
-        progress: Progress = no_progress,
+        progress: Progress = ignore_progress,
     ) -> None:
         """Bring the blobs of one repository to their target; see `fetch_all`."""
-        self.fetch_all([Wanted(client, repository, file) for file in files], target, progress)
+        self.fetch_all([BlobRequest(client, repository, file) for file in files], target, progress)
 
     def fetch_all(
-        self, wanted: Iterable[Wanted], target: BlobTarget, progress: Progress = no_progress
+        self,
+        wanted: Iterable[BlobRequest],
+        target: BlobTarget,
+        progress: Progress = ignore_progress,
     ) -> None:
         """Bring blobs to their target, several at once; partial blobs are resumed.
 
@@ -103,12 +281,12 @@ class Downloads:
         self.sweep()
         once = {one.file.digest: one for one in wanted}
         largest_first = sorted(once.values(), key=lambda one: -one.file.size)
-        stop, counted = Event(), _one_at_a_time(progress)
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="download") as pool:
+        stop, counted = Event(), _serialise_progress(progress)
+        with ThreadPoolExecutor(self.max_workers, thread_name_prefix="download") as pool:
             waiting: Iterable[object] = largest_first
             try:
                 jobs = [
-                    pool.submit(_fetch, _Job(self, one, stop), target, counted)
+                    pool.submit(_download_blob, _DownloadJob(self, one, stop), target, counted)
                     for one in largest_first
                 ]
                 done, waiting = wait(jobs, return_when=FIRST_EXCEPTION)
@@ -135,11 +313,11 @@ class Downloads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _DownloadJob:
     """One blob to fetch."""
 
-    downloads: Downloads
-    wanted: Wanted
+    downloads: BlobDownloader
+    wanted: BlobRequest
     stop: Event
 
     @property
@@ -150,16 +328,16 @@ class _Job:
     def file(self) -> FileDigest:
         return self.wanted.file
 
-    def partial(self) -> AbstractContextManager[Partial]:
+    def open_partial(self) -> AbstractContextManager[PartialBlob]:
         folder, kept = self.downloads.folder, self.file.size >= self.downloads.kept_bytes
-        return (kept_partial if kept else private_partial)(folder, self.file)
+        return (open_kept_partial if kept else open_private_partial)(folder, self.file)
 
     @property
     def what(self) -> str:
         return f"{self.client.address.host}: {self.file.path} of {self.wanted.repository}"
 
 
-def _one_at_a_time(progress: Progress) -> Progress:
+def _serialise_progress(progress: Progress) -> Progress:
     lock = Lock()
 
     def report(count: int) -> None:
@@ -169,42 +347,44 @@ def _one_at_a_time(progress: Progress) -> Progress:
     return report
 
 
-def _fetch(job: _Job, target: BlobTarget, progress: Progress) -> None:
+def _download_blob(job: _DownloadJob, target: BlobTarget, progress: Progress) -> None:
     try:
-        with job.partial() as partial:
-            _complete(job, partial, progress)
+        with job.open_partial() as partial:
+            _download_fully(job, partial, progress)
             partial.seal()
-            publish(partial.path, target.path(job.file.digest))
-            partial.forget()
+            publish_file(partial.path, target.path(job.file.digest))
+            partial.forget_origin()
     except OSError as error:
-        if error.errno in NO_SPACE:
+        if error.errno in NO_SPACE_ERRORS:
             hint = "free some space, or `expertctl gc`; then again: what is here is kept"
             raise DiskFullError(f"{job.what}: no space left", hint=hint) from error
         raise
 
 
-def _complete(job: _Job, partial: Partial, progress: Progress) -> None:
+def _download_fully(job: _DownloadJob, partial: PartialBlob, progress: Progress) -> None:
     """Append until the blob is whole, and has its digest."""
     resumed = partial.size > 0
     progress(partial.size)
     try:
-        _append_all(job, partial, progress)
+        _append_with_retries(job, partial, progress)
         if partial.digest == job.file.digest:
             return
         if not resumed:
-            raise DigestError(f"{job.what} does not have its digest", hint=ALTERED)
+            raise DigestError(f"{job.what} does not have its digest", hint=ALTERED_HINT)
     except DigestError:
         partial.discard()
         raise
     progress(-partial.size)  # what an earlier process left may have been damaged: once anew
     partial.restart()
-    _complete(job, partial, progress)
+    _download_fully(job, partial, progress)
 
 
-def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
+def _append_with_retries(job: _DownloadJob, partial: PartialBlob, progress: Progress) -> None:
     http = job.client.http
     retries, timeouts = http.retries, http.timeouts
-    deadline = time.monotonic() + timeouts.answer + timeouts.allowed(job.file.size - partial.size)
+    deadline = (
+        time.monotonic() + timeouts.answer + timeouts.body_timeout(job.file.size - partial.size)
+    )
     failures, restarts = 0, 0
     while partial.size < job.file.size:
         if job.stop.is_set():
@@ -213,7 +393,7 @@ def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
             raise UnreachableError(f"{job.what}: it comes too slowly; what is here is kept")
         before = partial.size
         try:
-            _append(job, partial, progress)
+            _append_range(job, partial, progress)
             if partial.size < job.file.size:
                 raise UnreachableError(f"{job.what}: the answer ends too early")
         except _RestartError:
@@ -227,26 +407,26 @@ def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
             retries.pause(failures, error, stop=job.stop)
 
 
-def _append(job: _Job, partial: Partial, progress: Progress) -> None:
+def _append_range(job: _DownloadJob, partial: PartialBlob, progress: Progress) -> None:
     """Ask for what is missing and append it."""
     url, size = job.client.address.url, job.file.size
     start = partial.size if partial.origin is not None and partial.origin.url == url else 0
     if partial.size and not start:
         raise _RestartError
     headers = _range_headers(start, partial.origin)
-    with job.client.blob(job.wanted.repository, job.file.digest, headers=headers) as answer:
+    with job.client.open_blob(job.wanted.repository, job.file.digest, headers=headers) as answer:
         _check_start(job, answer, start)
-        partial.came_from(Origin(url, _strong_etag(answer)))
+        partial.record_origin(BlobOrigin(url, _find_strong_etag(answer)))
         for chunk in answer.chunks:
             if job.stop.is_set():
                 raise _StoppedError
             if partial.size + len(chunk) > size:
-                raise DigestError(f"{job.what} is longer than its {size} bytes", hint=ALTERED)
+                raise DigestError(f"{job.what} is longer than its {size} bytes", hint=ALTERED_HINT)
             partial.append(chunk)
             progress(len(chunk))
 
 
-def _range_headers(start: int, origin: Origin | None) -> dict[str, str]:
+def _range_headers(start: int, origin: BlobOrigin | None) -> dict[str, str]:
     if start == 0:
         return {}
     headers = {"Range": f"bytes={start}-"}
@@ -255,7 +435,7 @@ def _range_headers(start: int, origin: Origin | None) -> dict[str, str]:
     return headers
 
 
-def _check_start(job: _Job, answer: OpenAnswer, start: int) -> None:
+def _check_start(job: _DownloadJob, answer: StreamedResponse, start: int) -> None:
     """Demand that an answer holds exactly the bytes from ``start`` to the end."""
     size = job.file.size
     if answer.status == 416 or (start > 0 and answer.status == 200):
@@ -273,14 +453,14 @@ def _check_start(job: _Job, answer: OpenAnswer, start: int) -> None:
             or match[3] not in {str(size), "*"}
         ):
             message = f"{job.what}: bytes {start}-{size - 1} of {size} were asked for"
-            raise RegistryError(f"{message}, {shown(text, 80)!r} came", hint=ALTERED)
+            raise RegistryError(f"{message}, {sanitise_text(text, 80)!r} came", hint=ALTERED_HINT)
     length = answer.headers.get("content-length")
     if length is not None and length != str(size - start):
-        message = f"{job.what}: {size - start} bytes were asked for, {shown(length, 20)} shall come"
-        raise DigestError(message, hint=ALTERED)
+        message = f"{job.what}: {size - start} bytes were asked for, {sanitise_text(length, 20)} shall come"
+        raise DigestError(message, hint=ALTERED_HINT)
 
 
-def _strong_etag(answer: OpenAnswer) -> str | None:
+def _find_strong_etag(answer: StreamedResponse) -> str | None:
     etag = answer.headers.get("etag", "")
     strong = etag.startswith('"') and etag.endswith('"') and etag.isascii() and etag.isprintable()
     return etag if strong and len(etag) <= MAX_ETAG else None

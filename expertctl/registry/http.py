@@ -19,28 +19,36 @@ import httpx2
 
 from expertctl import __version__
 from expertctl.errors import OfflineError, RegistryError, UnreachableError
-from expertctl.registry.address import RegistryAddress
-from expertctl.registry.challenge import MAX_ANSWER, Logins
-from expertctl.registry.credentials import Credential, Credentials, CredentialStore
-from expertctl.registry.network_scope import Scope, scope_of_host
-from expertctl.registry.refusal import MAX_ERROR_BYTES, refusal, shown
-from expertctl.registry.retry import Retries
-from expertctl.registry.wire import Timeouts, Wire, translated
+from expertctl.messages import Notify
+from expertctl.registry.address import NetworkScope, RegistryAddress, classify_host
+from expertctl.registry.credentials import (
+    MAX_ANSWER,
+    Credential,
+    CredentialSource,
+    CredentialStore,
+    LoginSessions,
+)
+from expertctl.registry.errors import (
+    MAX_ERROR_BYTES,
+    RetrySchedule,
+    make_response_error,
+    sanitise_text,
+)
+from expertctl.registry.transport import RegistryTransport, Timeouts, translate_errors
 from expertctl.settings import Settings
-from expertctl.telling import Tell
 
 MAX_REDIRECTS = 5
 MAX_URL = 16 << 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_READING = frozenset({"GET", "HEAD"})
-_REPEATABLE = frozenset({"GET", "HEAD", "PUT", "DELETE"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
+_IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "PUT", "DELETE"})
 
-Chunks = Callable[[], Iterator[bytes]]
+OpenChunks = Callable[[], Iterator[bytes]]
 """Begins a body anew: a request may be sent again after a login or a broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RegistryRequest:
     """One request to a registry."""
 
     method: str
@@ -48,18 +56,18 @@ class Call:
     target: str
     """Path and query, or a whole URL that the registry gave."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | Chunks | None = None
+    body: bytes | OpenChunks | None = None
     scope: str = ""
     """What a token is asked for: ``repository:acme/sql:pull``."""
 
     @property
     def what(self) -> str:
         """The request as messages name it, without what may be secret in a query."""
-        return f"{self.method} {shown(self.target.partition('?')[0], 200)}"
+        return f"{self.method} {sanitise_text(self.target.partition('?')[0], 200)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RegistryResponse:
     """A whole answer, its body within the bound that was asked for."""
 
     status: int
@@ -70,7 +78,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAnswer:
+class StreamedResponse:
     """An answer whose body is still to come, once."""
 
     status: int
@@ -80,18 +88,18 @@ class OpenAnswer:
     """Raises `UnreachableError` where the connection breaks."""
 
 
-class Http:
+class RegistryHttp:
     """Sends requests to registries; to be used with ``with``, from any number of threads."""
 
     def __init__(
         self,
-        credentials: Credentials | None = None,
+        credentials: CredentialSource | None = None,
         *,
         environment: Mapping[str, str] = os.environ,
         ca_file: Path | None = None,
         offline: bool = False,
         timeouts: Timeouts | None = None,
-        retries: Retries | None = None,
+        retries: RetrySchedule | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         """Keep how to reach registries; ``transport`` replaces sockets in tests."""
@@ -99,11 +107,11 @@ class Http:
         self._environment = environment
         self._offline = offline
         self._timeouts = timeouts or Timeouts()
-        self._retries = retries or Retries()
-        self._transport = transport or Wire(
+        self._retries = retries or RetrySchedule()
+        self._transport = transport or RegistryTransport(
             timeouts=self._timeouts, ca_file=ca_file, environment=environment
         )
-        self._logins = Logins(self._credential, self._fetch_token)
+        self._logins = LoginSessions(self._find_credential, self._fetch_token)
         self._found: dict[str, Credential | None] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -122,7 +130,7 @@ class Http:
         self._transport.close()
 
     @property
-    def retries(self) -> Retries:
+    def retries(self) -> RetrySchedule:
         """When something is tried again."""
         return self._retries
 
@@ -133,11 +141,11 @@ class Http:
 
     def interrupt(self) -> None:
         """End at once what other threads wait for; they get an `UnreachableError`."""
-        if isinstance(self._transport, Wire):
+        if isinstance(self._transport, RegistryTransport):
             self._transport.interrupt()
 
     @contextmanager
-    def ended_by_ctrl_c(self) -> Iterator[None]:
+    def interrupt_on_ctrl_c(self) -> Iterator[None]:
         """On Ctrl-C end what other threads wait for, and keep them from asking again.
 
         Enter it after the pool of these threads, which waits for them on exit.
@@ -149,19 +157,19 @@ class Http:
             self.interrupt()
             raise
 
-    def asked_who(self, address: RegistryAddress) -> bool:
+    def has_authenticated(self, address: RegistryAddress) -> bool:
         """Tell whether a registry was shown a login, or at least an anonymous token."""
-        return self._logins.shown(address)
+        return self._logins.has_sent_login(address)
 
     def request(
         self,
-        call: Call,
+        call: RegistryRequest,
         *,
         max_bytes: int,
         accept: Collection[int] = frozenset({200}),
         repeatable: bool | None = None,
         attempts: int | None = None,
-    ) -> Answer:
+    ) -> RegistryResponse:
         """Send a request and read its answer; what may be repeated is tried again.
 
         By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived; and as
@@ -172,41 +180,50 @@ class Http:
             ExpertError: for a refusal, by its status; `NotFoundError` for 404.
             RegistryError: when the answer is too large or not understood.
         """
-        again = call.method in _REPEATABLE if repeatable is None else repeatable
+        again = call.method in _IDEMPOTENT_METHODS if repeatable is None else repeatable
         retries = replace(self._retries, attempts=attempts) if attempts else self._retries
         return retries.run(
-            lambda: self._once(call, max_bytes, accept), repeatable=again, stop=self._stopped
+            lambda: self._request_once(call, max_bytes, accept),
+            repeatable=again,
+            stop=self._stopped,
         )
 
     @contextmanager
-    def stream(
-        self, call: Call, *, accept: Collection[int] = frozenset({200})
-    ) -> Iterator[OpenAnswer]:
+    def open_stream(
+        self, call: RegistryRequest, *, accept: Collection[int] = frozenset({200})
+    ) -> Iterator[StreamedResponse]:
         """Send a request, once, and lend its answer as it comes.
 
         Raises:
             UnreachableError: also while the body is read; the caller decides whether to try again.
             ExpertError: as `request`.
         """
-        response = self._opened(call, accept)
+        response = self._open_response(call, accept)
         try:
-            yield OpenAnswer(
-                response.status_code, _headers(response), str(response.url), self._chunks(response)
+            yield StreamedResponse(
+                response.status_code,
+                _response_headers(response),
+                str(response.url),
+                self._iter_chunks(response),
             )
         finally:
             response.close()
 
-    def _once(self, call: Call, max_bytes: int, accept: Collection[int]) -> Answer:
-        response = self._opened(call, accept)
+    def _request_once(
+        self, call: RegistryRequest, max_bytes: int, accept: Collection[int]
+    ) -> RegistryResponse:
+        response = self._open_response(call, accept)
         try:
             body = self._read(response, max_bytes)
-            return Answer(response.status_code, _headers(response), body, str(response.url))
+            return RegistryResponse(
+                response.status_code, _response_headers(response), body, str(response.url)
+            )
         finally:
             response.close()
 
-    def _opened(self, call: Call, accept: Collection[int]) -> httpx2.Response:
+    def _open_response(self, call: RegistryRequest, accept: Collection[int]) -> httpx2.Response:
         """Return an answer with one of the accepted statuses, its body unread."""
-        response = self._followed(call)
+        response = self._follow_redirects(call)
         if response.status_code in accept:
             return response
         try:
@@ -214,60 +231,60 @@ class Http:
         finally:
             response.close()
         host = call.address.host
-        status, headers = response.status_code, _headers(response)
-        raise refusal(status, headers, body, host=host, what=call.what)
+        status, headers = response.status_code, _response_headers(response)
+        raise make_response_error(status, headers, body, host=host, what=call.what)
 
-    def _followed(self, call: Call) -> httpx2.Response:
+    def _follow_redirects(self, call: RegistryRequest) -> httpx2.Response:
         """Send a request and follow redirects, without the login once one left the registry."""
-        url = _url(f"{call.address.url}/", call.target, call.address)
+        url = _resolve_url(f"{call.address.url}/", call.target, call.address)
         home, seen = call.address.url, {str(url)}
-        at_home = _origin(url) == home
-        allowed: frozenset[Scope] | None = None
+        at_home = _url_origin(url) == home
+        allowed: frozenset[NetworkScope] | None = None
         for _ in range(MAX_REDIRECTS + 1):
             if at_home:
-                response = self._authenticated(call, url)
+                response = self._send_authenticated(call, url)
             else:
-                leads_home = _origin(url) == home
+                leads_home = _url_origin(url) == home
                 response = self._send(call, url, None, allowed=None if leads_home else allowed)
             if response.status_code not in _REDIRECTS:
                 return response
             location = response.headers.get("location", "")
-            self._dismiss(response)
+            self._discard_response(response)
             if allowed is None:
-                allowed = _reachable_from(call.address, response)
-            url = _next(call, url, location, allowed)
+                allowed = _find_reachable_scopes(call.address, response)
+            url = _resolve_redirect(call, url, location, allowed)
             if str(url) in seen:
                 raise RegistryError(f"{call.address.host}: {call.what}: redirects in a loop")
             seen.add(str(url))
-            at_home = at_home and _origin(url) == home
+            at_home = at_home and _url_origin(url) == home
         message = f"{call.address.host}: {call.what}: more than {MAX_REDIRECTS} redirects"
         raise RegistryError(message)
 
-    def _authenticated(self, call: Call, url: httpx2.URL) -> httpx2.Response:
-        shown_first = self._logins.known(call.address, call.scope)
+    def _send_authenticated(self, call: RegistryRequest, url: httpx2.URL) -> httpx2.Response:
+        shown_first = self._logins.initial_authorization(call.address, call.scope)
         response = self._send(call, url, shown_first)
         if response.status_code != 401:
             return response
         header = ", ".join(response.headers.get_list("www-authenticate"))
-        wanted = self._logins.answer(
+        wanted = self._logins.answer_challenge(
             call.address,
             call.scope,
             header,
             refused=shown_first,
-            reachable=_reachable_from(call.address, response),
+            reachable=_find_reachable_scopes(call.address, response),
         )
         if wanted is None:
             return response
-        self._dismiss(response)
+        self._discard_response(response)
         return self._send(call, url, wanted)
 
     def _send(
         self,
-        call: Call,
+        call: RegistryRequest,
         url: httpx2.URL,
         authorization: str | None,
         *,
-        allowed: frozenset[Scope] | None = None,
+        allowed: frozenset[NetworkScope] | None = None,
     ) -> httpx2.Response:
         """Send one request; to addresses of ``allowed`` scopes only, where they are given."""
         if self._stopped.is_set():
@@ -289,7 +306,7 @@ class Http:
         request = httpx2.Request(
             call.method, url, headers=headers, content=body, extensions=extensions
         )
-        with translated(url.netloc.decode("ascii", "replace")):
+        with translate_errors(url.netloc.decode("ascii", "replace")):
             response = self._transport.handle_request(request)
         response.request = request
         return response
@@ -303,7 +320,7 @@ class Http:
             raise too_long
         parts, size = [], 0
         deadline = time.monotonic() + self._timeouts.answer
-        for chunk in self._chunks(response):
+        for chunk in self._iter_chunks(response):
             parts.append(chunk)
             size += len(chunk)
             if size > max_bytes:
@@ -312,21 +329,21 @@ class Http:
                 raise UnreachableError(f"{name}: the answer takes too long")
         return b"".join(parts)
 
-    def _chunks(self, response: httpx2.Response) -> Iterator[bytes]:
+    def _iter_chunks(self, response: httpx2.Response) -> Iterator[bytes]:
         """Yield a body as it comes, as long as it comes fast enough."""
         name = response.url.netloc.decode("ascii", "replace")
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in {"identity", ""}:
             raise RegistryError(
-                f"{name}: its answer is compressed ({shown(encoding, 40)}), which was not asked "
+                f"{name}: its answer is compressed ({sanitise_text(encoding, 40)}), which was not asked "
                 "for",
                 hint="a proxy between may do that; the registry must send packages as they are",
             )
         started, size = time.monotonic(), 0
-        with translated(name):
+        with translate_errors(name):
             for chunk in response.iter_raw():
                 size += len(chunk)
-                if time.monotonic() - started > self._timeouts.allowed(size):
+                if time.monotonic() - started > self._timeouts.body_timeout(size):
                     raise UnreachableError(f"{name}: the answer comes too slowly")
                 yield chunk
 
@@ -337,28 +354,28 @@ class Http:
         except RegistryError:
             return b""
 
-    def _dismiss(self, response: httpx2.Response) -> None:
+    def _discard_response(self, response: httpx2.Response) -> None:
         """Discard an answer; once it is read, its connection can be reused."""
         try:
             self._read_error(response)
         finally:
             response.close()
 
-    def _credential(self, address: RegistryAddress) -> Credential | None:
+    def _find_credential(self, address: RegistryAddress) -> Credential | None:
         with self._lock:
             if address.url not in self._found:
                 store = self._credentials
-                found = store.for_address(address, self._environment) if store else None
+                found = store.find_credential(address, self._environment) if store else None
                 self._found[address.url] = found
             return self._found[address.url]
 
     def _fetch_token(
-        self, url: str, authorization: str | None, allowed: frozenset[Scope] | None
+        self, url: str, authorization: str | None, allowed: frozenset[NetworkScope] | None
     ) -> bytes:
         """Ask a realm, which may not redirect."""
         target = httpx2.URL(url)
-        address = RegistryAddress.parse(_origin(target), allow_http=True)
-        call = Call("GET", address, url)
+        address = RegistryAddress.parse(_url_origin(target), allow_http=True)
+        call = RegistryRequest("GET", address, url)
         response = self._send(call, target, authorization, allowed=allowed)
         try:
             if response.status_code == 200:
@@ -368,65 +385,71 @@ class Http:
             response.close()
         what = "asking for a token"
         status = 401 if response.status_code in {400, 403} else response.status_code
-        raise refusal(status, _headers(response), body, host=address.host, what=what)
+        raise make_response_error(
+            status, _response_headers(response), body, host=address.host, what=what
+        )
 
 
-def http_for(
+def make_http(
     settings: Settings,
-    credentials: Credentials | None = None,
+    credentials: CredentialSource | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
-    tell: Tell | None = None,
-) -> Http:
+    notify: Notify | None = None,
+) -> RegistryHttp:
     """Return what the user's settings say: logins, certificates, offline or not."""
-    return Http(
+    return RegistryHttp(
         credentials or CredentialStore(settings.home.credentials),
         environment=environment,
         ca_file=settings.ca_file,
         offline=settings.offline,
-        retries=Retries(tell=tell),
+        retries=RetrySchedule(tell=notify),
     )
 
 
 @contextmanager
 def open_http(
-    settings: Settings, environment: Mapping[str, str] = os.environ, *, tell: Tell | None = None
-) -> Iterator[Http]:
-    """Lend `http_for` the settings, with the logins that are kept."""
-    with http_for(settings, environment=environment, tell=tell) as http:
+    settings: Settings, environment: Mapping[str, str] = os.environ, *, notify: Notify | None = None
+) -> Iterator[RegistryHttp]:
+    """Lend `make_http` the settings, with the logins that are kept."""
+    with make_http(settings, environment=environment, notify=notify) as http:
         yield http
 
 
-def _reachable_from(address: RegistryAddress, response: httpx2.Response) -> frozenset[Scope]:
+def _find_reachable_scopes(
+    address: RegistryAddress, response: httpx2.Response
+) -> frozenset[NetworkScope]:
     """Return to which addresses a registry may send a client: public ones, and where it is itself.
 
     That is known by its name, else by the address that answered.
     """
-    answered: Scope = response.extensions.get("scope", "global")
-    return frozenset({"global", scope_of_host(address.hostname) or answered})
+    answered: NetworkScope = response.extensions.get("scope", "global")
+    return frozenset({"global", classify_host(address.hostname) or answered})
 
 
-def _next(call: Call, url: httpx2.URL, location: str, allowed: frozenset[Scope]) -> httpx2.URL:
+def _resolve_redirect(
+    call: RegistryRequest, url: httpx2.URL, location: str, allowed: frozenset[NetworkScope]
+) -> httpx2.URL:
     """Return where a redirect leads, if one may go there; names are checked once resolved."""
     host = call.address.host
-    if call.method not in _READING:
+    if call.method not in _SAFE_METHODS:
         raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
     if not location or len(location) > MAX_URL:
         raise RegistryError(f"{host}: {call.what}: redirected to nowhere")
-    target = _url(str(url), location, call.address)
-    named = shown(f"{target.scheme}://{target.host}", 200)
+    target = _resolve_url(str(url), location, call.address)
+    named = sanitise_text(f"{target.scheme}://{target.host}", 200)
     if target.scheme == "http" and url.scheme == "https":
         raise RegistryError(f"{host}: {call.what}: redirected to {named}, which is not encrypted")
-    if _origin(target) == call.address.url:
+    if _url_origin(target) == call.address.url:
         return target
-    scope = scope_of_host(target.host)
+    scope = classify_host(target.host)
     bare = target.scheme == "http" and scope == "global"  # no name, no certificate: no storage
     if scope is not None and (scope not in allowed or bare):
         raise RegistryError(f"{host}: {call.what}: redirected to {named}, within a network")
     return target
 
 
-def _url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
+def _resolve_url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
     """Resolve a path or URL that was found at ``base``."""
     try:
         url = httpx2.URL(urljoin(base, text))
@@ -434,10 +457,12 @@ def _url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
             return url
     except (httpx2.InvalidURL, ValueError):
         pass
-    raise RegistryError(f"{address.host}: it names {shown(text, 200)!r}, which is no plain URL")
+    raise RegistryError(
+        f"{address.host}: it names {sanitise_text(text, 200)!r}, which is no plain URL"
+    )
 
 
-def _origin(url: httpx2.URL) -> str:
+def _url_origin(url: httpx2.URL) -> str:
     """Return scheme, host and port as `RegistryAddress.url` writes them."""
     host = url.raw_host.decode("ascii")
     name = f"[{host}]" if ":" in host else host
@@ -446,5 +471,5 @@ def _origin(url: httpx2.URL) -> str:
     return f"{url.scheme}://{name}{port}"
 
 
-def _headers(response: httpx2.Response) -> dict[str, str]:
+def _response_headers(response: httpx2.Response) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}

@@ -1,8 +1,10 @@
 """The index document: all that a registry says of one package, as a value and as bytes.
 
 It is the one thing that a client believes of a registry, and only inside the envelope that the
-registry's index key signed (`expertctl.registry.index_envelope`). The form is
+registry's index key signed (`expertctl.registry.index_document`). The form is
 ``schemas/index.schema.json``; the bytes are canonical JSON (RFC 8785).
+
+The signed envelope around an index document, and who must have signed it.
 """
 
 import json
@@ -16,18 +18,17 @@ from typing import Literal, Self
 import msgspec
 
 from expertctl.digest import Digest
-from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.errors import ExpertError, InvalidPackageError, TrustError
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import AdapterKind, BaseRequirement
-from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import JsonObject, canonical, load_object
-from expertctl.schema.validation import problems_of
-from expertctl.trust.dsse import to_base64, unbase64
-from expertctl.trust.keys import PublicKey
+from expertctl.schema.strict_json import JsonObject, encode_canonical, load_object
+from expertctl.schema.validation import convert_document, find_problems
+from expertctl.trust.dsse import DsseEnvelope, from_base64, to_base64
+from expertctl.trust.keys import PrivateKey, PublicKey
 
-SCHEMA = 1
+INDEX_SCHEMA = 1
 MAX_BYTES = 16 << 20
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Release:
     @property
     def published_at(self) -> datetime:
         """When it was published."""
-        return read_time(self.published)
+        return parse_time(self.published)
 
-    def form(self, digest: Digest) -> SignedForm | None:
+    def find_form(self, digest: Digest) -> SignedForm | None:
         """Return the form with a package digest."""
         return next((form for form in self.forms if form.package_digest == digest), None)
 
@@ -77,7 +78,7 @@ class KeyEntry:
 
     key: PublicKey
     statement: bytes | None
-    """The envelope in which an older key vouches for it (`expertctl.registry.key_statement`)."""
+    """The envelope in which an older key vouches for it (`expertctl.trust.dsse`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class IndexDocument:
         Raises:
             InvalidPackageError: with every problem, when it is not exactly such a document.
         """
-        return cls._checked(load_object(data, what=what, max_bytes=MAX_BYTES), what)
+        return cls._from_json(load_object(data, what=what, max_bytes=MAX_BYTES), what)
 
     @classmethod
     def parse_canonical(cls, data: bytes, *, what: str) -> Self:
@@ -121,35 +122,35 @@ class IndexDocument:
             InvalidPackageError: as `parse`, and when it is spelled in another way.
         """
         document = load_object(data, what=what, max_bytes=MAX_BYTES)
-        index = cls._checked(document, what)
+        index = cls._from_json(document, what)
         if _canonical_bytes(document) != data:
             raise InvalidPackageError(what, ["it is not canonical JSON (RFC 8785)"])
         return index
 
     @classmethod
-    def _checked(cls, document: JsonObject, what: str) -> Self:
-        if problems := problems_of(document, "index"):
+    def _from_json(cls, document: JsonObject, what: str) -> Self:
+        if problems := find_problems(document, "index"):
             raise InvalidPackageError(what, problems)
         try:
-            stored = shape(document, _Stored)
-            index = cls._of(stored)
+            stored = convert_document(document, _StoredIndexDocument)
+            index = cls._from_stored(stored)
         except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
             raise InvalidPackageError(what, [str(error)]) from error
         except ExpertError as error:
             raise InvalidPackageError(what, [error.message]) from error
-        if problems := list(_inconsistencies(index, stored)):
+        if problems := list(_find_inconsistencies(index, stored)):
             raise InvalidPackageError(what, problems)
         return index
 
     @classmethod
-    def _of(cls, stored: "_Stored") -> Self:
+    def _from_stored(cls, stored: "_StoredIndexDocument") -> Self:
         return cls(
             package=PackageName.parse(stored.package),
             revision=stored.revision,
             updated=stored.updated,
             description=stored.description,
-            releases=tuple(map(_release, stored.releases)),
-            keys=tuple(map(_key_entry, stored.keys)),
+            releases=tuple(map(_parse_release, stored.releases)),
+            keys=tuple(map(_parse_key_entry, stored.keys)),
             revoked=tuple(RevokedKey(entry.key_id, entry.reason) for entry in stored.revoked),
             interval_days=stored.interval_days,
         )
@@ -160,27 +161,27 @@ class IndexDocument:
         Raises:
             InvalidPackageError: when it would be too large for any client to read.
         """
-        stored = _Stored(
-            schema=SCHEMA,
+        stored = _StoredIndexDocument(
+            schema=INDEX_SCHEMA,
             package=str(self.package),
             revision=self.revision,
             updated=self.updated,
             description=self.description,
-            releases=[_stored_release(release) for release in self.releases],
-            keys=[_stored_key(entry) for entry in self.keys],
+            releases=[_store_release(release) for release in self.releases],
+            keys=[_store_key_entry(entry) for entry in self.keys],
             revoked=[_StoredRevoked(entry.key_id, entry.reason) for entry in self.revoked],
             interval_days=self.interval_days,
         )
         document = msgspec.to_builtins(stored)
         if self.interval_days is None:
             del document["interval_days"]
-        data = canonical(document)
+        data = encode_canonical(document)
         if len(data) > MAX_BYTES:
             problem = f"its index document has {len(data):,} bytes, at most {MAX_BYTES:,} fit"
             raise InvalidPackageError(str(self.package), [problem])
         return data
 
-    def release(self, version: Version) -> Release | None:
+    def find_release(self, version: Version) -> Release | None:
         """Return one version."""
         return next((release for release in self.releases if release.version == version), None)
 
@@ -188,7 +189,7 @@ class IndexDocument:
         """Return how old it is, in days, where a newer revision is due; None where none is."""
         if self.interval_days is None:
             return None
-        age = now - read_time(self.updated)
+        age = now - parse_time(self.updated)
         return age.days if age > timedelta(days=self.interval_days) else None
 
     def is_revoked(self, key_id: str) -> bool:
@@ -196,14 +197,14 @@ class IndexDocument:
         return any(entry.key_id == key_id for entry in self.revoked)
 
 
-def write_time(moment: datetime) -> str:
+def format_time(moment: datetime) -> str:
     """Return a moment as RFC 3339 in UTC, to the second."""
-    return moment.astimezone(UTC).strftime(_TIME)
+    return moment.astimezone(UTC).strftime(_TIME_FORMAT)
 
 
-def read_time(text: str) -> datetime:
-    """Read what `write_time` wrote; a text that was not parsed is our own bug."""
-    return datetime.strptime(text, _TIME).replace(tzinfo=UTC)
+def parse_time(text: str) -> datetime:
+    """Read what `format_time` wrote; a text that was not parsed is our own bug."""
+    return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=UTC)
 
 
 class _StoredForm(msgspec.Struct):
@@ -212,7 +213,7 @@ class _StoredForm(msgspec.Struct):
     size: int
 
 
-class _StoredBase(msgspec.Struct, omit_defaults=True):
+class _StoredBaseRequirement(msgspec.Struct, omit_defaults=True):
     name: str
     revision: str | None
     arch: str
@@ -230,7 +231,7 @@ class _StoredRelease(msgspec.Struct):
     published: str
     yanked: str | None
     kinds: tuple[AdapterKind, ...]
-    base: _StoredBase
+    base: _StoredBaseRequirement
     requires: tuple[str, ...]
     conflicts: tuple[str, ...]
     description: str
@@ -247,7 +248,7 @@ class _StoredRevoked(msgspec.Struct):
     reason: str
 
 
-class _Stored(msgspec.Struct):
+class _StoredIndexDocument(msgspec.Struct):
     schema: int
     package: str
     revision: int
@@ -259,7 +260,7 @@ class _Stored(msgspec.Struct):
     interval_days: int | None = None
 
 
-def _release(stored: _StoredRelease) -> Release:
+def _parse_release(stored: _StoredRelease) -> Release:
     base = stored.base
     for text in (*stored.requires, *stored.conflicts):
         Reference.parse(text)
@@ -289,7 +290,7 @@ def _release(stored: _StoredRelease) -> Release:
     )
 
 
-def _stored_release(release: Release) -> _StoredRelease:
+def _store_release(release: Release) -> _StoredRelease:
     base = release.base
     return _StoredRelease(
         version=str(release.version),
@@ -301,15 +302,15 @@ def _stored_release(release: Release) -> _StoredRelease:
         published=release.published,
         yanked=release.yanked,
         kinds=release.kinds,
-        base=_stored_base(base),
+        base=_store_base(base),
         requires=release.requires,
         conflicts=release.conflicts,
         description=release.description,
     )
 
 
-def _stored_base(base: BaseRequirement) -> _StoredBase:
-    return _StoredBase(
+def _store_base(base: BaseRequirement) -> _StoredBaseRequirement:
+    return _StoredBaseRequirement(
         name=base.name,
         revision=base.revision,
         arch=base.arch,
@@ -320,19 +321,19 @@ def _stored_base(base: BaseRequirement) -> _StoredBase:
     )
 
 
-def _key_entry(stored: _StoredKeyEntry) -> KeyEntry:
+def _parse_key_entry(stored: _StoredKeyEntry) -> KeyEntry:
     key = PublicKey.from_pem(stored.public_key.encode(), what=f"key {stored.key_id}")
     statement = stored.statement
     what = f"the statement of key {stored.key_id}"
-    return KeyEntry(key, None if statement is None else unbase64(statement, what))
+    return KeyEntry(key, None if statement is None else from_base64(statement, what))
 
 
-def _stored_key(entry: KeyEntry) -> _StoredKeyEntry:
+def _store_key_entry(entry: KeyEntry) -> _StoredKeyEntry:
     statement = None if entry.statement is None else to_base64(entry.statement)
     return _StoredKeyEntry(entry.key.key_id, entry.key.pem().decode("ascii"), statement)
 
 
-def _inconsistencies(index: IndexDocument, stored: _Stored) -> Iterator[str]:
+def _find_inconsistencies(index: IndexDocument, stored: _StoredIndexDocument) -> Iterator[str]:
     """Yield what a schema cannot say."""
     for before, after in pairwise(index.releases):
         if not before.version < after.version:
@@ -341,9 +342,9 @@ def _inconsistencies(index: IndexDocument, stored: _Stored) -> Iterator[str]:
         if written.key_id != entry.key.key_id:
             yield f"keys: key_id is {written.key_id}, its key has {entry.key.key_id}"
     forms = [str(f.package_digest) for release in index.releases for f in release.forms]
-    yield from _repeated("package_digest", forms)
-    yield from _repeated("keys", (entry.key.key_id for entry in index.keys))
-    yield from _repeated("revoked", (entry.key_id for entry in index.revoked))
+    yield from _find_repeated("package_digest", forms)
+    yield from _find_repeated("keys", (entry.key.key_id for entry in index.keys))
+    yield from _find_repeated("revoked", (entry.key_id for entry in index.revoked))
     for text in {index.updated, *(release.published for release in index.releases)}:
         if not _is_time(text):
             yield f"{text} is no moment"
@@ -358,14 +359,53 @@ def _canonical_bytes(document: JsonObject) -> bytes:
     return text.encode()
 
 
-def _repeated(what: str, values: Iterable[str]) -> Iterator[str]:
+def _find_repeated(what: str, values: Iterable[str]) -> Iterator[str]:
     counted = sorted(Counter(values).items())
     yield from (f"{what}: {value} is there twice" for value, count in counted if count > 1)
 
 
 def _is_time(text: str) -> bool:
     try:
-        read_time(text)
+        parse_time(text)
     except ValueError:
         return False
     return True
+
+
+INDEX_PAYLOAD_TYPE = "application/vnd.expertctl.index.v1+json"
+MAX_ENVELOPE = MAX_BYTES * 4 // 3 + 4096
+"""A document of the largest size in base64, and what is around it."""
+
+
+def sign_index(document: IndexDocument, key: PrivateKey) -> bytes:
+    """Return the envelope of a document, the same for the same arguments.
+
+    Raises:
+        InvalidPackageError: when the document is too large for any client to read.
+    """
+    return DsseEnvelope.sign(document.encode(), payload_type=INDEX_PAYLOAD_TYPE, key=key).encode()
+
+
+def open_index(envelope: bytes, *, key: PublicKey, package: PackageName) -> IndexDocument:
+    """Return the document of a package, which the registry's index key must have signed.
+
+    Raises:
+        SignatureError: when the envelope is malformed or its signature is wrong.
+        TrustError: when another key signed it, or it is about another package.
+        InvalidPackageError: when what was signed is no index document.
+    """
+    what = f"the index of {package}"
+    opened = DsseEnvelope.parse(
+        envelope, payload_type=INDEX_PAYLOAD_TYPE, max_bytes=MAX_ENVELOPE, what=what
+    )
+    if opened.key_id != key.key_id:
+        raise TrustError(
+            f"{what} is signed by {opened.key_id[:80]!r}, the registry's index key is {key.key_id}",
+            hint="if the registry has a new index key, ask whoever runs it for the fingerprint; "
+            "see `expertctl trust registry --help`",
+        )
+    opened.verify(key, what=what)
+    document = IndexDocument.parse_canonical(opened.payload, what=what)
+    if document.package != package:
+        raise TrustError(f"asked for {what}, but got that of {document.package}")
+    return document

@@ -1,4 +1,9 @@
-"""What registries said last: the floor below which no index document is believed.
+"""The first known content of versions that a registry changed or took away later, as bytes.
+
+An index document says only what a version contains now. A version that vanished, or that got
+another content, would be forgotten with the document before, and could come back as something else.
+
+What registries said last: the floor below which no index document is believed.
 
 ::
 
@@ -10,38 +15,112 @@ A new index key, which only the person can accept, begins anew; nothing else eve
 A file that cannot be read stops everything about its package: it is not taken for an unknown one.
 ``.first`` is written before the envelope that makes it necessary, so a killed process forgets no
 content; only `accept_content` removes an entry.
+
+Asking a registry for the index document of a package: signed, and never older than before.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+import msgspec
 from filelock import FileLock, Timeout
 
-from expertctl.durable import make_folders, write_atomic
-from expertctl.errors import ExpertError, StoreError, TrustError
-from expertctl.reference import PackageName, Version
-from expertctl.registry.first_contents import (
-    MAX_BYTES,
-    NONE,
-    FirstContents,
-    encode_contents,
-    extended,
-    parse_contents,
+from expertctl.digest import Digest
+from expertctl.errors import (
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    RegistryError,
+    StoreError,
+    TrustError,
 )
-from expertctl.registry.index_document import IndexDocument
-from expertctl.registry.index_envelope import MAX_ENVELOPE, open_index
-from expertctl.registry.known import address_of
-from expertctl.schema.strict_json import read_bounded
-from expertctl.trust.grant import KnownRegistry
+from expertctl.files import make_folders, write_atomic
+from expertctl.package.verify import VersionContent
+from expertctl.reference import PackageName, Version
+from expertctl.registry.http import RegistryHttp, RegistryRequest
+from expertctl.registry.index_document import MAX_ENVELOPE, IndexDocument, Release, open_index
+from expertctl.registry.registry_trust import known_registry_address
+from expertctl.schema.strict_json import load_object, read_bounded
+from expertctl.schema.validation import convert_document
+from expertctl.trust.grants import KnownRegistry
+
+MAX_BYTES = 16 << 20
+_FIRST_CONTENTS_SCHEMA = 1
+
+FirstContents = Mapping[Version, VersionContent]
+NO_FIRST_CONTENTS: FirstContents = MappingProxyType({})
+
+
+class _StoredVersionContent(msgspec.Struct, forbid_unknown_fields=True):
+    content_digest: str
+    signers: tuple[str, ...]
+
+
+class _StoredFirstContents(msgspec.Struct, forbid_unknown_fields=True):
+    schema: int
+    versions: dict[str, _StoredVersionContent]
+
+
+def release_content(release: Release, *, source: str) -> VersionContent:
+    """Return what an index document says a version contains; the newest signer comes first."""
+    signers = dict.fromkeys(form.signer for form in reversed(release.forms))
+    return VersionContent(source, release.content_digest, tuple(signers))
+
+
+def extend_first_contents(
+    first: FirstContents, before: IndexDocument, after: IndexDocument, *, host: str
+) -> FirstContents:
+    """Return the first contents after a document replaced another one."""
+    now = {release.version: release.content_digest for release in after.releases}
+    source = f"{host}, before,"
+    lost = {
+        release.version: release_content(release, source=source)
+        for release in before.releases
+        if release.version not in first and now.get(release.version) != release.content_digest
+    }
+    return {**first, **lost} if lost else first
+
+
+def encode_first_contents(contents: FirstContents) -> bytes:
+    """Return the bytes of the file."""
+    versions = {
+        str(version): _StoredVersionContent(str(content.digest), content.signers)
+        for version, content in contents.items()
+    }
+    return msgspec.json.encode(
+        _StoredFirstContents(_FIRST_CONTENTS_SCHEMA, versions), order="sorted"
+    )
+
+
+def parse_first_contents(data: bytes, *, host: str, what: str) -> FirstContents:
+    """Read the bytes of the file.
+
+    Raises:
+        InvalidPackageError: when it is not exactly such a document.
+    """
+    document = load_object(data, what=what, max_bytes=MAX_BYTES)
+    try:
+        stored = convert_document(document, _StoredFirstContents)
+        return {
+            Version.parse(text): VersionContent(
+                f"{host}, before,", Digest.parse(entry.content_digest), entry.signers
+            )
+            for text, entry in stored.versions.items()
+        }
+    except (msgspec.ValidationError, ExpertError) as error:
+        raise InvalidPackageError(what, [str(error)]) from error
+
 
 LOCK_SECONDS = 30.0
 _POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RememberedIndex:
     """An index document that was believed, with the bytes that were signed."""
 
     document: IndexDocument
@@ -58,9 +137,9 @@ class IndexStore:
     def path(self, known: KnownRegistry, package: PackageName) -> Path:
         """Return the file of a package."""
         key = known.index_key.key_id.removeprefix("sha256:")
-        return self._index(known) / key / package.namespace / f"{package.name}.json"
+        return self._index_folder(known) / key / package.namespace / f"{package.name}.json"
 
-    def recall(self, known: KnownRegistry, package: PackageName) -> Remembered | None:
+    def load(self, known: KnownRegistry, package: PackageName) -> RememberedIndex | None:
         """Return what a registry said last of a package; ``None`` when it was never asked.
 
         Raises:
@@ -78,15 +157,15 @@ class IndexStore:
                 hint=f"restore {path} from a backup; or move it away, which allows {known.host} "
                 "to show an older state than before",
             ) from error
-        return Remembered(document, envelope)
+        return RememberedIndex(document, envelope)
 
-    def believe(
+    def accept(
         self,
         known: KnownRegistry,
         package: PackageName,
         envelope: bytes,
         *,
-        floor: Remembered | None,
+        floor: RememberedIndex | None,
     ) -> IndexDocument:
         """Return the newest document, which is then remembered.
 
@@ -99,20 +178,22 @@ class IndexStore:
             StoreError: when it cannot be remembered.
         """
         document = open_index(envelope, key=known.index_key, package=package)
-        new = Remembered(document, envelope)
+        new = RememberedIndex(document, envelope)
         if floor is not None:
-            self._demand_not_older(known, floor, new)
+            self._check_not_older(known, floor, new)
             if floor.envelope == envelope:
                 return floor.document
-        with self._locked(known):
-            now = self.recall(known, package)
+        with self._hold_lock(known):
+            now = self.load(known, package)
             if now is not None and now.document.revision >= document.revision:
-                self._demand_not_older(known, new, now)
+                self._check_not_older(known, new, now)
                 return now.document
             if now is not None:
                 before = now.document
-                self._change_first(
-                    known, package, lambda first: extended(first, before, document, host=known.host)
+                self._update_first_contents(
+                    known,
+                    package,
+                    lambda first: extend_first_contents(first, before, document, host=known.host),
                 )
             path = self.path(known, package)
             make_folders(path.parent, mode=0o700)
@@ -128,9 +209,9 @@ class IndexStore:
         path = self.path(known, package).with_suffix(".first")
         try:
             data = read_bounded(path, max_bytes=MAX_BYTES)
-            return parse_contents(data, host=known.host, what=str(path))
+            return parse_first_contents(data, host=known.host, what=str(path))
         except FileNotFoundError:
-            return NONE
+            return NO_FIRST_CONTENTS
         except (OSError, ExpertError) as error:
             raise StoreError(
                 f"what versions of {package} from {known.host} contained cannot be read: {error}",
@@ -145,12 +226,12 @@ class IndexStore:
             StoreError: when that cannot be remembered.
         """
         if version in self.first_contents(known, package):
-            with self._locked(known):
-                self._change_first(
+            with self._hold_lock(known):
+                self._update_first_contents(
                     known, package, lambda first: {v: c for v, c in first.items() if v != version}
                 )
 
-    def _change_first(
+    def _update_first_contents(
         self,
         known: KnownRegistry,
         package: PackageName,
@@ -165,7 +246,7 @@ class IndexStore:
         after = change(before)
         if after == before:
             return
-        data = encode_contents(after)
+        data = encode_first_contents(after)
         if len(data) > MAX_BYTES:
             raise TrustError(
                 f"{known.host} changed or took away {len(after):,} versions of {package}, more "
@@ -174,12 +255,12 @@ class IndexStore:
             )
         write_atomic(self.path(known, package).with_suffix(".first"), data, mode=0o600)
 
-    def problems(self, known: KnownRegistry) -> list[StoreError]:
+    def find_problems(self, known: KnownRegistry) -> list[StoreError]:
         """Return what cannot be read of what a registry said last."""
         found = []
-        for package in self._packages(known):
+        for package in self._list_packages(known):
             try:
-                self.recall(known, package)
+                self.load(known, package)
                 self.first_contents(known, package)
             except StoreError as error:
                 found.append(error)
@@ -187,18 +268,20 @@ class IndexStore:
 
     def check_integrity(self, known: KnownRegistry) -> None:
         """Raise unless every remembered document of a registry can be read."""
-        for package in self._packages(known):
-            assert self.recall(known, package) is not None
+        for package in self._list_packages(known):
+            assert self.load(known, package) is not None
 
-    def _packages(self, known: KnownRegistry) -> list[PackageName]:
+    def _list_packages(self, known: KnownRegistry) -> list[PackageName]:
         key = known.index_key.key_id.removeprefix("sha256:")
-        paths = sorted((self._index(known) / key).glob("*/[!.]*.json"))
+        paths = sorted((self._index_folder(known) / key).glob("*/[!.]*.json"))
         return [PackageName(path.parent.name, path.stem) for path in paths]
 
-    def _index(self, known: KnownRegistry) -> Path:
-        return self.folder / address_of(known).folder / "index"
+    def _index_folder(self, known: KnownRegistry) -> Path:
+        return self.folder / known_registry_address(known).folder / "index"
 
-    def _demand_not_older(self, known: KnownRegistry, old: Remembered, new: Remembered) -> None:
+    def _check_not_older(
+        self, known: KnownRegistry, old: RememberedIndex, new: RememberedIndex
+    ) -> None:
         before, after = old.document.revision, new.document.revision
         path = self.path(known, new.document.package)
         what = f"{known.host}: the index of {new.document.package}"
@@ -215,8 +298,8 @@ class IndexStore:
             )
 
     @contextmanager
-    def _locked(self, known: KnownRegistry) -> Iterator[None]:
-        folder = self._index(known)
+    def _hold_lock(self, known: KnownRegistry) -> Iterator[None]:
+        folder = self._index_folder(known)
         try:
             make_folders(folder, mode=0o700)
             lock = FileLock(
@@ -235,3 +318,84 @@ class IndexStore:
                 f"{folder}: what {known.host} says cannot be remembered: {error.strerror}",
                 hint="without that an older state could be shown as new; free or unlock the disk",
             ) from error
+
+
+_NOT_MODIFIED = 304
+
+
+def fetch_index(
+    client: RegistryHttp,
+    known: KnownRegistry,
+    package: PackageName,
+    store: IndexStore,
+    *,
+    offline: bool = False,
+    attempts: int | None = None,
+) -> IndexDocument:
+    """Return what a registry says of a package now; offline, what it said last.
+
+    ``attempts`` is how often it is tried, where not as often as usual.
+
+    Raises:
+        NotFoundError: when it has no such package, or we are offline and never asked it.
+        TrustError: when its index key did not sign this, or it is older than before.
+        StoreError: when what it said last cannot be read, or the answer not be remembered.
+        RegistryError: when it cannot be reached or understood.
+    """
+    floor = store.load(known, package)
+    if offline:
+        return _load_offline(floor, known, package)
+    envelope = _request_envelope(client, known, package, floor, attempts)
+    return store.accept(known, package, envelope, floor=floor)
+
+
+def index_path(package: PackageName) -> str:
+    """Return where a registry keeps the index document of a package."""
+    return f"/tuf/targets/index/{package.namespace}/{package.name}.json"
+
+
+def _load_offline(
+    floor: RememberedIndex | None, known: KnownRegistry, package: PackageName
+) -> IndexDocument:
+    if floor is None:
+        raise NotFoundError(
+            f"{known.host} was never asked about {package}, and may not be now",
+            hint="leave out --offline",
+        )
+    return floor.document
+
+
+def _request_envelope(
+    client: RegistryHttp,
+    known: KnownRegistry,
+    package: PackageName,
+    floor: RememberedIndex | None,
+    attempts: int | None,
+) -> bytes:
+    """Return the envelope; a registry that has nothing newer sends nothing."""
+    headers = {"Accept": "application/json"}
+    if floor is not None:
+        headers["If-None-Match"] = _etag(floor.envelope)
+    call = RegistryRequest(
+        "GET", known_registry_address(known), index_path(package), headers=headers
+    )
+    try:
+        answer = client.request(
+            call, max_bytes=MAX_ENVELOPE, accept={200, _NOT_MODIFIED}, attempts=attempts
+        )
+    except NotFoundError as error:
+        hint = (
+            f"`expertctl search {package.name}` shows what you may see; "
+            f"if {package.namespace}/* is private, `expertctl login {known.host}` first"
+        )
+        message = f"{known.host} has no package {package} that you may read"
+        raise NotFoundError(message, hint=hint) from error
+    if answer.status != _NOT_MODIFIED:
+        return answer.body
+    if floor is None:
+        raise RegistryError(f"{known.host}: 304 for {package}, of which nothing is here")
+    return floor.envelope
+
+
+def _etag(envelope: bytes) -> str:
+    return f'"sha256:{hashlib.sha256(envelope).hexdigest()}"'

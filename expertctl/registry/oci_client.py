@@ -12,19 +12,24 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, urlencode
 
-from expertctl.digest import Digest, Progress, no_progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import DigestError, ExpertError, NotFoundError, RegistryError
 from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.http import Answer, Call, Http, OpenAnswer
-from expertctl.registry.refusal import shown
-from expertctl.registry.upload import Upload, Uploader
+from expertctl.registry.errors import sanitise_text
+from expertctl.registry.http import (
+    RegistryHttp,
+    RegistryRequest,
+    RegistryResponse,
+    StreamedResponse,
+)
+from expertctl.registry.upload import BlobUpload, Uploader
 from expertctl.schema.strict_json import load_object
 
 MAX_FOREIGN_MANIFEST = 4 << 20
 MAX_TAGS_ANSWER = 4 << 20
 MAX_TAG_PAGES = 1000
-PAGE = 1000
+TAG_PAGE_SIZE = 1000
 _DIGEST_HEADER = "docker-content-digest"
 _TYPES = f"{MANIFEST_TYPE}, {INDEX_TYPE}"
 _REPOSITORY = re.compile(
@@ -47,7 +52,7 @@ class RemoteManifest:
 class OciClient:
     """Speaks to one registry; repositories are named ``namespace/name``."""
 
-    http: Http
+    http: RegistryHttp
     address: RegistryAddress
     uploads: Path | None = field(default=None)
     """Where uploads that broke off are remembered; None: they begin anew in another process."""
@@ -58,9 +63,9 @@ class OciClient:
         Raises:
             UnauthenticatedError: when it wants a login, or another one.
         """
-        self.http.request(Call("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
+        self.http.request(RegistryRequest("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
 
-    def manifest(
+    def fetch_manifest(
         self, repository: str, reference: str | Digest, *, max_bytes: int = MAX_MANIFEST_BYTES
     ) -> RemoteManifest:
         """Return a manifest by tag or digest.
@@ -69,24 +74,24 @@ class OciClient:
             NotFoundError: when there is none.
             DigestError: when the bytes are not those of the digest.
         """
-        call = self._call("GET", repository, _manifest_path(reference), {"Accept": _TYPES})
+        call = self._make_request("GET", repository, _manifest_path(reference), {"Accept": _TYPES})
         answer = self.http.request(call, max_bytes=max_bytes)
-        digest = Digest.of(answer.body)
+        digest = Digest.compute(answer.body)
         self._check_digest(answer, digest, reference, repository)
         return RemoteManifest(digest, answer.body, answer.headers.get("content-type", ""))
 
-    def manifest_digest(self, repository: str, tag: str) -> Digest | None:
+    def fetch_manifest_digest(self, repository: str, tag: str) -> Digest | None:
         """Return the digest that a registry says a tag has, None where there is no such tag.
 
         Raises:
             RegistryError: when it does not say so.
         """
-        call = self._call("HEAD", repository, _manifest_path(tag), {"Accept": _TYPES})
+        call = self._make_request("HEAD", repository, _manifest_path(tag), {"Accept": _TYPES})
         try:
             answer = self.http.request(call, max_bytes=0)
         except NotFoundError:
             return None
-        return self._named_digest(answer, repository)
+        return self._header_digest(answer, repository)
 
     def put_manifest(
         self,
@@ -101,16 +106,16 @@ class OciClient:
         Raises:
             ConflictError: when the tag is taken.
         """
-        call = Call(
+        call = RegistryRequest(
             "PUT",
             self.address,
-            _path(repository, _manifest_path(reference)),
+            _repository_path(repository, _manifest_path(reference)),
             headers={"Content-Type": media_type},
             body=data,
-            scope=_scope(repository, "pull,push"),
+            scope=_token_scope(repository, "pull,push"),
         )
         self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={201})
-        return Digest.of(data)
+        return Digest.compute(data)
 
     def delete_manifest(self, repository: str, digest: Digest) -> None:
         """Remove a manifest where the registry allows it.
@@ -118,33 +123,36 @@ class OciClient:
         Raises:
             NotFoundError: when it is not there.
         """
-        target, scope = _path(repository, _manifest_path(digest)), _scope(repository, "delete")
-        call = Call("DELETE", self.address, target, scope=scope)
+        target, scope = (
+            _repository_path(repository, _manifest_path(digest)),
+            _token_scope(repository, "delete"),
+        )
+        call = RegistryRequest("DELETE", self.address, target, scope=scope)
         self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={202})
 
     def has_blob(self, repository: str, digest: Digest) -> bool:
         """Tell whether a repository has a blob."""
         try:
-            call = self._call("HEAD", repository, f"blobs/{digest}")
+            call = self._make_request("HEAD", repository, f"blobs/{digest}")
             self.http.request(call, max_bytes=0)
         except NotFoundError:
             return False
         return True
 
     @contextmanager
-    def blob(
+    def open_blob(
         self, repository: str, digest: Digest, *, headers: Mapping[str, str] | None = None
-    ) -> Iterator[OpenAnswer]:
+    ) -> Iterator[StreamedResponse]:
         """Lend a blob's bytes, or with a ``Range`` header the rest of them; nothing is checked.
 
         Raises:
             NotFoundError: when it is not there.
         """
-        call = self._call("GET", repository, f"blobs/{digest}", headers)
-        with self.http.stream(call, accept={200, 206, 416}) as answer:
+        call = self._make_request("GET", repository, f"blobs/{digest}", headers)
+        with self.http.open_stream(call, accept={200, 206, 416}) as answer:
             yield answer
 
-    def upload(
+    def upload_blob(
         self,
         repository: str,
         digest: Digest,
@@ -152,7 +160,7 @@ class OciClient:
         open_blob: Callable[[], AbstractContextManager[BinaryIO]],
         *,
         mount_from: str | None = None,
-        progress: Progress = no_progress,
+        progress: Progress = ignore_progress,
     ) -> bool:
         """Send a blob unless it is there; tell whether its bytes travelled.
 
@@ -162,57 +170,65 @@ class OciClient:
         if self.has_blob(repository, digest):
             progress(size)
             return False
-        scope = _scope(repository, "pull,push")
+        scope = _token_scope(repository, "pull,push")
         if mount_from is not None:
-            scope += " " + _scope(mount_from, "pull")
-        target = Upload(_path(repository, "blobs/uploads/"), scope, digest, size, mount_from)
+            scope += " " + _token_scope(mount_from, "pull")
+        target = BlobUpload(
+            _repository_path(repository, "blobs/uploads/"), scope, digest, size, mount_from
+        )
         uploader = Uploader(self.http, self.address, self.uploads)
         return uploader.send(target, open_blob, progress=progress)
 
-    def tags(self, repository: str) -> list[str]:
+    def list_tags(self, repository: str) -> list[str]:
         """Return every tag of a repository, page by page.
 
         Raises:
             NotFoundError: when there is no such repository.
         """
         found: list[str] = []
-        target: str | None = _path(repository, "tags/list") + "?" + urlencode({"n": PAGE})
+        target: str | None = (
+            _repository_path(repository, "tags/list") + "?" + urlencode({"n": TAG_PAGE_SIZE})
+        )
         for _ in range(MAX_TAG_PAGES):
             if target is None:
                 return found
-            call = Call("GET", self.address, target, scope=_scope(repository, "pull"))
+            call = RegistryRequest(
+                "GET", self.address, target, scope=_token_scope(repository, "pull")
+            )
             answer = self.http.request(call, max_bytes=MAX_TAGS_ANSWER)
-            found += self._tags(answer)
-            target = self._next_page(answer)
+            found += self._parse_tags(answer)
+            target = self._find_next_page(answer)
         raise RegistryError(f"{self.address.host}: the tags of {repository} never end")
 
-    def _call(
+    def _make_request(
         self, method: str, repository: str, rest: str, headers: Mapping[str, str] | None = None
-    ) -> Call:
-        target, scope = _path(repository, rest), _scope(repository, "pull")
-        return Call(method, self.address, target, headers=headers or {}, scope=scope)
+    ) -> RegistryRequest:
+        target, scope = _repository_path(repository, rest), _token_scope(repository, "pull")
+        return RegistryRequest(method, self.address, target, headers=headers or {}, scope=scope)
 
     def _check_digest(
-        self, answer: Answer, digest: Digest, reference: str | Digest, repository: str
+        self, answer: RegistryResponse, digest: Digest, reference: str | Digest, repository: str
     ) -> None:
         if isinstance(reference, Digest):
             expected: Digest | None = reference
         else:
             named = _DIGEST_HEADER in answer.headers
-            expected = self._named_digest(answer, repository) if named else None
+            expected = self._header_digest(answer, repository) if named else None
         if expected not in {None, digest}:
             message = f"{self.address.host}: the manifest of {repository} is not {expected}"
             raise DigestError(message, hint="something between alters it, or the registry does")
 
-    def _named_digest(self, answer: Answer, repository: str) -> Digest:
+    def _header_digest(self, answer: RegistryResponse, repository: str) -> Digest:
         text = answer.headers.get(_DIGEST_HEADER, "")
         try:
             return Digest.parse(text)
         except DigestError as error:
-            fact = f"{shown(text, 80)!r} is no sha256 digest" if text else "it names no digest"
+            fact = (
+                f"{sanitise_text(text, 80)!r} is no sha256 digest" if text else "it names no digest"
+            )
             raise RegistryError(f"{self.address.host}: {repository}: {fact}") from error
 
-    def _tags(self, answer: Answer) -> list[str]:
+    def _parse_tags(self, answer: RegistryResponse) -> list[str]:
         try:
             document = load_object(answer.body, what="the tags", max_bytes=MAX_TAGS_ANSWER)
         except ExpertError as error:
@@ -224,7 +240,7 @@ class OciClient:
             else []
         )
 
-    def _next_page(self, answer: Answer) -> str | None:
+    def _find_next_page(self, answer: RegistryResponse) -> str | None:
         """Return path and query of the next page; a page on another host is none."""
         match = _NEXT.search(answer.headers.get("link", ""))
         if match is None:
@@ -233,17 +249,17 @@ class OciClient:
         return target if target.startswith("/") and not target.startswith("//") else None
 
 
-def _path(repository: str, rest: str) -> str:
+def _repository_path(repository: str, rest: str) -> str:
     if not _REPOSITORY.fullmatch(repository):
-        raise NotFoundError(f"{shown(repository, 80)!r} cannot be the name of a repository")
+        raise NotFoundError(f"{sanitise_text(repository, 80)!r} cannot be the name of a repository")
     return f"/v2/{repository}/{rest}"
 
 
 def _manifest_path(reference: str | Digest) -> str:
     if isinstance(reference, str) and not _TAG.fullmatch(reference):
-        raise NotFoundError(f"{shown(reference, 80)!r} cannot be a tag")
+        raise NotFoundError(f"{sanitise_text(reference, 80)!r} cannot be a tag")
     return f"manifests/{quote(str(reference), safe=':')}"
 
 
-def _scope(repository: str, actions: str) -> str:
+def _token_scope(repository: str, actions: str) -> str:
     return f"repository:{repository}:{actions}"

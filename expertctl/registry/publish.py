@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Literal
 
-from expertctl.digest import Digest, Progress, no_progress
+from expertctl.digest import Digest, Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
     DigestError,
@@ -29,33 +29,32 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.package.archive_reader import DISCARD
+from expertctl.package.archive import DISCARD
 from expertctl.package.layout import CONFIG, Blobs
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.secrets_scan import secret_in
-from expertctl.package.spool import Spool, with_document
+from expertctl.package.source_files import find_secret
 from expertctl.package.verify import verify_contents
+from expertctl.package.write import BlobSpool, add_document
 from expertctl.reference import PackageName, Reference
-from expertctl.registry.api_client import ApiClient
+from expertctl.registry.accounts import NamespaceDetails, fetch_namespace
+from expertctl.registry.api_client import ApiClient, fetch_version
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.package_pages import version_page
-from expertctl.registry.people import Namespace, namespace
 from expertctl.trust.bundle import read_bundle
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 
 WORKERS = 4
 """How many blobs travel at once."""
 
-NEVER_CHANGES = "a version never changes: build this one with a higher `--version`"
+IMMUTABLE_HINT = "a version never changes: build this one with a higher `--version`"
 
-_CONFIG = Digest.of(CONFIG)
+_CONFIG = Digest.compute(CONFIG)
 
-State = Literal["new", "signed anew", "published"]
+PublishState = Literal["new", "signed anew", "published"]
 """What a registry has of a version: nothing, its content under another signature, or this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PublishPackage:
     """A package file that may be published: whole, without secrets, signed by a trusted key."""
 
     path: Path
@@ -79,12 +78,12 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class PublishTarget:
     """A registry to publish to; one without our API is any OCI registry."""
 
     oci: OciClient
     api: ApiClient | None
-    beside: Path
+    spool_folder: Path
     """Where blobs wait for their turn, on a disk with room."""
 
     @property
@@ -94,13 +93,13 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class UploadPlan:
     """What publishing a package takes: the blobs that must travel, and the room there is."""
 
-    parcel: Parcel
-    state: State
+    source: PublishPackage
+    state: PublishState
     missing: tuple[tuple[Digest, int], ...]
-    room: Namespace | None
+    namespace: NamespaceDetails | None
     """The namespace as the registry describes it; None where a registry has none."""
 
     @property
@@ -109,29 +108,31 @@ class Shipment:
         return sum(size for _, size in self.missing)
 
     @property
-    def left(self) -> int | None:
+    def remaining_quota(self) -> int | None:
         """The bytes that fit into the namespace; None when there is no limit."""
-        if self.room is None or self.room.quota is None:
+        if self.namespace is None or self.namespace.quota is None:
             return None
-        return max(0, self.room.quota - self.room.used)
+        return max(0, self.namespace.quota - self.namespace.used)
 
 
-def read_parcel(path: Path, trust: TrustStore, *, progress: Progress = no_progress) -> Parcel:
+def read_publish_package(
+    path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
+) -> PublishPackage:
     """Read a package file as strictly as install does, and look for secrets in it.
 
     Raises:
         InvalidPackageError: when it is malformed, or holds what must never be published.
         TrustError: when it is not signed, or not by a key that is trusted here.
     """
-    parcel, problems = examine(path, trust, progress=progress)
+    parcel, problems = examine_publish_package(path, trust, progress=progress)
     for problem in problems:
         raise problem
     return parcel
 
 
-def examine(
-    path: Path, trust: TrustStore, *, progress: Progress = no_progress
-) -> tuple[Parcel, list[ExpertError]]:
+def examine_publish_package(
+    path: Path, trust: TrustStore, *, progress: Progress = ignore_progress
+) -> tuple[PublishPackage, list[ExpertError]]:
     """Read a package file and return it with all that forbids to publish it.
 
     Raises:
@@ -143,38 +144,38 @@ def examine(
         signer = verify_contents(contents, trust).signer or ""
     except TrustError as error:
         problems.append(error)
-        signer = _claimed_signer(contents)
-    found = [f"{name}: holds {what}" for name, what in _secrets(contents)]
+        signer = _read_claimed_signer(contents)
+    found = [f"{name}: holds {what}" for name, what in _find_secrets(contents)]
     if found:
         hint = "take it out, consider it lost, and build the package again"
         what = f"{path.name}: must not be published"
         problems.append(InvalidPackageError(what, found, hint=hint))
-    return Parcel(path, contents, signer), problems
+    return PublishPackage(path, contents, signer), problems
 
 
-def _claimed_signer(contents: PackageContents) -> str:
+def _read_claimed_signer(contents: PackageContents) -> str:
     """Return the key that a signature names, not verified; empty where that cannot be read."""
     with suppress(SignatureError):
         return read_bundle(contents.signature or b"").key_id
     return ""
 
 
-def _secrets(contents: PackageContents) -> Iterator[tuple[str, str]]:
+def _find_secrets(contents: PackageContents) -> Iterator[tuple[str, str]]:
     for name, data in contents.small.items():
-        if what := secret_in(data):
+        if what := find_secret(data):
             yield name, what
 
 
-def in_order(parcels: Sequence[Parcel]) -> list[Parcel]:
+def sort_by_requirements(items: Sequence[PublishPackage]) -> list[PublishPackage]:
     """Sort packages so that each comes after those it requires.
 
     Raises:
         UsageError: when two are the same version, or they require each other in a circle.
     """
-    by_ref = {parcel.ref: parcel for parcel in parcels}
-    if len(by_ref) < len(parcels):
+    by_ref = {parcel.ref: parcel for parcel in items}
+    if len(by_ref) < len(items):
         raise UsageError("two of the files are the same version of a package", hint="name one")
-    graph = {parcel.ref: _required(parcel, parcels) for parcel in parcels}
+    graph = {parcel.ref: _list_required(parcel, items) for parcel in items}
     try:
         return [by_ref[ref] for ref in TopologicalSorter(graph).static_order()]
     except CycleError as error:
@@ -182,8 +183,8 @@ def in_order(parcels: Sequence[Parcel]) -> list[Parcel]:
         raise UsageError(f"these packages require each other: {circle}") from error
 
 
-def _required(parcel: Parcel, among: Sequence[Parcel]) -> list[str]:
-    wanted = [Reference.parse(text) for text in parcel.contents.manifest.composition.requires]
+def _list_required(item: PublishPackage, among: Sequence[PublishPackage]) -> list[str]:
+    wanted = [Reference.parse(text) for text in item.contents.manifest.composition.requires]
     return [
         other.ref
         for other in among
@@ -192,7 +193,7 @@ def _required(parcel: Parcel, among: Sequence[Parcel]) -> list[str]:
     ]
 
 
-def plan_shipment(parcel: Parcel, to: Destination) -> Shipment:
+def plan_upload(item: PublishPackage, to: PublishTarget) -> UploadPlan:
     """Ask a registry what it has; nothing is sent.
 
     Raises:
@@ -200,33 +201,35 @@ def plan_shipment(parcel: Parcel, to: Destination) -> Shipment:
         TrustError: when the signer's key may not sign there.
         ConflictError: when the version is there with other content.
     """
-    shipment, problems = check_shipment(parcel, to)
+    shipment, problems = check_upload(item, to)
     for problem in problems:
         raise problem
     assert shipment is not None, "there are problems without it"
     return shipment
 
 
-def check_shipment(
-    parcel: Parcel, to: Destination
-) -> tuple[Shipment | None, list[NotFoundError | TrustError | ConflictError]]:
+def check_upload(
+    item: PublishPackage, to: PublishTarget
+) -> tuple[UploadPlan | None, list[NotFoundError | TrustError | ConflictError]]:
     """Ask a registry what it has, and return all that is in the way; nothing is sent.
 
     Raises:
         RegistryError: when it cannot be asked.
     """
-    room, problems = _room(parcel, to.api) if to.api is not None else (None, [])
+    room, problems = _check_namespace(item, to.api) if to.api is not None else (None, [])
     try:
-        state = _state(parcel, to.api) if to.api is not None else _plain_state(parcel, to.oci)
+        state = _find_state(item, to.api) if to.api is not None else _find_oci_state(item, to.oci)
     except ConflictError as error:
         return None, [*problems, error]
     if problems:
         return None, problems
-    missing = () if state == "published" else _missing(parcel, to.oci)
-    return Shipment(parcel, state, missing, room), []
+    missing = () if state == "published" else _find_missing_blobs(item, to.oci)
+    return UploadPlan(item, state, missing, room), []
 
 
-def send(shipment: Shipment, to: Destination, *, progress: Progress = no_progress) -> None:
+def publish_package(
+    plan: UploadPlan, to: PublishTarget, *, progress: Progress = ignore_progress
+) -> None:
     """Send what is missing, then the manifest; afterwards the package is published, or not at all.
 
     Raises:
@@ -234,80 +237,80 @@ def send(shipment: Shipment, to: Destination, *, progress: Progress = no_progres
         ConflictError: when another content was published under this version meanwhile.
         BudgetError: when there is no room.
     """
-    if shipment.state == "published":
+    if plan.state == "published":
         return
-    parcel = shipment.parcel
-    if shipment.missing:
-        with _spooled(parcel, shipment.missing, to.beside) as blobs:
-            _upload_all(str(parcel.package), shipment.missing, blobs, to.oci, progress)
+    parcel = plan.source
+    if plan.missing:
+        with _spool_blobs(parcel, plan.missing, to.spool_folder) as blobs:
+            _upload_blobs(str(parcel.package), plan.missing, blobs, to.oci, progress)
     version = parcel.contents.manifest.version
     to.oci.put_manifest(str(parcel.package), version, parcel.contents.layout.manifest)
 
 
-def _room(
-    parcel: Parcel, api: ApiClient
-) -> tuple[Namespace | None, list[NotFoundError | TrustError | ConflictError]]:
+def _check_namespace(
+    item: PublishPackage, api: ApiClient
+) -> tuple[NamespaceDetails | None, list[NotFoundError | TrustError | ConflictError]]:
     """Return the namespace, and why the signer's key may not sign there."""
-    name, host = parcel.package.namespace, api.address.host
+    name, host = item.package.namespace, api.address.host
     unknown = TrustError(
-        f"{host} does not know the key {parcel.signer} for {name}/*",
+        f"{host} does not know the key {item.signer} for {name}/*",
         hint=f"an owner adds it: `expertctl registry keys add KEY --namespace {name}`",
     )
     try:
-        found = namespace(api, name)
+        found = fetch_namespace(api, name)
     except NotFoundError:
         message = f"{host} has no namespace {name!r} that you may use"
         hint = f"an administrator makes it: `expertctl registry namespace add {name}`"
         absent = NotFoundError(message, hint=f"{hint}, with `--owner USER` for you")
-        return None, [absent, *([unknown] if parcel.signer else [])]
-    if not parcel.signer:
+        return None, [absent, *([unknown] if item.signer else [])]
+    if not item.signer:
         return found, []
-    key = found.key(parcel.signer)
+    key = found.find_key(item.signer)
     if key is None:
         return found, [unknown]
     if key.revoked:
         hint = "sign with another key: `expertctl sign FILE --key NAME`"
-        revoked = RevokedError(f"the key {parcel.signer} was revoked for {name}/*", hint=hint)
+        revoked = RevokedError(f"the key {item.signer} was revoked for {name}/*", hint=hint)
         return found, [revoked]
     return found, []
 
 
-def _state(parcel: Parcel, api: ApiClient) -> State:
-    manifest, contents = parcel.contents.manifest, parcel.contents
+def _find_state(item: PublishPackage, api: ApiClient) -> PublishState:
+    manifest, contents = item.contents.manifest, item.contents
     try:
-        there = version_page(api, manifest.package, manifest.semver).release
+        there = fetch_version(api, manifest.package, manifest.semver).release
     except NotFoundError:
         return "new"
     if there.content_digest != str(contents.content_digest):
-        message = f"{parcel.ref} is on {api.address.host} with other content"
-        raise ConflictError(message, hint=NEVER_CHANGES)
+        message = f"{item.ref} is on {api.address.host} with other content"
+        raise ConflictError(message, hint=IMMUTABLE_HINT)
     same = there.package_digest == str(contents.package_digest)
     return "published" if same else "signed anew"
 
 
-def _plain_state(parcel: Parcel, oci: OciClient) -> State:
+def _find_oci_state(item: PublishPackage, oci: OciClient) -> PublishState:
     """Look at the tag, which a registry without our rules would let anybody move."""
-    version = parcel.contents.manifest.version
-    there = oci.manifest_digest(str(parcel.package), version)
+    version = item.contents.manifest.version
+    there = oci.fetch_manifest_digest(str(item.package), version)
     if there is None:
         return "new"
-    if there != parcel.contents.package_digest:
-        message = f"{parcel.ref} is on {oci.address.host} with other bytes"
-        raise ConflictError(message, hint=NEVER_CHANGES)
+    if there != item.contents.package_digest:
+        message = f"{item.ref} is on {oci.address.host} with other bytes"
+        raise ConflictError(message, hint=IMMUTABLE_HINT)
     return "published"
 
 
-def _missing(parcel: Parcel, oci: OciClient) -> tuple[tuple[Digest, int], ...]:
-    with ThreadPoolExecutor(WORKERS) as pool, oci.http.ended_by_ctrl_c():
-        there = pool.map(lambda blob: oci.has_blob(str(parcel.package), blob[0]), parcel.blobs)
-        return tuple(b for b, found in zip(parcel.blobs, there, strict=True) if not found)
+def _find_missing_blobs(item: PublishPackage, oci: OciClient) -> tuple[tuple[Digest, int], ...]:
+    with ThreadPoolExecutor(WORKERS) as pool, oci.http.interrupt_on_ctrl_c():
+        there = pool.map(lambda blob: oci.has_blob(str(item.package), blob[0]), item.blobs)
+        return tuple(b for b, found in zip(item.blobs, there, strict=True) if not found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _SelectiveSink:
     """A sink that keeps some blobs and passes over the others."""
 
-    spool: Spool
+    spool: BlobSpool
     digests: frozenset[Digest]
 
     def open(
@@ -318,21 +321,21 @@ class _Wanted:
 
 
 @contextmanager
-def _spooled(
-    parcel: Parcel, missing: Sequence[tuple[Digest, int]], beside: Path
+def _spool_blobs(
+    item: PublishPackage, missing: Sequence[tuple[Digest, int]], spool_folder: Path
 ) -> Iterator[Blobs]:
     """Write the missing blobs to files: the frame yields them in one order only."""
-    beside.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".publish-", dir=beside) as name:
-        spool = Spool(Path(name))
-        wanted = _Wanted(spool, frozenset(digest for digest, _ in missing))
-        again = read_package(parcel.path, sink=wanted)
-        if again.package_digest != parcel.contents.package_digest:
-            raise DigestError(f"{parcel.path} was changed while it was being published")
-        yield with_document(spool.blob, CONFIG)
+    spool_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".publish-", dir=spool_folder) as name:
+        spool = BlobSpool(Path(name))
+        wanted = _SelectiveSink(spool, frozenset(digest for digest, _ in missing))
+        again = read_package(item.path, sink=wanted)
+        if again.package_digest != item.contents.package_digest:
+            raise DigestError(f"{item.path} was changed while it was being published")
+        yield add_document(spool.blob, CONFIG)
 
 
-def _upload_all(
+def _upload_blobs(
     repository: str,
     missing: Sequence[tuple[Digest, int]],
     blobs: Blobs,
@@ -348,7 +351,7 @@ def _upload_all(
         progress(count)
 
     def upload(digest: Digest, size: int) -> None:
-        oci.upload(repository, digest, size, partial(blobs, digest), progress=report)
+        oci.upload_blob(repository, digest, size, partial(blobs, digest), progress=report)
 
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="upload") as pool:
         waiting: Iterable[object] = missing

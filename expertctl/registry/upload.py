@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlencode, urljoin, urlsplit
 
-from expertctl.digest import CHUNK, Digest, Progress, no_progress
-from expertctl.durable import make_folders, write_atomic
+from expertctl.digest import READ_CHUNK, Digest, Progress, ignore_progress
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -26,12 +25,13 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
+from expertctl.files import make_folders, write_atomic
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.http import Answer, Call, Chunks, Http
-from expertctl.registry.refusal import shown
-from expertctl.schema.strict_json import canonical, load_object
+from expertctl.registry.errors import sanitise_text
+from expertctl.registry.http import OpenChunks, RegistryHttp, RegistryRequest, RegistryResponse
+from expertctl.schema.strict_json import encode_canonical, load_object
 
-CHUNK_BYTES = 16 << 20
+UPLOAD_CHUNK_BYTES = 16 << 20
 """A chunk is what a broken connection can cost; also what is sent in one piece at most."""
 MAX_CHUNK = 1 << 30
 MAX_ANSWER = 1 << 20
@@ -40,11 +40,11 @@ KEPT_SECONDS = 7 * 86400.0
 """How long an upload is remembered; registries forget them sooner."""
 _RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,15})")
 
-Open = Callable[[], AbstractContextManager[BinaryIO]]
+OpenBlob = Callable[[], AbstractContextManager[BinaryIO]]
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class BlobUpload:
     """A blob to send to a registry."""
 
     path: str
@@ -57,12 +57,12 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
+class _UploadSession:
     """An upload that the registry has begun."""
 
     location: str
     offset: int = 0
-    chunk: int = CHUNK_BYTES
+    chunk: int = UPLOAD_CHUNK_BYTES
 
 
 class _ChunksRefusedError(Exception):
@@ -73,12 +73,14 @@ class _ChunksRefusedError(Exception):
 class Uploader:
     """Sends blobs to one registry."""
 
-    http: Http
+    http: RegistryHttp
     address: RegistryAddress
     folder: Path | None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = UPLOAD_CHUNK_BYTES
 
-    def send(self, upload: Upload, open_blob: Open, *, progress: Progress = no_progress) -> bool:
+    def send(
+        self, upload: BlobUpload, open_blob: OpenBlob, *, progress: Progress = ignore_progress
+    ) -> bool:
         """Send a blob; tell whether its bytes travelled, or it could be mounted.
 
         Raises:
@@ -88,41 +90,45 @@ class Uploader:
         state = self._state_path(upload)
         if state is not None:
             sweep_uploads(state.parent, now=time.time(), age=KEPT_SECONDS)
-        session = None if upload.mount_from else self._remembered(upload, state)
-        session = session or self._begin(upload)
+        session = None if upload.mount_from else self._load_session(upload, state)
+        session = session or self._start(upload)
         if session is None:
             progress(upload.size)
             return False
-        counted = _Counted(progress)
+        counted = _UploadProgress(progress)
         with open_blob() as stream:
-            self._transfer(upload, _Source(stream, upload), session, state, counted)
+            self._transfer(upload, _HashedSource(stream, upload), session, state, counted)
         if state is not None:
             state.unlink(missing_ok=True)
         return True
 
     def _transfer(
         self,
-        upload: Upload,
-        source: "_Source",
-        session: _Session,
+        upload: BlobUpload,
+        source: "_HashedSource",
+        session: _UploadSession,
         state: Path | None,
-        counted: "_Counted",
+        counted: "_UploadProgress",
     ) -> None:
         if upload.size <= session.chunk and session.offset == 0:
-            self._monolithic(upload, source, session, counted)
+            self._send_monolithic(upload, source, session, counted)
             return
         try:
-            session = self._chunks(upload, source, session, state, counted)
+            session = self._send_chunks(upload, source, session, state, counted)
         except _ChunksRefusedError:
-            self._monolithic(upload, source, self._new_session(upload), counted)
+            self._send_monolithic(upload, source, self._new_session(upload), counted)
             return
         self._finish_chunks(upload, source, session, state)
 
     def _finish_chunks(
-        self, upload: Upload, source: "_Source", session: _Session, state: Path | None
+        self,
+        upload: BlobUpload,
+        source: "_HashedSource",
+        session: _UploadSession,
+        state: Path | None,
     ) -> None:
         try:
-            source.demand_digest()
+            source.check_digest()
             self._finish(upload, session.location, None, repeatable=True)
         except (UnreachableError, RateLimitError):
             raise
@@ -131,11 +137,11 @@ class Uploader:
                 state.unlink(missing_ok=True)
             raise
 
-    def _begin(self, upload: Upload) -> _Session | None:
+    def _start(self, upload: BlobUpload) -> _UploadSession | None:
         """Start an upload; None when the registry mounted the blob instead."""
         query = {"mount": str(upload.digest), "from": upload.mount_from}
         target = upload.path + (f"?{urlencode(query)}" if upload.mount_from else "")
-        call = self._call(upload, "POST", target, body=b"")
+        call = self._make_request(upload, "POST", target, body=b"")
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={201, 202}, repeatable=True)
         if answer.status == 201 and upload.mount_from:
             return None
@@ -143,13 +149,17 @@ class Uploader:
         wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
         if wanted > MAX_CHUNK:
             raise RegistryError(f"{self.address.host}: it wants chunks of {wanted} bytes")
-        return _Session(self._location(answer), 0, max(self.chunk_bytes, wanted))
+        return _UploadSession(self._parse_location(answer), 0, max(self.chunk_bytes, wanted))
 
-    def _monolithic(
-        self, upload: Upload, source: "_Source", session: _Session, counted: "_Counted"
+    def _send_monolithic(
+        self,
+        upload: BlobUpload,
+        source: "_HashedSource",
+        session: _UploadSession,
+        counted: "_UploadProgress",
     ) -> None:
         """Send all in one piece; a session that a broken attempt used up is begun anew."""
-        body = source.body(0, upload.size, counted)
+        body = source.open_part(0, upload.size, counted)
         sessions = iter([session])
 
         def attempt() -> None:
@@ -161,86 +171,90 @@ class Uploader:
         except (UnreachableError, RateLimitError):
             raise
         except ExpertError:
-            source.demand_digest()  # rule out our own file before the registry is blamed
+            source.check_digest()  # rule out our own file before the registry is blamed
             raise
 
-    def _new_session(self, upload: Upload) -> _Session:
-        session = self._begin(replace(upload, mount_from=None))
+    def _new_session(self, upload: BlobUpload) -> _UploadSession:
+        session = self._start(replace(upload, mount_from=None))
         assert session is not None
         return session
 
-    def _chunks(
+    def _send_chunks(
         self,
-        upload: Upload,
-        source: "_Source",
-        session: _Session,
+        upload: BlobUpload,
+        source: "_HashedSource",
+        session: _UploadSession,
         state: Path | None,
-        counted: "_Counted",
-    ) -> _Session:
+        counted: "_UploadProgress",
+    ) -> _UploadSession:
         failures = 0
         while session.offset < upload.size:
-            self._remember(state, session)
-            counted.at(session.offset)
+            self._save_session(state, session)
+            counted.report(session.offset)
             before = session.offset
             try:
-                session = self._chunk(upload, source, session, counted)
+                session = self._send_chunk(upload, source, session, counted)
                 failures = 0
             except (UnreachableError, RateLimitError) as error:
                 failures += 1
                 self.http.retries.pause(failures, error)
-                session = self._where(upload, session)
+                session = self._query_offset(upload, session)
                 failures = 0 if session.offset > before else failures
         return session
 
-    def _chunk(
-        self, upload: Upload, source: "_Source", session: _Session, counted: "_Counted"
-    ) -> _Session:
+    def _send_chunk(
+        self,
+        upload: BlobUpload,
+        source: "_HashedSource",
+        session: _UploadSession,
+        counted: "_UploadProgress",
+    ) -> _UploadSession:
         start, end = session.offset, min(session.offset + session.chunk, upload.size)
         headers = {
             "Content-Type": "application/octet-stream",
             "Content-Length": str(end - start),
             "Content-Range": f"{start}-{end - 1}",
         }
-        call = Call(
+        call = RegistryRequest(
             "PATCH",
             self.address,
             session.location,
             headers=headers,
-            body=source.body(start, end, counted),
+            body=source.open_part(start, end, counted),
             scope=upload.scope,
         )
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={202, 404, 405, 416, 501})
         if answer.status == 416:
-            return self._after_disorder(upload, session)
+            return self._resynchronise(upload, session)
         if answer.status != 202:
             raise _ChunksRefusedError
-        offset = _offset(answer, end)
+        offset = _parse_offset(answer, end)
         if not start < offset <= end:
             raise RegistryError(
                 f"{self.address.host}: it says to have {offset} bytes of a blob, sent were {end}"
             )
-        return replace(session, location=self._location(answer), offset=offset)
+        return replace(session, location=self._parse_location(answer), offset=offset)
 
-    def _after_disorder(self, upload: Upload, session: _Session) -> _Session:
+    def _resynchronise(self, upload: BlobUpload, session: _UploadSession) -> _UploadSession:
         """Go on where the registry says; it must be elsewhere than where we thought."""
-        found = self._where(upload, session)
+        found = self._query_offset(upload, session)
         if found.offset == session.offset:
             raise RegistryError(f"{self.address.host}: it refuses the chunk that it asked for")
         return found
 
-    def _where(self, upload: Upload, session: _Session) -> _Session:
+    def _query_offset(self, upload: BlobUpload, session: _UploadSession) -> _UploadSession:
         """Ask how much has arrived."""
-        call = self._call(upload, "GET", session.location)
+        call = self._make_request(upload, "GET", session.location)
         answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={204, 404})
         if answer.status == 404:
             return self._new_session(upload)
-        offset = _offset(answer, 0)
+        offset = _parse_offset(answer, 0)
         if offset > upload.size:
             raise RegistryError(f"{self.address.host}: it says to have more than was sent")
-        return replace(session, location=self._location(answer), offset=offset)
+        return replace(session, location=self._parse_location(answer), offset=offset)
 
     def _finish(
-        self, upload: Upload, location: str, body: Chunks | None, *, repeatable: bool
+        self, upload: BlobUpload, location: str, body: OpenChunks | None, *, repeatable: bool
     ) -> None:
         separator = "&" if "?" in location else "?"
         target = f"{location}{separator}{urlencode({'digest': str(upload.digest)})}"
@@ -248,24 +262,26 @@ class Uploader:
             "Content-Type": "application/octet-stream",
             "Content-Length": str(upload.size if body else 0),
         }
-        call = Call(
+        call = RegistryRequest(
             "PUT", self.address, target, headers=headers, body=body or b"", scope=upload.scope
         )
         try:
             self.http.request(call, max_bytes=MAX_ANSWER, accept={201}, repeatable=repeatable)
         except NotFoundError:
-            if not self._arrived(upload):  # or the answer to an earlier attempt was lost
+            if not self._has_arrived(upload):  # or the answer to an earlier attempt was lost
                 raise
 
-    def _arrived(self, upload: Upload) -> bool:
+    def _has_arrived(self, upload: BlobUpload) -> bool:
         target = upload.path.removesuffix("uploads/") + str(upload.digest)
-        call = self._call(upload, "HEAD", target)
+        call = self._make_request(upload, "HEAD", target)
         return self.http.request(call, max_bytes=0, accept={200, 404}).status == 200
 
-    def _call(self, upload: Upload, method: str, target: str, body: bytes | None = None) -> Call:
-        return Call(method, self.address, target, body=body, scope=upload.scope)
+    def _make_request(
+        self, upload: BlobUpload, method: str, target: str, body: bytes | None = None
+    ) -> RegistryRequest:
+        return RegistryRequest(method, self.address, target, body=body, scope=upload.scope)
 
-    def _location(self, answer: Answer) -> str:
+    def _parse_location(self, answer: RegistryResponse) -> str:
         """Return where an upload goes on, which must be the same registry.
 
         Raises:
@@ -277,19 +293,19 @@ class Uploader:
             parts = urlsplit(target)
             there = RegistryAddress.parse(f"{parts.scheme}://{parts.netloc}", allow_http=True)
         except (ValueError, ExpertError) as error:
-            raise self._elsewhere(text) from error
+            raise self._foreign_location_error(text) from error
         if not text or there != self.address:
-            raise self._elsewhere(text)
+            raise self._foreign_location_error(text)
         return target.removeprefix(self.address.url)
 
-    def _elsewhere(self, text: str) -> RegistryError:
+    def _foreign_location_error(self, text: str) -> RegistryError:
         return RegistryError(
             f"{self.address.host}: the upload shall go on at "
-            f"{shown(text.partition('?')[0], 200)!r}, which is not this registry",
+            f"{sanitise_text(text.partition('?')[0], 200)!r}, which is not this registry",
             hint="nothing was sent there; behind a proxy a registry must know its own address",
         )
 
-    def _state_path(self, upload: Upload) -> Path | None:
+    def _state_path(self, upload: BlobUpload) -> Path | None:
         if self.folder is None or upload.size <= self.chunk_bytes:
             return None
         name = hashlib.sha256(
@@ -297,13 +313,13 @@ class Uploader:
         ).hexdigest()
         return self.folder / f"{name}.json"
 
-    def _remember(self, state: Path | None, session: _Session) -> None:
+    def _save_session(self, state: Path | None, session: _UploadSession) -> None:
         if state is not None:
             make_folders(state.parent, mode=0o700)
             document = {"location": session.location, "chunk": session.chunk}
-            write_atomic(state, canonical(document), mode=0o600)
+            write_atomic(state, encode_canonical(document), mode=0o600)
 
-    def _remembered(self, upload: Upload, state: Path | None) -> _Session | None:
+    def _load_session(self, upload: BlobUpload, state: Path | None) -> _UploadSession | None:
         if state is None:
             return None
         try:
@@ -316,7 +332,7 @@ class Uploader:
         if not isinstance(chunk, int) or not 0 < chunk <= MAX_CHUNK:
             return None
         with suppress(NotFoundError):
-            return self._where(upload, _Session(location, 0, chunk))
+            return self._query_offset(upload, _UploadSession(location, 0, chunk))
         return None
 
 
@@ -328,38 +344,38 @@ def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
                 path.unlink()
 
 
-class _Counted:
+class _UploadProgress:
     """Reports progress by position, so that bytes sent twice count once."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._position = 0
 
-    def at(self, position: int) -> None:
+    def report(self, position: int) -> None:
         """Say how far the blob is sent."""
         if position != self._position:
             self._progress(position - self._position)
             self._position = position
 
 
-class _Source:
+class _HashedSource:
     """The blob's bytes, hashed once each while they are sent in order."""
 
-    def __init__(self, stream: BinaryIO, upload: Upload) -> None:
+    def __init__(self, stream: BinaryIO, upload: BlobUpload) -> None:
         self._stream = stream
         self._upload = upload
         self._hashed = 0
         self._hasher = hashlib.sha256()
 
-    def body(self, start: int, end: int, counted: _Counted) -> Chunks:
+    def open_part(self, start: int, end: int, counted: _UploadProgress) -> OpenChunks:
         """Return what reads a part, as often as it is sent.
 
         Raises:
             DigestError: when the file has become shorter.
         """
-        return lambda: self._part(start, end, counted)
+        return lambda: self._iter_part(start, end, counted)
 
-    def demand_digest(self) -> None:
+    def check_digest(self) -> None:
         """Check all bytes, those too that an earlier process sent.
 
         Raises:
@@ -369,11 +385,11 @@ class _Source:
         if self._hasher.hexdigest() != self._upload.digest.hex:
             raise DigestError(f"what is sent as {self._upload.digest} has another digest")
 
-    def _part(self, start: int, end: int, counted: _Counted) -> Iterator[bytes]:
+    def _iter_part(self, start: int, end: int, counted: _UploadProgress) -> Iterator[bytes]:
         position = start
         self._stream.seek(start)
         while position < end:
-            data = self._stream.read(min(CHUNK, end - position))
+            data = self._stream.read(min(READ_CHUNK, end - position))
             if not data:
                 raise DigestError(f"{self._upload.digest}: the file has become shorter")
             if position == self._hashed:
@@ -381,16 +397,18 @@ class _Source:
                 self._hashed += len(data)
             position += len(data)
             yield data
-            counted.at(position)
+            counted.report(position)
 
     def _hash_to(self, end: int) -> None:
         self._stream.seek(self._hashed, os.SEEK_SET)
-        while self._hashed < end and (data := self._stream.read(min(CHUNK, end - self._hashed))):
+        while self._hashed < end and (
+            data := self._stream.read(min(READ_CHUNK, end - self._hashed))
+        ):
             self._hasher.update(data)
             self._hashed += len(data)
 
 
-def _offset(answer: Answer, default: int) -> int:
+def _parse_offset(answer: RegistryResponse, default: int) -> int:
     """Return how many bytes a registry has, by its ``Range: 0-<last>``."""
     text = answer.headers.get("range", "")
     match = _RANGE.fullmatch(text)

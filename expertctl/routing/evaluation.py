@@ -1,4 +1,9 @@
-"""Evaluation of routing: which expert would answer labelled prompts, and how often that is right.
+"""Labelled prompts: which expert should answer each, or that the base should.
+
+A file is JSON Lines in UTF-8, one `LabelledPrompt` a line (``schemas/routing-sample.schema.json``).
+It is bounded, read strictly, and all of its problems are reported at once, each with its line.
+
+Evaluation of routing: which expert would answer labelled prompts, and how often that is right.
 
 Each prompt is decided alone, as `route` decides it, on one reading of the installed experts. The
 expert that *answers* is the one that leads the plan: the best of those that were composed, never
@@ -7,45 +12,138 @@ one that is only required. Nothing is counted as use.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from statistics import median
 
-from expertctl.digest import Progress, no_progress
-from expertctl.package.proportion import Interval, share_interval
+from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.errors import NotFoundError
+from expertctl.package.evaluation import Interval, wilson_interval
 from expertctl.reference import PackageName
-from expertctl.routing.candidate import Candidate, Installed, misfit, untrusted
-from expertctl.routing.labelled_prompts import LabelledPrompt, LabelledPrompts, check_installed
+from expertctl.routing.candidate import (
+    InstalledExpert,
+    RoutingCandidate,
+    explain_misfit,
+    explain_untrusted,
+)
 from expertctl.routing.planner import Inventory, Planner
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.risk_coverage import Guess
 from expertctl.routing.router import RoutingResult
-from expertctl.routing.score import THRESHOLD
+from expertctl.routing.score import THRESHOLD, Prediction
+from expertctl.routing.selection import format_suggestion
 from expertctl.routing.session import PlanningSession
+from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.validation import (
+    MAX_PROBLEMS,
+    JsonLinesReader,
+    read_json_lines,
+    warn_repeated,
+)
 from expertctl.store.base_record import StoredBase
+
+_ALIASES = {"text": "prompt", "label": "expert"}
+_HINT = 'each line is an object such as {"prompt": "Sort 3, 1, 2", "expert": "acme/sorting"}'
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LabelledPrompt:
+    """One line: what is asked, and which expert should answer; ``None`` is the base alone."""
+
+    line: int
+    prompt: str
+    expert: PackageName | None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledPrompts:
+    """A file of them; ``digest`` is that of its bytes."""
+
+    path: Path
+    digest: Digest
+    prompts: tuple[LabelledPrompt, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def expected_experts(self) -> list[PackageName]:
+        """The experts that are wanted, in order of their names."""
+        return sorted({p.expert for p in self.prompts if p.expert is not None})
+
+
+def read_labelled_prompts(path: Path) -> LabelledPrompts:
+    """Read a file of labelled prompts.
+
+    Raises:
+        NotFoundError: when the file cannot be read.
+        InvalidPackageError: with every problem of the file.
+    """
+    data = read_json_lines(path)
+    lines = JsonLinesReader(str(path), schema="routing-sample", hint=_HINT, aliases=_ALIASES)
+    prompts = [_parse_labelled_prompt(number, document) for number, document in lines.read(data)]
+    lines.check_duplicate_ids((prompt.line, prompt.id) for prompt in prompts)
+    lines.raise_problems()
+    again = warn_repeated(path, ((prompt.line, prompt.prompt) for prompt in prompts))
+    return LabelledPrompts(path, Digest.compute(data), tuple(prompts), again)
+
+
+def require_experts_installed(data: LabelledPrompts, installed: Collection[PackageName]) -> None:
+    """Demand that every wanted expert is installed.
+
+    Raises:
+        NotFoundError: with every name that is not installed, the line where it comes first, and
+            what may have been meant.
+    """
+    first: dict[PackageName, int] = {}
+    for prompt in data.prompts:
+        if prompt.expert is not None and prompt.expert not in installed:
+            first.setdefault(prompt.expert, prompt.line)
+    if first:
+        told = [_describe_unknown(*pair, installed) for pair in list(first.items())[:MAX_PROBLEMS]]
+        told += ["… and more"] * (len(first) > MAX_PROBLEMS)
+        count = "1 expert is" if len(first) == 1 else f"{len(first)} experts are"
+        raise NotFoundError(
+            f"{data.path}: {count} not installed\n" + "\n".join(f"  - {line}" for line in told),
+            hint="`expertctl list` shows what is installed; null is for the base alone",
+        )
+
+
+def _describe_unknown(name: PackageName, line: int, installed: Collection[PackageName]) -> str:
+    meant = format_suggestion(name, installed)
+    return f"line {line}: {name}{f'; {meant}' if meant else ''}"
+
+
+def _parse_labelled_prompt(number: int, document: JsonObject) -> LabelledPrompt:
+    expert, name = document["expert"], document.get("id")
+    return LabelledPrompt(
+        line=number,
+        prompt=str(document["prompt"]),
+        expert=None if expert is None else PackageName.parse(str(expert)),
+        id=None if name is None else str(name),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
     """A count out of a total, which is at least one."""
 
-    right: int
+    correct: int
     n: int
 
     @property
     def value(self) -> float:
         """The share."""
-        return self.right / self.n
+        return self.correct / self.n
 
     @property
     def interval(self) -> Interval:
         """The confidence interval of the share."""
-        return share_interval(self.right, self.n)
+        return wilson_interval(self.correct, self.n)
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class EvaluatedPrompt:
     """What the router made of one prompt: what answers, and what comes first, answering or not."""
 
     prompt: LabelledPrompt
@@ -57,15 +155,17 @@ class Decision:
     timings_ms: Mapping[str, float]
 
     @property
-    def right(self) -> bool:
+    def is_correct(self) -> bool:
         """Whether the wanted expert answers, or none where the base should."""
         return self.expert == self.prompt.expert
 
     @property
-    def guess(self) -> Guess:
+    def prediction(self) -> Prediction:
         """What counts for other thresholds."""
         wanted = self.prompt.expert
-        return Guess(self.confidence, wanted is not None and self.first == wanted, bool(wanted))
+        return Prediction(
+            self.confidence, wanted is not None and self.first == wanted, bool(wanted)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +181,8 @@ class ExpertScore:
     """How the prompts of one expert fared, and its answers."""
 
     expert: PackageName
-    wanted: int
-    right: int
+    expected: int
+    correct: int
     abstained: int  # prompts of it that were left to the base
     answered: int  # prompts of any expert or none
 
@@ -92,7 +192,7 @@ class RoutingEvaluation:
     """All decisions, and the figures that follow from them; a share of nothing is ``None``."""
 
     data: LabelledPrompts
-    decisions: tuple[Decision, ...]
+    decisions: tuple[EvaluatedPrompt, ...]
     experts: int  # installed
     encoder: str
     bases: tuple[str, ...]
@@ -100,51 +200,51 @@ class RoutingEvaluation:
     warnings: tuple[str, ...]
 
     @property
-    def accuracy(self) -> Share:
+    def accuracy(self) -> Proportion:
         """Prompts that were decided as wanted, of all."""
-        return Share(sum(d.right for d in self.decisions), len(self.decisions))
+        return Proportion(sum(d.is_correct for d in self.decisions), len(self.decisions))
 
     @property
-    def in_scope(self) -> Share | None:
+    def in_scope(self) -> Proportion | None:
         """Prompts answered by the wanted expert, of those that want one."""
-        return _share(d.right for d in self.decisions if d.prompt.expert)
+        return _count_share(d.is_correct for d in self.decisions if d.prompt.expert)
 
     @property
-    def abstention(self) -> Share | None:
+    def abstention(self) -> Proportion | None:
         """Prompts left to the base, of those that want an expert."""
-        return _share(d.expert is None for d in self.decisions if d.prompt.expert)
+        return _count_share(d.expert is None for d in self.decisions if d.prompt.expert)
 
     @property
-    def out_of_scope(self) -> Share | None:
+    def out_of_scope(self) -> Proportion | None:
         """Prompts left to the base, of those that want no expert."""
-        return _share(d.right for d in self.decisions if not d.prompt.expert)
+        return _count_share(d.is_correct for d in self.decisions if not d.prompt.expert)
 
     @property
-    def precision(self) -> Share | None:
+    def precision(self) -> Proportion | None:
         """Prompts answered by the wanted expert, of those that an expert answers."""
-        return _share(d.right for d in self.decisions if d.expert)
+        return _count_share(d.is_correct for d in self.decisions if d.expert)
 
     @property
-    def coverage(self) -> Share:
+    def coverage(self) -> Proportion:
         """Prompts that an expert answers, of all."""
-        return Share(sum(d.expert is not None for d in self.decisions), len(self.decisions))
+        return Proportion(sum(d.expert is not None for d in self.decisions), len(self.decisions))
 
     @property
-    def composed(self) -> int:
+    def composed_count(self) -> int:
         """The number of plans with more than one expert."""
         return sum(d.experts > 1 for d in self.decisions)
 
     @property
-    def wrong(self) -> list[Decision]:
+    def mistakes(self) -> list[EvaluatedPrompt]:
         """The decisions that are not as wanted, in the order of the file."""
-        return [decision for decision in self.decisions if not decision.right]
+        return [decision for decision in self.decisions if not decision.is_correct]
 
     @property
     def confusion(self) -> Counter[tuple[PackageName | None, PackageName | None]]:
         """How often prompts of one expert, or none, were answered by another, or none."""
         return Counter((d.prompt.expert, d.expert) for d in self.decisions)
 
-    def per_expert(self) -> list[ExpertScore]:
+    def score_experts(self) -> list[ExpertScore]:
         """Return how each expert that is wanted or answers fared, the worst first."""
         cells = self.confusion
         wanted, answered = Counter[PackageName](), Counter[PackageName]()
@@ -155,13 +255,15 @@ class RoutingEvaluation:
             ExpertScore(name, wanted[name], cells[name, name], cells[name, None], answered[name])
             for name in wanted.keys() | answered.keys()
         ]
-        return sorted(scores, key=lambda s: (s.right - s.wanted, s.right - s.answered, s.expert))
+        return sorted(
+            scores, key=lambda s: (s.correct - s.expected, s.correct - s.answered, s.expert)
+        )
 
-    def latencies(self) -> dict[str, Latency]:
+    def measure_latencies(self) -> dict[str, Latency]:
         """Return how long each part takes; the first prompt, which opens the index, is left out."""
         timed = [d.timings_ms for d in self.decisions][1 if len(self.decisions) > 1 else 0 :]
         names = dict.fromkeys(name for timings in timed for name in timings)
-        return {name: _latency([t[name] for t in timed if name in t]) for name in names}
+        return {name: _summarise_times([t[name] for t in timed if name in t]) for name in names}
 
 
 def evaluate_routing(
@@ -169,7 +271,7 @@ def evaluate_routing(
     data: LabelledPrompts,
     *,
     base: str | None = None,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> RoutingEvaluation:
     """Route every prompt, and compare.
 
@@ -179,19 +281,19 @@ def evaluate_routing(
     """
     session = PlanningSession(planner)
     inventory = session.inventory
-    check_installed(data, {expert.stored.package for expert in inventory.experts})
-    planner.index.prepare()
+    require_experts_installed(data, {expert.stored.package for expert in inventory.experts})
+    planner.index.load_search_graph()
     decisions, results = [], []
     for prompt in data.prompts:
         start = time.perf_counter()
         planned = session.plan(RouteRequest(prompt=prompt.prompt), base=base)
         took = (time.perf_counter() - start) * 1000
-        decisions.append(_decision(prompt, planned.result, took))
+        decisions.append(_evaluate_prompt(prompt, planned.result, took))
         results.append((planned.base.name, planned.result.encoder))
         progress(1)
     unnamed = RouteRequest(prompt=data.prompts[0].prompt)
-    bases = planner.rule.answering(unnamed, inventory.experts, named=base)
-    idle = _never_chosen(data, inventory, bases)
+    bases = planner.base_selector.select_bases(unnamed, inventory.experts, base_name=base)
+    idle = _warn_never_chosen(data, inventory, bases)
     return RoutingEvaluation(
         data=data,
         decisions=tuple(decisions),
@@ -203,13 +305,15 @@ def evaluate_routing(
     )
 
 
-def _decision(prompt: LabelledPrompt, result: RoutingResult, took_ms: float) -> Decision:
-    leader = _leader(result)
-    first = leader or next(filter(_is_able, result.candidates), None)
-    return Decision(
+def _evaluate_prompt(
+    prompt: LabelledPrompt, result: RoutingResult, took_ms: float
+) -> EvaluatedPrompt:
+    leader = _find_leader(result)
+    first = leader or next(filter(_can_lead, result.candidates), None)
+    return EvaluatedPrompt(
         prompt=prompt,
-        expert=_package(leader),
-        first=_package(first),
+        expert=_package_name(leader),
+        first=_package_name(first),
         confidence=None if first is None else first.score,
         reason=first.reason if first else "",
         experts=len(result.plan.experts),
@@ -217,42 +321,42 @@ def _decision(prompt: LabelledPrompt, result: RoutingResult, took_ms: float) -> 
     )
 
 
-def _leader(result: RoutingResult) -> Candidate | None:
+def _find_leader(result: RoutingResult) -> RoutingCandidate | None:
     """Return the expert of the plan that was chosen first, not one that another requires."""
-    led = {choice.expert.digest for choice in result.choices if not choice.pulled}
+    led = {choice.expert.digest for choice in result.selected if not choice.is_dependency}
     return next((c for c in result.candidates if c.chosen and c.expert.digest in led), None)
 
 
-def _package(candidate: Candidate | None) -> PackageName | None:
+def _package_name(candidate: RoutingCandidate | None) -> PackageName | None:
     return None if candidate is None else candidate.expert.stored.package
 
 
-def _is_able(candidate: Candidate) -> bool:
+def _can_lead(candidate: RoutingCandidate) -> bool:
     """Tell whether a lower threshold could have made a candidate lead a plan."""
-    return candidate.share is not None and not candidate.vetoed
+    return candidate.probability is not None and not candidate.is_vetoed
 
 
-def _share(marks: Iterable[bool]) -> Share | None:
+def _count_share(marks: Iterable[bool]) -> Proportion | None:
     counted = list(marks)
-    return Share(sum(counted), len(counted)) if counted else None
+    return Proportion(sum(counted), len(counted)) if counted else None
 
 
-def _latency(times: Sequence[float]) -> Latency:
+def _summarise_times(times: Sequence[float]) -> Latency:
     """Return the median and the 95th percentile (nearest rank) of at least one time."""
     return Latency(median(times), sorted(times)[ceil(0.95 * len(times)) - 1])
 
 
-def _never_chosen(
+def _warn_never_chosen(
     data: LabelledPrompts, inventory: Inventory, bases: Sequence[StoredBase]
 ) -> Iterator[str]:
     """Warn of wanted experts that no prompt can reach, with the reason of the newest version."""
-    for name in data.experts:
+    for name in data.expected_experts:
         versions = [e for e in inventory.experts if e.stored.package == name]
         newest = max(versions, key=lambda expert: expert.stored.version)
-        if all(_bar(expert, bases) for expert in versions):
-            yield f"{newest.ref} is never chosen: {_bar(newest, bases)}"
+        if all(_explain_never_eligible(expert, bases) for expert in versions):
+            yield f"{newest.ref} is never chosen: {_explain_never_eligible(newest, bases)}"
 
 
-def _bar(expert: Installed, bases: Sequence[StoredBase]) -> str:
-    misfits = [misfit(expert, base.identity, allow_mismatch=False) for base in bases]
-    return untrusted(expert) or ("" if "" in misfits else misfits[0])
+def _explain_never_eligible(expert: InstalledExpert, bases: Sequence[StoredBase]) -> str:
+    misfits = [explain_misfit(expert, base.identity, allow_mismatch=False) for base in bases]
+    return explain_untrusted(expert) or ("" if "" in misfits else misfits[0])

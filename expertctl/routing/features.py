@@ -1,20 +1,25 @@
 """What can be told about a prompt without a model: language, format, task type, length.
 
 Cheap and linear in the length of what is read; hints of packages are evaluated on it.
+
+Whether a package's hint holds for a prompt.
 """
 
+import operator as operators
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from expertctl.routing.words import MAX_CHARACTERS, words_of
+from expertctl.routing.text import MAX_CHARACTERS, contains_phrase, split_words
+from expertctl.schema.manifest import AllOf, AnyOf, Comparison, Hint, Keyword, Not
 from expertctl.schema.strict_json import JsonObject
 
 DEFAULT_TASK = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class PromptFeatures:
     """What the router knows of a prompt; ``None`` means that nothing can be told."""
 
     words: tuple[str, ...]
@@ -38,21 +43,21 @@ class Features:
         }
 
 
-def features_of(prompt: str, *, seen: str | None = None) -> Features:
+def extract_features(prompt: str, *, normalised: str | None = None) -> PromptFeatures:
     """Extract the features of a prompt; words are those of what the router sees of it."""
-    text, shown = prompt[:MAX_CHARACTERS], prompt if seen is None else seen
-    words = words_of(shown)
+    text, shown = prompt[:MAX_CHARACTERS], prompt if normalised is None else normalised
+    words = split_words(shown)
     known = set(words)
-    script = None if shown.isascii() else _script(shown[:MAX_CHARACTERS])
-    return Features(
+    script = None if shown.isascii() else _detect_script(shown[:MAX_CHARACTERS])
+    return PromptFeatures(
         words=tuple(words),
         length=len(prompt),
-        language=script or _language(words),
+        language=script or _detect_language(words),
         script=script,
-        format=_format(known),
-        task=_task(text),
-        has_json="json" in known or (_has(text, "{[") and bool(_JSON.search(text))),
-        has_code=_has(text, _CODE_MARKS) and bool(_CODE.search(text)),
+        format=_detect_format(known),
+        task=_detect_task(text),
+        has_json="json" in known or (_contains_any(text, "{[") and bool(_JSON.search(text))),
+        has_code=_contains_any(text, _CODE_MARKS) and bool(_CODE.search(text)),
     )
 
 
@@ -122,7 +127,7 @@ _SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("th", "[\u0e00-\u0e7f]"),
     )
 )
-_COMMON: Mapping[str, frozenset[str]] = {
+_COMMON_WORDS: Mapping[str, frozenset[str]] = {
     language: frozenset(words.split())
     for language, words in {
         "en": "the of and to in is that it for was on are with as be this what how from these",
@@ -136,41 +141,66 @@ _COMMON: Mapping[str, frozenset[str]] = {
 }
 
 
-_LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
-    word: tuple(language for language, common in _COMMON.items() if word in common)
-    for word in frozenset[str]().union(*_COMMON.values())
+_WORD_LANGUAGES: Mapping[str, tuple[str, ...]] = {
+    word: tuple(language for language, common in _COMMON_WORDS.items() if word in common)
+    for word in frozenset[str]().union(*_COMMON_WORDS.values())
 }
 
 
-def _script(text: str) -> str | None:
+def _detect_script(text: str) -> str | None:
     """Return the language of a text's script; ``None`` for a script of several, such as Latin."""
     letters = sum(character.isalpha() for character in text)
     found = (name for name, pattern in _SCRIPTS if len(pattern.findall(text)) > letters // 4)
     return next(found, None) if letters else None
 
 
-def _language(words: list[str]) -> str | None:
+def _detect_language(words: list[str]) -> str | None:
     """Return the language of the commonest words; a draw or no evidence is ``None``."""
     hits: dict[str, int] = {}
     for word in words:
-        for language in _LANGUAGES_OF.get(word, ()):
+        for language in _WORD_LANGUAGES.get(word, ()):
             hits[language] = hits.get(language, 0) + 1
     best = max(hits.values(), default=0)
     leaders = [language for language, count in hits.items() if count == best]
     return leaders[0] if len(leaders) == 1 else None
 
 
-def _task(text: str) -> str:
-    if text.isascii() and not _has(text.lower(), _TASK_MARKS):
+def _detect_task(text: str) -> str:
+    if text.isascii() and not _contains_any(text.lower(), _TASK_MARKS):
         return DEFAULT_TASK
     return next((task for task, pattern in _TASKS if pattern.search(text)), DEFAULT_TASK)
 
 
-def _has(text: str, marks: Iterable[str]) -> bool:
+def _contains_any(text: str, marks: Iterable[str]) -> bool:
     return any(mark in text for mark in marks)
 
 
-def _format(words: set[str]) -> str | None:
+def _detect_format(words: set[str]) -> str | None:
     if words.isdisjoint(_ANY_FORMAT):
         return None
     return next((name for name, marks in _FORMATS.items() if marks & words), None)
+
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "=": operators.eq,
+    "!=": operators.ne,
+    "<": operators.lt,
+    "<=": operators.le,
+    ">": operators.gt,
+    ">=": operators.ge,
+}
+
+
+def evaluate_hint(hint: Hint, features: PromptFeatures) -> bool:
+    """Evaluate a hint on the features of a prompt; an unknown feature equals nothing."""
+    match hint:
+        case Keyword(words):
+            return any(contains_phrase(features.words, word) for word in words)
+        case Comparison(feature, operator, value):
+            return _OPERATORS[operator](getattr(features, feature), value)
+        case Not(inner):
+            return not evaluate_hint(inner, features)
+        case AllOf(hints):
+            return all(evaluate_hint(each, features) for each in hints)
+        case AnyOf(hints):
+            return any(evaluate_hint(each, features) for each in hints)

@@ -1,4 +1,10 @@
-"""`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
+"""`VectorStore`: vectors of installed experts in one folder, made by one encoder.
+
+The files can be deleted at any time and are made again when the encoder changes. Several processes
+may use one folder: readers take what was published last, writers take turns. Where nothing can be
+written, vectors are kept in memory and `notes` says so.
+
+`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
 
 An expert is as close to a prompt as the closest of its vectors (`expert_texts`); the deep rows of
 its description and examples, from the same pass of the encoder, are for the head. Adding an expert
@@ -6,46 +12,172 @@ costs only the encoding of its own texts. See `vector_store` for the files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
-from expertctl.errors import StoreError
-from expertctl.routing.calibration import (
+from expertctl.errors import ExpertError, StoreError
+from expertctl.routing.encoder import Encoder, ExpertTexts
+from expertctl.routing.reranker import (
     CALIBRATION_FILE,
-    NOTHING_ASKED,
+    NO_EVIDENCE,
     Calibration,
-    ask_again,
-    calibrated,
-    prior_of,
+    collect_evidence,
+    find_prior,
+    fit_calibration,
     read_calibration,
     write_calibration,
 )
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.encoder import Encoder
-from expertctl.routing.expert_texts import ExpertTexts
-from expertctl.routing.found import Allowed, Found
-from expertctl.routing.graph import GRAPH_ROWS, build_graph, remove_graph, save_graph
-from expertctl.routing.nearest import exactly
-from expertctl.routing.searching import Searching
-from expertctl.routing.vector_files import JOURNAL_FILE
-from expertctl.routing.vector_store import VectorStore
-from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
+from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles
+from expertctl.routing.vector_search import (
+    GRAPH_ROWS,
+    VectorSearcher,
+    build_graph,
+    find_nearest_exact,
+    remove_graph,
+    save_graph,
+)
+from expertctl.routing.vector_table import (
+    EncodedTexts,
+    Rows,
+    SearchFilter,
+    SearchHits,
+    Vectors,
+    VectorTable,
+    split_rows,
+)
 from expertctl.schema.manifest import Manifest
+from expertctl.store.disk import disk_errors
 
-FOUND = 64
+LOCK_FILE = "vectors.lock"
+LOCK_SECONDS = 10.0
+MAX_DEAD_SHARE = 0.3
+"""The share of rows that may belong to forgotten experts before all is written anew."""
+
+
+class VectorStore:
+    """The owner of the files of one folder; each table that it returns is an immutable value."""
+
+    def __init__(self, folder: Path, encoder: Encoder, *, dimensions: int) -> None:
+        """Remember the folder and the encoder; nothing is read yet."""
+        self.folder = folder
+        self.encoder = encoder
+        self.dimensions = dimensions
+        self.notes: list[str] = []
+        self._files = VectorFiles(folder, dimensions=dimensions)
+        self._table: VectorTable | None = None
+
+    @property
+    def table(self) -> VectorTable:
+        """The current vectors."""
+        if self._table is None:
+            self._table = self.read()
+        return self._table
+
+    def refresh(self) -> None:
+        """Look whether another process has published something since."""
+        if self._files.has_changed():
+            self._table = self.read()
+
+    def read(self) -> VectorTable:
+        """Return the published table; empty where it is absent, damaged or of another encoder."""
+        table = self._files.read()
+        if table is None:
+            return self._build_empty()
+        if table.stamp == self.encoder.stamp:
+            return table
+        if table.encoder == self.encoder.digest():  # the same weights in another place
+            return replace(table, stamp=self.encoder.stamp)
+        return self._build_empty()
+
+    def append(self, added: Mapping[Digest, Vectors]) -> None:
+        """Publish these entries beside those on disk by now; keep them in memory if that fails."""
+        try:
+            with self.lock_for_writing():
+                self._table = self._append_to(self.read(), added)
+        except ExpertError as error:
+            self.notes.append(f"the routing index was not saved: {error.message}")
+            self._table = self.table.add_entries(added)
+
+    def remove(self, digests: Iterable[Digest]) -> bool:
+        """Forget entries; tell whether the rest was written anew because too much was dead.
+
+        Raises:
+            StoreError: when the folder cannot be written.
+        """
+        with self.lock_for_writing():
+            table = self.read()
+            at = table.find_positions(list(digests))
+            return self._remove_entries(table, at[at >= 0])
+
+    def replace(self, rows: Mapping[Digest, Vectors]) -> VectorTable:
+        """Keep just these entries and return them.
+
+        Raises:
+            StoreError: when the folder cannot be written.
+        """
+        with self.lock_for_writing():
+            self._table = self._files.replace(self._build_empty().add_entries(rows))
+        return self._table
+
+    def check(self) -> bool:
+        """Tell whether all rows are those that were written."""
+        return self._files.check()
+
+    @contextmanager
+    def lock_for_writing(self) -> Iterator[None]:
+        """Keep other writers out.
+
+        Raises:
+            StoreError: when the folder cannot be written, or is locked for too long.
+            DiskFullError: when there is no space left.
+        """
+        with disk_errors(self.folder / JOURNAL_FILE):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS, mode=0o600):
+                    yield
+            except Timeout as error:
+                message = f"{self.folder / LOCK_FILE} has been held for too long"
+                hint = "another process is writing vectors: try again when that has ended"
+                raise StoreError(message, hint=hint) from error
+
+    def _build_empty(self) -> VectorTable:
+        return VectorTable.empty(
+            encoder=self.encoder.digest(), stamp=self.encoder.stamp, dimensions=self.dimensions
+        )
+
+    def _append_to(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
+        new = table.find_missing(added)
+        if not table.generation:  # what was made so far is kept, if another encoder wrote meanwhile
+            return self._files.replace(self.table.add_entries(new))
+        self._files.update_stamp(table.stamp)
+        return self._files.append(new) if new else table
+
+    def _remove_entries(self, table: VectorTable, positions: Rows) -> bool:
+        """Bury entries; write all anew when too much is dead."""
+        self._table = self._files.remove(positions) if len(positions) else table
+        if self._table.dead_rows <= MAX_DEAD_SHARE * len(self._table.rows):
+            return False
+        self._table = self._files.replace(self._table)
+        return True
+
+
+MAX_HITS = 64
 """How many experts a search returns at most, unless told otherwise."""
 BATCH = 64
 """How many experts are encoded and published at once."""
-DEEP_FOLDER = "deep"
+RERANK_FOLDER = "deep"
 
-Texts = Mapping[Digest, Manifest]
+ManifestsByDigest = Mapping[Digest, Manifest]
 """Content digest → manifest."""
 
-_Encoded = Mapping[Digest, tuple[Vectors, Vectors]]
+_EncodedRows = Mapping[Digest, tuple[Vectors, Vectors]]
 """Content digest → its rows and its deep rows."""
 
 
@@ -65,18 +197,20 @@ class RoutingIndex:
         self.folder = folder
         self.encoder = encoder
         self._rows = VectorStore(folder, encoder, dimensions=encoder.dimensions)
-        self._deep = VectorStore(folder / DEEP_FOLDER, encoder, dimensions=encoder.deep_dimensions)
-        self._searching = Searching(folder)
+        self._deep = VectorStore(
+            folder / RERANK_FOLDER, encoder, dimensions=encoder.rerank_dimensions
+        )
+        self._searching = VectorSearcher(folder)
         self._calibration: Calibration | None = None
-        self._last: tuple[str, Encoded] | None = None
+        self._last: tuple[str, EncodedTexts] | None = None
 
-    def add(self, experts: Texts) -> None:
+    def add(self, experts: ManifestsByDigest) -> None:
         """Make sure that these experts have vectors, on disk where possible."""
-        if not self._missing(experts):
+        if not self._find_missing(experts):
             return
         self.refresh()
-        for batch in _batches(self._missing(experts)):
-            encoded = self._encoded(batch)
+        for batch in _iter_batches(self._find_missing(experts)):
+            encoded = self._encode_experts(batch)
             self._deep.append({digest: deep for digest, (_, deep) in encoded.items()})
             self._rows.append({digest: rows for digest, (rows, _) in encoded.items()})
         self._calibrate()
@@ -89,9 +223,9 @@ class RoutingIndex:
         if self.revision != before:
             self._calibrate()
 
-    def lacking(self, experts: Texts) -> int:
+    def count_missing(self, experts: ManifestsByDigest) -> int:
         """Return how many of these experts `add` would encode, going by the last read."""
-        return len(self._missing(experts))
+        return len(self._find_missing(experts))
 
     def remove(self, digests: Iterable[Digest]) -> None:
         """Forget experts.
@@ -100,26 +234,26 @@ class RoutingIndex:
             StoreError: when the folder cannot be written.
         """
         gone = list(digests)
-        if not len(self.positions(gone)):
+        if not len(self.find_positions(gone)):
             return
-        if self._rows.bury(gone):
+        if self._rows.remove(gone):
             remove_graph(self.folder)
-        self._deep.bury(gone)
+        self._deep.remove(gone)
         self._calibrate()
 
-    def rebuild(self, experts: Texts) -> None:
+    def rebuild(self, experts: ManifestsByDigest) -> None:
         """Make all vectors again, and the graph where the index is large enough for one.
 
         Raises:
             StoreError: when the folder cannot be written.
         """
-        parts = (self._encoded(batch) for batch in _batches(experts))
+        parts = (self._encode_experts(batch) for batch in _iter_batches(experts))
         encoded = dict(chain.from_iterable(part.items() for part in parts))
         self._deep.replace({digest: deep for digest, (_, deep) in encoded.items()})
         self._build_graph(self._rows.replace({d: rows for d, (rows, _) in encoded.items()}))
-        self._ask_again()
+        self._recalibrate()
 
-    def prepare(self) -> None:
+    def load_search_graph(self) -> None:
         """Do now what only pays in a process that searches often: load the graph, if any."""
         self._searching.load(self.table)
 
@@ -129,7 +263,7 @@ class RoutingIndex:
         return [*dict.fromkeys([*self._rows.notes, *self._deep.notes])]
 
     @property
-    def deep(self) -> VectorTable:
+    def rerank_table(self) -> VectorTable:
         """The rows that the head reads; an immutable value."""
         return self._deep.table
 
@@ -152,44 +286,46 @@ class RoutingIndex:
         table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
-    def digest(self, position: int) -> Digest:
+    def digest_at(self, position: int) -> Digest:
         """Return the content digest of the expert at a position."""
-        return self.table.digest(position)
+        return self.table.digest_at(position)
 
-    def positions(self, digests: Iterable[Digest]) -> Rows:
+    def find_positions(self, digests: Iterable[Digest]) -> Rows:
         """Return the positions of experts; those that are not in the index are left out."""
-        found = self.table.positions(list(digests))
+        found = self.table.find_positions(list(digests))
         return found[found >= 0]
 
-    def allow(self, digests: Iterable[Digest]) -> Allowed:
+    def build_filter(self, digests: Iterable[Digest]) -> SearchFilter:
         """Return a filter that lets these experts through; made once, used for many searches."""
         table = self.table
         mask = np.zeros(len(table), np.bool_)
-        mask[self.positions(digests)] = True
-        return Allowed(table, mask)
+        mask[self.find_positions(digests)] = True
+        return SearchFilter(table, mask)
 
     def search(
-        self, query: Vectors, *, count: int = FOUND, allowed: Allowed | None = None
-    ) -> Found:
+        self, query: Vectors, *, count: int = MAX_HITS, allowed: SearchFilter | None = None
+    ) -> SearchHits:
         """Return the experts closest to a unit vector, at most ``count``, of those allowed.
 
         With a graph they are the owners of the ``count`` closest rows.
         """
         table = self.table
-        return self._searching.run(table, query, count=count, allowed=_filter(table, allowed))
+        return self._searching.search(
+            table, query, count=count, allowed=_refresh_filter(table, allowed)
+        )
 
-    def measure(self, query: Vectors, experts: Rows) -> Found:
+    def measure_similarity(self, query: Vectors, experts: Rows) -> SearchHits:
         """Return how close the experts at these positions are, even where others are closer."""
         table = self.table
         mask = np.zeros(len(table), np.bool_)
         mask[experts] = True
-        return exactly(table, query, count=len(table), allowed=Allowed(table, mask))
+        return find_nearest_exact(table, query, count=len(table), allowed=SearchFilter(table, mask))
 
-    def encoded(self, prompt: str) -> Encoded:
+    def encode_prompt(self, prompt: str) -> EncodedTexts:
         """Return the rows of a prompt; the last one is kept, as it is routed on many bases."""
         last = self._last  # another thread may replace it meanwhile
         if last is None or last[0] != prompt:
-            last = self._last = (prompt, self.encoder.encode_deep([prompt]))
+            last = self._last = (prompt, self.encoder.encode_for_rerank([prompt]))
         return last[1]
 
     def check_integrity(self) -> None:
@@ -199,34 +335,40 @@ class RoutingIndex:
             StoreError: naming what does not hold.
         """
         for store in (self._rows, self._deep):
-            _check(store)
+            _check_store(store)
 
-    def _missing(self, experts: Texts) -> Texts:
+    def _find_missing(self, experts: ManifestsByDigest) -> ManifestsByDigest:
         """Return the experts that have no vectors here."""
         digests = list(experts)
-        lacking = (self.table.positions(digests) < 0) | (self.deep.positions(digests) < 0)
+        lacking = (self.table.find_positions(digests) < 0) | (
+            self.rerank_table.find_positions(digests) < 0
+        )
         return {digests[n]: experts[digests[n]] for n in np.flatnonzero(lacking)}
 
-    def _encoded(self, experts: Texts) -> _Encoded:
+    def _encode_experts(self, experts: ManifestsByDigest) -> _EncodedRows:
         """Encode all texts in one go, and split the rows by expert."""
-        texts = {digest: ExpertTexts.of(manifest) for digest, manifest in experts.items()}
+        texts = {
+            digest: ExpertTexts.from_manifest(manifest) for digest, manifest in experts.items()
+        }
         counts = np.array([len(each.all) for each in texts.values()], np.int64)
-        encoded = self.encoder.encode_deep([t for each in texts.values() for t in each.all])
-        parts = zip(parts_of(encoded.rows, counts), parts_of(encoded.deep, counts), strict=True)
+        encoded = self.encoder.encode_for_rerank([t for each in texts.values() for t in each.all])
+        parts = zip(
+            split_rows(encoded.rows, counts), split_rows(encoded.rerank_rows, counts), strict=True
+        )
         return {
-            digest: (each.rows(rows), deep[: 1 + len(each.examples)])
+            digest: (each.build_rows(rows), deep[: 1 + len(each.examples)])
             for (digest, each), (rows, deep) in zip(texts.items(), parts, strict=True)
         }
 
     def _build_graph(self, table: VectorTable) -> None:
         """Build the graph of a table that is on disk, without locking out writers meanwhile."""
         graph = build_graph(table) if len(table.rows) >= GRAPH_ROWS else None
-        with self._rows.writing():
+        with self._rows.lock_for_writing():
             if graph is None:
                 remove_graph(self.folder)
             elif self._rows.read().generation == table.generation:
                 save_graph(self.folder, graph, table)
-                self._searching.take(table, graph)
+                self._searching.use_graph(table, graph)
 
     def _calibrate(self) -> None:
         """Ask examples again where the number of experts has changed much since the last time."""
@@ -235,17 +377,19 @@ class RoutingIndex:
         if before is not None and before.is_fresh(int(self.table.alive.sum())):
             self._calibration = before
         else:
-            self._ask_again()
+            self._recalibrate()
 
-    def _ask_again(self) -> None:
-        prior, experts = prior_of(self.encoder.name), int(self.table.alive.sum())
-        found = ask_again(self.table, self.deep, self.search) if experts else NOTHING_ASKED
-        self._calibration = calibrated(found, prior, experts=experts)
+    def _recalibrate(self) -> None:
+        prior, experts = find_prior(self.encoder.name), int(self.table.alive.sum())
+        found = (
+            collect_evidence(self.table, self.rerank_table, self.search) if experts else NO_EVIDENCE
+        )
+        self._calibration = fit_calibration(found, prior, experts=experts)
         path = self.folder / CALIBRATION_FILE
         write_calibration(path, self._calibration, encoder=self.encoder.stamp)
 
 
-def _check(store: VectorStore) -> None:
+def _check_store(store: VectorStore) -> None:
     table, where = store.table, store.folder / JOURNAL_FILE
     for start in range(0, len(table.rows), 1 << 14):
         norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
@@ -259,15 +403,15 @@ def _check(store: VectorStore) -> None:
         raise StoreError(f"{where}: rows that are not those that were written")
 
 
-def _batches(experts: Texts) -> Iterator[Texts]:
+def _iter_batches(experts: ManifestsByDigest) -> Iterator[ManifestsByDigest]:
     rest = iter(experts.items())
     while batch := dict(islice(rest, BATCH)):
         yield batch
 
 
-def _filter(table: VectorTable, allowed: Allowed | None) -> Allowed | None:
+def _refresh_filter(table: VectorTable, allowed: SearchFilter | None) -> SearchFilter | None:
     """Return the filter for this table; none where all may be found."""
     if allowed is not None:
-        fitting = allowed.of(table)
-        return None if fitting.is_open else fitting
-    return Allowed(table, table.alive) if table.dead_rows else None
+        fitting = allowed.extend_to(table)
+        return None if fitting.admits_all else fitting
+    return SearchFilter(table, table.alive) if table.dead_rows else None

@@ -10,18 +10,18 @@ from typing import get_args
 
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.foreign_config import read_base_config
-from expertctl.package.model_config import ModelConfig, read_config
+from expertctl.package.base_model import read_base_config
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.routing.plan import (
     NUMERIC_VERSION,
     NumericSettings,
     Plan,
     PlannedExpert,
-    plan_identity,
+    compute_plan_identity,
 )
 from expertctl.routing.request import (
-    SKIP_CAP,
+    DEFAULT_SKIP_CAP,
     AdapterDtype,
     DeviceName,
     Dtype,
@@ -34,10 +34,10 @@ from expertctl.store.base_record import StoredBase
 SMALL_BASE = 64 << 20
 """A base of fewer bytes gives many tokens before numba, which kernels need, is imported."""
 _FLOAT_BYTES = 4
-_COMPAT = ("transformers", "peft")
+_COMPAT_PACKAGES = ("transformers", "peft")
 
 
-def numeric_settings(
+def build_numeric_settings(
     base: StoredBase,
     *,
     dtype: Dtype | None,
@@ -46,7 +46,7 @@ def numeric_settings(
     deterministic: bool = False,
     device: DeviceName = "cpu",
     moe_miss: MoeMiss = "exact",
-    moe_skip_cap: float = SKIP_CAP,
+    moe_skip_cap: float = DEFAULT_SKIP_CAP,
 ) -> NumericSettings:
     """Return the numeric settings of a base run in one dtype by one engine on one device.
 
@@ -61,14 +61,18 @@ def numeric_settings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
-        rope={} if base.foreign else read_config(base.path).rope.to_json(),
-        dtype=dtype_of(base, dtype, engine=engine),
+        rope={} if base.foreign else read_model_config(base.path).rope.to_json(),
+        dtype=choose_dtype(base, dtype, engine=engine),
         adapter_dtype=adapter_dtype,
-        engine=_native(deterministic, device, cap) if engine == "native" else compat_version(),
+        engine=_native_version(deterministic, device, cap)
+        if engine == "native"
+        else describe_compat_version(),
     )
 
 
-def dtype_of(base: StoredBase, asked: Dtype | None, *, engine: EngineName = "native") -> Dtype:
+def choose_dtype(
+    base: StoredBase, requested: Dtype | None, *, engine: EngineName = "native"
+) -> Dtype:
     """Return the dtype that base weights are held in: the one asked for, else float32 or bf16.
 
     It is bf16 where a base that is not small is stored in it. A small one is exact and fast in
@@ -77,15 +81,15 @@ def dtype_of(base: StoredBase, asked: Dtype | None, *, engine: EngineName = "nat
     Raises:
         InvalidPackageError: when its configuration is malformed.
     """
-    if asked is not None or engine == "transformers":
-        return asked or "float32"
-    config = read_config(base.path)
+    if requested is not None or engine == "transformers":
+        return requested or "float32"
+    config = read_model_config(base.path)
     if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
         return "float32"
-    return "bf16" if _matrix_dtypes(base, config) == {"BF16"} else "float32"
+    return "bf16" if _read_matrix_dtypes(base, config) == {"BF16"} else "float32"
 
 
-def context_of(base: StoredBase, *, engine: EngineName) -> int:
+def find_context_length(base: StoredBase, *, engine: EngineName) -> int:
     """Return how many tokens a base can read, the answer included.
 
     Raises:
@@ -96,14 +100,14 @@ def context_of(base: StoredBase, *, engine: EngineName) -> int:
     return read_base_config(base.path).max_positions
 
 
-def compat_version() -> str:
+def describe_compat_version() -> str:
     """Return what ``--engine transformers`` computes with, such as ``transformers 5.1, peft 0.19``.
 
     Raises:
         NotFoundError: when it is not installed.
     """
     try:
-        return ", ".join(f"{name} {version(name)}" for name in _COMPAT)
+        return ", ".join(f"{name} {version(name)}" for name in _COMPAT_PACKAGES)
     except PackageNotFoundError as error:
         raise NotFoundError(
             f"--engine transformers needs {error.name}, which is not installed",
@@ -111,16 +115,16 @@ def compat_version() -> str:
         ) from error
 
 
-def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
+def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
     """Return the dtypes of the matrices of a base; none where opening it will say what is wrong."""
     try:
-        tensors = base_tensors(base.path, config).values()
+        tensors = read_base_tensors(base.path, config).values()
     except ExpertError:
         return set()
     return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
 
 
-def _native(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
+def _native_version(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
     """Return the version of our own engine, with what else its numbers depend on.
 
     Texts kept under one cap on what may be skipped cannot be reused under another.
@@ -141,20 +145,22 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
         )
 
 
-def check_identity(plan: Plan, now: Digest, *, base: StoredBase, request: RouteRequest) -> None:
+def check_identity(
+    plan: Plan, identity: Digest, *, base: StoredBase, request: RouteRequest
+) -> None:
     """Check that a saved plan still gives the same numbers: that its identity is unchanged.
 
     Raises:
         IncompatibleError: when its identity is another one; it says why, as far as that shows.
     """
-    if now == plan.identity:
+    if identity == plan.identity:
         return
     if plan.base != base.name:
         raise IncompatibleError(
             f"the plan was made for the base {plan.base}, not for {base.name}",
             hint=f"leave out --base, or name {plan.base}",
         )
-    options = _made_with(plan, base, request)
+    options = _find_matching_options(plan, base, request)
     if options:
         given = " ".join(options)
         raise IncompatibleError(
@@ -163,29 +169,29 @@ def check_identity(plan: Plan, now: Digest, *, base: StoredBase, request: RouteR
         )
     raise IncompatibleError(
         f"the plan was edited after it was saved, or the base {base.name} or the engine changed "
-        f"since: it says {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…",
+        f"since: it says {str(plan.identity)[:19]}…, here it would be {str(identity)[:19]}…",
         hint="route the prompt again",
     )
 
 
-def _made_with(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]:
+def _find_matching_options(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]:
     """Return the options with which a plan has its identity: the fewest that differ; or none."""
     experts = [(expert.content_digest, expert.weight) for expert in plan.experts]
     found = list[list[str]]()
-    for other in _variations(request):
+    for other in _iter_variations(request):
         with suppress(ExpertError):  # such as an engine that does not run this base
-            if plan_identity(request_settings(other, base), experts) == plan.identity:
-                found.append(_differing(other, request, base))
+            if compute_plan_identity(build_request_settings(other, base), experts) == plan.identity:
+                found.append(_list_differing_options(other, request, base))
     return min(found, key=len, default=[])
 
 
-def request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
+def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
     """Return the numeric settings that a request leads to on a base.
 
     Raises:
-        ExpertError: as `numeric_settings`.
+        ExpertError: as `build_numeric_settings`.
     """
-    return numeric_settings(
+    return build_numeric_settings(
         base,
         dtype=request.dtype,
         adapter_dtype=request.adapter_dtype,
@@ -197,7 +203,7 @@ def request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings
     )
 
 
-def _variations(request: RouteRequest) -> Iterator[RouteRequest]:
+def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
     """Yield a request with all settings that its numbers depend on; of caps, its own only."""
     for dtype, adapter_dtype, engine, deterministic, device, moe_miss in product(
         get_args(Dtype),
@@ -218,9 +224,11 @@ def _variations(request: RouteRequest) -> Iterator[RouteRequest]:
         )
 
 
-def _differing(other: RouteRequest, request: RouteRequest, base: StoredBase) -> list[str]:
+def _list_differing_options(
+    other: RouteRequest, request: RouteRequest, base: StoredBase
+) -> list[str]:
     """Return the options of another request that give other numbers than those of this one."""
-    dtype = request_settings(request, base).dtype
+    dtype = build_request_settings(request, base).dtype
     deterministic = "--deterministic" if other.deterministic else "--no-deterministic"
     return [
         *([f"--dtype {other.dtype}"] if other.dtype != dtype else []),
@@ -233,21 +241,21 @@ def _differing(other: RouteRequest, request: RouteRequest, base: StoredBase) -> 
     ]
 
 
-def compare_experts(before: PlannedExpert, now: PlannedExpert) -> list[str]:
+def compare_experts(saved: PlannedExpert, current: PlannedExpert) -> list[str]:
     """Return what the user should know of an expert of a saved plan whose content is the same.
 
     Raises:
         IncompatibleError: when its name or kind is not what that content says.
     """
-    if (before.ref, before.kind) != (now.ref, now.kind):
+    if (saved.ref, saved.kind) != (current.ref, current.kind):
         raise IncompatibleError(
-            f"the plan says {before.ref}, {before.kind}, of what is {now.ref}, {now.kind}: "
+            f"the plan says {saved.ref}, {saved.kind}, of what is {current.ref}, {current.kind}: "
             "it was edited",
             hint="route the prompt again",
         )
-    if before.package_digest == now.package_digest:
+    if saved.package_digest == current.package_digest:
         return []
     return [
-        f"{now.ref} was signed anew since the plan was saved: the same content, but its package is "
-        f"{now.package_digest} instead of {before.package_digest}"
+        f"{current.ref} was signed anew since the plan was saved: the same content, but its package is "
+        f"{current.package_digest} instead of {saved.package_digest}"
     ]

@@ -2,14 +2,26 @@
 
 Its identity (design decision 11) is the digest of everything that the numbers depend on, and of
 nothing else: never a name, a path or a sampling setting. It keys compiled weights and KV reuse.
+
+Reading a saved plan: the document of ``route --json`` or of ``run --json``, from anywhere.
+
+A plan file is untrusted: it is checked against ``schemas/route.schema.json``, and what it names is
+looked up by digest again before anything is loaded. Of the rest only ``threads`` is read, because
+the last bits of the numbers depend on it.
 """
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from expertctl.digest import Digest
-from expertctl.schema.strict_json import JsonObject, JsonValue, canonical
+from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.files import open_regular_file
+from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
+from expertctl.schema.validation import convert_document, find_problems
 
 NUMERIC_VERSION = 4
 """Raised whenever the engine's numbers change, so that nothing computed before is reused."""
@@ -37,7 +49,7 @@ class SamplingParams:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
 
-    def greedy(self) -> Self:
+    def to_greedy(self) -> Self:
         """Return the same limits with the likeliest token always taken, every penalty neutral."""
         return replace(
             self,
@@ -107,7 +119,7 @@ class Plan:
 class NumericSettings:
     """What the numbers depend on besides the experts.
 
-    ``rope`` is `expertctl.package.rope_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
+    ``rope`` is `expertctl.package.attention_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
     quantisation; ``engine`` is `NUMERIC_VERSION`, with what else decides which of our decoders
     runs, or the names and versions of other libraries.
     """
@@ -122,13 +134,13 @@ class NumericSettings:
     engine: int | str = NUMERIC_VERSION
 
 
-def plan_identity(
+def compute_plan_identity(
     settings: NumericSettings, experts: Iterable[tuple[Digest, float]] = ()
 ) -> Digest:
     """Return the identity of a plan: ordered (content digest, weight) under numeric settings."""
     ordered: list[JsonValue] = [[str(digest), weight] for digest, weight in experts]
-    return Digest.of(
-        canonical(
+    return Digest.compute(
+        encode_canonical(
             {
                 "arch": str(settings.arch),
                 "weights": str(settings.weights) if settings.weights else None,
@@ -142,3 +154,117 @@ def plan_identity(
             }
         )
     )
+
+
+MAX_PLAN_BYTES = 16 << 20
+_MAX_THREADS = 1 << 16
+_SAVE_HINT = "save one with `expertctl route --json PROMPT > plan.json`"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """A plan from a document, and how many threads its run had, where a run wrote it."""
+
+    plan: Plan
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertDocument:
+    """An entry of ``experts`` as it is spelled in JSON."""
+
+    ref: str
+    content_digest: str
+    package_digest: str
+    kind: str
+    score: float
+    weight: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanDocument:
+    """The ``plan`` object as it is spelled in JSON."""
+
+    identity: str
+    seed: int
+    base: str
+    experts: tuple[_ExpertDocument, ...]
+    params: SamplingParams
+
+
+def read_plan(path: Path) -> SavedPlan:
+    """Read the plan in a file.
+
+    Raises:
+        NotFoundError: when the file cannot be read.
+        InvalidPackageError: with every problem of the document, or when it is no regular file.
+    """
+    try:
+        with open_regular_file(path) as stream:
+            data = stream.read(MAX_PLAN_BYTES + 1)
+    except NotFoundError as error:
+        error.hint = _SAVE_HINT
+        raise
+    except OSError as error:
+        message = f"plan {path}: {error.strerror or error}"
+        raise NotFoundError(message, hint=_SAVE_HINT) from error
+    return parse_plan(data, what=str(path))
+
+
+def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
+    """Read the plan in the bytes of a ``route --json`` or ``run --json`` document.
+
+    Raises:
+        InvalidPackageError: with every problem of the document.
+    """
+    document = load_object(data, what=what, max_bytes=MAX_PLAN_BYTES)
+    if "plan" not in document:
+        raise InvalidPackageError(what, ["there is no 'plan' in it"], hint=_SAVE_HINT)
+    read: JsonObject = {"plan": document["plan"]}
+    problems = find_problems(read, "route")
+    threads = document.get("threads")
+    if threads is not None and not _is_thread_count(threads):
+        problems = [*problems, "threads: not a number of threads"]
+    if problems:
+        raise InvalidPackageError(what, problems)
+    try:
+        plan = _build_plan(convert_document(read["plan"], _PlanDocument))
+    except msgspec.ValidationError as error:  # 7.0 is an integer for JSON Schema, not for us
+        raise InvalidPackageError(what, [str(error)]) from error
+    doubled = _find_duplicates(plan)
+    if doubled:
+        raise InvalidPackageError(what, [f"{ref} is planned twice" for ref in doubled])
+    return SavedPlan(plan, threads if isinstance(threads, int) else None)
+
+
+def _is_thread_count(value: JsonValue) -> bool:
+    """Tell whether a value is a number of threads; ``true`` is not."""
+    return type(value) is int and 1 <= value <= _MAX_THREADS
+
+
+def _build_plan(document: _PlanDocument) -> Plan:
+    return Plan(
+        identity=Digest.parse(document.identity),
+        seed=document.seed,
+        base=document.base,
+        experts=tuple(map(_build_planned_expert, document.experts)),
+        params=document.params,
+    )
+
+
+def _build_planned_expert(expert: _ExpertDocument) -> PlannedExpert:
+    return PlannedExpert(
+        ref=expert.ref,
+        content_digest=Digest.parse(expert.content_digest),
+        package_digest=Digest.parse(expert.package_digest),
+        kind=expert.kind,
+        score=expert.score,
+        weight=expert.weight,
+        reason=expert.reason,
+    )
+
+
+def _find_duplicates(plan: Plan) -> list[str]:
+    digests = [expert.content_digest for expert in plan.experts]
+    return sorted({e.ref for e in plan.experts if digests.count(e.content_digest) > 1})

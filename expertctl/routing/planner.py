@@ -2,6 +2,11 @@
 
 The router works on values; here they are read: installed experts with their manifests, revoked
 keys, usage, and the known bases. Nothing is loaded into the engine.
+
+Fewer experts: leaving out of a plan what does not fit into memory, the lowest score first.
+
+The expert with the lowest score is dropped (among equals the later one), together with what
+requires it and what is then required no more. The rest keeps its order; its plan is made anew.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,45 +14,49 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
+from expertctl.messages import Notify, ignore_notification
 from expertctl.package.adapter import AdapterSpec
-from expertctl.routing.base_choice import BaseRule, explain_mismatch, widths_of
-from expertctl.routing.candidate import Installed
+from expertctl.reference import Reference
+from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import EligibleExperts, collect_warnings
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import check_identity, compare_experts
 from expertctl.routing.plan import Plan, PlannedExpert
-from expertctl.routing.presets import completed
-from expertctl.routing.request import Forced, RouteRequest
-from expertctl.routing.roster import Roster
-from expertctl.routing.router import RoutingResult, roster_of, route
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.router import RoutingResult, build_plan, find_eligible_experts, route_prompt
+from expertctl.routing.sampling_presets import complete_overrides
+from expertctl.routing.selection import SelectedExpert, find_requirements
+from expertctl.schema.strict_json import JsonObject
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.contents import read_stored
-from expertctl.store.flags import FILE as FLAGGED_FILE
-from expertctl.store.flags import read_flagged
-from expertctl.store.paths import DamagedRef
-from expertctl.store.preference import Preference, read_preference
-from expertctl.store.ref import StoredExpert
+from expertctl.store.package_reader import read_stored_expert
+from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
+from expertctl.store.preference import VersionPreference, read_flags, read_preference
+from expertctl.store.refs import DamagedRef, StoredExpert
 from expertctl.store.store import Store
-from expertctl.telling import Tell, tell_nobody
 from expertctl.trust.bundle import read_bundle
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import TrustRecord
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import TrustStore
 
-RosterMaker = Callable[[RouteRequest, StoredBase, Sequence[Installed]], Roster]
+EligibilityFunction = Callable[
+    [RouteRequest, StoredBase, Sequence[InstalledExpert]], EligibleExperts
+]
 """Works out which of some experts may answer such requests on a base."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedPrompt:
     """A routed prompt: the plan and why, its base, its experts in plan order."""
 
     result: RoutingResult
     base: StoredBase
-    experts: tuple[Installed, ...]
+    experts: tuple[InstalledExpert, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -59,8 +68,8 @@ class Planned:
 class Inventory:
     """The installed experts that can be read, and the others with their errors."""
 
-    experts: tuple[Installed, ...]
-    broken: tuple[tuple[StoredExpert, ExpertError], ...]
+    experts: tuple[InstalledExpert, ...]
+    unreadable: tuple[tuple[StoredExpert, ExpertError], ...]
     damaged: tuple[DamagedRef, ...]
     problems: tuple[str, ...] = ()
     """Why a lock file or a list was ignored."""
@@ -69,7 +78,7 @@ class Inventory:
     def warnings(self) -> tuple[str, ...]:
         """What is left out of every plan, and why."""
         damaged = (ref.warning for ref in self.damaged)
-        return (*damaged, *(_broken(*pair) for pair in self.broken), *self.problems)
+        return (*damaged, *(_describe_broken(*pair) for pair in self.unreadable), *self.problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Planner:
     catalogue: Catalogue
     index: RoutingIndex
     home: Home
-    tell: Tell = tell_nobody
+    notify: Notify = ignore_notification
     """Called with what the user should know while waiting."""
     preferred_base: str | None = None
     """The setting ``base``."""
@@ -90,13 +99,13 @@ class Planner:
     """The folder whose project says which installed versions are meant; None: none does."""
 
     @property
-    def rule(self) -> BaseRule:
+    def base_selector(self) -> BaseSelector:
         """What decides which base answers."""
-        return BaseRule(self.bases, self.preferred_base)
+        return BaseSelector(self.bases, self.preferred_base)
 
     @classmethod
     def open(
-        cls, settings: Settings, *, tell: Tell = tell_nobody, folder: Path | None = None
+        cls, settings: Settings, *, notify: Notify = ignore_notification, folder: Path | None = None
     ) -> Self:
         """Name the parts of a home; only the encoder's files are read now.
 
@@ -111,15 +120,19 @@ class Planner:
             catalogue=Catalogue(home.index),
             index=RoutingIndex(home.root, open_encoder(settings.encoder, home=home)),
             home=home,
-            tell=tell,
+            notify=notify,
             preferred_base=settings.base,
             folder=folder,
         )
 
     def plan(
-        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
-    ) -> Planned:
-        """Plan one prompt on the base that is named, else on the one that `BaseRule` says.
+        self,
+        request: RouteRequest,
+        *,
+        base: str | None = None,
+        files: Sequence[InstalledExpert] = (),
+    ) -> PlannedPrompt:
+        """Plan one prompt on the base that is named, else on the one that `BaseSelector` says.
 
         ``files`` are experts that are not installed but may be named by their digest.
 
@@ -131,48 +144,58 @@ class Planner:
             RevokedError: when the key of a forced expert was revoked.
             BaseMismatchError: when the base cannot be read as it is not what was added.
         """
-        return self._planned(request, self.inventory(), base=base, files=files)
+        return self._plan_on_best_base(request, self.read_inventory(), base=base, files=files)
 
-    def plan_from(
+    def plan_with_inventory(
         self,
         inventory: Inventory,
         request: RouteRequest,
         *,
         base: str | None = None,
-        files: Sequence[Installed] = (),
-        roster: RosterMaker | None = None,
-    ) -> Planned:
+        files: Sequence[InstalledExpert] = (),
+        eligibility: EligibilityFunction | None = None,
+    ) -> PlannedPrompt:
         """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
-        return self._planned(request, inventory, base=base, files=files, roster=roster)
+        return self._plan_on_best_base(
+            request, inventory, base=base, files=files, eligibility=eligibility
+        )
 
-    def _planned(
+    def _plan_on_best_base(
         self,
         request: RouteRequest,
         inventory: Inventory,
         *,
         base: str | None,
-        files: Sequence[Installed] = (),
-        roster: RosterMaker | None = None,
-    ) -> Planned:
-        self._refuse_broken(request, inventory)
+        files: Sequence[InstalledExpert] = (),
+        eligibility: EligibilityFunction | None = None,
+    ) -> PlannedPrompt:
+        self._require_readable(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
         experts = list(known.values())
         routed = [
             (
-                self._routed(request, candidate, experts, roster or self.roster, named=bool(base)),
+                self._route_on_base(
+                    request,
+                    candidate,
+                    experts,
+                    eligibility or self.find_eligible,
+                    is_base_named=bool(base),
+                ),
                 candidate,
             )
-            for candidate in self.rule.answering(request, experts, named=base)
+            for candidate in self.base_selector.select_bases(request, experts, base_name=base)
         ]
-        result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
+        result, chosen = max(routed, key=lambda pair: _find_best_score(pair[0]))
         by_digest = {expert.digest: expert for expert in experts}
-        return Planned(
+        return PlannedPrompt(
             result=replace(result, warnings=(*inventory.warnings, *result.warnings)),
             base=chosen,
             experts=tuple(by_digest[e.content_digest] for e in result.plan.experts),
         )
 
-    def replay(self, saved: Plan, request: RouteRequest, *, base: str | None = None) -> Planned:
+    def replay(
+        self, saved: Plan, request: RouteRequest, *, base: str | None = None
+    ) -> PlannedPrompt:
         """Plan one prompt with the experts of a saved plan, found by their digests.
 
         Its seed and settings count where the request says nothing. An expert that was signed anew
@@ -188,11 +211,11 @@ class Planner:
                 "a saved plan says already which experts answer",
                 hint="leave out --expert and --no-experts, or --plan",
             )
-        inventory, wanted = self.inventory(), _as_saved(request, saved)
-        self._refuse_broken(wanted, inventory)
+        inventory, wanted = self.read_inventory(), _apply_saved_plan(request, saved)
+        self._require_readable(wanted, inventory)
         for expert in saved.experts:
-            _check_installed(expert, inventory)
-        planned = self._planned(wanted, inventory, base=base or saved.base)
+            _require_installed_expert(expert, inventory)
+        planned = self._plan_on_best_base(wanted, inventory, base=base or saved.base)
         plan = planned.result.plan
         check_identity(saved, plan.identity, base=planned.base, request=wanted)
         renewed = tuple(
@@ -203,22 +226,24 @@ class Planner:
         warnings = (*planned.result.warnings, *renewed)
         return replace(planned, result=replace(planned.result, warnings=warnings))
 
-    def inventory(self) -> Inventory:
+    def read_inventory(self) -> Inventory:
         """Read the manifests of all installed experts, their bytes hashed."""
-        readable: list[Installed] = []
+        readable: list[InstalledExpert] = []
         broken: list[tuple[StoredExpert, ExpertError]] = []
         trusted = self.trust.read()
-        now, preference = self.store.scan(), self.preference()
+        now, preference = self.store.scan(), self.load_preference()
         for stored in now.experts:
-            pin = preference.pin(stored)
+            pin = preference.find_pin(stored)
             try:
                 readable.append(
-                    Installed(
+                    InstalledExpert(
                         stored,
-                        self.store.manifest(stored),
+                        self.store.read_manifest(stored),
                         revoked=self._is_revoked(stored, trusted),
-                        home=trusted.other_home(stored.package.namespace, stored.registry),
-                        yanked=preference.yank_reason(stored),
+                        home=trusted.find_conflicting_registry(
+                            stored.package.namespace, stored.registry
+                        ),
+                        yanked=preference.find_yank_reason(stored),
                         pinned=pin.source if pin else None,
                     )
                 )
@@ -226,19 +251,22 @@ class Planner:
                 broken.append((stored, error))
         return Inventory(tuple(readable), tuple(broken), now.damaged, preference.pins.problems)
 
-    def preference(self) -> Preference:
+    def load_preference(self) -> VersionPreference:
         """Read what decides between several installed versions of a package."""
         return read_preference(self.home, self.folder)
 
     def _is_revoked(self, stored: StoredExpert, trusted: TrustRecord) -> bool:
         """Tell whether the key was revoked, everywhere or by the registry that this came from."""
-        signer = stored.signer or self._unvouched_signer(stored)
+        signer = stored.signer or self._read_unverified_signer(stored)
         if signer is None:
             return False
         namespace = stored.package.namespace
-        return trusted.revocation(signer, namespace=namespace, registry=stored.registry) is not None
+        return (
+            trusted.find_revocation(signer, namespace=namespace, registry=stored.registry)
+            is not None
+        )
 
-    def _unvouched_signer(self, stored: StoredExpert) -> str | None:
+    def _read_unverified_signer(self, stored: StoredExpert) -> str | None:
         """Return who signed an expert that the user took by its exact bytes; the key may be bad."""
         if stored.signature is None:
             return None
@@ -247,12 +275,12 @@ class Planner:
         except (OSError, ExpertError):  # `doctor` reports it
             return None
 
-    def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
+    def _require_readable(self, request: RouteRequest, inventory: Inventory) -> None:
         """Raise the error of a broken expert that the user names; others are only left out."""
-        errors = dict(inventory.broken)
+        errors = dict(inventory.unreadable)
         if not (errors and request.force):
             return
-        store = replace(self.store, preference=self.preference())
+        store = replace(self.store, preference=self.load_preference())
         for forced in request.force:
             try:
                 error = errors.get(store.find(forced.target))
@@ -261,77 +289,83 @@ class Planner:
             if error is not None:
                 raise error
 
-    def _routed(
+    def _route_on_base(
         self,
         request: RouteRequest,
         base: StoredBase,
-        experts: Sequence[Installed],
-        make_roster: RosterMaker,
+        experts: Sequence[InstalledExpert],
+        eligibility: EligibilityFunction,
         *,
-        named: bool,
+        is_base_named: bool,
     ) -> RoutingResult:
-        rates = self.catalogue.success_rates()
+        rates = self.catalogue.read_success_rates()
         try:
-            return route(
+            return route_prompt(
                 request,
-                make_roster(request, base, experts),
+                eligibility(request, base, experts),
                 base=base,
                 index=self.index,
-                success_rate=lambda digest, task: rates.of(digest, task=task),
+                success_rate=lambda digest, task: rates.find_rate(digest, task=task),
             )
         except ExpertError as error:
             self.bases.check(base)  # a base that is not what was added explains the rest
             if not isinstance(error, BaseMismatchError):
                 raise
-            known = self.bases.bases()
-            adapters = self._adapters
+            known = self.bases.list_bases()
+            adapters = self._read_adapters
             raise explain_mismatch(
-                error, request, experts, base, known=known, named=named, adapters=adapters
+                error,
+                request,
+                experts,
+                base,
+                known=known,
+                is_named=is_base_named,
+                adapters=adapters,
             ) from error
 
-    def _adapters(self, expert: Installed) -> Sequence[AdapterSpec]:
+    def _read_adapters(self, expert: InstalledExpert) -> Sequence[AdapterSpec]:
         """Read what the adapters of an installed expert change, from its files."""
-        return read_stored(self.store, expert.stored).adapters
+        return read_stored_expert(self.store, expert.stored).adapters
 
-    def roster(
-        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
-    ) -> Roster:
+    def find_eligible(
+        self, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
+    ) -> EligibleExperts:
         """Return which experts may answer such requests on a base."""
-        self._tell_of_encoding(experts)
-        return roster_of(
+        self._notify_encoding(experts)
+        return find_eligible_experts(
             request,
             experts,
             base=base,
             index=self.index,
-            flags=read_flagged(self.index.folder / FLAGGED_FILE),
-            gains=self.catalogue.gains(base=base.name),
-            widths=widths_of(self.bases.bases()),
+            flags=read_flags(self.index.folder / FLAGGED_FILE),
+            gains=self.catalogue.find_sure_gains(base=base.name),
+            widths=collect_hidden_sizes(self.bases.list_bases()),
         )
 
-    def _tell_of_encoding(self, experts: Sequence[Installed]) -> None:
+    def _notify_encoding(self, experts: Sequence[InstalledExpert]) -> None:
         """Tell the user why it takes a while, where installing did not make all vectors."""
         manifests = {expert.digest: expert.manifest for expert in experts}
-        if not self.index.lacking(manifests):
+        if not self.index.count_missing(manifests):
             return
         self.index.refresh()  # another process may have made them
-        lacking = self.index.lacking(manifests)
+        lacking = self.index.count_missing(manifests)
         if lacking:
             whose = "1 expert" if lacking == 1 else f"{lacking} experts"
             name = self.index.encoder.name
-            self.tell(f"making the routing vectors of {whose} with {name}, to be kept")
+            self.notify(f"making the routing vectors of {whose} with {name}, to be kept")
 
 
-def _as_saved(request: RouteRequest, saved: Plan) -> RouteRequest:
+def _apply_saved_plan(request: RouteRequest, saved: Plan) -> RouteRequest:
     return replace(
         request,
-        force=tuple(Forced(expert.content_digest, expert.weight) for expert in saved.experts),
+        force=tuple(ForcedExpert(expert.content_digest, expert.weight) for expert in saved.experts),
         base_alone=not saved.experts,
         seed=saved.seed if request.seed is None else request.seed,
-        wishes=completed(request.wishes, saved.params),
+        sampling=complete_overrides(request.sampling, saved.params),
     )
 
 
-def _check_installed(expert: PlannedExpert, inventory: Inventory) -> None:
+def _require_installed_expert(expert: PlannedExpert, inventory: Inventory) -> None:
     """Demand that the content of a planned expert is there."""
     if any(e.digest == expert.content_digest for e in inventory.experts):
         return
@@ -348,9 +382,122 @@ def _check_installed(expert: PlannedExpert, inventory: Inventory) -> None:
     )
 
 
-def _best_score(result: RoutingResult) -> float:
+def _find_best_score(result: RoutingResult) -> float:
     return max((expert.score for expert in result.plan.experts), default=float("-inf"))
 
 
-def _broken(stored: StoredExpert, error: ExpertError) -> str:
+def _describe_broken(stored: StoredExpert, error: ExpertError) -> str:
     return f"{stored.ref} was left out: {error.message}; see `expertctl doctor`"
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedExpert:
+    """An expert that was left out of a plan, and why."""
+
+    ref: str
+    content_digest: Digest
+    reason: str
+
+    @property
+    def warning(self) -> str:
+        """What the user is told."""
+        return f"{self.ref} was left out: {self.reason}"
+
+    def to_json(self) -> JsonObject:
+        """Return the entry of ``dropped`` in ``run --json``."""
+        return {
+            "ref": self.ref,
+            "content_digest": str(self.content_digest),
+            "reason": self.reason,
+        }
+
+
+def drop_lowest_scoring(
+    planned: PlannedPrompt, request: RouteRequest, *, reason: str
+) -> tuple[PlannedPrompt, tuple[DroppedExpert, ...]]:
+    """Return a plan without its lowest-scoring expert and its dependents, and what was dropped.
+
+    ``why`` says what did not fit, with the bytes; the given plan has at least one expert.
+    """
+    choices = planned.result.selected
+    least = _find_lowest_scoring(planned)
+    kept = _remove_expert(choices, least)
+    gone = [choice.expert for choice in choices if choice not in kept]
+    dropped = tuple(
+        DroppedExpert(e.ref, e.digest, _explain_drop(e, least, gone, reason)) for e in gone
+    )
+    return _rebuild_plan(planned, request, kept), dropped
+
+
+def _find_lowest_scoring(planned: PlannedPrompt) -> InstalledExpert:
+    scores = [expert.score for expert in planned.result.plan.experts]
+    place = min(range(len(scores)), key=lambda n: (scores[n], -n))
+    return planned.experts[place]
+
+
+def _remove_expert(
+    choices: Sequence[SelectedExpert], removed: InstalledExpert
+) -> tuple[SelectedExpert, ...]:
+    """Leave out an expert, then what misses a requirement, then what is no longer needed."""
+    kept = tuple(choice for choice in choices if choice.expert.digest != removed.digest)
+    while (fewer := tuple(c for c in kept if _has_all_requirements(c.expert, kept))) != kept:
+        kept = fewer
+    needed: dict[str, InstalledExpert] = {}
+    for choice in kept:
+        if not choice.is_dependency:
+            _collect_needed(choice.expert, [other.expert for other in kept], needed)
+    return tuple(choice for choice in kept if choice.expert.ref in needed)
+
+
+def _has_all_requirements(expert: InstalledExpert, remaining: Sequence[SelectedExpert]) -> bool:
+    wanted = [Reference.parse(text) for text in expert.manifest.composition.requires]
+    return all(any(choice.expert.matches(one) for choice in remaining) for one in wanted)
+
+
+def _collect_needed(
+    expert: InstalledExpert,
+    remaining: Sequence[InstalledExpert],
+    needed: dict[str, InstalledExpert],
+) -> None:
+    if expert.ref not in needed:
+        needed[expert.ref] = expert
+        for other in find_requirements(expert, remaining):
+            _collect_needed(other, remaining, needed)
+
+
+def _explain_drop(
+    expert: InstalledExpert,
+    lowest: InstalledExpert,
+    removed: Sequence[InstalledExpert],
+    reason: str,
+) -> str:
+    if expert == lowest:
+        return reason
+    missed = find_requirements(expert, removed)
+    if missed:
+        return f"it requires {missed[0].ref}, which was left out: {reason}"
+    return f"only what was left out with {lowest.ref} required it: {reason}"
+
+
+def _rebuild_plan(
+    planned: PlannedPrompt, request: RouteRequest, remaining: Sequence[SelectedExpert]
+) -> PlannedPrompt:
+    result = planned.result
+    scores = {expert.content_digest: expert.score for expert in result.plan.experts}
+    plan = build_plan(request, remaining, scores, result.features, planned.base)
+    told = set(collect_warnings(result.selected, planned.base)) - set(
+        collect_warnings(remaining, planned.base)
+    )
+    warnings = tuple(warning for warning in result.warnings if warning not in told)
+    alone = () if remaining else ("the base answers alone: no expert fits into memory beside it",)
+    return PlannedPrompt(
+        result=replace(
+            result,
+            plan=replace(plan, seed=result.plan.seed),
+            selected=tuple(remaining),
+            notes=(*result.notes, *alone),
+            warnings=warnings,
+        ),
+        base=planned.base,
+        experts=tuple(choice.expert for choice in remaining),
+    )

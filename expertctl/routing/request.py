@@ -6,18 +6,18 @@ from typing import Literal
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.reference import Reference
-from expertctl.routing.presets import (
+from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
-    NO_WISHES,
-    SamplingWishes,
+    NO_OVERRIDES,
+    SamplingOverrides,
     check_limit,
+    check_overrides,
     check_prompt,
-    check_wishes,
 )
 
 Dtype = Literal["float32", "bf16", "int8", "int4"]
 """What base weights are held in."""
-QUANTISED = frozenset[Dtype]({"int8", "int4"})
+QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
 """The dtypes with a scale for each group of weights."""
 AdapterDtype = Literal["published", "fp16", "int8"]
 """What the weights of experts are held in."""
@@ -28,9 +28,9 @@ MoeMiss = Literal["exact", "skip"]
 """What happens on a miss of a routed expert: it is loaded, or skipped."""
 MoeCold = Literal["read", "map", "direct"]
 """How a missing expert is taken from disk: read, used in the page cache, or read past it."""
-MoeColdWish = Literal["auto", "read", "map", "direct"]
+MoeColdOption = Literal["auto", "read", "map", "direct"]
 """The choice of the user; ``auto`` reads past the page cache where that could not keep much."""
-SKIP_CAP = 0.25
+DEFAULT_SKIP_CAP = 0.25
 """The default share of a token's router weights that may be skipped in a layer."""
 EngineName = Literal["native", "transformers"]
 """Our own decoder, or transformers: slower, for what our decoder does not run."""
@@ -40,7 +40,7 @@ Target = Reference | Digest
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class ForcedExpert:
     """An expert that the user names, and its weight."""
 
     target: Target
@@ -52,19 +52,19 @@ class RouteRequest:
     """One prompt to be planned; ``memory_budget`` is in bytes."""
 
     prompt: str
-    force: tuple[Forced, ...] = ()
+    force: tuple[ForcedExpert, ...] = ()
     exclude: tuple[Target, ...] = ()
     max_experts: int = DEFAULT_MAX_EXPERTS
     base_alone: bool = False
     seed: int | None = None
-    wishes: SamplingWishes = NO_WISHES
+    sampling: SamplingOverrides = NO_OVERRIDES
     dtype: Dtype | None = None
     """The dtype that base weights are held in; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
-    moe_skip_cap: float = SKIP_CAP
-    moe_cold: MoeColdWish = "auto"
+    moe_skip_cap: float = DEFAULT_SKIP_CAP
+    moe_cold: MoeColdOption = "auto"
     device: DeviceName = "cpu"
     memory_budget: int | None = None
     allow_base_mismatch: bool = False
@@ -80,7 +80,7 @@ def check_request(request: RouteRequest) -> None:
     check_prompt(request.prompt)
     check_limit("max_experts", request.max_experts)
     check_limit("seed", request.seed)
-    check_wishes(request.wishes)
+    check_overrides(request.sampling)
     if request.memory_budget is not None and request.memory_budget <= 0:
         raise UsageError(
             f"a memory budget of {request.memory_budget} bytes is too small",
@@ -88,7 +88,7 @@ def check_request(request: RouteRequest) -> None:
         )
     _check_engine(request)
     _check_device(request)
-    _check_misses(request)
+    _check_moe_misses(request)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -104,7 +104,7 @@ def check_request(request: RouteRequest) -> None:
 
 def _check_engine(request: RouteRequest) -> None:
     """Refuse to ask another engine for what only the kernels of our own can do."""
-    refused = _of_kernels(request)
+    refused = _list_kernel_options(request)
     if request.moe_miss == "skip":
         refused |= {"--moe-miss skip": "--moe-miss exact"}
     if refused and request.engine == "transformers":
@@ -116,7 +116,7 @@ def _check_engine(request: RouteRequest) -> None:
 
 def _check_device(request: RouteRequest) -> None:
     """Refuse to ask a CUDA device for what only a processor can do."""
-    refused = _of_kernels(request)
+    refused = _list_kernel_options(request)
     if request.moe_cold in {"map", "direct"}:
         refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
     if request.engine != "native":
@@ -128,7 +128,7 @@ def _check_device(request: RouteRequest) -> None:
         )
 
 
-def _check_misses(request: RouteRequest) -> None:
+def _check_moe_misses(request: RouteRequest) -> None:
     """Refuse a cap that is no share, and skipping missing experts where bits are promised."""
     if not 0.0 <= request.moe_skip_cap <= 1.0:
         raise UsageError(
@@ -142,21 +142,21 @@ def _check_misses(request: RouteRequest) -> None:
         )
 
 
-def _of_kernels(request: RouteRequest) -> dict[str, str]:
+def _list_kernel_options(request: RouteRequest) -> dict[str, str]:
     """Return the options that need the kernels of processors, each with the option without them.
 
     Settings may ask for it too, and a setting cannot be left out on the command line.
     """
     dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
     asked = (
-        (dtype, "--dtype float32", request.dtype in QUANTISED),
+        (dtype, "--dtype float32", request.dtype in QUANTISED_DTYPES),
         (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
         ("--deterministic", "--no-deterministic", request.deterministic),
     )
     return {option: other for option, other, given in asked if given}
 
 
-def parse_forced(text: str) -> Forced:
+def parse_forced(text: str) -> ForcedExpert:
     """Read ``REF[:weight]`` or ``sha256:<hex>[:weight]``.
 
     Raises:
@@ -165,11 +165,13 @@ def parse_forced(text: str) -> Forced:
     algorithm, _, rest = text.partition(":")
     if algorithm == "sha256":
         digest, _, weight = rest.partition(":")
-        return Forced(Digest.typed(f"sha256:{digest}"), _weight(weight, text))
+        return ForcedExpert(
+            Digest.parse_input(f"sha256:{digest}"), _parse_weight_number(weight, text)
+        )
     reference, weight = text, ""
-    if _is_after_the_name(text):
+    if _is_weight_separator(text):
         reference, _, weight = text.rpartition(":")
-    return Forced(Reference.parse(reference), _weight(weight, text))
+    return ForcedExpert(Reference.parse(reference), _parse_weight_number(weight, text))
 
 
 def parse_target(text: str) -> Target:
@@ -178,10 +180,10 @@ def parse_target(text: str) -> Target:
     Raises:
         UsageError: for any other text.
     """
-    return Digest.typed(text) if text.startswith("sha256:") else Reference.parse(text)
+    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
-def _is_after_the_name(text: str) -> bool:
+def _is_weight_separator(text: str) -> bool:
     """Tell whether the last colon stands after the name, not before the port of a registry."""
     return ":" in text and "/" not in text.rpartition(":")[2]
 
@@ -202,5 +204,5 @@ def parse_weight(text: str, whole: str) -> float:
     return weight
 
 
-def _weight(text: str, whole: str) -> float:
+def _parse_weight_number(text: str, whole: str) -> float:
     return parse_weight(text, whole) if text or whole.endswith(":") else 1.0

@@ -13,41 +13,50 @@ from functools import partial
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
-from expertctl.package.compatibility import NO_WIDTHS, Widths, check_base
-from expertctl.routing.base_sampling import read_base_sampling
+from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, check_expert_base
 from expertctl.routing.candidate import (
-    Candidate,
-    Installed,
-    measure,
-    misfit,
-    superseded,
-    too_low,
-    untrusted,
+    InstalledExpert,
+    RoutingCandidate,
+    build_candidate,
+    explain_low_score,
+    explain_misfit,
+    explain_untrusted,
+    find_superseded,
 )
-from expertctl.routing.choice import Choice, choose, choose_forced, is_excluded
-from expertctl.routing.composition import Gains
-from expertctl.routing.decision import Decision, decide
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.features import Features, features_of
-from expertctl.routing.found import Found
-from expertctl.routing.index import FOUND, RoutingIndex, Similarity
-from expertctl.routing.numerics import context_of, request_settings
-from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
-from expertctl.routing.presets import resolve
-from expertctl.routing.prompt_view import view
-from expertctl.routing.remarks import notes_of, warnings_of
+from expertctl.routing.decision import (
+    EligibleExperts,
+    FlagsByDigest,
+    RoutingDecision,
+    build_eligible_experts,
+    collect_notes,
+    collect_warnings,
+    score_prompt,
+)
+from expertctl.routing.features import PromptFeatures, extract_features
+from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
+from expertctl.routing.numerics import build_request_settings, find_context_length
+from expertctl.routing.plan import Plan, PlannedExpert, compute_plan_identity
+from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import RouteRequest, check_request
-from expertctl.routing.roster import Flags, Roster, build_roster
+from expertctl.routing.sampling_presets import read_base_sampling, resolve_sampling
 from expertctl.routing.score import THRESHOLD
-from expertctl.routing.suggestion import idle_exclusions
+from expertctl.routing.selection import (
+    PairGains,
+    SelectedExpert,
+    is_excluded,
+    list_unused_exclusions,
+    select_experts,
+    select_forced,
+)
+from expertctl.routing.vector_table import EncodedTexts, SearchHits
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
 
 SuccessRate = Callable[[Digest, str], float | None]
 """Content digest, task → how often it was judged good; ``None`` without judgements."""
 
-NO_FLAGS: Flags = {}
-NO_GAINS: Gains = {}
+NO_FLAGS: FlagsByDigest = {}
+NO_GAINS: PairGains = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +64,9 @@ class RoutingResult:
     """The plan, what was decided about every expert, and what the user should know."""
 
     plan: Plan
-    choices: tuple[Choice, ...]
-    candidates: tuple[Candidate, ...]
-    features: Features
+    selected: tuple[SelectedExpert, ...]
+    candidates: tuple[RoutingCandidate, ...]
+    features: PromptFeatures
     encoder: str
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -88,17 +97,17 @@ class RoutingResult:
         }
 
 
-def nobody_judged(_: Digest, __: str) -> None:
+def no_success_rate(_: Digest, __: str) -> None:
     """Return None: without usage, every success rate is the default."""
 
 
-def route(
+def route_prompt(
     request: RouteRequest,
-    roster: Roster,
+    eligible: EligibleExperts,
     *,
     base: StoredBase,
     index: RoutingIndex,
-    success_rate: SuccessRate = nobody_judged,
+    success_rate: SuccessRate = no_success_rate,
 ) -> RoutingResult:
     """Plan one prompt.
 
@@ -110,55 +119,60 @@ def route(
     """
     start = time.perf_counter()
     check_request(request)
-    seen = view(request.prompt, roster.names)
-    asked = _Asked(request, features_of(request.prompt, seen=seen), seen)
+    seen = normalise_prompt(request.prompt, eligible.names)
+    asked = _RoutingQuery(request, extract_features(request.prompt, normalised=seen), seen)
     timings: dict[str, float] = {}
     if request.force:
-        choices = _forced(request, roster, base)
-        candidates = _measured_choices(asked, roster, index, choices, success_rate, timings)
+        choices = _select_forced_experts(request, eligible, base)
+        candidates = _measure_forced(asked, eligible, index, choices, success_rate, timings)
     else:
-        measured = _measured(asked, roster, index, success_rate, timings)
-        choices, candidates = choose(
+        measured = _measure_closest(asked, eligible, index, success_rate, timings)
+        choices, candidates = select_experts(
             measured,
-            roster.usable,
+            eligible.usable,
             max_experts=request.max_experts,
-            context=context_of(base, engine=request.engine),
-            gains=roster.gains,
+            context=find_context_length(base, engine=request.engine),
+            gains=eligible.gains,
         )
-        candidates += _far_off(asked, roster, index, choices, candidates, success_rate)
+        candidates += _measure_dependencies(
+            asked, eligible, index, choices, candidates, success_rate
+        )
     scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     return RoutingResult(
-        plan=plan_of(request, choices, scores, asked.features, base),
-        choices=tuple(choices),
+        plan=build_plan(request, choices, scores, asked.features, base),
+        selected=tuple(choices),
         candidates=tuple(candidates),
         features=asked.features,
         encoder=index.encoder.name,
-        notes=tuple(notes_of(request, choices, candidates, roster, index, base)),
-        warnings=(*idle_exclusions(request.exclude, roster.experts), *warnings_of(choices, base)),
-        timings_ms={**timings, "total": _since(start)},
-        other_bases=Counter(roster.other_bases.values()),
+        notes=tuple(collect_notes(request, choices, candidates, eligible, index, base)),
+        warnings=(
+            *list_unused_exclusions(request.exclude, eligible.experts),
+            *collect_warnings(choices, base),
+        ),
+        timings_ms={**timings, "total": _elapsed_ms(start)},
+        other_bases=Counter(eligible.other_bases.values()),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RoutingQuery:
     """A request and what the router reads of its prompt."""
 
     request: RouteRequest
-    features: Features
-    seen: str
+    features: PromptFeatures
+    normalised_prompt: str
 
 
-def roster_of(
+def find_eligible_experts(
     request: RouteRequest,
-    experts: Sequence[Installed],
+    experts: Sequence[InstalledExpert],
     *,
     base: StoredBase,
     index: RoutingIndex,
-    flags: Flags = NO_FLAGS,
-    gains: Gains = NO_GAINS,
-    widths: Widths = NO_WIDTHS,
-) -> Roster:
+    flags: FlagsByDigest = NO_FLAGS,
+    gains: PairGains = NO_GAINS,
+    widths: HiddenSizes = NO_HIDDEN_SIZES,
+) -> EligibleExperts:
     """Return which experts may answer requests like this one on a base.
 
     ``widths`` are those of the known bases, for people who ask why an expert does not fit.
@@ -167,169 +181,183 @@ def roster_of(
         UsageError: when the request itself is wrong; nothing is indexed then.
     """
     check_request(request)
-    return build_roster(
+    return build_eligible_experts(
         experts,
         index,
-        bar=lambda expert: _bar(expert, request),
-        misfit=lambda expert: _misfit(expert, request, base, widths),
-        passed_over=superseded,
+        explain_ineligible=lambda expert: _explain_ineligible(expert, request),
+        misfit=lambda expert: _explain_base_misfit(expert, request, base, widths),
+        find_passed_over=find_superseded,
         flags=flags,
         gains=gains,
     )
 
 
-def _measured(
-    asked: _Asked,
-    roster: Roster,
+def _measure_closest(
+    query: _RoutingQuery,
+    eligible: EligibleExperts,
     index: RoutingIndex,
     success_rate: SuccessRate,
     timings: dict[str, float],
-) -> list[Candidate]:
+) -> list[RoutingCandidate]:
     """Measure the experts closest to the prompt; none when the base is to answer alone."""
-    if asked.request.base_alone or not roster.experts:
+    if query.request.base_alone or not eligible.experts:
         return []
-    encoded, decision = _decided(asked, roster, index, success_rate, timings)
-    closest = [decision.found]
-    if len(roster.barred) > FOUND:
+    encoded, decision = _score_query(query, eligible, index, success_rate, timings)
+    closest = [decision.hits]
+    if len(eligible.ineligible) > MAX_HITS:
         closest.append(index.search(encoded.rows[0]))
-    elif len(roster.barred):
-        closest.append(index.measure(encoded.rows[0], roster.barred))
-    return _candidates(asked, roster, index, decision, closest, success_rate)
+    elif len(eligible.ineligible):
+        closest.append(index.measure_similarity(encoded.rows[0], eligible.ineligible))
+    return _build_candidates(query, eligible, index, decision, closest, success_rate)
 
 
-def _measured_choices(
-    asked: _Asked,
-    roster: Roster,
+def _measure_forced(
+    query: _RoutingQuery,
+    eligible: EligibleExperts,
     index: RoutingIndex,
-    choices: Sequence[Choice],
+    choices: Sequence[SelectedExpert],
     success_rate: SuccessRate,
     timings: dict[str, float],
-) -> list[Candidate]:
+) -> list[RoutingCandidate]:
     """Measure the named experts, and those that they require."""
-    encoded, decision = _decided(asked, roster, index, success_rate, timings)
-    positions = index.positions([choice.expert.digest for choice in choices])
-    found = [index.measure(encoded.rows[0], positions)]
-    measured = _candidates(asked, roster, index, decision, found, success_rate)
+    encoded, decision = _score_query(query, eligible, index, success_rate, timings)
+    positions = index.find_positions([choice.expert.digest for choice in choices])
+    found = [index.measure_similarity(encoded.rows[0], positions)]
+    measured = _build_candidates(query, eligible, index, decision, found, success_rate)
     by_digest = {candidate.expert.digest: candidate for candidate in measured}
-    return [by_digest[choice.expert.digest].accepted(choice.reason) for choice in choices]
+    return [by_digest[choice.expert.digest].mark_accepted(choice.reason) for choice in choices]
 
 
-def _far_off(
-    asked: _Asked,
-    roster: Roster,
+def _measure_dependencies(
+    query: _RoutingQuery,
+    eligible: EligibleExperts,
     index: RoutingIndex,
-    choices: Sequence[Choice],
-    candidates: Sequence[Candidate],
+    choices: Sequence[SelectedExpert],
+    candidates: Sequence[RoutingCandidate],
     success_rate: SuccessRate,
-) -> list[Candidate]:
+) -> list[RoutingCandidate]:
     """Measure what the chosen experts require and is not among the closest to the prompt."""
     known = {candidate.expert.digest for candidate in candidates}
     reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
     if not reasons:
         return []
-    found = index.measure(index.encoded(asked.seen).rows[0], index.positions(reasons))
-    undecided = Decision(Found.nothing())
-    measured = _candidates(asked, roster, index, undecided, [found], success_rate)
-    return [candidate.accepted(reasons[candidate.expert.digest]) for candidate in measured]
+    found = index.measure_similarity(
+        index.encode_prompt(query.normalised_prompt).rows[0], index.find_positions(reasons)
+    )
+    undecided = RoutingDecision(SearchHits.empty())
+    measured = _build_candidates(query, eligible, index, undecided, [found], success_rate)
+    return [candidate.mark_accepted(reasons[candidate.expert.digest]) for candidate in measured]
 
 
-def _decided(
-    asked: _Asked,
-    roster: Roster,
+def _score_query(
+    query: _RoutingQuery,
+    eligible: EligibleExperts,
     index: RoutingIndex,
     success_rate: SuccessRate,
     timings: dict[str, float],
-) -> tuple[Encoded, Decision]:
+) -> tuple[EncodedTexts, RoutingDecision]:
     start = time.perf_counter()
-    encoded = index.encoded(asked.seen)
-    timings["encode"] = _since(start)
+    encoded = index.encode_prompt(query.normalised_prompt)
+    timings["encode"] = _elapsed_ms(start)
     start = time.perf_counter()
-    success = partial(_success, success_rate, asked.features.task)
-    decision = decide(roster, index, asked.features, encoded, success)
-    timings["decide"] = _since(start)
+    success = partial(_lookup_success, success_rate, query.features.task)
+    decision = score_prompt(eligible, index, query.features, encoded, success)
+    timings["decide"] = _elapsed_ms(start)
     return encoded, decision
 
 
-def _success(rate: SuccessRate, task: str, expert: Installed) -> float | None:
+def _lookup_success(rate: SuccessRate, task: str, expert: InstalledExpert) -> float | None:
     return rate(expert.digest, task)
 
 
-def _candidates(
-    asked: _Asked,
-    roster: Roster,
+def _build_candidates(
+    query: _RoutingQuery,
+    eligible: EligibleExperts,
     index: RoutingIndex,
-    decision: Decision,
-    closest: Sequence[Found],
+    decision: RoutingDecision,
+    closest: Sequence[SearchHits],
     success_rate: SuccessRate,
-) -> list[Candidate]:
+) -> list[RoutingCandidate]:
     """Describe the experts that were found as candidates, the best first."""
     similar: dict[int, Similarity] = {}
     for found in closest:
-        similar |= _similarities(index, found)
+        similar |= _read_similarities(index, found)
     candidates = []
     for at, similarity in similar.items():
-        expert = roster.by_position.get(at)
+        expert = eligible.by_position.get(at)
         if expert is None:  # in the index, but not in the roster
             continue
-        measured = measure(
+        measured = build_candidate(
             expert,
-            asked.features,
+            query.features,
             similarity,
-            success=success_rate(expert.digest, asked.features.task),
-            flags=roster.flags.get(expert.digest, ()),
+            success=success_rate(expert.digest, query.features.task),
+            flags=eligible.flags.get(expert.digest, ()),
         )
-        candidates.append(_judged(measured, at, roster, decision))
-    return sorted(candidates, key=lambda candidate: candidate.order)
+        candidates.append(_apply_decision(measured, at, eligible, decision))
+    return sorted(candidates, key=lambda candidate: candidate.sort_key)
 
 
-def _similarities(index: RoutingIndex, found: Found) -> dict[int, Similarity]:
+def _read_similarities(index: RoutingIndex, found: SearchHits) -> dict[int, Similarity]:
     meant = index.encoder.calibrate(found.cosines).tolist()
     told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
     return {at: Similarity(cosine, text) for at, cosine, text in told}
 
 
-def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -> Candidate:
+def _apply_decision(
+    candidate: RoutingCandidate, position: int, eligible: EligibleExperts, decision: RoutingDecision
+) -> RoutingCandidate:
     """Add the head's result for a candidate, and why it is refused, if it is."""
-    bar = roster.bars.get(candidate.expert.digest)
+    bar = eligible.ineligible_reasons.get(candidate.expert.digest)
     if bar:
-        other_base = roster.other_bases.get(candidate.expert.digest, "")
-        return replace(candidate.barred_because(bar), other_base=other_base)
-    if why := decision.vetoes.get(at):
-        return candidate.vetoed_because(why)
-    if standing := decision.standings.get(at):
+        other_base = eligible.other_bases.get(candidate.expert.digest, "")
+        return replace(candidate.mark_ineligible(bar), other_base=other_base)
+    if why := decision.vetoes.get(position):
+        return candidate.mark_vetoed(why)
+    if standing := decision.scores.get(position):
         candidate = replace(
             candidate,
-            share=standing.share,
-            support=standing.support,
+            probability=standing.probability,
+            similarity=standing.similarity,
             score=standing.score,
-            leads=at == decision.leader,
+            is_leader=position == decision.leader,
         )
-    low = too_low(candidate)
-    return candidate.refused(low) if low else candidate
+    low = explain_low_score(candidate)
+    return candidate.mark_rejected(low) if low else candidate
 
 
-def _bar(expert: Installed, request: RouteRequest) -> str:
+def _explain_ineligible(expert: InstalledExpert, request: RouteRequest) -> str:
     """Say why an expert may not be used on any base; empty when it may."""
-    return "excluded by the user" if is_excluded(expert, request.exclude) else untrusted(expert)
+    return (
+        "excluded by the user"
+        if is_excluded(expert, request.exclude)
+        else explain_untrusted(expert)
+    )
 
 
-def _misfit(expert: Installed, request: RouteRequest, base: StoredBase, widths: Widths) -> str:
+def _explain_base_misfit(
+    expert: InstalledExpert, request: RouteRequest, base: StoredBase, widths: HiddenSizes
+) -> str:
     allow = request.allow_base_mismatch
-    return misfit(expert, base.identity, allow_mismatch=allow, widths=widths)
+    return explain_misfit(expert, base.identity, allow_mismatch=allow, widths=widths)
 
 
-def _forced(request: RouteRequest, roster: Roster, base: StoredBase) -> list[Choice]:
-    barred = {e.digest for e in roster.experts if _bar(e, request)} | roster.other_bases.keys()
-    usable = [expert for expert in roster.experts if expert.digest not in barred]
-    context = context_of(base, engine=request.engine)
-    choices = choose_forced(request.force, roster.experts, usable, context=context)
+def _select_forced_experts(
+    request: RouteRequest, eligible: EligibleExperts, base: StoredBase
+) -> list[SelectedExpert]:
+    barred = {
+        e.digest for e in eligible.experts if _explain_ineligible(e, request)
+    } | eligible.other_bases.keys()
+    usable = [expert for expert in eligible.experts if expert.digest not in barred]
+    context = find_context_length(base, engine=request.engine)
+    choices = select_forced(request.force, eligible.experts, usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
             raise UsageError(
                 f"{choice.expert.ref} is forced and excluded at once",
                 hint="leave out the one or the other",
             )
-        check_base(
+        check_expert_base(
             choice.expert.manifest, base.identity, allow_mismatch=request.allow_base_mismatch
         )
     if len(choices) > request.max_experts:
@@ -341,31 +369,33 @@ def _forced(request: RouteRequest, roster: Roster, base: StoredBase) -> list[Cho
     return choices
 
 
-def plan_of(
+def build_plan(
     request: RouteRequest,
-    choices: Sequence[Choice],
+    choices: Sequence[SelectedExpert],
     scores: Mapping[Digest, float],
-    features: Features,
+    features: PromptFeatures,
     base: StoredBase,
 ) -> Plan:
     """Return the plan of some experts: its identity, and the settings that they recommend."""
-    numerics = request_settings(request, base)
+    numerics = build_request_settings(request, base)
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(
-        identity=plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),
+        identity=compute_plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         base=base.name,
-        experts=tuple(_planned(choice, scores[choice.expert.digest]) for choice in choices),
-        params=resolve(
-            request.wishes,
+        experts=tuple(
+            _build_planned_expert(choice, scores[choice.expert.digest]) for choice in choices
+        ),
+        params=resolve_sampling(
+            request.sampling,
             manifests,
             prompt_task=features.task,
-            base=read_base_sampling(base.path).given,
+            base=read_base_sampling(base.path).settings,
         ),
     )
 
 
-def _planned(choice: Choice, score: float) -> PlannedExpert:
+def _build_planned_expert(choice: SelectedExpert, score: float) -> PlannedExpert:
     stored = choice.expert.stored
     return PlannedExpert(
         ref=stored.ref,
@@ -378,5 +408,5 @@ def _planned(choice: Choice, score: float) -> PlannedExpert:
     )
 
 
-def _since(start: float) -> float:
+def _elapsed_ms(start: float) -> float:
     return (time.perf_counter() - start) * 1000

@@ -1,26 +1,163 @@
-"""`PlanningSession`: many prompts to one home, reading again only what has changed.
+"""`PlanCache`: plans that are returned again for the same prompt.
+
+Prompts are the same when they differ in nothing but case and white space; digits, words and the
+ends of lines count. So does what is read from spelling alone: whether a prompt has code.
+
+A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
+
+What is kept does not grow with the length of prompts nor with the size of bases: of a prompt a
+digest is kept, a plan is kept without the words that it was made from, and plans share the record
+of their base.
+
+`PlanningSession`: many prompts to one home, reading again only what has changed.
 
 Installed experts are read again when any process added or removed one, changed trust, learnt that
 one was yanked, or changed a lock file or list that names an exact version. Which of
 them may answer is worked out once for each base and each way of asking, until one of these, the
 vectors or what was learnt from runs changes. The same holds for the plan of a prompt, which is
 remembered for a while where the caller wants that.
+
+A further prompt of a conversation: it is routed again, and without an expert the base answers.
+
+A short prompt ("And 9, 8, 7") and one that refers to what was said before ("Now the other way
+round") name nothing to choose an expert by: for these the experts of the turn before stay.
 """
 
+import hashlib
+import re
+import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from expertctl.routing.candidate import Installed
-from expertctl.routing.decision_cache import DecisionCache, Question, as_asked
-from expertctl.routing.planner import Inventory, Planned, Planner
-from expertctl.routing.request import RouteRequest
-from expertctl.routing.roster import Roster
+from expertctl.errors import NotFoundError
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import EligibleExperts
+from expertctl.routing.features import extract_features
+from expertctl.routing.plan import Plan
+from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.store.base_record import StoredBase
-from expertctl.store.file_mark import stamp_of
-from expertctl.store.flags import FILE as FLAGGED_FILE
+from expertctl.store.disk import stat_fingerprint
 from expertctl.store.pins import PinFiles
+from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
+from expertctl.store.store import Store
 
-ROSTERS = 16
+CACHE_CAPACITY = 2_000
+"""How many plans are kept, the most recently asked for: 4 MB without experts, 30 MB with many."""
+CACHE_SECONDS = 3_600.0
+"""In an hour a success rate fades by a thousandth."""
+KEPT_CANDIDATES = 16
+"""How many candidates of a plan are kept: what the head compared, and a few more."""
+_BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
+_LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
+_SPACES = re.compile(r"[^\S\n]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCacheKey:
+    """What a plan is remembered by."""
+
+    request: RouteRequest
+    """Without a seed; its prompt is the SHA-256 of the normalised prompt."""
+    base: str | None
+    has_code: bool
+
+    @classmethod
+    def from_request(cls, request: RouteRequest, base: str | None) -> "PlanCacheKey":
+        """Return what a request asks, however it is spelled."""
+        spelled = fold_prompt(request.prompt).encode("utf-8", "surrogatepass")
+        asked = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
+        return cls(asked, base, extract_features(request.prompt).has_code)
+
+
+class PlanCache:
+    """Plans by question, of one state of what is installed and learnt."""
+
+    def __init__(
+        self, capacity: int = CACHE_CAPACITY, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Begin with nothing."""
+        self.most = capacity
+        self._clock = clock
+        self._plans: OrderedDict[PlanCacheKey, tuple[float, PlannedPrompt]] = OrderedDict()
+        self._bases: dict[str, StoredBase] = {}
+        """The record of each base, by name; each plan was made with a copy of its own."""
+        self._revision: object = ""
+
+    def __len__(self) -> int:
+        """How many plans are kept."""
+        return len(self._plans)
+
+    def find_plan(self, question: PlanCacheKey, *, revision: object) -> PlannedPrompt | None:
+        """Return what was planned of late; when something has changed, forget all instead."""
+        if revision != self._revision:
+            self._plans.clear()
+            self._bases.clear()
+            self._revision = revision
+        at, planned = self._plans.get(question, (0.0, None))
+        if planned is None or not 0 <= self._clock() - at < CACHE_SECONDS:
+            self._plans.pop(question, None)
+            return None
+        self._plans.move_to_end(question)
+        return planned
+
+    def store_plan(self, question: PlanCacheKey, planned: PlannedPrompt) -> None:
+        """Remember a plan for as long as the revision that was last asked for holds."""
+        base = self._share_base(planned.base)
+        self._plans[question] = (self._clock(), replace(_abridge_plan(planned), base=base))
+        self._plans.move_to_end(question)
+        if len(self._plans) > self.most:
+            self._plans.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Check that no more is kept than is promised."""
+        assert len(self._plans) <= self.most
+        for _, planned in self._plans.values():
+            assert len(planned.result.candidates) <= KEPT_CANDIDATES
+            assert not planned.result.features.words
+
+    def _share_base(self, base: StoredBase) -> StoredBase:
+        """Return the record of a base that other plans refer to, if it is the same."""
+        known = self._bases.get(base.name)
+        if known is None or known != base:
+            known = self._bases[base.name] = base
+        return known
+
+
+def _abridge_plan(planned: PlannedPrompt) -> PlannedPrompt:
+    """Return a plan with its first candidates, without the words of its prompt."""
+    result = planned.result
+    features = replace(result.features, words=())
+    abridged = replace(result, candidates=result.candidates[:KEPT_CANDIDATES], features=features)
+    return replace(planned, result=abridged)
+
+
+def fold_prompt(prompt: str) -> str:
+    """Return a prompt in one case, every run of white space in its shortest form."""
+    lines = _LINE_END.sub("\n", _BLANK_LINES.sub("\n\n", prompt.strip()))
+    return _SPACES.sub(" ", lines).casefold()
+
+
+def adapt_cached_plan(
+    planned: PlannedPrompt, request: RouteRequest, *, took_ms: float
+) -> PlannedPrompt:
+    """Return a remembered plan for this request: its own seed, length and time."""
+    result = planned.result
+    seed = secrets.randbelow(2**32) if request.seed is None else request.seed
+    return replace(
+        planned,
+        result=replace(
+            result,
+            plan=replace(result.plan, seed=seed),
+            features=replace(result.features, length=len(request.prompt)),
+            timings_ms={"remembered": took_ms, "total": took_ms},
+        ),
+    )
+
+
+MAX_ELIGIBLE_SETS = 16
 """How many rosters are kept: every request may leave out other experts."""
 
 _Key = tuple[object, ...]
@@ -36,81 +173,193 @@ class PlanningSession:
         self._trust = str(planner.trust.path)
         self._yanked = str(planner.home.yanked)
         self._pins = PinFiles(planner.home, planner.folder)
-        self._beside = (str(planner.bases.folder), str(flagged))
-        self._kept: tuple[_Key, Inventory] | None = None
-        self._rosters: dict[_Key, Roster] = {}
+        self._watched_paths = (str(planner.bases.folder), str(flagged))
+        self._cached_inventory: tuple[_Key, Inventory] | None = None
+        self._eligible: dict[_Key, EligibleExperts] = {}
         self._revision: _Key = ()
-        self._cache = DecisionCache(clock=clock)
+        self._cache = PlanCache(clock=clock)
 
     @property
     def inventory(self) -> Inventory:
         """The experts that are installed now."""
-        mark, kept = self._installed(), self._kept
+        mark, kept = self._inventory_key(), self._cached_inventory
         if kept is None or kept[0] != mark:
-            self._rosters.clear()
-            kept = self._kept = (mark, self.planner.inventory())
+            self._eligible.clear()
+            kept = self._cached_inventory = (mark, self.planner.read_inventory())
         return kept[1]
 
     def plan(
-        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
-    ) -> Planned:
+        self,
+        request: RouteRequest,
+        *,
+        base: str | None = None,
+        files: Sequence[InstalledExpert] = (),
+    ) -> PlannedPrompt:
         """Plan one prompt as `Planner.plan` does; raises as it does."""
-        roster = None if files else self._roster  # rosters with files are not worth keeping
+        roster = None if files else self._find_eligible  # rosters with files are not worth keeping
         inventory = self.inventory
-        return self.planner.plan_from(inventory, request, base=base, files=files, roster=roster)
+        return self.planner.plan_with_inventory(
+            inventory, request, base=base, files=files, eligibility=roster
+        )
 
-    def recall(
-        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
-    ) -> Planned:
+    def plan_cached(
+        self,
+        request: RouteRequest,
+        *,
+        base: str | None = None,
+        files: Sequence[InstalledExpert] = (),
+    ) -> PlannedPrompt:
         """Plan one prompt; a plan made before for the same prompt is returned again.
 
         Such a plan keeps only its first candidates and gets its own seed. With ``files`` nothing is
         remembered. Raises as `plan` does.
         """
         start = time.perf_counter()
-        question, before = Question.of(request, base), self._changes()
-        known = None if files else self._cache.find(question, revision=self._with_vectors(before))
+        question, before = PlanCacheKey.from_request(request, base), self._change_key()
+        known = (
+            None if files else self._cache.find_plan(question, revision=self._revision_key(before))
+        )
         if known is not None:
-            return as_asked(known, request, took_ms=(time.perf_counter() - start) * 1000)
+            return adapt_cached_plan(known, request, took_ms=(time.perf_counter() - start) * 1000)
         planned = self.plan(request, base=base, files=files)
-        if not files and self._changes() == before:
-            now = self._with_vectors(before)  # planning may have added some
-            self._cache.find(question, revision=now)
-            self._cache.keep(question, planned)
+        if not files and self._change_key() == before:
+            now = self._revision_key(before)  # planning may have added some
+            self._cache.find_plan(question, revision=now)
+            self._cache.store_plan(question, planned)
         return planned
 
     def check_integrity(self) -> None:
         """Check that no roster names an expert that was not read, and that there are few."""
         self._cache.check_integrity()
-        assert len(self._rosters) <= ROSTERS
-        experts = self._kept[1].experts if self._kept else ()
+        assert len(self._eligible) <= MAX_ELIGIBLE_SETS
+        experts = self._cached_inventory[1].experts if self._cached_inventory else ()
         known = {expert.digest for expert in experts}
-        for roster in self._rosters.values():
+        for roster in self._eligible.values():
             assert {expert.digest for expert in roster.experts} <= known
 
-    def _roster(
-        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
-    ) -> Roster:
-        changes = self._changes()  # before anything is read: what changes meanwhile is seen next
-        if self._with_vectors(changes) != self._revision:
-            self._rosters.clear()
+    def _find_eligible(
+        self, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
+    ) -> EligibleExperts:
+        changes = self._change_key()  # before anything is read: what changes meanwhile is seen next
+        if self._revision_key(changes) != self._revision:
+            self._eligible.clear()
         key = (base.name, base.identity, request.exclude, request.allow_base_mismatch)
-        if key not in self._rosters:
-            while len(self._rosters) >= ROSTERS:
-                del self._rosters[next(iter(self._rosters))]
-            self._rosters[key] = self.planner.roster(request, base, experts)
-        self._revision = self._with_vectors(changes)  # making one may have added some
-        return self._rosters[key]
+        if key not in self._eligible:
+            while len(self._eligible) >= MAX_ELIGIBLE_SETS:
+                del self._eligible[next(iter(self._eligible))]
+            self._eligible[key] = self.planner.find_eligible(request, base, experts)
+        self._revision = self._revision_key(changes)  # making one may have added some
+        return self._eligible[key]
 
-    def _with_vectors(self, changes: _Key) -> _Key:
+    def _revision_key(self, changes: _Key) -> _Key:
         """Return a key that changes with anything that a plan depends on."""
         return self.planner.index.revision, *changes
 
-    def _changes(self) -> _Key:
+    def _change_key(self) -> _Key:
         """Return the same key without the vectors, which planning itself may add."""
-        beside = map(stamp_of, self._beside)
-        return *self._installed(), self.planner.catalogue.revision(), *beside
+        beside = map(stat_fingerprint, self._watched_paths)
+        return *self._inventory_key(), self.planner.catalogue.read_revision(), *beside
 
-    def _installed(self) -> _Key:
-        stamps = stamp_of(self._trust), stamp_of(self._yanked), self._pins.stamps()
+    def _inventory_key(self) -> _Key:
+        stamps = (
+            stat_fingerprint(self._trust),
+            stat_fingerprint(self._yanked),
+            self._pins.read_fingerprints(),
+        )
         return self.planner.store.revision(), *stamps
+
+
+KEPT_REASON = "kept from the turn before"
+MAX_SHORT_WORDS = 3
+"""A prompt of so few words is a follow-up, whatever it says."""
+MAX_REFERRING_WORDS = 25
+"""A longer prompt says what it is about, even if it refers to something."""
+
+_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
+_DENSE_SCRIPT = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+"""Letters of scripts that put no space between words."""
+_SEPARATOR = re.compile(r"[,;\n]")
+_PRONOUN = (
+    r"(?:it|that|this|them|these|those)(?=\s*(?:$|[.!?,;)])"
+    r"|\s+(?:again|as|in|into|to|with|for|more|less|one|once|instead|please|shorter|longer)\b)"
+)
+_BACK_REFERENCE = re.compile(
+    r"^\W*(?:and|but|or|also|again|instead|same|und|aber|oder|auch|noch|et|mais|ou|encore|y"
+    r"|pero|mas|maar|nog|(?:what|how)\s+about|what\s+if"
+    r"|(?:no|yes)(?=\s*(?:$|[,.!;:])|\s+(?:i|but|not)\b))\b"
+    rf"|\w\s+{_PRONOUN}"
+    r"|^\W*(?:please\s+)?(?:continue|go\s+on)\b"
+    r"|\b(?:again|instead(?!\s+of)|(?<!no\s)(?:shorter|longer)(?!\s+than)|(?:once|one)\s+more"
+    r"|another\s+one|the\s+same|vice\s+versa"
+    r"|the\s+(?:other|first|second|third|last|next|previous)\s+(?:(?:way|one|order)|two(?!\s+\w))"
+    r"|your\s+(?:(?:last|previous|first)\s+)?(?:answer|reply|result)"
+    r"|the\s+(?:(?:last|previous|first)\s+)?(?:answer|reply|result)(?!\s+(?:of|to|when|if))"
+    r"|the\s+above|above(?=\s*(?:$|[.!?,;:)]))"
+    r"|kürzer|länger|nochmals?|noch\s+einmal|stattdessen|umgekehrt"
+    r"|plus\s+court|encore\s+une\s+fois|más\s+corto|otra\s+vez|de\s+nuevo"
+    r"|più\s+corto|di\s+nuovo|mais\s+curto|korter|opnieuw|andersom)\b",
+    re.I,
+)
+
+
+def is_follow_up(prompt: str) -> bool:
+    """Tell whether a prompt needs what was said before: it is short, only data, or refers to it."""
+    count = _count_words(prompt)
+    if count <= MAX_SHORT_WORDS:
+        return True
+    pieces = _SEPARATOR.split(prompt)
+    if len(pieces) > 1 and all(_count_words(piece) <= 2 for piece in pieces):
+        return True
+    return count <= MAX_REFERRING_WORDS and _BACK_REFERENCE.search(prompt) is not None
+
+
+def _count_words(text: str) -> int:
+    """Count the words of a text, numbers aside; two letters of a dense script count as one."""
+    dense = len(_DENSE_SCRIPT.findall(text))
+    return len(_WORD.findall(_DENSE_SCRIPT.sub(" ", text))) + (dense + 1) // 2
+
+
+def plan_follow_up(
+    session: PlanningSession,
+    request: RouteRequest,
+    previous: Plan,
+    *,
+    base: str | None = None,
+    files: Sequence[InstalledExpert] = (),
+) -> PlannedPrompt:
+    """Plan a prompt that follows one answered by the plan ``before``.
+
+    Raises:
+        ExpertError: as `PlanningSession.recall` does, also when an expert of that plan is gone.
+    """
+    planned = session.plan_cached(request, base=base, files=files)
+    if planned.experts or request.base_alone or not previous.experts:
+        return planned
+    if not is_follow_up(request.prompt):
+        return planned
+    _require_installed(session.planner.store, previous)
+    force = tuple(ForcedExpert(expert.content_digest, expert.weight) for expert in previous.experts)
+    kept = session.plan_cached(
+        replace(request, force=force), base=base or previous.base, files=files
+    )
+    experts = tuple(replace(expert, reason=KEPT_REASON) for expert in kept.result.plan.experts)
+    result = replace(
+        kept.result,
+        plan=replace(kept.result.plan, experts=experts),
+        candidates=tuple(
+            candidate.mark_accepted(KEPT_REASON) for candidate in kept.result.candidates
+        ),
+    )
+    return replace(kept, result=result)
+
+
+def _require_installed(store: Store, plan: Plan) -> None:
+    """Demand the experts of a plan, found by digest; the error names the one that is gone."""
+    for expert in plan.experts:
+        try:
+            store.find(expert.content_digest)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{expert.ref}, which answered the turn before, is not installed any more",
+                hint="begin anew, or name the experts that shall answer",
+            ) from error

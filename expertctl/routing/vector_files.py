@@ -1,4 +1,10 @@
-"""`VectorFiles`: the vectors of installed experts on the disk, beside ``index.db``.
+"""The journal of the vectors: which rows of their file belong to which expert.
+
+A header of one line of JSON, then records of 64 bytes, appended and never changed. A record counts
+once it is whole: its check covers its bytes, its place and the header. So an append that broke off
+is no record, and all records are read and checked by a few operations on one array.
+
+`VectorFiles`: the vectors of installed experts on the disk, beside ``index.db``.
 
 ``vectors.journal`` says which expert has which rows of ``vectors-….rows``, a matrix of float32
 that is mapped, not read. Adding experts appends to both files, rows first, each flushed: it costs
@@ -8,7 +14,9 @@ new journal names. Damage makes the files worthless, not dangerous: the vectors 
 the manifests.
 """
 
+import json
 import secrets
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,24 +24,170 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from expertctl.digest import Digest
-from expertctl.durable import append, sync_folder, write_atomic
-from expertctl.routing.vector_journal import (
-    FORMAT,
-    RECORD,
-    Entries,
-    Header,
-    Journal,
-    Records,
-    added_records,
-    buried_records,
-    read_journal,
-    replay,
-    rows_check,
-    sealed,
+from expertctl.errors import DigestError
+from expertctl.files import sync_folder, write_at, write_atomic
+from expertctl.routing.vector_table import (
+    Keys,
+    Mask,
+    Rows,
+    Vectors,
+    VectorTable,
+    count_rows,
+    split_rows,
 )
-from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
+from expertctl.schema.validation import decode_json
+
+FORMAT = "2"
+RECORD = np.dtype(
+    [
+        ("kind", "<u4"),
+        ("count", "<u4"),  # how many rows; 0 in a burial
+        ("at", "<u8"),  # the first row; in a burial the position of the dead
+        ("digest", "u1", (32,)),
+        ("rows", "<u8"),  # the checksum of the rows; 0 in a burial
+        ("check", "<u8"),
+    ]
+)
+ADDED, REMOVED = 1, 2
+
+_RECORD_WORDS = RECORD.itemsize // 8
+_MAX_HEADER = 1 << 14
+_HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+Records = npt.NDArray[np.void]
+"""An array of `RECORD`."""
+
+
+class JournalHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line: what made the rows, and in which file they are."""
+
+    format: str
+    encoder: str
+    stamp: str
+    dimensions: int
+    rows: str
+
+    def to_bytes(self) -> bytes:
+        """Return the line, filled up to whole records."""
+        line = json.dumps(msgspec.to_builtins(self)).encode()
+        return line + b" " * (-(len(line) + 1) % RECORD.itemsize) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class VectorJournal:
+    """What was read: the records up to the first that is not whole.
+
+    ``size`` is where they end. In a ``damaged`` journal whole records follow later, so the cause
+    was not an append that broke off.
+    """
+
+    header: JournalHeader
+    records: Records
+    size: int
+    damaged: bool
+
+    def with_records(self, added: Records) -> "VectorJournal":
+        """Return the journal with the appended records."""
+        records = np.concatenate([self.records, added])
+        return replace(self, records=records, size=self.size + added.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntries:
+    """The entries that the records result in."""
+
+    keys: Keys
+    counts: Rows
+    alive: Mask
+    checks: npt.NDArray[np.uint64]  # the checksum of the rows of each
+
+
+def read_journal(path: Path) -> VectorJournal | None:
+    """Read a journal; ``None`` when it is absent or has no header that can be read."""
+    try:
+        data = path.read_bytes()
+        line = data[: data.index(b"\n", 0, _MAX_HEADER) + 1]
+        header = decode_json(line, JournalHeader)
+        Digest.parse(header.encoder)
+    except (OSError, ValueError, msgspec.MsgspecError, DigestError):
+        return None
+    if header.format != FORMAT or header.to_bytes() != line:
+        return None
+    count = (len(data) - len(line)) // RECORD.itemsize
+    records = np.frombuffer(data, RECORD, count=count, offset=len(line))
+    whole = records["check"] == _checksum_records(records, line, first=0)
+    sound = count if whole.all() else int(whole.argmin())
+    size = len(line) + sound * RECORD.itemsize
+    return VectorJournal(header, records[:sound], size, damaged=bool(whole[sound:].any()))
+
+
+def replay(records: Records) -> JournalEntries | None:
+    """Return the entries that records result in; ``None`` when they contradict each other."""
+    is_added = records["kind"] == ADDED
+    added, buried = records[is_added], records[~is_added]
+    counts = added["count"].astype(np.int64)
+    at = buried["at"].astype(np.int64)
+    known = np.cumsum(is_added)[~is_added]  # how many there were when it was buried
+    sound = (
+        (buried["kind"] == REMOVED).all()
+        and (counts > 0).all()
+        and (added["at"] == np.cumsum(counts) - counts).all()
+        and ((at >= 0) & (at < known)).all()
+    )
+    if not sound or (added["digest"][at] != buried["digest"]).any():
+        return None
+    alive = np.ones(len(added), np.bool_)
+    alive[at] = False
+    return JournalEntries(np.ascontiguousarray(added["digest"]), counts, alive, added["rows"])
+
+
+def build_added_records(added: Mapping[Digest, Vectors], *, row: int) -> Records:
+    """Return the records of new entries whose rows begin at ``row``."""
+    records = np.zeros(len(added), RECORD)
+    counts = count_rows(added)
+    records["kind"] = ADDED
+    records["count"] = counts
+    records["at"] = row + np.cumsum(counts) - counts
+    records["rows"] = [checksum_rows(rows) for rows in added.values()]
+    for record, digest in zip(records, added, strict=True):
+        record["digest"] = np.frombuffer(bytes.fromhex(digest.hex), np.uint8)
+    return records
+
+
+def build_removed_records(keys: Keys, positions: Rows) -> Records:
+    """Return the records that bury the entries at these positions."""
+    records = np.zeros(len(positions), RECORD)
+    records["kind"] = REMOVED
+    records["at"] = positions
+    records["digest"] = keys[positions]
+    return records
+
+
+def seal_records(records: Records, header: JournalHeader, *, first: int) -> bytes:
+    """Return records as bytes, for the places from ``first`` on below this header."""
+    checked = records.copy()
+    checked["check"] = _checksum_records(checked, header.to_bytes(), first=first)
+    return checked.tobytes()
+
+
+def checksum_rows(rows: Vectors) -> int:
+    """Return the checksum of the rows of an entry."""
+    return zlib.crc32(np.ascontiguousarray(rows).tobytes())
+
+
+def _checksum_records(records: Records, header: bytes, *, first: int) -> npt.NDArray[np.uint64]:
+    """Mix all words of each record but the last with its place and the header."""
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(-1, _RECORD_WORDS)
+    places = np.arange(first, first + len(records), dtype=np.uint64)
+    mixed = (places + np.uint64(1)) * _HASH_MULTIPLIER ^ np.uint64(zlib.crc32(header))
+    for word in words[:, :-1].T:
+        mixed = (mixed ^ word) * _HASH_MULTIPLIER
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
 
 JOURNAL_FILE = "vectors.journal"
 ROWS_GLOB = "vectors-*.rows"
@@ -41,16 +195,16 @@ CHECKED_BYTES = 8 << 20
 """Rows up to this size are read and checked when they are opened; larger files are mapped."""
 _ATTEMPTS = 5
 
-Signature = tuple[int, int, int]
+FileSignature = tuple[int, int, int]
 """The inode, size and time of the journal, which change when it does."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenVectors:
     """What the files held when they had a signature."""
 
-    signature: Signature | None
-    journal: Journal
+    signature: FileSignature | None
+    journal: VectorJournal
     table: VectorTable
 
 
@@ -61,21 +215,21 @@ class VectorFiles:
         """Remember the folder and the length of a row; nothing is read yet."""
         self.folder = folder
         self.dimensions = dimensions
-        self._opened: _Opened | None = None
+        self._opened: _OpenVectors | None = None
 
     @property
     def journal(self) -> Path:
         """The journal, which is always replaced or appended to last."""
         return self.folder / JOURNAL_FILE
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Tell whether the files have changed since they were read last."""
         known = None if self._opened is None else self._opened.signature
-        return _signature(self.journal) != known
+        return _read_signature(self.journal) != known
 
     def read(self) -> VectorTable | None:
         """Return what was published last; ``None`` when it is absent or worthless."""
-        if self._opened is None or self.changed():
+        if self._opened is None or self.has_changed():
             self._opened = self._open()
         return None if self._opened is None else self._opened.table
 
@@ -84,62 +238,66 @@ class VectorFiles:
 
         Nothing is read again, so adding takes as long for a large table as for a small one.
         """
-        opened = self._writable()
+        opened = self._open_for_writing()
         table, at = opened.table, len(opened.table.rows)
         new = np.concatenate(list(added.values()))
-        append(self.folder / table.generation, _bytes(new), at=at * self._row_bytes)
-        journal = self._recorded(opened.journal, added_records(added, row=at))
-        rows = self._more_rows(table, new)
-        return self._keep(journal, table.joined(added, rows))
+        write_at(self.folder / table.generation, _as_bytes(new), offset=at * self._row_bytes)
+        journal = self._append_records(opened.journal, build_added_records(added, row=at))
+        rows = self._extend_rows(table, new)
+        return self._remember(journal, table.append_entries(added, rows))
 
-    def bury(self, positions: Rows) -> VectorTable:
+    def remove(self, positions: Rows) -> VectorTable:
         """Forget the entries at these positions of the table on disk."""
-        opened = self._writable()
-        journal = self._recorded(opened.journal, buried_records(opened.table.keys, positions))
-        return self._keep(journal, opened.table.without(positions))
+        opened = self._open_for_writing()
+        journal = self._append_records(
+            opened.journal, build_removed_records(opened.table.keys, positions)
+        )
+        return self._remember(journal, opened.table.mark_dead(positions))
 
-    def restamp(self, stamp: str) -> VectorTable:
+    def update_stamp(self, stamp: str) -> VectorTable:
         """Record a new stamp of the encoder, which may have moved; the rows stay."""
-        opened = self._writable()
+        opened = self._open_for_writing()
         if opened.journal.header.stamp == stamp:
             return opened.table
         header = msgspec.structs.replace(opened.journal.header, stamp=stamp)
-        return self._begin(header, opened.journal.records, replace(opened.table, stamp=stamp))
+        return self._replace_journal(
+            header, opened.journal.records, replace(opened.table, stamp=stamp)
+        )
 
     def replace(self, table: VectorTable) -> VectorTable:
         """Write all that is alive anew and return it; readers of the old files may go on."""
         whole = table.compact() if table.dead_rows else table
         name = f"vectors-{secrets.token_hex(8)}.rows"
-        header = Header(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
-        entries = dict(zip(whole.digests, parts_of(whole.rows, whole.counts), strict=True))
-        with self._removed_unless_named(name):
-            append(self.folder / name, _bytes(whole.rows), at=0)
+        header = JournalHeader(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
+        entries = dict(zip(whole.digests, split_rows(whole.rows, whole.counts), strict=True))
+        with self._remove_rows_on_error(name):
+            write_at(self.folder / name, _as_bytes(whole.rows), offset=0)
             sync_folder(self.folder)
-            published = self._begin(
-                header, added_records(entries, row=0), replace(whole, generation=name)
+            published = self._replace_journal(
+                header, build_added_records(entries, row=0), replace(whole, generation=name)
             )
         self._remove_others(name)
         return published
 
     def check(self) -> bool:
         """Tell whether all rows are those that were written."""
-        return not vector_damage(self.folder)
+        return not describe_vector_damage(self.folder)
 
-    def _open(self) -> _Opened | None:
+    def _open(self) -> _OpenVectors | None:
         """Open the files; try again when a writer replaced them between journal and rows."""
         for _ in range(_ATTEMPTS):
-            signature = _signature(self.journal)
-            opened = self._opened_at(signature)
-            if opened is not None or signature == _signature(self.journal):
+            signature = _read_signature(self.journal)
+            opened = self._open_at(signature)
+            if opened is not None or signature == _read_signature(self.journal):
                 return opened
         return None
 
-    def _opened_at(self, signature: Signature | None) -> _Opened | None:
+    def _open_at(self, signature: FileSignature | None) -> _OpenVectors | None:
         journal = read_journal(self.journal)
         if journal is None or journal.header.dimensions != self.dimensions:
             return None
         entries = replay(journal.records)
-        rows = None if entries is None else self._rows(journal.header, entries)
+        rows = None if entries is None else self._open_rows(journal.header, entries)
         if entries is None or rows is None:
             return None
         table = VectorTable(
@@ -151,40 +309,42 @@ class VectorFiles:
             rows=rows,
             generation=journal.header.rows,
         )
-        return _Opened(signature, journal, table)
+        return _OpenVectors(signature, journal, table)
 
-    def _writable(self) -> _Opened:
+    def _open_for_writing(self) -> _OpenVectors:
         """Return the open files, ready to append to: damaged ones are written anew first."""
         assert self._opened is not None, "writers read first"
         if self._opened.journal.damaged:
             self.replace(self._opened.table)
         return self._opened
 
-    def _recorded(self, journal: Journal, records: Records) -> Journal:
-        data = sealed(records, journal.header, first=len(journal.records))
-        append(self.journal, data, at=journal.size)
+    def _append_records(self, journal: VectorJournal, records: Records) -> VectorJournal:
+        data = seal_records(records, journal.header, first=len(journal.records))
+        write_at(self.journal, data, offset=journal.size)
         return journal.with_records(np.frombuffer(data, RECORD))
 
-    def _begin(self, header: Header, records: Records, table: VectorTable) -> VectorTable:
+    def _replace_journal(
+        self, header: JournalHeader, records: Records, table: VectorTable
+    ) -> VectorTable:
         """Replace the journal by one with this header."""
-        data = sealed(records, header, first=0)
+        data = seal_records(records, header, first=0)
         write_atomic(self.journal, header.to_bytes() + data, mode=0o600)
         size = len(header.to_bytes()) + len(data)
-        journal = Journal(header, np.frombuffer(data, RECORD), size, damaged=False)
-        return self._keep(journal, table)
+        journal = VectorJournal(header, np.frombuffer(data, RECORD), size, damaged=False)
+        return self._remember(journal, table)
 
-    def _keep(self, journal: Journal, table: VectorTable) -> VectorTable:
-        self._opened = _Opened(_signature(self.journal), journal, table)
+    def _remember(self, journal: VectorJournal, table: VectorTable) -> VectorTable:
+        self._opened = _OpenVectors(_read_signature(self.journal), journal, table)
         return table
 
     @property
     def _row_bytes(self) -> int:
         return self.dimensions * np.dtype(np.float32).itemsize
 
-    def _rows(self, header: Header, entries: Entries) -> Vectors | None:
+    def _open_rows(self, header: JournalHeader, entries: JournalEntries) -> Vectors | None:
         """Open the rows: all in memory and checked when they are few, else mapped."""
         try:
-            rows = self._mapped(header.rows, int(entries.counts.sum()))
+            rows = self._map_rows(header.rows, int(entries.counts.sum()))
         except (OSError, ValueError):  # absent, or shorter than the journal says
             return None
         if rows.nbytes > CHECKED_BYTES:
@@ -192,18 +352,18 @@ class VectorFiles:
         read = np.array(rows)
         return read if _is_sound(read, entries) else None
 
-    def _mapped(self, name: str, count: int) -> Vectors:
-        return _map(self.folder / Path(name).name, (count, self.dimensions))
+    def _map_rows(self, name: str, count: int) -> Vectors:
+        return _map_matrix(self.folder / Path(name).name, (count, self.dimensions))
 
-    def _more_rows(self, table: VectorTable, new: Vectors) -> Vectors:
+    def _extend_rows(self, table: VectorTable, new: Vectors) -> Vectors:
         """Return the rows of a table together with those that were appended to its file."""
         if table.rows.nbytes > CHECKED_BYTES:
-            return self._mapped(table.generation, len(table.rows) + len(new))
+            return self._map_rows(table.generation, len(table.rows) + len(new))
         both: Vectors = np.concatenate([table.rows, new])
         return both
 
     @contextmanager
-    def _removed_unless_named(self, name: str) -> Iterator[None]:
+    def _remove_rows_on_error(self, name: str) -> Iterator[None]:
         """Remove rows after a write error (a full disk), unless the journal already names them."""
         try:
             yield
@@ -222,29 +382,29 @@ class VectorFiles:
                     path.unlink()
 
 
-def vector_damage(folder: Path) -> str:
+def describe_vector_damage(folder: Path) -> str:
     """Say what is wrong with the vectors in a folder, every byte read; empty when nothing is."""
     for _ in range(_ATTEMPTS):
-        before = _signature(folder / JOURNAL_FILE)
-        damage = _damage(folder, read_journal(folder / JOURNAL_FILE)) if before else ""
-        if before == _signature(folder / JOURNAL_FILE):  # no process wrote meanwhile
+        before = _read_signature(folder / JOURNAL_FILE)
+        damage = _describe_damage(folder, read_journal(folder / JOURNAL_FILE)) if before else ""
+        if before == _read_signature(folder / JOURNAL_FILE):  # no process wrote meanwhile
             break
     return damage
 
 
-def _damage(folder: Path, journal: Journal | None) -> str:
+def _describe_damage(folder: Path, journal: VectorJournal | None) -> str:
     entries = None if journal is None else replay(journal.records)
     if journal is None or entries is None or journal.damaged:
         return "its records are damaged"
     try:
         shape = int(entries.counts.sum()), journal.header.dimensions
-        rows = _map(folder / Path(journal.header.rows).name, shape)
+        rows = _map_matrix(folder / Path(journal.header.rows).name, shape)
     except (OSError, ValueError):
         return f"{journal.header.rows}, which it names, is absent or too short"
     return "" if _is_sound(rows, entries) else f"{journal.header.rows} was changed"
 
 
-def _signature(journal: Path) -> Signature | None:
+def _read_signature(journal: Path) -> FileSignature | None:
     try:
         status = journal.stat()
     except OSError:
@@ -252,17 +412,19 @@ def _signature(journal: Path) -> Signature | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _map(path: Path, shape: tuple[int, int]) -> Vectors:
+def _map_matrix(path: Path, shape: tuple[int, int]) -> Vectors:
     """Map a matrix; an `OSError` or `ValueError` when it is absent or too short."""
     if shape[0] == 0:
         return np.zeros(shape, np.float32)
     return np.memmap(path, np.float32, mode="r", shape=shape).view(np.ndarray)
 
 
-def _is_sound(rows: Vectors, entries: Entries) -> bool:
-    parts = parts_of(rows, entries.counts)
-    return all(rows_check(part) == check for part, check in zip(parts, entries.checks, strict=True))
+def _is_sound(rows: Vectors, entries: JournalEntries) -> bool:
+    parts = split_rows(rows, entries.counts)
+    return all(
+        checksum_rows(part) == check for part, check in zip(parts, entries.checks, strict=True)
+    )
 
 
-def _bytes(rows: Vectors) -> memoryview:
+def _as_bytes(rows: Vectors) -> memoryview:
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data

@@ -3,6 +3,13 @@
 An entry keeps its position: new ones come behind, and a forgotten one stays in its place, dead,
 until everything is written anew. So data kept per position stays valid while
 `VectorTable.generation` is the same.
+
+`Encoded`: what one pass of an encoder says about texts.
+
+A text has a row, whose cosines say how close it is to another one, and a deep row, in which a head
+finds more of what tells experts apart. Where an encoder sees nothing more, both are the same.
+
+`Found`: what a search of the index returns, as arrays that are grouped without a loop.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +34,7 @@ Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint8]
 """Content digests as bytes, [entries, 32]."""
 
-_FEW = 16
+_MAX_SCANNED_KEYS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +58,7 @@ class VectorTable:
         """Return a table without entries."""
         none = np.zeros(0, np.int64)
         rows = np.zeros((0, dimensions), np.float32)
-        return cls(encoder, stamp, _keys_of([]), none, none.astype(np.bool_), rows)
+        return cls(encoder, stamp, _encode_keys([]), none, none.astype(np.bool_), rows)
 
     def __len__(self) -> int:
         """How many positions there are, dead ones included."""
@@ -76,49 +83,49 @@ class VectorTable:
     @property
     def digests(self) -> list[Digest]:
         """The content digests of the entries that are alive, in their order."""
-        return [self.digest(int(position)) for position in np.flatnonzero(self.alive)]
+        return [self.digest_at(int(position)) for position in np.flatnonzero(self.alive)]
 
-    def digest(self, position: int) -> Digest:
+    def digest_at(self, position: int) -> Digest:
         """Return the content digest at a position."""
         return Digest(self.keys[position].tobytes().hex())
 
-    def positions(self, digests: Sequence[Digest]) -> Rows:
+    def find_positions(self, digests: Sequence[Digest]) -> Rows:
         """Return the position of each digest, -1 where it is not in the table."""
-        wanted = _keys_of(digests)
-        heads = _heads(wanted)
-        found = self._scan(heads) if len(digests) <= _FEW else self._bisect(heads)
+        wanted = _encode_keys(digests)
+        heads = _key_prefixes(wanted)
+        found = self._scan(heads) if len(digests) <= _MAX_SCANNED_KEYS else self._bisect(heads)
         sure = (self.keys[found] == wanted).all(axis=1) if len(self) else np.zeros(0, np.bool_)
         return np.where((found >= 0) & sure, found, -1) if len(self) else found
 
-    def rows_of(self, positions: Rows) -> Rows:
+    def select_rows(self, positions: Rows) -> Rows:
         """Return which rows belong to these positions, entry after entry."""
         counts = self.counts[positions]
         before = np.cumsum(counts) - counts
         rows: Rows = np.repeat(self.starts[positions] - before, counts) + np.arange(counts.sum())
         return rows
 
-    def with_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
+    def add_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
         """Return a table in memory with more entries; those that are alive already stay as is."""
-        new = self.lacking(added)
+        new = self.find_missing(added)
         rows = np.concatenate([self.rows, *new.values()])
-        return replace(self.joined(new, rows), generation="")
+        return replace(self.append_entries(new, rows), generation="")
 
-    def joined(self, new: Mapping[Digest, Vectors], rows: Vectors) -> "VectorTable":
+    def append_entries(self, new: Mapping[Digest, Vectors], rows: Vectors) -> "VectorTable":
         """Return the table with new entries; ``rows`` are all rows, the new ones last."""
         return replace(
             self,
-            keys=np.concatenate([self.keys, _keys_of(new)]),
-            counts=np.concatenate([self.counts, counts_of(new)]),
+            keys=np.concatenate([self.keys, _encode_keys(new)]),
+            counts=np.concatenate([self.counts, count_rows(new)]),
             alive=np.concatenate([self.alive, np.ones(len(new), np.bool_)]),
             rows=rows,
         )
 
-    def lacking(self, added: Mapping[Digest, Vectors]) -> dict[Digest, Vectors]:
+    def find_missing(self, added: Mapping[Digest, Vectors]) -> dict[Digest, Vectors]:
         """Return those of these entries that are not in the table."""
-        at = self.positions(list(added))
+        at = self.find_positions(list(added))
         return {d: rows for (d, rows), there in zip(added.items(), at, strict=True) if there < 0}
 
-    def without(self, positions: Rows) -> "VectorTable":
+    def mark_dead(self, positions: Rows) -> "VectorTable":
         """Return the table with these entries dead."""
         alive = self.alive.copy()
         alive[positions] = False
@@ -132,49 +139,166 @@ class VectorTable:
             keys=self.keys[kept],
             counts=self.counts[kept],
             alive=self.alive[kept],
-            rows=self.rows[self.rows_of(kept)],
+            rows=self.rows[self.select_rows(kept)],
             generation="",
         )
 
     def _scan(self, heads: npt.NDArray[np.uint64]) -> Rows:
         """Find a few digests by scanning all keys; -1 where none has the same head."""
-        mine = [np.flatnonzero((self._heads == head) & self.alive) for head in heads]
+        mine = [np.flatnonzero((self._prefixes == head) & self.alive) for head in heads]
         return np.array([at[-1] if len(at) else -1 for at in mine], np.int64)
 
     def _bisect(self, heads: npt.NDArray[np.uint64]) -> Rows:
         """Find many digests in a sorted list of the live entries."""
-        order = self._order
-        at = np.searchsorted(self._heads[order], heads)
+        order = self._sorted_positions
+        at = np.searchsorted(self._prefixes[order], heads)
         inside = at < len(order)
         found = np.full(len(heads), -1, np.int64)
         found[inside] = order[at[inside]]
         return found
 
     @cached_property
-    def _heads(self) -> npt.NDArray[np.uint64]:
-        return _heads(self.keys)
+    def _prefixes(self) -> npt.NDArray[np.uint64]:
+        return _key_prefixes(self.keys)
 
     @cached_property
-    def _order(self) -> Rows:
+    def _sorted_positions(self) -> Rows:
         alive = np.flatnonzero(self.alive)
-        return alive[np.argsort(self._heads[alive], kind="stable")]
+        return alive[np.argsort(self._prefixes[alive], kind="stable")]
 
 
-def counts_of(entries: Mapping[Digest, Vectors]) -> Rows:
+def count_rows(entries: Mapping[Digest, Vectors]) -> Rows:
     """Return how many rows each of these entries has."""
     return np.array([len(rows) for rows in entries.values()], np.int64)
 
 
-def parts_of(rows: Vectors, counts: Rows) -> list[Vectors]:
+def split_rows(rows: Vectors, counts: Rows) -> list[Vectors]:
     """Cut rows apart, so many for each entry."""
     return np.split(rows, np.cumsum(counts))[:-1]
 
 
-def _keys_of(digests: Iterable[Digest]) -> Keys:
+def _encode_keys(digests: Iterable[Digest]) -> Keys:
     joined = bytes.fromhex("".join(digest.hex for digest in digests))
     return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
 
-def _heads(keys: Keys) -> npt.NDArray[np.uint64]:
+def _key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
     """Return the first eight bytes of every key as one number, enough to tell most apart."""
     return np.ascontiguousarray(keys[:, :8]).view(np.uint64).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """Rows of unit length, or of zeros where a text says nothing, in the order of the texts."""
+
+    rows: Vectors  # [texts, dimensions]
+    rerank_rows: Vectors  # [texts, deep_dimensions]
+
+    @classmethod
+    def from_rows(cls, rows: Vectors) -> Self:
+        """Return rows that are deep as they are."""
+        return cls(rows, rows)
+
+
+def normalise_rows(rows: Vectors) -> Vectors:
+    """Give rows unit length, in place; those of zeros stay."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
+    return unit
+
+
+def interpolate(cosines: Vectors, points: Sequence[tuple[float, float]]) -> Vectors:
+    """Map cosines by linear interpolation between points."""
+    raw, meant = zip(*points, strict=True)
+    similar: Vectors = np.interp(cosines, raw, meant).astype(np.float32)
+    return similar
+
+
+DECIMALS = 6
+"""To how many decimal places cosines are rounded."""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchFilter:
+    """A filter: which positions of a table may be found; made once, used for many searches."""
+
+    table: VectorTable
+    mask: Mask
+
+    @cached_property
+    def positions(self) -> Rows:
+        """The positions that may be found."""
+        return np.flatnonzero(self.mask)
+
+    @cached_property
+    def row_count(self) -> int:
+        """How many rows they have."""
+        return int(self.table.counts[self.positions].sum())
+
+    @cached_property
+    def admits_all(self) -> bool:
+        """Whether it lets all rows through."""
+        return self.row_count == len(self.table.rows)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Their rows."""
+        return self.table.select_rows(self.positions)
+
+    def extend_to(self, table: VectorTable) -> "SearchFilter":
+        """Return the filter for the table with entries added since; these do not pass.
+
+        For the same table it is the same filter.
+        """
+        if table is self.table:
+            return self
+        assert table.generation == self.table.generation, "a filter of positions that are no more"
+        mask = np.zeros(len(table), np.bool_)
+        mask[: len(self.mask)] = self.mask
+        return SearchFilter(table, mask & table.alive)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchHits:
+    """Experts close to a query, the closest first, each with the best of its rows.
+
+    The three arrays have one length. ``experts`` are positions in the index, valid until
+    `RoutingIndex.revision` changes; ``cosines`` are raw.
+    """
+
+    experts: Rows
+    cosines: Vectors
+    texts: Rows  # 0 is the first row of the expert
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Return what a search of an empty index finds."""
+        none = np.zeros(0, np.int64)
+        return cls(none, np.zeros(0, np.float32), none)
+
+    def take(self, count: int) -> "SearchHits":
+        """Return the closest ``count``."""
+        if len(self) <= count:
+            return self
+        return SearchHits(self.experts[:count], self.cosines[:count], self.texts[:count])
+
+    def __len__(self) -> int:
+        """How many experts were found."""
+        return len(self.experts)
+
+
+def group_by_expert(table: VectorTable, rows: Rows, cosines: Vectors) -> SearchHits:
+    """Group rows by the expert that owns them; of equal rows the first counts.
+
+    Cosines are rounded, as the last bits of a product depend on which other rows are multiplied
+    with it: no order may depend on that.
+    """
+    cosines = cosines.round(DECIMALS)
+    order = np.lexsort((rows, -cosines))
+    first: dict[int, int] = {}
+    keep = first.setdefault
+    for at, owner in zip(order.tolist(), table.owners[rows[order]].tolist(), strict=True):
+        keep(owner, at)
+    best = np.fromiter(first.values(), np.int64, len(first))
+    experts = np.fromiter(first, np.int64, len(first))
+    return SearchHits(experts, cosines[best], rows[best] - table.starts[experts])

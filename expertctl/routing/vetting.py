@@ -1,41 +1,181 @@
-"""Vetting: judging packages as they are installed, each by what was there before it.
+"""Resemblance: what the vectors of a package say about it beside those of other packages.
+
+A near copy says in other words what another package says. The examples of a grab-all have little in
+common, and either are also far from its description or mostly resemble those of other packages.
+
+Vetting: judging packages as they are installed, each by what was there before it.
 
 The verdict is kept (`store.suspicions`), so routing only reads it. What is judged already stays
 judged: a package that was there first is never flagged for a copy that came later. The user's own
 packages are not flagged, whatever they say: nobody has to be protected from them.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from expertctl.digest import Digest
-from expertctl.routing.copied_texts import marks_of
-from expertctl.routing.index import RoutingIndex
-from expertctl.routing.resemblance import COMPARED_FROM, Told, resemblance
-from expertctl.routing.suspicion import RULES, KnownManifests, flags
-from expertctl.routing.vector_table import Mask, Vectors
-from expertctl.schema.manifest import Manifest
-from expertctl.store.flags import Flag
-from expertctl.store.suspicions import FILE, Known, Suspicions, Verdict
+import numpy as np
 
-BATCH = 128
+from expertctl.digest import Digest
+from expertctl.routing.encoder import Encoder
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.manifest_lint import (
+    RULES_VERSION,
+    SeenManifests,
+    find_flags,
+    fingerprint_manifest,
+)
+from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
+from expertctl.schema.manifest import Manifest
+from expertctl.store.preference import CATCH_ALL, Flag
+from expertctl.store.suspicions import (
+    SUSPICIONS_FILE,
+    KnownPackages,
+    PackageVerdict,
+    SuspicionStore,
+)
+
+MIN_NEAR_COPY_COSINE = 0.9
+"""Texts this similar say the same in other words."""
+
+SEMANTIC_ENCODER = "minilm"
+"""The encoder that sees meaning; examples of one task may have no words in common."""
+
+_MAX_COMPARED_EXAMPLES = 12
+"""How many examples of a package are compared with all others."""
+_MIN_NEAR_COPY_SHARE = 0.4
+MIN_COMPARED_EXAMPLES = 2
+"""Fewer examples tell nothing."""
+_MIN_ALIKE = 0.6
+_MAX_UNLIKE = 0.25
+"""Examples this far apart on average have nothing in common."""
+_MIN_COVERED_EXPERTS = 4
+"""How many other packages the examples of a grab-all resemble at least."""
+_MIN_COVERED_SHARE = 0.5
+_MIN_EXAMPLES = 10
+"""How many examples must have nothing in common for this to count by itself."""
+_MAX_OVERALL_COSINE = 0.19
+_MAX_DESCRIPTION_COSINE = 0.12
+"""Examples this far from each other and from their description are about everything: even in a
+field as wide as medicine they are closer to the description."""
+_ROWS_PER_BLOCK = 1 << 14
+
+NameLookup = Callable[[int], str]
+"""Position → the name of the package there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackageRows:
+    """The rows of a package's description and examples."""
+
+    description: Vectors  # [dimensions]
+    examples: Vectors  # [examples, dimensions]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ClosestTexts:
+    """How similar the closest text of other packages is to each example, and its owner."""
+
+    similarities: Vectors
+    owners: Rows
+
+
+def find_near_duplicates(
+    table: VectorTable, package: PackageRows, *, others: Mask, name: NameLookup, encoder: Encoder
+) -> Iterator[Flag]:
+    """Flag a near copy and a grab-all; ``others`` are the positions that count."""
+    if len(package.examples) < MIN_COMPARED_EXAMPLES:
+        return
+    last = len(package.examples) - 1
+    sample = package.examples[np.unique(np.linspace(0, last, _MAX_COMPARED_EXAMPLES).astype(int))]
+    closest = _find_closest_texts(table, sample, others, encoder)
+    yield from _check_near_copy(closest, name)
+    if encoder.name == SEMANTIC_ENCODER:
+        yield from _check_catch_all(package, closest)
+
+
+def _check_near_copy(closest: _ClosestTexts, name: NameLookup) -> Iterator[Flag]:
+    compared = len(closest.owners)
+    near = Counter(closest.owners[closest.similarities >= MIN_NEAR_COPY_COSINE].tolist())
+    for other, count in near.most_common(1):
+        if count >= max(MIN_COMPARED_EXAMPLES, _MIN_NEAR_COPY_SHARE * compared):
+            told = f"{count} of {compared} examples say in other words"
+            yield Flag("near-copy", f"{told} what those of {name(other)} say", name(other))
+
+
+def _check_catch_all(package: PackageRows, closest: _ClosestTexts) -> Iterator[Flag]:
+    common = _mean_cosine(package.examples)
+    alike = closest.similarities >= _MIN_ALIKE
+    others = len(np.unique(closest.owners[alike]))
+    if (
+        common < _MAX_UNLIKE
+        and others >= _MIN_COVERED_EXPERTS
+        and alike.mean() >= _MIN_COVERED_SHARE
+    ):
+        sentence = "its examples have little in common, but most resemble those of other packages"
+        yield Flag(CATCH_ALL, sentence)
+    elif (
+        common < _MAX_OVERALL_COSINE
+        and len(package.examples) >= _MIN_EXAMPLES
+        and _is_description_unrelated(package)
+    ):
+        sentence = "its examples have little in common with each other and with its description"
+        yield Flag(CATCH_ALL, sentence)
+
+
+def _is_description_unrelated(package: PackageRows) -> bool:
+    return float((package.examples @ package.description).mean()) < _MAX_DESCRIPTION_COSINE
+
+
+def _find_closest_texts(
+    table: VectorTable, queries: Vectors, others: Mask, encoder: Encoder
+) -> _ClosestTexts:
+    """Return how close others are to each query; the owner is -1 where there are none."""
+    best = np.full(len(queries), -1, np.float32)
+    owner = np.full(len(queries), -1, np.int64)
+    end = _find_last_row(table, others)
+    for start in range(0, end, _ROWS_PER_BLOCK):
+        part = slice(start, min(start + _ROWS_PER_BLOCK, end))
+        own = table.owners[part]
+        cosines = queries @ table.rows[part].T
+        cosines[:, np.flatnonzero(~others[own])] = -1
+        at = cosines.argmax(1)
+        top = cosines[np.arange(len(queries)), at]
+        better = top > best
+        best[better], owner[better] = top[better], own[at[better]]
+    return _ClosestTexts(encoder.calibrate(best), owner)
+
+
+def _find_last_row(table: VectorTable, others: Mask) -> int:
+    """Return where the rows of the last of the others end."""
+    positions = np.flatnonzero(others)
+    return int(table.starts[positions[-1]] + table.counts[positions[-1]]) if len(positions) else 0
+
+
+def _mean_cosine(rows: Vectors) -> float:
+    """Return the mean cosine of different rows."""
+    total, count = rows.sum(0), len(rows)
+    return float((total @ total - count) / (count * (count - 1)))
+
+
+VETTING_BATCH = 128
 """How many packages are judged between two writes."""
 
-Experts = Mapping[Digest, Manifest]
+ExpertManifests = Mapping[Digest, Manifest]
 """Content digest → manifest, in the order in which they came."""
 
 
-def suspicions_of(index: RoutingIndex) -> Suspicions:
+def open_suspicions(index: RoutingIndex) -> SuspicionStore:
     """Return what is remembered beside an index."""
-    return Suspicions(index.folder / FILE)
+    return SuspicionStore(index.folder / SUSPICIONS_FILE)
 
 
-NOBODY: frozenset[Digest] = frozenset()
+NO_EXPERTS: frozenset[Digest] = frozenset()
 
 
-def vet(
-    experts: Experts, index: RoutingIndex, *, own: Collection[Digest] = NOBODY
+def vet_experts(
+    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
     """Judge the experts not judged yet, and remember the verdicts; return the flags of all.
 
@@ -45,42 +185,44 @@ def vet(
         StoreError: when the verdicts cannot be written.
         DiskFullError: when there is no space left.
     """
-    suspicions = suspicions_of(index)
-    known = suspicions.verdicts(experts)
-    current = {d: v.flags for d, v in known.items() if v.rules == RULES and not _changes(v, own)}
+    suspicions = open_suspicions(index)
+    known = suspicions.find_verdicts(experts)
+    current = {
+        d: v.flags for d, v in known.items() if v.rules == RULES_VERSION and not _became_own(v, own)
+    }
     new = {digest: m for digest, m in experts.items() if digest not in current}
     if not new:
         return current
-    vetting = Vetting(suspicions, index, pending=new, own=own)
+    vetting = VettingRound(suspicions, index, pending=new, own=own)
     left = iter(new.items())
-    while batch := dict(islice(left, BATCH)):
-        verdicts = vetting.judge(batch)
+    while batch := dict(islice(left, VETTING_BATCH)):
+        verdicts = vetting.vet_batch(batch)
         suspicions.add(verdicts)
         current |= {verdict.content_digest: verdict.flags for verdict in verdicts}
     return current
 
 
-def _changes(verdict: Verdict, own: Collection[Digest]) -> bool:
+def _became_own(verdict: PackageVerdict, own: Collection[Digest]) -> bool:
     """Tell whether a package was flagged before its signer's key became the user's own."""
     return bool(verdict.flags) and verdict.content_digest in own
 
 
-def advise(
-    manifest: Manifest, index: RoutingIndex, *, own: Collection[Digest] = NOBODY
+def preview_flags(
+    manifest: Manifest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> tuple[Flag, ...]:
     """Return the flags that a package of somebody else would get here; nothing is remembered.
 
     It is not compared with the user's own packages, which others do not have.
     """
-    suspicions = suspicions_of(index)
-    names = {verdict.name for verdict in suspicions.verdicts(own).values()}
-    vetting = Vetting(suspicions, index, pending={})
-    vetting.others[index.positions(own)] = False
-    return vetting.find(manifest, _Without(suspicions, names))
+    suspicions = open_suspicions(index)
+    names = {verdict.name for verdict in suspicions.find_verdicts(own).values()}
+    vetting = VettingRound(suspicions, index, pending={})
+    vetting.others[index.find_positions(own)] = False
+    return vetting.vet_unindexed(manifest, _KnownWithout(suspicions, names))
 
 
-def vet_again(
-    experts: Experts, index: RoutingIndex, *, own: Collection[Digest] = NOBODY
+def revet_experts(
+    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
     """Forget all but these, judge again those that were flagged, and those not judged yet.
 
@@ -88,53 +230,53 @@ def vet_again(
         StoreError: when the verdicts cannot be written.
         DiskFullError: when there is no space left.
     """
-    suspicions = suspicions_of(index)
-    known = suspicions.verdicts(experts)
+    suspicions = open_suspicions(index)
+    known = suspicions.find_verdicts(experts)
     clean = [digest for digest, verdict in known.items() if not verdict.flags]
-    suspicions.keep(clean, {manifest.name for manifest in experts.values()})
-    return vet(experts, index, own=own)
+    suspicions.retain(clean, {manifest.name for manifest in experts.values()})
+    return vet_experts(experts, index, own=own)
 
 
 @dataclass(frozen=True, slots=True)
-class _Either:
+class _CombinedKnown:
     """What the record knows and what a batch adds to it; the record was there first."""
 
-    record: Known
-    batch: Known
+    record: KnownPackages
+    batch: KnownPackages
 
-    def owners(self, marks: Collection[int]) -> Mapping[int, str]:
-        return {**self.batch.owners(marks), **self.record.owners(marks)}
+    def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
+        return {**self.batch.find_owners(marks), **self.record.find_owners(marks)}
 
-    def named(self, names: Collection[str]) -> Mapping[str, str]:
-        return {**self.batch.named(names), **self.record.named(names)}
+    def find_names(self, names: Collection[str]) -> Mapping[str, str]:
+        return {**self.batch.find_names(names), **self.record.find_names(names)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Without:
+class _KnownWithout:
     """What the record knows, without what some packages brought."""
 
-    record: Known
+    record: KnownPackages
     names: Collection[str]
 
-    def owners(self, marks: Collection[int]) -> Mapping[int, str]:
-        found = self.record.owners(marks)
+    def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
+        found = self.record.find_owners(marks)
         return {mark: name for mark, name in found.items() if name not in self.names}
 
-    def named(self, names: Collection[str]) -> Mapping[str, str]:
-        found = self.record.named(names)
+    def find_names(self, names: Collection[str]) -> Mapping[str, str]:
+        found = self.record.find_names(names)
         return {name: package for name, package in found.items() if package not in self.names}
 
 
-class Vetting:
+class VettingRound:
     """One round of judging, with the packages that may have been copied from so far."""
 
     def __init__(
         self,
-        suspicions: Suspicions,
+        suspicions: SuspicionStore,
         index: RoutingIndex,
         *,
-        pending: Experts,
-        own: Collection[Digest] = NOBODY,
+        pending: ExpertManifests,
+        own: Collection[Digest] = NO_EXPERTS,
     ) -> None:
         """Begin; a pending package counts only once it is judged, a flagged one never."""
         self.suspicions = suspicions
@@ -145,60 +287,69 @@ class Vetting:
         for digest, manifest in pending.items():
             self.pending.setdefault(manifest.package.namespace, []).append(digest)
         self.others: Mask = index.table.alive.copy()
-        self.others[index.positions([*pending, *suspicions.flagged()])] = False
+        self.others[index.find_positions([*pending, *suspicions.read_flagged()])] = False
 
-    def judge(self, batch: Experts) -> list[Verdict]:
+    def vet_batch(self, batch: ExpertManifests) -> list[PackageVerdict]:
         """Judge packages in order, each against those before it."""
-        seen = KnownManifests()
-        known = _Either(self.suspicions, seen)
-        return [self._judge(digest, m, known, seen) for digest, m in batch.items()]
+        seen = SeenManifests()
+        known = _CombinedKnown(self.suspicions, seen)
+        return [self._vet_expert(digest, m, known, seen) for digest, m in batch.items()]
 
-    def _judge(
-        self, digest: Digest, manifest: Manifest, known: Known, seen: KnownManifests
-    ) -> Verdict:
-        found = (*flags(manifest, known), *self._resembling(digest, manifest))
+    def _vet_expert(
+        self,
+        digest: Digest,
+        manifest: Manifest,
+        known: KnownPackages,
+        batch_manifests: SeenManifests,
+    ) -> PackageVerdict:
+        found = (*find_flags(manifest, known), *self._check_indexed(digest, manifest))
         if not found:
-            seen.add(manifest)
-            self.others[self.index.positions([digest])] = True
+            batch_manifests.add(manifest)
+            self.others[self.index.find_positions([digest])] = True
         elif digest in self.own:  # what it brings does not count against later ones all the same
-            return Verdict(digest, manifest.name, (), RULES)
-        return Verdict(digest, manifest.name, found, RULES, marks_of(manifest))
+            return PackageVerdict(digest, manifest.name, (), RULES_VERSION)
+        return PackageVerdict(
+            digest, manifest.name, found, RULES_VERSION, fingerprint_manifest(manifest)
+        )
 
-    def find(self, manifest: Manifest, known: Known) -> tuple[Flag, ...]:
+    def vet_unindexed(self, manifest: Manifest, known: KnownPackages) -> tuple[Flag, ...]:
         """Judge a package that has no vectors in the index."""
         examples = manifest.routing.examples
-        if len(examples) < COMPARED_FROM:
-            return flags(manifest, known)
+        if len(examples) < MIN_COMPARED_EXAMPLES:
+            return find_flags(manifest, known)
         rows = self.index.encoder.encode([manifest.description, *examples])
-        return (*flags(manifest, known), *self._compared(rows, manifest))
+        return (*find_flags(manifest, known), *self._check_rows(rows, manifest))
 
-    def _resembling(self, digest: Digest, manifest: Manifest) -> tuple[Flag, ...]:
+    def _check_indexed(self, digest: Digest, manifest: Manifest) -> tuple[Flag, ...]:
         """Compare the vectors of a package with those of other publishers."""
-        table, position = self.index.table, self.index.positions([digest])
+        table, position = self.index.table, self.index.find_positions([digest])
         if not len(position):
             return ()
-        return self._compared(table.rows[table.rows_of(position)], manifest)
+        return self._check_rows(table.rows[table.select_rows(position)], manifest)
 
-    def _compared(self, rows: Vectors, manifest: Manifest) -> tuple[Flag, ...]:
+    def _check_rows(self, rows: Vectors, manifest: Manifest) -> tuple[Flag, ...]:
         return tuple(
-            resemblance(
+            find_near_duplicates(
                 self.index.table,
-                Told(rows[0], rows[1 : 1 + len(manifest.routing.examples)]),
-                others=self._foreign(manifest),
-                name=self._name,
+                PackageRows(rows[0], rows[1 : 1 + len(manifest.routing.examples)]),
+                others=self._mask_foreign(manifest),
+                name=self._find_name,
                 encoder=self.index.encoder,
             )
         )
 
-    def _foreign(self, manifest: Manifest) -> Mask:
+    def _mask_foreign(self, manifest: Manifest) -> Mask:
         """Leave out what the same publisher brought."""
         namespace = manifest.package.namespace
-        own = [*self.pending.get(namespace, ()), *self.suspicions.of_namespace(namespace)]
+        own = [
+            *self.pending.get(namespace, ()),
+            *self.suspicions.list_namespace_contents(namespace),
+        ]
         foreign = self.others.copy()
-        foreign[self.index.positions(own)] = False
+        foreign[self.index.find_positions(own)] = False
         return foreign
 
-    def _name(self, position: int) -> str:
-        digest = self.index.digest(position)
-        known = self.suspicions.verdicts([digest])
+    def _find_name(self, position: int) -> str:
+        digest = self.index.digest_at(position)
+        known = self.suspicions.find_verdicts([digest])
         return self.names.get(digest) or (known[digest].name if known else str(digest))

@@ -21,17 +21,17 @@ MAX_DEPTH = 32
 _MAX_INTEGER = 2**53 - 1
 _NESTED = (list, dict)
 _DIGITS = bytes(48 if 48 <= byte < 58 else byte for byte in range(256))
-_LONG = b"0" * 16
+_LONG_DIGITS = b"0" * 16
 """Shorter integers are within bounds; a hook for each would cost as much as the parsing."""
 
-_LARGE = 64 << 10
+_LARGE_DOCUMENT = 64 << 10
 """While a longer document is parsed, the garbage collector is paused."""
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 JsonObject = dict[str, JsonValue]
 
 
-class _RefusedError(ValueError):
+class _StrictJsonError(ValueError):
     """What is wrong with the document."""
 
 
@@ -44,10 +44,10 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
     if len(data) > max_bytes:
         raise InvalidPackageError(what, [f"too many bytes of JSON, at most {max_bytes} allowed"])
     try:
-        if len(data) <= _LARGE:
-            return _read(data)
-        with _uncollected():
-            return _read(data)
+        if len(data) <= _LARGE_DOCUMENT:
+            return _parse(data)
+        with _pause_collection():
+            return _parse(data)
     except UnicodeDecodeError as error:
         raise InvalidPackageError(what, [f"not UTF-8 at byte {error.start}"]) from error
     except (ValueError, RecursionError) as error:
@@ -72,19 +72,19 @@ def read_bounded(path: Path, *, max_bytes: int) -> bytes:
         return stream.read(max_bytes + 1)
 
 
-def canonical(document: object) -> bytes:
+def encode_canonical(document: object) -> bytes:
     """Return the RFC 8785 bytes of a document of our own making."""
     return rfc8785.dumps(document)  # type: ignore[arg-type]  # its alias is recursive over Any
 
 
-def _read(data: bytes) -> JsonValue:
+def _parse(data: bytes) -> JsonValue:
     text = data.decode("utf-8")
     document: JsonValue = json.loads(
         text,
-        object_pairs_hook=_unique,
-        parse_constant=_no_constant,
-        parse_int=_integer if _LONG in data.translate(_DIGITS) else None,
-        parse_float=_finite,
+        object_pairs_hook=_reject_duplicates,
+        parse_constant=_reject_constant,
+        parse_int=_parse_integer if _LONG_DIGITS in data.translate(_DIGITS) else None,
+        parse_float=_parse_finite,
     )
     _check_depth(document)
     if "\\u" in text:  # nothing else can make a surrogate of valid UTF-8
@@ -93,7 +93,7 @@ def _read(data: bytes) -> JsonValue:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_collection() -> Iterator[None]:
     """Pause the garbage collector: no garbage is made meanwhile.
 
     Each collection goes through all that was read until then and holds up the process: for a
@@ -109,29 +109,29 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _unique(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+def _reject_duplicates(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise _RefusedError(f"duplicate key {name[:80]!r}")
+        raise _StrictJsonError(f"duplicate key {name[:80]!r}")
     return result
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise _RefusedError(f"{name} is not a JSON number")
+def _reject_constant(name: str) -> NoReturn:
+    raise _StrictJsonError(f"{name} is not a JSON number")
 
 
-def _finite(digits: str) -> float:
+def _parse_finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise _RefusedError(f"number {digits[:20]} is too large")
+        raise _StrictJsonError(f"number {digits[:20]} is too large")
     return value
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     value = int(digits) if len(digits) <= 17 else _MAX_INTEGER + 1
     if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
-        raise _RefusedError(f"integer {digits[:20]}… is beyond 2^53-1")
+        raise _StrictJsonError(f"integer {digits[:20]}… is beyond 2^53-1")
     return value
 
 
@@ -139,21 +139,23 @@ def _check_depth(document: JsonValue) -> None:
     """Go down level by level, which is cheap for a table of many tensors."""
     level: list[JsonValue] = [document]
     for _ in range(MAX_DEPTH + 2):
-        level = [child for value in level if value.__class__ in _NESTED for child in _in(value)]
+        level = [
+            child for value in level if value.__class__ in _NESTED for child in _get_children(value)
+        ]
         if not level:
             return
-    raise _RefusedError(f"nested deeper than {MAX_DEPTH}")
+    raise _StrictJsonError(f"nested deeper than {MAX_DEPTH}")
 
 
 def _check_texts(value: JsonValue) -> None:
     for text in (value, *value) if isinstance(value, dict) else (value,):
         if isinstance(text, str):
             _check_text(text)
-    for child in _in(value):
+    for child in _get_children(value):
         _check_texts(child)
 
 
-def _in(value: JsonValue) -> Collection[JsonValue]:
+def _get_children(value: JsonValue) -> Collection[JsonValue]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
@@ -163,4 +165,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _RefusedError("a string holds a lone surrogate") from error
+        raise _StrictJsonError("a string holds a lone surrogate") from error

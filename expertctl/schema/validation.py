@@ -1,19 +1,69 @@
-"""JSON Schemas (draft 2020-12), shipped in the wheel; checking reports all problems at once."""
+"""Documents of JSON as dataclasses and structs, made from any thread.
+
+msgspec 0.22 prepares a class when it is first used, and lets other threads see it half prepared:
+two first uses at once end the process with a segmentation fault, as installs of several packages
+did. So one thread prepares each class before any thread uses it.
+
+JSON Schemas (draft 2020-12), shipped in the wheel; checking reports all problems at once.
+
+Files of JSON Lines that people write: bounded, read strictly, all problems told at once.
+
+Each line is one object of a schema. A problem names its line; after ``MAX_PROBLEMS`` the rest of
+the file is passed over.
+"""
 
 import json
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import jsonschema_rs
+import msgspec
 
-from expertctl.schema.strict_json import JsonValue
+from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.files import open_regular_file
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+
+_Kind = TypeVar("_Kind")
+_prepared_types: set[object] = set()
+_prepare_lock = threading.Lock()
+
+
+def convert_document(document: object, kind: type[_Kind], *, strict: bool = True) -> _Kind:
+    """Turn what a parser returned into a value of a kind.
+
+    Raises:
+        msgspec.ValidationError: when it does not have that shape.
+    """
+    _prepare_type(kind)
+    return msgspec.convert(document, kind, strict=strict)
+
+
+def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
+    """Turn JSON text into a value of a kind.
+
+    Raises:
+        msgspec.DecodeError: when it is no JSON, or does not have that shape.
+    """
+    _prepare_type(kind)
+    return msgspec.json.decode(data, type=kind)
+
+
+def _prepare_type(kind: object) -> None:
+    if kind in _prepared_types:
+        return
+    with _prepare_lock:
+        msgspec.json.Decoder(kind)
+        _prepared_types.add(kind)
+
 
 _PACKAGE = Path(__file__).parent.parent
 MAX_PROBLEMS = 50
-LONGEST = 300
+MAX_PROBLEM_LENGTH = 300
 """How many characters of a place, and of its problem, are shown."""
-LARGE = 20_000
+LARGE_DOCUMENT_VALUES = 20_000
 """In a document of more values than this, only the first problem is reported.
 
 All problems are gathered before the first is given, and each takes kilobytes: those of a hostile
@@ -22,34 +72,34 @@ document of some megabytes would take all memory.
 _MORE = "… and more"
 
 
-def schema_path(name: str) -> Path:
+def find_schema(name: str) -> Path:
     """Return the file of a schema: in the installed package, else in the checkout."""
     shipped = _PACKAGE / "_schemas" / f"{name}.schema.json"
     return shipped if shipped.exists() else _PACKAGE.parent / "schemas" / f"{name}.schema.json"
 
 
-def problems_of(document: JsonValue, schema: str) -> list[str]:
+def find_problems(document: JsonValue, schema: str) -> list[str]:
     """Return what is wrong with a document, at most ``MAX_PROBLEMS`` lines; empty when valid."""
-    validator = _validator(schema)
+    validator = _load_validator(schema)
     if validator.is_valid(document):
         return []
     if _is_large(document):
-        return [*_first_problem(validator, document), _MORE]
+        return [*_find_first_problem(validator, document), _MORE]
     problems: list[str] = []
     for error in validator.iter_errors(document):
         if len(problems) == MAX_PROBLEMS:
             return [*problems, _MORE]
-        problems.append(_told(error))
+        problems.append(_format_problem(error))
     return problems
 
 
-def _first_problem(
+def _find_first_problem(
     validator: jsonschema_rs.Draft202012Validator, document: JsonValue
 ) -> Iterator[str]:
     try:
         validator.validate(document)
     except jsonschema_rs.ValidationError as error:
-        yield _told(error)
+        yield _format_problem(error)
 
 
 def _is_large(document: JsonValue) -> bool:
@@ -60,25 +110,130 @@ def _is_large(document: JsonValue) -> bool:
         if isinstance(inside, str) or not isinstance(inside, Collection):
             continue
         seen += len(inside)
-        if seen > LARGE:
+        if seen > LARGE_DOCUMENT_VALUES:
             return True
         left.extend(inside)
     return False
 
 
-def _told(error: jsonschema_rs.ValidationError) -> str:
+def _format_problem(error: jsonschema_rs.ValidationError) -> str:
     where = "/".join(str(part) for part in error.instance_path) or "document"
-    return f"{where[:LONGEST]}: {_shortened(error.message)}"
+    return f"{where[:MAX_PROBLEM_LENGTH]}: {_shorten(error.message)}"
 
 
-def _shortened(message: str) -> str:
+def _shorten(message: str) -> str:
     """Cut the middle out: the value comes first, what is wrong with it last."""
-    if len(message) <= LONGEST:
+    if len(message) <= MAX_PROBLEM_LENGTH:
         return message
-    return f"{message[: LONGEST // 2]}…{message[-LONGEST // 2 + 1 :]}"
+    return f"{message[: MAX_PROBLEM_LENGTH // 2]}…{message[-MAX_PROBLEM_LENGTH // 2 + 1 :]}"
 
 
 @cache
-def _validator(name: str) -> jsonschema_rs.Draft202012Validator:
-    schema = json.loads(schema_path(name).read_text(encoding="utf-8"))
+def _load_validator(name: str) -> jsonschema_rs.Draft202012Validator:
+    schema = json.loads(find_schema(name).read_text(encoding="utf-8"))
     return jsonschema_rs.Draft202012Validator(schema)
+
+
+MAX_DATA_BYTES = 64 << 20
+MAX_LINE_BYTES = 8 << 20
+MAX_LINES = 100_000
+
+
+def read_json_lines(path: Path) -> bytes:
+    """Return the bytes of a file, up to one more than are allowed.
+
+    Raises:
+        NotFoundError: when the file cannot be read.
+    """
+    try:
+        with open_regular_file(path) as stream:
+            return stream.read(MAX_DATA_BYTES + 1)
+    except OSError as error:
+        hint = "name a file of JSON lines that you may read"
+        raise NotFoundError(f"{path}: {error.strerror or error}", hint=hint) from error
+
+
+class JsonLinesReader:
+    """The lines of a file, and what is wrong with them."""
+
+    def __init__(
+        self, what: str, *, schema: str, hint: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        """Name the file, the schema of its lines, what one looks like, and other names of keys."""
+        self.what, self.schema, self.hint, self.aliases = what, schema, hint, aliases or {}
+        self._problems: list[str] = []
+
+    def read(self, data: bytes) -> Iterator[tuple[int, JsonObject]]:
+        """Yield the number of each good line and its object; problems are kept for `check`.
+
+        Raises:
+            InvalidPackageError: before the first line, when there are none or too many.
+        """
+        text = data.removesuffix(b"\n")
+        self._check_size(data, lines=text.count(b"\n") + 1)
+        for number, line in enumerate(text.split(b"\n"), start=1):
+            if len(self._problems) > MAX_PROBLEMS:
+                return
+            document = self._parse_line(number, line)
+            if document is not None:
+                yield number, document
+
+    def add_problems(self, number: int, *problems: str) -> None:
+        """Remember what else is wrong with a line."""
+        self._problems += [f"line {number}: {problem}" for problem in problems]
+
+    def check_duplicate_ids(self, ids: Iterable[tuple[int, str | None]]) -> None:
+        """Remember which ids come twice; each comes with its line."""
+        first: dict[str, int] = {}
+        for line, name in ids:
+            if name is not None and first.setdefault(name, line) != line:
+                self.add_problems(line, f"id {name!r} is that of line {first[name]} already")
+
+    def raise_problems(self) -> None:
+        """End the reading.
+
+        Raises:
+            InvalidPackageError: with the problems of all lines.
+        """
+        found = self._problems
+        shown = found if len(found) <= MAX_PROBLEMS else [*found[:MAX_PROBLEMS], "… and more"]
+        if found:
+            raise InvalidPackageError(self.what, shown, hint=self.hint)
+
+    def _check_size(self, data: bytes, *, lines: int) -> None:
+        """Refuse too many lines before any of them becomes an object."""
+        if not data.strip():
+            self._problems.append("it is empty: there is nothing to evaluate")
+        if len(data) > MAX_DATA_BYTES:
+            self._problems.append(f"more than {MAX_DATA_BYTES >> 20} MiB")
+        if lines > MAX_LINES:
+            self._problems.append(f"{lines} lines, at most {MAX_LINES} are allowed")
+        self.raise_problems()
+
+    def _parse_line(self, number: int, line: bytes) -> JsonObject | None:
+        try:
+            document = load_object(line, what=f"line {number}", max_bytes=MAX_LINE_BYTES)
+        except InvalidPackageError as error:
+            self.add_problems(number, *(error.problems if line.strip() else ("it is blank",)))
+            return None
+        for alias, name in self.aliases.items():
+            if alias in document and name not in document:
+                document[name] = document.pop(alias)
+        problems = find_problems(document, self.schema)
+        self.add_problems(number, *problems)
+        return None if problems else document
+
+
+def warn_repeated(path: Path, prompts: Iterable[tuple[int, object]]) -> tuple[str, ...]:
+    """Warn of prompts that count more than once; each comes with its line."""
+    first: dict[object, int] = {}
+    again: list[tuple[int, int]] = []
+    for line, prompt in prompts:
+        earlier = first.setdefault(prompt, line)
+        if earlier != line:
+            again.append((earlier, line))
+    if not again:
+        return ()
+    count = "1 prompt is" if len(again) == 1 else f"{len(again)} prompts are"
+    earlier, later = again[0]
+    return (f"{path}: {count} repeated, the first on line {later}, from line {earlier}",)

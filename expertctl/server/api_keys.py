@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from expertctl.durable import make_folders, write_atomic
 from expertctl.errors import (
     ConflictError,
     InvalidPackageError,
@@ -28,12 +27,12 @@ from expertctl.errors import (
     StoreError,
     UsageError,
 )
-from expertctl.regular_file import open_regular
-from expertctl.schema.shape import shape
+from expertctl.files import make_folders, open_regular_file, write_atomic
 from expertctl.schema.strict_json import load_object
+from expertctl.schema.validation import convert_document
 
-PREFIX = "xpk_"
-LENGTH = len(PREFIX) + 43
+KEY_PREFIX = "xpk_"
+KEY_LENGTH = len(KEY_PREFIX) + 43
 MAX_KEYS = 1000
 MAX_PER_MINUTE = 10**9
 _FORMAT = 1
@@ -41,7 +40,7 @@ _MAX_BYTES = 1 << 20
 _LOCK_SECONDS = 10.0
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _MAX_NAME = 64
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +57,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Whether it may also change what other callers get."""
 
 
-class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     keys: list[ApiKey]
 
@@ -75,21 +74,21 @@ class MadeKey:
         return f"MadeKey({self.key!r})"
 
 
-class ApiKeys:
+class ApiKeyStore:
     """The owner of one file of keys."""
 
     def __init__(self, path: Path) -> None:
         """Read nothing yet."""
         self.path = path
-        self._stamp: Stamp | None = None
+        self._stamp: FileStamp | None = None
         self._by_hash: dict[str, ApiKey] = {}
 
     @property
-    def are_demanded(self) -> bool:
+    def are_required(self) -> bool:
         """Whether a request without a key is refused."""
         return self.path.exists()
 
-    def listed(self) -> tuple[ApiKey, ...]:
+    def list_keys(self) -> tuple[ApiKey, ...]:
         """Return all keys by name, including expired ones.
 
         Raises:
@@ -99,7 +98,7 @@ class ApiKeys:
 
     def find(self, secret: str, *, now: float) -> ApiKey | None:
         """Return the key of a secret; None if there is no such key, or it has expired."""
-        if len(secret) != LENGTH or not secret.startswith(PREFIX):
+        if len(secret) != KEY_LENGTH or not secret.startswith(KEY_PREFIX):
             return None
         self._refresh()
         hashed = _digest(secret)
@@ -108,7 +107,7 @@ class ApiKeys:
             return None
         return key if key.expires is None or now < key.expires else None
 
-    def make(
+    def create(
         self,
         name: str,
         *,
@@ -124,8 +123,8 @@ class ApiKeys:
             UsageError: when the name or a limit is not allowed, or there are too many keys.
             ConflictError: when there is a key of that name.
         """
-        _check(name, requests_per_minute, tokens_per_minute)
-        secret = PREFIX + secrets.token_urlsafe(32)
+        _check_key(name, requests_per_minute, tokens_per_minute)
+        secret = KEY_PREFIX + secrets.token_urlsafe(32)
         key = ApiKey(
             id=secrets.token_hex(8),
             name=name,
@@ -162,7 +161,7 @@ class ApiKeys:
         return gone[0]
 
     def _refresh(self) -> None:
-        stamp = _stamp_of(self.path)
+        stamp = _read_stamp(self.path)
         if stamp != self._stamp:
             self._by_hash = {key.hash: key for key in self._read()}
             self._stamp = stamp
@@ -170,11 +169,11 @@ class ApiKeys:
     def _read(self) -> list[ApiKey]:
         if not self.path.exists():
             return []
-        with open_regular(self.path) as stream:
+        with open_regular_file(self.path) as stream:
             data = stream.read(_MAX_BYTES + 1)
         document = load_object(data, what=str(self.path), max_bytes=_MAX_BYTES)
         try:
-            read = shape(document, _Document)
+            read = convert_document(document, _KeyFile)
         except msgspec.ValidationError as error:
             raise InvalidPackageError(str(self.path), [str(error)]) from error
         if read.format != _FORMAT:
@@ -182,7 +181,7 @@ class ApiKeys:
         return read.keys
 
     def _write(self, keys: list[ApiKey]) -> None:
-        content = msgspec.json.format(msgspec.json.encode(_Document(_FORMAT, keys)), indent=2)
+        content = msgspec.json.format(msgspec.json.encode(_KeyFile(_FORMAT, keys)), indent=2)
         write_atomic(self.path, content + b"\n", mode=0o600)
 
     @contextmanager
@@ -196,7 +195,7 @@ class ApiKeys:
             raise StoreError(message, hint="try again when that has ended") from error
 
 
-def _stamp_of(path: Path) -> Stamp | None:
+def _read_stamp(path: Path) -> FileStamp | None:
     """Return a stamp that changes with the file; a replaced file has another inode."""
     try:
         found = os.stat(path)  # noqa: PTH116  # a call for each request: Path.stat takes twice as long
@@ -209,7 +208,7 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _check(name: str, *limits: int | None) -> None:
+def _check_key(name: str, *limits: int | None) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
         hint = "lower-case letters and digits, with single dashes between them"
         raise UsageError(f"{name[:80]!r} cannot be the name of a key", hint=hint)

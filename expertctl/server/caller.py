@@ -1,12 +1,28 @@
-"""The caller of a request: an API key, or the local machine where there are no keys."""
+"""The caller of a request: an API key, or the local machine where there are no keys.
 
+How many requests and tokens each caller may have in a minute.
+
+The tokens of an answer are known only at its end. So a caller may begin as long as it has tokens
+left, and waits longer after an answer that took more than that.
+
+The headers that tell a caller how much of its limits is left, in the names of each API.
+
+OpenAI's clients are told the time until a limit is whole again as a duration, Anthropic's the
+moment. A caller without limits gets no such headers.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from starlette.requests import HTTPConnection
 
-from expertctl.errors import ForbiddenError
+from expertctl.errors import ForbiddenError, RateLimitError
+from expertctl.http.limits import RateLimiter
 
-LOCAL = "local"
+LOCAL_CALLER_ID = "local"
 DEFAULT_CACHE_KEY = "default"
 
 
@@ -14,7 +30,7 @@ DEFAULT_CACHE_KEY = "default"
 class Caller:
     """The owner of jobs and kept texts, with the limits that apply to it."""
 
-    id: str = LOCAL
+    id: str = LOCAL_CALLER_ID
     """The id of the API key."""
     name: str = ""
     """The name of the API key."""
@@ -24,14 +40,14 @@ class Caller:
     """Whether the caller may also change what others get."""
 
 
-def caller_of(request: HTTPConnection) -> Caller:
+def get_caller(request: HTTPConnection) -> Caller:
     """Return the caller of a request."""
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
 
 
-def demand_manager(caller: Caller) -> None:
+def require_manager(caller: Caller) -> None:
     """Refuse a caller that may only ask for answers.
 
     Raises:
@@ -44,9 +60,141 @@ def demand_manager(caller: Caller) -> None:
         )
 
 
-def cache_key_of(caller: Caller, *given: str | None) -> str:
+def make_cache_key(caller: Caller, *given: str | None) -> str:
     """Return the key of kept texts: the first one given, within the keys of this caller alone.
 
     ``given`` are fields of a request in order of preference, such as cache_key, session_id, user.
     """
     return f"{caller.id}/{next((key for key in given if key), DEFAULT_CACHE_KEY)}"
+
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitStatus:
+    """One limit of a caller, how much of it is left, and the seconds until it is whole again."""
+
+    limit: int
+    remaining: int
+    reset_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """The limits that apply to a caller; None where there is none."""
+
+    requests: LimitStatus | None = None
+    tokens: LimitStatus | None = None
+
+
+class Quotas:
+    """What callers have used of their limits, in this process; any thread may use it."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        """Begin with nothing used."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests: dict[int, RateLimiter] = {}
+        self._tokens: dict[int, RateLimiter] = {}
+        self._limits: dict[str, int] = {}
+        """Caller with a token limit → tokens in a minute."""
+
+    def count_request(self, caller: Caller) -> None:
+        """Count a request.
+
+        Raises:
+            RateLimitError: when there were too many.
+        """
+        with self._lock:
+            if caller.tokens_per_minute is not None:
+                self._limits[caller.id] = caller.tokens_per_minute
+            else:
+                self._limits.pop(caller.id, None)
+            if caller.requests_per_minute is None:
+                return
+            rates = self._get_rates(self._requests, caller.requests_per_minute)
+            if seconds := rates.take(caller.id):
+                raise RateLimitError("too many requests with this API key", retry_after=seconds)
+
+    def get_limits(self, caller: Caller) -> RateLimits:
+        """Return the limits of a caller as they stand now."""
+        with self._lock:
+            return RateLimits(
+                requests=self._get_status(self._requests, caller.requests_per_minute, caller.id),
+                tokens=self._get_status(self._tokens, caller.tokens_per_minute, caller.id),
+            )
+
+    def require_tokens(self, caller_id: str) -> None:
+        """Check that a caller may have more tokens.
+
+        Raises:
+            RateLimitError: when it had too many.
+        """
+        with self._lock:
+            limit = self._limits.get(caller_id)
+            if limit is None:
+                return
+            if seconds := self._get_rates(self._tokens, limit).get_wait(caller_id):
+                raise RateLimitError("too many tokens with this API key", retry_after=seconds)
+
+    def spend_tokens(self, caller_id: str, tokens: int) -> None:
+        """Count tokens of a prompt or an answer."""
+        with self._lock:
+            limit = self._limits.get(caller_id)
+            if limit is not None:
+                self._get_rates(self._tokens, limit).spend(caller_id, tokens)
+
+    def _get_status(
+        self, known: dict[int, RateLimiter], limit: int | None, caller_id: str
+    ) -> LimitStatus | None:
+        if limit is None:
+            return None
+        return LimitStatus(limit, *self._get_rates(known, limit).get_status(caller_id))
+
+    def _get_rates(self, known: dict[int, RateLimiter], per_minute: int) -> RateLimiter:
+        return known.setdefault(per_minute, RateLimiter(per_minute, self._clock))
+
+
+Header = tuple[str, str]
+_FACTS = ("limit", "remaining", "reset")
+_KINDS = ("requests", "tokens")
+RATE_HEADER_NAMES = (
+    *(f"x-ratelimit-{fact}-{kind}" for fact in _FACTS for kind in _KINDS),
+    *(f"anthropic-ratelimit-{kind}-{fact}" for kind in _KINDS for fact in _FACTS),
+)
+"""All of these headers, which browsers show to pages only where they are named."""
+
+
+def openai_rate_headers(limits: RateLimits) -> Iterator[Header]:
+    """Yield ``x-ratelimit-limit-requests`` and the others."""
+    for what, standing in _iter_limits(limits):
+        yield f"x-ratelimit-limit-{what}", str(standing.limit)
+        yield f"x-ratelimit-remaining-{what}", str(standing.remaining)
+        yield f"x-ratelimit-reset-{what}", format_duration(standing.reset_seconds)
+
+
+def anthropic_rate_headers(limits: RateLimits, *, now: datetime) -> Iterator[Header]:
+    """Yield ``anthropic-ratelimit-requests-limit`` and the others; ``now`` is in UTC."""
+    for what, standing in _iter_limits(limits):
+        reset = now + timedelta(seconds=standing.reset_seconds)
+        moment = reset.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        yield f"anthropic-ratelimit-{what}-limit", str(standing.limit)
+        yield f"anthropic-ratelimit-{what}-remaining", str(standing.remaining)
+        yield f"anthropic-ratelimit-{what}-reset", moment
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as OpenAI's API writes it: ``250ms``, ``1s``, ``6m0s``."""
+    milliseconds = round(seconds * 1e3)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms" if milliseconds else "0s"
+    minutes, rest = divmod(milliseconds / 1e3, 60)
+    shown = f"{rest:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes:.0f}m{shown}s" if minutes else f"{shown}s"
+
+
+def _iter_limits(limits: RateLimits) -> Iterator[tuple[str, LimitStatus]]:
+    for what, standing in (("requests", limits.requests), ("tokens", limits.tokens)):
+        if standing is not None:
+            yield what, standing

@@ -1,4 +1,9 @@
-"""What is counted about a running server, for Prometheus.
+"""What is known of the routed experts of a base, as time series: a label for each layer.
+
+Layers are counted since the last reset, and not at all while counting is off (`/moe`); what belongs
+to the whole base is counted since the base was loaded.
+
+What is counted about a running server, for Prometheus.
 
 Requests and answers are counted as they end; what the engine is doing is read from its snapshot on
 each scrape. Routes are templates, and methods and outcomes are closed sets: no client can make new
@@ -21,18 +26,114 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.serving.snapshot import BLOCK, Snapshot
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, EngineSnapshot
 from expertctl.errors import ExpertError
-from expertctl.server.routed_metrics import Family, routed_families
+
+Family = CounterMetricFamily | GaugeMetricFamily
+_LAYER_PREFIX = "expertctl_moe_layer"
+_SECONDS_PER_NANOSECOND = 1e-9
+"""Seconds of a nanosecond."""
+_LAYER_COUNTERS: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
+    ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
+    ("hits", "Choices of tokens whose routed expert was in memory.", lambda layer: layer.hits),
+    (
+        "misses",
+        "Choices of tokens whose routed expert was not in memory.",
+        lambda layer: layer.misses,
+    ),
+    ("requests", "Routed experts asked for, each once a pass.", lambda layer: layer.requests),
+    (
+        "missed_requests",
+        "Routed experts asked for that were not in memory, each once a pass.",
+        lambda layer: layer.missed_requests,
+    ),
+    ("swaps", "Routed experts that got the slot of another.", lambda layer: layer.swaps),
+)
+_LAYER_RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
+    (
+        "fallback_rate",
+        "The share of requests for routed experts that missed.",
+        lambda layer: layer.fallback_rate,
+    ),
+    (
+        "hot_slot_ratio",
+        "The share of choices whose routed expert was in memory.",
+        lambda layer: layer.hot_slot_ratio,
+    ),
+)
+
+
+def build_routed_families(now: EngineSnapshot) -> Iterator[Family]:
+    """Yield the time series; none if the base has no routed experts."""
+    if now.routed is not None:
+        yield from _base_families(now.routed)
+    if now.observed is not None and now.observed.mode != "off":
+        yield from _layer_families(now.observed)
+
+
+def _base_families(report: RoutedExpertStats) -> Iterator[Family]:
+    residence, did = report.residence, report.activity
+    yield GaugeMetricFamily(
+        "expertctl_moe_experts",
+        "Routed experts of the base.",
+        value=residence.layers * residence.experts,
+    )
+    yield GaugeMetricFamily(
+        "expertctl_moe_experts_in_memory",
+        "Routed experts that memory has room for.",
+        value=residence.blocks,
+    )
+    for name, text, value in (
+        ("loads", "Routed experts that were read from files.", did.loads),
+        ("read_bytes", "Bytes of files that were read for routed experts.", did.read_bytes),
+        ("waited_seconds", "How long passes waited for routed experts.", did.waited_ms / 1e3),
+        ("mass", "The weights that routers gave to experts.", did.router_weight),
+        ("skipped_mass", "The weights of routers whose experts were left out.", did.skipped_weight),
+    ):
+        yield CounterMetricFamily(f"expertctl_moe_{name}", text, value=value)
+
+
+def _layer_families(seen: CounterSnapshot) -> Iterator[Family]:
+    for name, text, count in _LAYER_COUNTERS:
+        counter = CounterMetricFamily(f"{_LAYER_PREFIX}_{name}", text, labels=["layer"])
+        for number, layer in seen.layers.items():
+            counter.add_metric([str(number)], count(layer))
+        yield counter
+    for name, text, rate in _LAYER_RATES:
+        gauge = GaugeMetricFamily(f"{_LAYER_PREFIX}_{name}", text, labels=["layer"])
+        for number, layer in seen.layers.items():
+            gauge.add_metric([str(number)], rate(layer))
+        yield gauge
+    yield _layer_seconds_family(seen)
+    yield CounterMetricFamily(
+        "expertctl_moe_overflow_resets",
+        "How often a counter of routed experts was full, and all began again.",
+        value=seen.overflow_resets,
+    )
+
+
+def _layer_seconds_family(seen: CounterSnapshot) -> Family:
+    family = CounterMetricFamily(
+        f"{_LAYER_PREFIX}_seconds",
+        "Time of computing, and of waiting for, routed experts.",
+        labels=["layer", "lane"],
+    )
+    for number, layer in seen.layers.items():
+        family.add_metric([str(number), "compute"], layer.hot_ns * _SECONDS_PER_NANOSECOND)
+        family.add_metric([str(number), "wait"], layer.cold_ns * _SECONDS_PER_NANOSECOND)
+    return family
+
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-_RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
+_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_RATE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 _STAGES = ("route", "queue", "load", "prefill", "decode", "post")
-Read = Callable[[], tuple[str, Snapshot] | None]
+ReadSnapshot = Callable[[], tuple[str, EngineSnapshot] | None]
 """Returns the name of the base and a snapshot; None before the engine is ready."""
 
 
@@ -46,7 +147,10 @@ class Metrics:
             "requests", "Requests that were answered.", "method", "route", "status"
         )
         self._request_seconds = self._histogram(
-            "request_seconds", "From the request line to the end of the answer.", _SECONDS, "route"
+            "request_seconds",
+            "From the request line to the end of the answer.",
+            _SECONDS_BUCKETS,
+            "route",
         )
         self.running = Gauge(
             "expertctl_requests_running", "Requests that are being answered.", registry=self._own
@@ -58,28 +162,32 @@ class Metrics:
             "answers_validated", "Answers whose form was checked.", "passed"
         )
         self._first = self._histogram(
-            "time_to_first_token_seconds", "From the job to its first token.", _SECONDS
+            "time_to_first_token_seconds", "From the job to its first token.", _SECONDS_BUCKETS
         )
         self._gaps = self._histogram(
-            "inter_token_seconds", "Between two pieces of a text that became certain.", _GAPS
+            "inter_token_seconds", "Between two pieces of a text that became certain.", _GAP_BUCKETS
         )
         self._stages = self._histogram(
-            "stage_seconds", "How long each part of an answer took.", _SECONDS, "stage"
+            "stage_seconds", "How long each part of an answer took.", _SECONDS_BUCKETS, "stage"
         )
         self._prefill = self._histogram(
-            "prefill_tokens_per_second", "Tokens of a prompt that were read in a second.", _RATES
+            "prefill_tokens_per_second",
+            "Tokens of a prompt that were read in a second.",
+            _RATE_BUCKETS,
         )
         self._decode = self._histogram(
-            "decode_tokens_per_second", "Tokens of an answer that were written in a second.", _RATES
+            "decode_tokens_per_second",
+            "Tokens of an answer that were written in a second.",
+            _RATE_BUCKETS,
         )
 
-    def requested(self, *, method: str, route: str, status: int, seconds: float) -> None:
+    def count_request(self, *, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request that has ended."""
         known = method if method in _METHODS else "other"
         self._requests.labels(known, route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
 
-    def answered(self, result: RunResult) -> None:
+    def count_answer(self, result: RunResult) -> None:
         """Count one answer of a job that has ended."""
         generated, ms = result.generated, result.timings_ms
         self._answers.labels(generated.finish_reason).inc()
@@ -95,30 +203,30 @@ class Metrics:
         if generated.decode_steps:
             self._decode.observe(generated.tokens_per_s)
 
-    def gap(self, seconds: float) -> None:
+    def observe_gap(self, seconds: float) -> None:
         """Count the time between two pieces of a text."""
         self._gaps.observe(seconds)
 
-    def failed(self, error: ExpertError) -> None:
+    def count_failure(self, error: ExpertError) -> None:
         """Count a job without an answer."""
         self._failures.labels(error.code).inc()
 
-    def refused(self, error: ExpertError) -> None:
+    def count_refusal(self, error: ExpertError) -> None:
         """Count a job that was refused."""
         self._refusals.labels(error.code).inc()
 
-    def first_tokens(self) -> tuple[int, float]:
+    def read_first_token_totals(self) -> tuple[int, float]:
         """Return how many answers had a first token, and the sum of their seconds to it."""
         samples = [sample for family in self._first.collect() for sample in family.samples]
         values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
         return int(values["count"]), values["sum"]
 
-    def exposition(self, read: Read) -> bytes:
+    def render(self, read: ReadSnapshot) -> bytes:
         """Return all metrics in the text format, including what the engine does now."""
         shown = CollectorRegistry()
-        shown.register(_Forward(self._own))
+        shown.register(_RegistryForwarder(self._own))
         if (now := read()) is not None:
-            shown.register(_Live(*now))
+            shown.register(_EngineCollector(*now))
         return generate_latest(shown)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -130,7 +238,7 @@ class Metrics:
         )
 
 
-class _Forward(Collector):
+class _RegistryForwarder(Collector):
     """The time series of one registry, collected as part of another."""
 
     def __init__(self, source: CollectorRegistry) -> None:
@@ -140,10 +248,10 @@ class _Forward(Collector):
         yield from self._source.collect()
 
 
-class _Live(Collector):
+class _EngineCollector(Collector):
     """What the engine is doing."""
 
-    def __init__(self, base: str, now: Snapshot) -> None:
+    def __init__(self, base: str, now: EngineSnapshot) -> None:
         self._base, self._now = base, now
 
     def describe(self) -> list[Family]:
@@ -151,33 +259,35 @@ class _Live(Collector):
         return []
 
     def collect(self) -> Iterator[Family]:
-        yield from _jobs(self._now)
-        yield from _tokens(self._now)
-        yield from _memory(self._now)
-        yield from _experts(self._now)
-        yield from routed_families(self._now)
-        yield from _as_vllm(self._base, self._now)
+        yield from _job_families(self._now)
+        yield from _token_families(self._now)
+        yield from _memory_families(self._now)
+        yield from _expert_families(self._now)
+        yield from build_routed_families(self._now)
+        yield from _vllm_families(self._base, self._now)
 
 
-def _jobs(now: Snapshot) -> Iterator[Family]:
-    yield _gauge("queue_jobs", "Jobs that wait.", now.waiting)
-    yield _gauge("preparing_jobs", "Jobs that are planned and loaded for.", now.preparing)
-    yield _gauge("batch_texts", "Texts that are written now.", now.running)
-    yield _gauge("batch_rows", "How many there may be.", now.rows)
+def _job_families(now: EngineSnapshot) -> Iterator[Family]:
+    yield _gauge_family("queue_jobs", "Jobs that wait.", now.waiting)
+    yield _gauge_family("preparing_jobs", "Jobs that are planned and loaded for.", now.preparing)
+    yield _gauge_family("batch_texts", "Texts that are written now.", now.running)
+    yield _gauge_family("batch_rows", "How many there may be.", now.rows)
     jobs = CounterMetricFamily("expertctl_jobs", "Jobs at their end.", labels=["outcome"])
     for outcome in ("finished", "failed", "cancelled", "refused"):
         jobs.add_metric([outcome], getattr(now.totals, outcome))
     yield jobs
-    yield _counted(
+    yield _counter_family(
         "texts_paused",
         "Texts that gave their memory to earlier ones for a while.",
         now.totals.paused,
     )
-    yield _counted("steps", "Passes over the base that wrote tokens.", now.counts.steps)
-    yield _counted("step_rows", "Texts in all of them: divided, the batch.", now.counts.step_rows)
+    yield _counter_family("steps", "Passes over the base that wrote tokens.", now.counts.steps)
+    yield _counter_family(
+        "step_rows", "Texts in all of them: divided, the batch.", now.counts.step_rows
+    )
 
 
-def _tokens(now: Snapshot) -> Iterator[Family]:
+def _token_families(now: EngineSnapshot) -> Iterator[Family]:
     tokens = CounterMetricFamily("expertctl_tokens", "Tokens of jobs.", labels=["kind"])
     tokens.add_metric(["prompt"], now.totals.prompt_tokens)
     tokens.add_metric(["reused"], now.totals.reused_tokens)
@@ -185,22 +295,24 @@ def _tokens(now: Snapshot) -> Iterator[Family]:
     yield tokens
 
 
-def _memory(now: Snapshot) -> Iterator[Family]:
+def _memory_families(now: EngineSnapshot) -> Iterator[Family]:
     owners = GaugeMetricFamily(
         "expertctl_memory_bytes", "Bytes, by what holds them.", labels=["owner"]
     )
     for owner, size in now.held.items():
         owners.add_metric([owner], size)
     yield owners
-    yield _gauge("memory_limit_bytes", "The most that may be held.", now.limit)
-    yield _gauge("memory_peak_bytes", "The most that was.", now.peak)
-    yield _gauge("kv_bytes", "Keys and values of texts that are written.", now.kv_in_use)
-    yield _gauge("kv_limit_bytes", "What they may take beside the rest.", now.kv_limit)
+    yield _gauge_family("memory_limit_bytes", "The most that may be held.", now.limit)
+    yield _gauge_family("memory_peak_bytes", "The most that was.", now.peak)
+    yield _gauge_family("kv_bytes", "Keys and values of texts that are written.", now.kv_in_use)
+    yield _gauge_family("kv_limit_bytes", "What they may take beside the rest.", now.kv_limit)
     kept = max(0, now.held["kv"] - now.kv_in_use)
-    yield _gauge("kv_kept_bytes", "Keys and values kept for later requests.", kept)
-    yield _gauge("kv_kept_limit_bytes", "The most of them that is kept.", now.kv_kept_limit)
+    yield _gauge_family("kv_kept_bytes", "Keys and values kept for later requests.", kept)
+    yield _gauge_family("kv_kept_limit_bytes", "The most of them that is kept.", now.kv_kept_limit)
     blocks = GaugeMetricFamily(
-        "expertctl_kv_blocks", f"Keys and values, in blocks of {BLOCK} tokens.", labels=["state"]
+        "expertctl_kv_blocks",
+        f"Keys and values, in blocks of {KV_BLOCK_TOKENS} tokens.",
+        labels=["state"],
     )
     held = now.held["kv"]
     for state, size in (
@@ -212,7 +324,7 @@ def _memory(now: Snapshot) -> Iterator[Family]:
     yield blocks
 
 
-def _experts(now: Snapshot) -> Iterator[Family]:
+def _expert_families(now: EngineSnapshot) -> Iterator[Family]:
     for name, text in (
         ("hits", "Experts that were there already."),
         ("loads", "Experts that had to be brought."),
@@ -235,7 +347,7 @@ def _experts(now: Snapshot) -> Iterator[Family]:
     yield asked
 
 
-def _as_vllm(base: str, now: Snapshot) -> Iterator[Family]:
+def _vllm_families(base: str, now: EngineSnapshot) -> Iterator[Family]:
     usage = now.kv_in_use / now.kv_limit if now.kv_limit > 0 else 1.0
     for name, text, value in (
         ("num_requests_running", "Number of requests in model execution batches.", now.running),
@@ -248,20 +360,20 @@ def _as_vllm(base: str, now: Snapshot) -> Iterator[Family]:
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
     text = "Running stats on lora requests."
     adapters = GaugeMetricFamily("vllm:lora_requests_info", text, labels=labels)
-    names = [_models(now.running_plans), _models(now.waiting_plans)]
+    names = [_join_models(now.running_plans), _join_models(now.waiting_plans)]
     adapters.add_metric([str(now.rows), *names], time.time())
     yield adapters
 
 
-def _models(plans: Iterable[tuple[str, ...]]) -> str:
+def _join_models(plans: Iterable[tuple[str, ...]]) -> str:
     """Return the plans as the ``model`` of a request names them, each once."""
     names = {"+".join(ref.partition("@")[0] for ref in plan) for plan in plans if plan}
     return ",".join(sorted(names))
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+def _gauge_family(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"expertctl_{name}", text, value=value)
 
 
-def _counted(name: str, text: str, value: float) -> CounterMetricFamily:
+def _counter_family(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"expertctl_{name}", text, value=value)

@@ -1,24 +1,134 @@
-"""``/openapi.json``: the OpenAPI 3.1 document, made from the types that check requests."""
+"""Documents that are not made of types: those whose schemas are files, and events of our own.
 
+The schemas of what `run --json`, `/v1/infer` and `/v1/route` answer are files in ``schemas``; each
+contains a plan, as do answers of the other APIs.
+
+``/openapi.json``: the OpenAPI 3.1 document, made from the types that check requests.
+"""
+
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from expertctl import __version__
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.body import JSON
-from expertctl.server.documents import REFERENCE, documents
-from expertctl.server.error_bodies import AnthropicError, OpenAIError, OwnError, error_kinds
+from expertctl.schema.validation import find_schema
+from expertctl.server.request_body import JSON_MEDIA_TYPE
+from expertctl.server.responses import AnthropicError, OpenAIError, OwnError, list_error_types
 
-EVENTS = "text/event-stream"
+REFERENCE_FORMAT = "#/components/schemas/{name}"
+
+
+def make_reference(name: str) -> JsonObject:
+    """Return a schema that refers to another one of the document."""
+    return {"$ref": REFERENCE_FORMAT.format(name=name)}
+
+
+PlanDocument = Annotated[dict[str, Any], Meta(extra_json_schema=make_reference("Plan"))]
+"""A plan, as `Plan.to_json` writes it."""
+
+
+class PromptTokensRead(Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt, and how many of them were read for an earlier one."""
+
+    prompt: int
+    reused: int
+
+
+class StartedEvent(Struct, frozen=True, kw_only=True):
+    """``started``: the plan is made and the prompt is being read."""
+
+    job_id: str
+    submitted_at: str
+    plan: PlanDocument
+    tokens: PromptTokensRead
+
+
+class PieceEvent(Struct, frozen=True, kw_only=True):
+    """``piece``: more of the text."""
+
+    text: str
+
+
+def load_file_schemas() -> Mapping[str, JsonObject]:
+    """Return the schemas of files by the names they have in the OpenAPI document."""
+    infer, route = _load_schema("infer"), _load_schema("route")
+    properties = infer["properties"]
+    assert isinstance(properties, dict)
+    plan = properties["plan"]
+    assert isinstance(plan, dict)
+    return {
+        "InferAnswer": _describe_schema(
+            infer, "An answer, and all that is known of how it came about."
+        ),
+        "RouteAnswer": _describe_schema(route, "The plan that a prompt would have, and why."),
+        "Plan": _describe_schema(
+            plan, "Which experts answer, how they weigh, and how tokens are drawn."
+        ),
+        **_load_activity_schemas(),
+    }
+
+
+def _load_activity_schemas() -> Mapping[str, JsonObject]:
+    """Return the schema of the activity document, and that of its layers separately."""
+    schema = _load_schema("moe-activity")
+    defs = schema.pop("$defs")
+    assert isinstance(defs, dict)
+    parts = {f"#/$defs/{name}": part for name, part in defs.items()}
+    layer = _inline_references(parts["#/$defs/layer"], parts)
+    parts["#/$defs/layer"] = make_reference("MoeLayer")
+    activity = _inline_references(schema, parts)
+    assert isinstance(layer, dict)
+    assert isinstance(activity, dict)
+    return {
+        "MoeActivity": _describe_schema(
+            activity,
+            "What was counted of routed experts; where that is nothing it has `enabled`, `mode`, "
+            "`schema` and `layers` alone.",
+        ),
+        "MoeLayer": _describe_schema(
+            layer, "One layer. Hot is what was in memory; `cold` lanes wait for what was not."
+        ),
+    }
+
+
+def _inline_references(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonValue:
+    """Replace references in a schema by the parts that they name, recursively."""
+    match node:
+        case {"$ref": str(name)} if name in parts:
+            return _inline_references(parts[name], parts)
+        case dict():
+            return {key: _inline_references(value, parts) for key, value in node.items()}
+        case list():
+            return [_inline_references(value, parts) for value in node]
+        case _:
+            return node
+
+
+def _describe_schema(schema: JsonObject, words: str) -> JsonObject:
+    """Describe a schema; where it contains a plan, refer to the shared schema of plans."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    shared: dict[str, JsonValue] = {"plan": make_reference("Plan")} if "plan" in properties else {}
+    rest = {name: value for name, value in schema.items() if name not in {"$schema", "$id"}}
+    return {**rest, "description": words, "properties": {**properties, **shared}}
+
+
+def _load_schema(name: str) -> JsonObject:
+    schema: JsonObject = json.loads(find_schema(name).read_text(encoding="utf-8"))
+    return schema
+
+
+EVENT_STREAM = "text/event-stream"
 Method = Literal["GET", "POST", "DELETE"]
-Kind = type[Struct]
-Schemas = Mapping[Kind, JsonObject]
+StructType = type[Struct]
+Schemas = Mapping[StructType, JsonObject]
 
-ALWAYS = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
+COMMON_STATUSES = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
 """Statuses that any request may get, whatever it asks for."""
 _MEANINGS = {
     200: "Done.",
@@ -41,17 +151,17 @@ _MEANINGS = {
     500: "The server failed.",
     503: "The base is being loaded, or the server ends.",
 }
-_ABOUT = (
+_DESCRIPTION = (
     "Generation with experts, as chat completions and completions of OpenAI, messages of "
     "Anthropic, and an API of its own."
 )
-_SECRETS: JsonObject = {
+_SECURITY_SCHEMES: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 
 
-_SHOWN: list[JsonValue] = [{"bearer": []}, {"key": []}]
+_SECURITY: list[JsonValue] = [{"bearer": []}, {"key": []}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,143 +178,154 @@ class Operation:
     name: str
     summary: str
     tag: str
-    body: Kind | None = None
+    body: StructType | None = None
     lenient: bool = False
     """Whether unknown fields of the body are ignored, unless the server is strict."""
     parameters: tuple[JsonObject, ...] = ()
     """Parameters besides those in the path."""
-    answer: Kind | JsonObject | None = None
-    also: tuple[Kind, ...] = ()
+    answer: StructType | JsonObject | None = None
+    other_answers: tuple[StructType, ...] = ()
     """Other forms of the answer."""
-    media_type: str = JSON
+    media_type: str = JSON_MEDIA_TYPE
     status: int = 200
-    events: tuple[Kind | JsonObject, ...] = ()
-    parts: tuple[Kind, ...] = ()
+    events: tuple[StructType | JsonObject, ...] = ()
+    referenced_types: tuple[StructType, ...] = ()
     """Types that are part of answers, but that their types only refer to by name."""
     errors: tuple[int, ...] = ()
-    same: tuple[int, ...] = ()
+    same_form_statuses: tuple[int, ...] = ()
     """Error statuses whose answers have the form of the successful one."""
-    open: bool = False
+    is_public: bool = False
     """Whether it needs no key."""
 
 
-def openapi(
+def build_openapi(
     operations: Sequence[Operation], *, url: str, keyed: bool, strict: bool = False
 ) -> JsonObject:
     """Return the OpenAPI document of the server at ``url``.
 
     ``keyed``: it demands keys; ``strict``: it refuses unknown fields everywhere.
     """
-    kinds = list(dict.fromkeys(_kinds(operations)))
-    references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    kinds = list(dict.fromkeys(_iter_types(operations)))
+    references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE_FORMAT)
     schemas: Schemas = dict(zip(kinds, references, strict=True))
     bodies = [schemas[one.body] for one in operations if one.lenient and one.body is not None]
-    components = components if strict else _opened(components, bodies)
+    components = components if strict else _allow_unknown_properties(components, bodies)
     paths: dict[str, JsonValue] = {}
     for operation in operations:
         of_path = paths.setdefault(operation.path, {})
         assert isinstance(of_path, dict)
-        of_path[operation.method.lower()] = _described(operation, schemas, keyed=keyed)
+        of_path[operation.method.lower()] = _describe_operation(operation, schemas, keyed=keyed)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "expertctl serve", "version": __version__, "description": _ABOUT},
+        "info": {"title": "expertctl serve", "version": __version__, "description": _DESCRIPTION},
         "servers": [{"url": url}],
         "paths": paths,
         "components": {
-            "schemas": {**components, **documents()},
-            "securitySchemes": _SECRETS,
+            "schemas": {**components, **load_file_schemas()},
+            "securitySchemes": _SECURITY_SCHEMES,
         },
     }
 
 
-def statuses(operation: Operation) -> list[int]:
+def list_statuses(operation: Operation) -> list[int]:
     """Return every status that an operation can answer with."""
-    return sorted({operation.status, *ALWAYS, *operation.errors})
+    return sorted({operation.status, *COMMON_STATUSES, *operation.errors})
 
 
-def _opened(
+def _allow_unknown_properties(
     components: Mapping[str, JsonObject], bodies: Iterable[JsonObject]
 ) -> dict[str, JsonObject]:
     """Let the schemas that are part of some bodies have further properties."""
     waiting, open_names = list[JsonValue](bodies), set[str]()
     while waiting:
-        for name in _names_in(waiting.pop()) - open_names:
+        for name in _find_references(waiting.pop()) - open_names:
             open_names.add(name)
             waiting.append(components[name])
     return {
-        name: _without_end(schema) if name in open_names else schema
+        name: _reopen_schema(schema) if name in open_names else schema
         for name, schema in components.items()
     }
 
 
-def _names_in(node: JsonValue) -> set[str]:
+def _find_references(node: JsonValue) -> set[str]:
     """Return the names of the components that a schema refers to."""
     match node:
         case {"$ref": str(place)}:
-            return {place.removeprefix(REFERENCE.format(name=""))}
+            return {place.removeprefix(REFERENCE_FORMAT.format(name=""))}
         case dict():
-            return set[str]().union(*(_names_in(one) for one in node.values()))
+            return set[str]().union(*(_find_references(one) for one in node.values()))
         case list():
-            return set[str]().union(*(_names_in(one) for one in node))
+            return set[str]().union(*(_find_references(one) for one in node))
         case _:
             return set()
 
 
-def _without_end(schema: JsonObject) -> JsonObject:
+def _reopen_schema(schema: JsonObject) -> JsonObject:
     closed = schema.get("additionalProperties") is False
     return {k: v for k, v in schema.items() if not (closed and k == "additionalProperties")}
 
 
-def _kinds(operations: Iterable[Operation]) -> Iterator[Kind]:
+def _iter_types(operations: Iterable[Operation]) -> Iterator[StructType]:
     yield from (OwnError, OpenAIError, AnthropicError)
     for operation in operations:
-        answers = (operation.answer, *operation.also, *operation.events, *operation.parts)
+        answers = (
+            operation.answer,
+            *operation.other_answers,
+            *operation.events,
+            *operation.referenced_types,
+        )
         yield from (kind for kind in (operation.body, *answers) if isinstance(kind, type))
 
 
-def _described(operation: Operation, schemas: Schemas, *, keyed: bool) -> JsonObject:
+def _describe_operation(operation: Operation, schemas: Schemas, *, keyed: bool) -> JsonObject:
     described: JsonObject = {
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [operation.tag],
-        "security": _SHOWN if keyed and not operation.open else [{}],
-        "parameters": [*_parameters(operation.path), *operation.parameters],
+        "security": _SECURITY if keyed and not operation.is_public else [{}],
+        "parameters": [*_iter_path_parameters(operation.path), *operation.parameters],
         "responses": {
-            str(status): _answer(operation, status, schemas) for status in statuses(operation)
+            str(status): _describe_response(operation, status, schemas)
+            for status in list_statuses(operation)
         },
     }
     if operation.body is not None:
         schema = schemas[operation.body]
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {JSON_MEDIA_TYPE: {"schema": schema}},
+        }
     return described
 
 
-def _parameters(path: str) -> Iterator[JsonObject]:
+def _iter_path_parameters(path: str) -> Iterator[JsonObject]:
     for segment in path.split("/"):
         if segment.startswith("{"):
             schema: JsonObject = {"type": "string", "minLength": 1}
             yield {"name": segment[1:-1], "in": "path", "required": True, "schema": schema}
 
 
-def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
+def _describe_response(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
     answer: JsonObject = {"description": _MEANINGS[status]}
-    errors = [schemas[kind] for kind in error_kinds(operation.path)]
-    if status not in {operation.status, *operation.same}:
-        return {**answer, "content": {JSON: {"schema": _one_of(errors)}}}
+    errors = [schemas[kind] for kind in list_error_types(operation.path)]
+    if status not in {operation.status, *operation.same_form_statuses}:
+        return {**answer, "content": {JSON_MEDIA_TYPE: {"schema": _any_of(errors)}}}
     content: dict[str, JsonValue] = {}
     if operation.answer is not None:
-        forms = [_schema(one, schemas) for one in (operation.answer, *operation.also)]
-        content[operation.media_type] = {"schema": _one_of(forms)}
+        forms = [
+            _resolve_schema(one, schemas) for one in (operation.answer, *operation.other_answers)
+        ]
+        content[operation.media_type] = {"schema": _any_of(forms)}
     if operation.events:
-        events = [_schema(one, schemas) for one in operation.events]
-        content[EVENTS] = {"schema": _one_of([*events, *errors])}
+        events = [_resolve_schema(one, schemas) for one in operation.events]
+        content[EVENT_STREAM] = {"schema": _any_of([*events, *errors])}
     return {**answer, "content": content} if content else answer
 
 
-def _schema(form: Kind | JsonObject, schemas: Schemas) -> JsonObject:
+def _resolve_schema(form: StructType | JsonObject, schemas: Schemas) -> JsonObject:
     return schemas[form] if isinstance(form, type) else form
 
 
-def _one_of(schemas: Sequence[JsonObject]) -> JsonObject:
+def _any_of(schemas: Sequence[JsonObject]) -> JsonObject:
     first, *others = schemas
     return {"anyOf": list[JsonValue](schemas)} if others else first

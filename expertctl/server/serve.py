@@ -1,4 +1,14 @@
-"""Serving under granian: one process listens for signals, one worker owns the engine and answers.
+"""How the C library keeps memory that the server's threads have freed.
+
+glibc gives every thread an arena of its own, up to eight for each processor, and memory that is
+free in one arena is not used by another. A server has dozens of threads that each compute now and
+then, so it would hold many times what it needs. Two arenas are hardly slower: large arrays are
+allocated outside of them.
+
+By itself an arena returns only its end to the system. Memory that is free in its middle, after many
+jobs at once, stays with the process until `trim_heap` is called.
+
+Serving under granian: one process listens for signals, one worker owns the engine and answers.
 
 The worker answers ``/healthz`` from the start and everything else once the base is loaded. An error
 while loading is raised in the parent process. When the worker is told to end it accepts no more
@@ -6,9 +16,11 @@ jobs; the present ones get `DRAIN_SECONDS`, then what they have written is their
 """
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -20,26 +32,48 @@ from anyio import to_thread
 from starlette.applications import Starlette
 
 from expertctl.errors import ExpertError, RegistryError
-from expertctl.http.hosting import Hosting, new_server, run
-from expertctl.http.listening import Listening, held_address
-from expertctl.http.log import log_config
-from expertctl.server.aliases import check_bases, check_installed
-from expertctl.server.api_keys import ApiKeys
-from expertctl.server.exposure import demand_secure
-from expertctl.server.heap import bound_arenas, return_free_pages
-from expertctl.server.settings import ServeSettings, check_settings
+from expertctl.http.address import ListenAddress, reserve_address
+from expertctl.http.granian_server import GranianOptions, build_server, run_server
+from expertctl.http.log import build_log_config
+from expertctl.server.api_keys import ApiKeyStore
+from expertctl.server.model_name import check_alias_bases, check_alias_experts
+from expertctl.server.settings import ServeSettings, check_settings, require_secure
 from expertctl.settings import Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
+MAX_ARENAS = 2
+_M_ARENA_MAX = -8
+"""A parameter of `mallopt`; see mallopt(3)."""
+
+
+def limit_malloc_arenas() -> bool:
+    """Let the threads of this process, and those to come, share `MAX_ARENAS`; False without glibc."""
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_ARENA_MAX, MAX_ARENAS) == 1
+
+
+def trim_heap() -> bool:
+    """Return empty pages to the system; False if there were none, or without glibc.
+
+    Takes some milliseconds, in which other threads may wait for memory.
+    """
+    if sys.platform != "linux":
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the call releases the GIL
+    return trim is not None and trim(0) == 1
+
+
 DRAIN_SECONDS = 30
-_LAST_SECONDS = 15
+_CANCEL_SECONDS = 15
 """How long cancelled jobs may take to end, before the worker is killed."""
-_TIDY_SECONDS = 20.0
-Report = Callable[[Listening], None]
+_TRIM_SECONDS = 20.0
+ReportAddress = Callable[[ListenAddress], None]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Prepare nothing."""
 
 
@@ -48,8 +82,8 @@ def serve(
     home: Settings,
     *,
     insecure: bool = False,
-    prepare: Callable[[], object] = _nothing,
-    report: Report,
+    prepare: Callable[[], object] = _do_nothing,
+    report: ReportAddress,
 ) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are accepted.
 
@@ -63,20 +97,24 @@ def serve(
         ExpertError: when the base cannot be served.
     """
     check_settings(settings)
-    demand_secure(settings, keyed=ApiKeys(home.home.api_keys).are_demanded, insecure=insecure)
+    require_secure(settings, keyed=ApiKeyStore(home.home.api_keys).are_required, insecure=insecure)
     secure = settings.certificate is not None
     if settings.batch.device == "cuda":  # CUDA fails in a fork of a process that probed it
         multiprocessing.set_start_method("spawn", force=True)
-    with held_address(settings.host, settings.port, secure=secure) as address:
+    with reserve_address(settings.host, settings.port, secure=secure) as address:
         news, tell = multiprocessing.Pipe(duplex=False)
-        hosting = _hosting(settings)
-        server = new_server(hosting, address)
+        hosting = _build_hosting(settings)
+        server = build_server(hosting, address)
         prepare()
         _check_aliases(settings, home)
-        told = _Told(address, report)
+        told = _WorkerReport(address, report)
         threading.Thread(target=told.listen, args=(news,), daemon=True).start()
         try:
-            run(server, hosting, partial(_load, replace(settings, port=address.port), home, tell))
+            run_server(
+                server,
+                hosting,
+                partial(_load_app, replace(settings, port=address.port), home, tell),
+            )
         except RegistryError:
             told.raise_problem()
             raise
@@ -85,17 +123,17 @@ def serve(
 
 def _check_aliases(settings: ServeSettings, home: Settings) -> None:
     if settings.aliases:
-        known = BaseStore(home.home.bases).bases()
-        check_bases(settings.aliases, {base.name for base in known})
-        check_installed(settings.aliases, Store(home.home.store))
+        known = BaseStore(home.home.bases).list_bases()
+        check_alias_bases(settings.aliases, {base.name for base in known})
+        check_alias_experts(settings.aliases, Store(home.home.store))
 
 
 @dataclass(slots=True)
-class _Told:
+class _WorkerReport:
     """What the worker tells the process that listens for signals."""
 
-    address: Listening
-    report: Report
+    address: ListenAddress
+    report: ReportAddress
     problem: ExpertError | None = None
 
     def listen(self, news: Connection) -> None:
@@ -113,41 +151,41 @@ class _Told:
             raise self.problem
 
 
-def _hosting(settings: ServeSettings) -> Hosting:
-    return Hosting(
+def _build_hosting(settings: ServeSettings) -> GranianOptions:
+    return GranianOptions(
         name="serve",
-        log=log_config("expertctl.server", "opentelemetry"),
-        drain_seconds=DRAIN_SECONDS + _LAST_SECONDS,
+        log=build_log_config("expertctl.server", "opentelemetry"),
+        drain_seconds=DRAIN_SECONDS + _CANCEL_SECONDS,
         certificate=settings.certificate,
         private_key=settings.private_key,
-        end=_end,
+        on_stop=_begin_shutdown,
     )
 
 
-def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
+def _load_app(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
     """Make the application in the worker, the only process that imports torch."""
-    from expertctl.server.opening import Opening
+    from expertctl.server.app import EngineWorker
 
-    bound_arenas()
-    opening = Opening(settings, home)
+    limit_malloc_arenas()
+    opening = EngineWorker(settings, home)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        opening.begin(tell.send)
-        tidying = asyncio.create_task(_tidy())
+        opening.start(tell.send)
+        tidying = asyncio.create_task(_trim_heap_regularly())
         yield
         tidying.cancel()
-        opening.end()
+        opening.shut_down()
 
-    return opening.app(lifespan)
+    return opening.build_app(lifespan)
 
 
-async def _tidy() -> None:
+async def _trim_heap_regularly() -> None:
     """Return memory that a burst of jobs left free to the system, now and then."""
     while True:
-        await asyncio.sleep(_TIDY_SECONDS)
-        await to_thread.run_sync(return_free_pages)
+        await asyncio.sleep(_TRIM_SECONDS)
+        await to_thread.run_sync(trim_heap)
 
 
-def _end(app: Starlette) -> None:
+def _begin_shutdown(app: Starlette) -> None:
     app.state.opening.close_soon(seconds=DRAIN_SECONDS)

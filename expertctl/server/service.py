@@ -1,29 +1,314 @@
-"""What every route of the generation server gets."""
+"""Whether the engine accepts jobs: not before the base is loaded and warm, nor at the end.
 
+One line of the log for each job: which experts answered, how long each stage took, the outcome.
+
+It has neither prompt nor answer. All lines have the same keys.
+
+`MeteredEngine`: the engine as routes use it; jobs are counted, limited and, if wanted, traced.
+
+Events are observed in the threads of the engine, on their way to the sink of the job.
+
+What every route of the generation server gets.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Literal
 
-from expertctl.engine.serving.batch_engine import BatchEngine
-from expertctl.routing.planner import Planner
-from expertctl.server.api_keys import ApiKeys
-from expertctl.server.metering import Metered, Trace, untraced
+from msgspec import Struct
+
+from expertctl.engine.moe.counters import CounterMode
+from expertctl.engine.moe.observation import Observation, ProfileOptions
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine.serving.request import (
+    GenerationJob,
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    OutputDelta,
+    TokenSink,
+)
+from expertctl.engine.serving.running_batch import AdapterStatus, EngineSnapshot
+from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.errors import ExpertError
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.api_keys import ApiKeyStore
+from expertctl.server.caller import Quotas
 from expertctl.server.metrics import Metrics
-from expertctl.server.quotas import Quotas
-from expertctl.server.readiness import Readiness
 from expertctl.server.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from expertctl.server.tracing.tracing import Tracing
+    from expertctl.server.tracing.exporter import Tracing
+
+
+ReadinessState = Literal["loading", "ready", "failed", "ending"]
+
+
+class ReadinessDocument(Struct, frozen=True):
+    """Whether jobs are taken, and what keeps them from that."""
+
+    ready: bool
+    state: ReadinessState
+
+
+class Readiness:
+    """The owner of the state of the engine; any thread may change it."""
+
+    def __init__(self, state: ReadinessState = "ready") -> None:
+        """Begin in a state."""
+        self.state: ReadinessState = state
+
+    @property
+    def document(self) -> ReadinessDocument:
+        """The state as a document."""
+        return ReadinessDocument(self.is_ready, self.state)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether jobs are accepted."""
+        return self.state == "ready"
+
+
+_INFERENCE_STAGES = ("prefill", "decode")
+_INCOMPLETE_REASONS = {"cancelled", "timeout"}
+
+
+def record_answered_job(
+    job: GenerationJob, results: Sequence[RunResult], *, total_ms: float
+) -> JsonObject:
+    """Return the record of a job that was answered.
+
+    Times are those of its first answer; ``memory_peak`` is the most that the server held so far.
+    """
+    first, times = results[0], results[0].timings_ms
+    experts = [expert.ref for expert in first.planned.result.plan.experts]
+    reasons = [result.generated.finish_reason for result in results]
+    checked = [r.validation_passed for r in results if r.validation_passed is not None]
+    return _make_empty_record(job, total_ms) | {
+        "router_latency_ms": round(times.get("route", 0.0), 3),
+        "expert_load_latency_ms": round(times.get("load", 0.0), 3),
+        "queue_latency_ms": round(times.get("queue", 0.0), 3),
+        "inference_latency_ms": round(sum(times.get(name, 0.0) for name in _INFERENCE_STAGES), 3),
+        "ttft_ms": round(times["ttft"], 3),
+        "experts_used": list[JsonValue](experts),
+        "num_experts": len(experts),
+        "memory_peak": first.memory.peak,
+        "input_tokens": first.prompt_tokens,
+        "kv_reused_tokens": first.kv_reused_tokens,
+        "output_tokens": sum(len(result.generated.tokens) for result in results),
+        "tokens_per_second": round(first.generated.tokens_per_s, 2),
+        "finish_reasons": list[JsonValue](reasons),
+        "success": _INCOMPLETE_REASONS.isdisjoint(reasons),
+        "validation_passed": all(checked) if checked else None,
+    }
+
+
+def record_failed_job(job: GenerationJob, error: ExpertError, *, total_ms: float) -> JsonObject:
+    """Return the record of a job that failed."""
+    return _make_empty_record(job, total_ms) | {"error": error.code}
+
+
+def _make_empty_record(job: GenerationJob, total_ms: float) -> JsonObject:
+    """Return the record of a job that is over, with nothing else known of it."""
+    submitted = datetime.now(UTC) - timedelta(milliseconds=total_ms)
+    return {
+        "job": job.id,
+        "owner": job.owner,
+        "submitted_at": submitted.isoformat(timespec="milliseconds"),
+        "router_latency_ms": None,
+        "expert_load_latency_ms": None,
+        "queue_latency_ms": None,
+        "inference_latency_ms": None,
+        "ttft_ms": None,
+        "total_latency_ms": round(total_ms, 3),
+        "experts_used": [],
+        "num_experts": 0,
+        "memory_peak": None,
+        "input_tokens": None,
+        "kv_reused_tokens": 0,
+        "output_tokens": 0,
+        "tokens_per_second": None,
+        "finish_reasons": [],
+        "success": False,
+        "error": None,
+        "validation_passed": None,
+    }
+
+
+LOG = logging.getLogger("expertctl.server.jobs")
+Trace = Callable[[GenerationJob, TokenSink], TokenSink]
+"""Returns a sink that makes spans of the events that it passes on."""
+
+
+def pass_untraced(_: GenerationJob, sink: TokenSink) -> TokenSink:
+    """Make no spans."""
+    return sink
+
+
+class MeteredEngine:
+    """A batch engine whose jobs are measured."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        metrics: Metrics,
+        quotas: Quotas,
+        *,
+        trace: Trace = pass_untraced,
+        log_prompts: bool = False,
+    ) -> None:
+        """Measure the jobs of ``engine``; prompts are logged only with ``log_prompts``."""
+        self._engine, self._metrics, self._quotas = engine, metrics, quotas
+        self._trace, self._log_prompts = trace, log_prompts
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base that is served."""
+        return self._engine.base_name
+
+    @property
+    def context(self) -> int:
+        """How many tokens a text can have, the prompt included."""
+        return self._engine.context
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the base, with its chat template."""
+        return self._engine.tokenizer
+
+    def submit(self, job: GenerationJob, sink: TokenSink) -> None:
+        """Take a job into the queue; its events come to the sink from now on.
+
+        Raises:
+            RateLimitError: when the queue is full, or the owner had too many tokens.
+            UsageError: when the job asks for what is not done here.
+        """
+        if self._log_prompts:
+            fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
+            LOG.info("prompt", extra={"fields": fields})
+        try:
+            self._quotas.require_tokens(job.owner)
+            heard = self._trace(job, sink)
+            self._engine.submit(job, _JobMeter(job, heard, self._metrics, self._quotas))
+        except ExpertError as error:
+            self._metrics.count_refusal(error)
+            raise
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job; do nothing if it is unknown or has ended."""
+        self._engine.cancel(job_id)
+
+    def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
+        """Return the plan for a request, once it is made."""
+        return self._engine.plan(request)
+
+    def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
+        """Return the installed experts, once earlier planning is done."""
+        return self._engine.list_experts()
+
+    def estimate_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        return self._engine.estimate_wait(job_id)
+
+    def forget(self, cache_key: str) -> None:
+        """Forget what is kept under a cache key."""
+        self._engine.forget(cache_key)
+
+    def take_snapshot(self) -> EngineSnapshot:
+        """Return what goes on now."""
+        return self._engine.take_snapshot()
+
+    def get_observation(self) -> Observation:
+        """Return what was counted of routed experts."""
+        return self._engine.get_observation()
+
+    def observe(self, *, mode: CounterMode | None, reset: bool) -> Observation:
+        """Count routed experts in another mode, or from zero; return what is counted then.
+
+        Raises:
+            IncompatibleError: when the base has no routed experts that can be counted.
+        """
+        return self._engine.observe(mode=mode, reset=reset)
+
+    def apply_profile(self, profile: JsonObject | None, options: ProfileOptions) -> Observation:
+        """Let a profile, or what was learnt of the base, decide which routed experts stay.
+
+        Raises:
+            ExpertError: when it does not fit, or changes nothing.
+        """
+        return self._engine.apply_profile(profile, options)
+
+
+class _JobMeter:
+    """Observes the events of one job, and passes them on.
+
+    In this order: once a client has its answer, metrics, log and limits have counted it.
+    """
+
+    def __init__(
+        self, job: GenerationJob, sink: TokenSink, metrics: Metrics, quotas: Quotas
+    ) -> None:
+        self._job, self._sink, self._metrics, self._quotas = job, sink, metrics, quotas
+        self._started = time.perf_counter()
+        self._last_piece: dict[int, float] = {}
+
+    @property
+    def _total_ms(self) -> float:
+        return (time.perf_counter() - self._started) * 1e3
+
+    def __call__(self, event: JobEvent) -> None:
+        try:
+            self._observe(event)
+        finally:  # the answer goes out even if the observer fails
+            self._sink(event)
+
+    def _observe(self, event: JobEvent) -> None:
+        match event:
+            case OutputDelta():
+                self._observe_gap(event.number)
+            case JobFinished():
+                self._observe_answer(event.results)
+            case JobFailed():
+                self._metrics.count_failure(event.error)
+                fields = record_failed_job(self._job, event.error, total_ms=self._total_ms)
+                LOG.info("job", extra={"fields": fields})
+            case JobStarted():
+                pass
+
+    def _observe_gap(self, number: int) -> None:
+        now = time.perf_counter()
+        before = self._last_piece.get(number)
+        self._last_piece[number] = now
+        if before is not None:
+            self._metrics.observe_gap(now - before)
+
+    def _observe_answer(self, results: Sequence[RunResult]) -> None:
+        for result in results:
+            self._metrics.count_answer(result)
+        fields = record_answered_job(self._job, results, total_ms=self._total_ms)
+        LOG.info("job", extra={"fields": fields})
+        tokens = sum(len(result.generated.tokens) for result in results)
+        self._quotas.spend_tokens(
+            self._job.owner, results[0].prompt_tokens + tokens
+        )  # prompt: read once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """The engine and how it is served; one for the life of the application."""
 
-    engine: Metered
+    engine: MeteredEngine
     planner: Planner
     settings: ServeSettings
-    keys: ApiKeys
+    keys: ApiKeyStore
     metrics: Metrics
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
@@ -31,8 +316,8 @@ class Service:
     """Sends traces; opened and closed together with the engine."""
 
 
-def service_of(
-    engine: BatchEngine,
+def build_service(
+    engine: ServingEngine,
     planner: Planner,
     settings: ServeSettings,
     *,
@@ -40,12 +325,14 @@ def service_of(
 ) -> Service:
     """Return the service of an engine, with nothing counted yet."""
     metrics, quotas = Metrics(), Quotas()
-    tracing, trace = (None, untraced) if settings.traces is None else _traces(settings)
+    tracing, trace = (None, pass_untraced) if settings.traces is None else _build_tracing(settings)
     return Service(
-        engine=Metered(engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts),
+        engine=MeteredEngine(
+            engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts
+        ),
         planner=planner,
         settings=settings,
-        keys=ApiKeys(planner.home.api_keys),
+        keys=ApiKeyStore(planner.home.api_keys),
         metrics=metrics,
         quotas=quotas,
         readiness=readiness or Readiness(),
@@ -53,10 +340,10 @@ def service_of(
     )
 
 
-def _traces(settings: ServeSettings) -> "tuple[Tracing, Trace]":
+def _build_tracing(settings: ServeSettings) -> "tuple[Tracing, Trace]":
     """Make the tracing; the extra is imported only here."""
-    from expertctl.server.tracing.job_spans import traced
-    from expertctl.server.tracing.tracing import Tracing
+    from expertctl.server.tracing.exporter import Tracing
+    from expertctl.server.tracing.spans import trace_job
 
     assert settings.traces is not None
-    return Tracing(settings.traces, server=settings.public_url), traced
+    return Tracing(settings.traces, server=settings.public_url), trace_job

@@ -1,4 +1,12 @@
-"""How the generation server is run: where it listens, what it takes, and the batch behind it."""
+"""How the generation server is run: where it listens, what it takes, and the batch behind it.
+
+Whether others can reach the server, and what that demands.
+
+Where traces go, by an option or by the standard variables of OpenTelemetry.
+
+All other variables, such as headers, the sampler and the name of the service, are read by
+OpenTelemetry itself.
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import UsageError
-from expertctl.http.listening import url_of
-from expertctl.server.aliases import check_names
-from expertctl.server.post_processing.command import Command
+from expertctl.http.address import build_url, is_loopback
+from expertctl.server.model_name import check_alias_names
+from expertctl.server.post_processing.validator import ValidatorCommand
 from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 4 << 20
 """More than the longest prompt takes in JSON; once read, a body can take fifty times as much."""
 MAX_BODY_BYTES = 1 << 30
-BEHIND_SECONDS = 60.0
+MAX_READER_DELAY = 60.0
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[a-z0-9.-]{1,253}(?::[0-9]{1,5})?")
 """As browsers send it: lower case, and nothing after the port."""
@@ -46,7 +54,7 @@ class ServeSettings:
     body_bytes: int = BODY_BYTES
     timeout: float | None = None
     """Seconds after which an answer ends as it is, if the request names no time."""
-    behind_seconds: float = BEHIND_SECONDS
+    behind_seconds: float = MAX_READER_DELAY
     """How long the reader of a stream may leave an event unread."""
     log_prompts: bool = False
     completions_special_tokens: bool = True
@@ -55,17 +63,17 @@ class ServeSettings:
     A request decides for itself with ``parse_special``.
     """
     traces: str | None = None
-    """Address that spans are sent to, from `trace_address`; None: no spans are made."""
-    validators: Mapping[str, Command] = field(default_factory=dict)
+    """Address that spans are sent to, from `resolve_trace_address`; None: no spans are made."""
+    validators: Mapping[str, ValidatorCommand] = field(default_factory=dict)
     """Programs that requests can name to have answers checked."""
-    batch: BatchSettings = field(default_factory=BatchSettings)
+    batch: EngineConfig = field(default_factory=EngineConfig)
 
     @property
     def public_url(self) -> str:
         """The scheme, host and port that clients use, without a slash at the end."""
         if self.url:
             return self.url.rstrip("/")
-        return url_of(self.host, self.port, secure=self.certificate is not None)
+        return build_url(self.host, self.port, secure=self.certificate is not None)
 
 
 def check_settings(settings: ServeSettings) -> None:
@@ -74,19 +82,19 @@ def check_settings(settings: ServeSettings) -> None:
     Raises:
         UsageError: naming what is wrong.
     """
-    _check_numbers(settings)
+    _check_ranges(settings)
     if (settings.certificate is None) != (settings.private_key is None):
         raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
-    if settings.url is not None and not _is_address(settings.url):
+    if settings.url is not None and not _is_server_url(settings.url):
         raise UsageError(
             f"the url {settings.url[:80]!r} is no address of a server",
             hint="write https://experts.example.org",
         )
-    _check_allowed(settings)
-    check_names(settings.aliases)
+    _check_allowed_names(settings)
+    check_alias_names(settings.aliases)
 
 
-def _check_numbers(settings: ServeSettings) -> None:
+def _check_ranges(settings: ServeSettings) -> None:
     batch = settings.batch
     for name, value, low, high in (
         ("port", settings.port, 0, MAX_PORT),
@@ -101,7 +109,7 @@ def _check_numbers(settings: ServeSettings) -> None:
             raise UsageError(f"{name} {seconds:g} must be above 0, up to {MAX_SECONDS}")
 
 
-def _check_allowed(settings: ServeSettings) -> None:
+def _check_allowed_names(settings: ServeSettings) -> None:
     for host in settings.allowed_hosts:
         if not _HOST.fullmatch(host):
             raise UsageError(
@@ -116,7 +124,7 @@ def _check_allowed(settings: ServeSettings) -> None:
             )
 
 
-def _is_address(url: str) -> bool:
+def _is_server_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         names_port = parts.port is None or parts.port > 0
@@ -124,3 +132,109 @@ def _is_address(url: str) -> bool:
         return False
     bare = parts.path in {"", "/"} and not parts.query and not parts.fragment
     return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
+
+
+def is_exposed(settings: ServeSettings) -> bool:
+    """Whether others can reach the server, by its own address or that of a proxy before it."""
+    return not (is_loopback(settings.host) and is_loopback(_public_host(settings)))
+
+
+def require_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> None:
+    """Refuse to serve a network without API keys, or with keys sent in clear text.
+
+    Raises:
+        UsageError: when others can reach the server, and keys or encryption are missing.
+    """
+    if not is_exposed(settings):
+        return
+    host = _public_host(settings)
+    if not keyed:
+        hint = "make a key with `expertctl serve key new NAME`, or listen on 127.0.0.1 alone"
+        raise UsageError(f"others can reach {host}, and there are no API keys", hint=hint)
+    if not (_is_encrypted(settings) or insecure):
+        raise UsageError(
+            f"others can reach {host}, and keys would travel in clear text",
+            hint="give --tls-cert and --tls-key; or --insecure-http, behind what encrypts",
+        )
+
+
+def _is_encrypted(settings: ServeSettings) -> bool:
+    """Whether the connection is encrypted: by TLS here, or by a proxy on this machine."""
+    proxied = settings.public_url.startswith("https:") and is_loopback(settings.host)
+    return settings.certificate is not None or proxied
+
+
+def _public_host(settings: ServeSettings) -> str:
+    return (settings.url and urlsplit(settings.url).hostname) or settings.host
+
+
+TRACES_PATH = "/v1/traces"
+"""The path for traces below the address of a collector (OTLP over HTTP)."""
+TRACES_PROTOCOL = "http/protobuf"
+_DISABLING_VALUES = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+def resolve_trace_address(option: str | None, environment: Mapping[str, str]) -> str | None:
+    """Return the address that traces are sent to; None if no traces are asked for.
+
+    Raises:
+        UsageError: when the address is malformed, or another protocol is asked for.
+    """
+    given = {name: value.strip() for name, value in environment.items() if value.strip()}
+    off = next(
+        (name for name, off in _DISABLING_VALUES.items() if given.get(name, "").lower() == off),
+        None,
+    )
+    if off is not None and option is not None:
+        raise UsageError(f"--traces: {off} says that there are none", hint=f"unset {off}")
+    if off is not None:
+        return None
+    address = _find_trace_address(option, given)
+    if address is not None:
+        _check_protocol(given)
+    return address
+
+
+def _find_trace_address(option: str | None, given: Mapping[str, str]) -> str | None:
+    if option is not None:
+        return _with_traces_path(_check_collector_url(option, "--traces"))
+    if whole := given.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        return _check_collector_url(whole, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if base := given.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        return _with_traces_path(_check_collector_url(base, "OTEL_EXPORTER_OTLP_ENDPOINT"))
+    return None
+
+
+def _with_traces_path(base: str) -> str:
+    bare = base.rstrip("/")
+    return bare if bare.endswith(TRACES_PATH) else f"{bare}{TRACES_PATH}"
+
+
+def _check_collector_url(address: str, source: str) -> str:
+    """Return a valid address; a login in it, which would appear in the log, is refused."""
+    if not _is_collector_url(address):
+        raise UsageError(
+            f"{source}: that is no address of a collector",
+            hint="write http://127.0.0.1:4318; a login belongs in OTEL_EXPORTER_OTLP_HEADERS",
+        )
+    return address
+
+
+def _is_collector_url(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        names_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    bare = parts.username is None and not parts.query and not parts.fragment
+    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)
+
+
+def _check_protocol(given: Mapping[str, str]) -> None:
+    name = next((name for name in _PROTOCOL_VARIABLES if name in given), None)
+    if name is not None and given[name] != TRACES_PROTOCOL:
+        raise UsageError(
+            f"{name}: traces are sent as {TRACES_PROTOCOL} only",
+            hint=f"set it to {TRACES_PROTOCOL}; collectors take that on port 4318",
+        )

@@ -1,24 +1,249 @@
-"""The record of a base, ``base.json``, as a value and as bytes.
+"""The place of a base as the user named it: a directory, and what it is called.
+
+Which files make a base, and whether they are still the ones that were read.
+
+The record of a base, ``base.json``, as a value and as bytes.
 
 A copy lies beside its record and is found from there, so a home can be moved.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
-from expertctl.digest import Digest
-from expertctl.errors import ExpertError, StoreError
-from expertctl.package.base_model import BaseIdentity
-from expertctl.schema.shape import shape
+from expertctl.digest import READ_CHUNK, Digest, Progress, hash_file, ignore_progress
+from expertctl.errors import (
+    BaseMismatchError,
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from expertctl.files import make_folders, open_staged_file, sync_folder
+from expertctl.package.base_model import TOKENIZER_FILE, BaseIdentity, open_hashing_threads
+from expertctl.package.base_tensors import INDEX_FILE, find_weight_files
+from expertctl.package.model_config import CONFIG_FILE
 from expertctl.schema.strict_json import load_object
-from expertctl.store.base_files import BaseFile
+from expertctl.schema.validation import convert_document
 
-COPY = "files"
+_PATH_PREFIXES = {"..", "~"}
+"""What begins a path, and never the name of a model on a hub."""
+_MAX_HUB_NAME = 200
+
+
+def check_directory(directory: Path) -> None:
+    """Demand that it is a directory.
+
+    Raises:
+        UsageError: when it is something else.
+        NotFoundError: when it does not exist.
+    """
+    if directory.is_dir():
+        return
+    if directory.exists():
+        raise UsageError(f"{directory} is no directory", hint="give the folder of config.json")
+    model = directory if _looks_like_hub_name(directory) else "ORG/NAME"
+    hint = f"download it first: `hf download {model} --local-dir DIR`, then base add DIR"
+    raise NotFoundError(f"{directory}: no such directory", hint=hint)
+
+
+def infer_name(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
+    """Fill in what the path in a hub cache tells: ``models--org--name/snapshots/<commit>``.
+
+    Raises:
+        UsageError: when what it is called cannot name a base.
+    """
+    place = directory.resolve()
+    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+        name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
+        revision = revision or place.name
+    name = name or place.name
+    shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
+    if not shown or len(quote(name, safe="")) > _MAX_HUB_NAME:
+        raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
+    return name, revision
+
+
+def _looks_like_hub_name(place: Path) -> bool:
+    """Tell whether a text that is no directory may be meant as the name of a model on a hub."""
+    return (
+        0 < len(place.parts) <= 2
+        and not place.is_absolute()
+        and place.parts[0] not in _PATH_PREFIXES
+    )
+
+
+OPTIONAL_FILES = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    INDEX_FILE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFile:
+    """One file of a base as it was when it was hashed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class _FileStat:
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+def list_base_files(directory: Path) -> list[str]:
+    """Return the names of the files that the engine may read, sorted.
+
+    Raises:
+        NotFoundError: when one that must be there is missing.
+    """
+    for name in (CONFIG_FILE, TOKENIZER_FILE):
+        if not (directory / name).is_file():
+            raise NotFoundError(f"{directory}: {name} is missing")
+    weights = [path.name for path in find_weight_files(directory)]
+    present = [name for name in OPTIONAL_FILES if (directory / name).is_file()]
+    return sorted([CONFIG_FILE, TOKENIZER_FILE, *weights, *present])
+
+
+def hash_base_files(
+    directory: Path, names: Iterable[str], *, progress: Progress = ignore_progress
+) -> tuple[BaseFile, ...]:
+    """Hash files, in threads.
+
+    Raises:
+        InvalidPackageError: when one of them changes meanwhile.
+    """
+    paths = [directory / name for name in names]
+    stamps = [_stat_file(path) for path in paths]
+    with open_hashing_threads() as (pool, go_on):
+
+        def count(size: int) -> None:
+            go_on(size)
+            progress(size)
+
+        hashed = list(pool.map(lambda path: hash_file(path, progress=count), paths))
+    changed = [p.name for p, stamp in zip(paths, stamps, strict=True) if _stat_file(p) != stamp]
+    if changed:
+        problems = [f"{name} changed while it was read" for name in changed]
+        raise InvalidPackageError(str(directory), problems)
+    return tuple(
+        BaseFile(path.name, stamp.size, stamp.mtime_ns, stamp.inode, digest)
+        for path, stamp, (_, digest) in zip(paths, stamps, hashed, strict=True)
+    )
+
+
+def refresh_files(
+    directory: Path, files: Iterable[BaseFile]
+) -> tuple[tuple[BaseFile, ...], list[str]]:
+    """Return the files as they are now, and what has changed, one line per file.
+
+    A file of the same size with another time or inode is hashed: copies and restored backups are
+    still the same base.
+    """
+    known = tuple(files)
+    now, problems = [], []
+    for file in known:
+        try:
+            now.append(_refresh_file(directory, file))
+        except _ChangedError as error:
+            problems.append(str(error))
+    names = {file.path for file in known}
+    new = [n for n in OPTIONAL_FILES if n not in names and (directory / n).is_file()]
+    return tuple(now), problems + [f"{directory / name} is new" for name in new]
+
+
+def find_changed_files(
+    directory: Path, files: Iterable[BaseFile], *, progress: Progress = ignore_progress
+) -> list[str]:
+    """Return which files do not have their digest, after reading all of them."""
+    known = tuple(files)
+    missing = [f"{directory / f.path} is missing" for f in known if not _is_present(directory, f)]
+    if missing:
+        return missing
+    found = hash_base_files(directory, [file.path for file in known], progress=progress)
+    pairs = zip(known, found, strict=True)
+    return [_check_content(directory, old) for old, new in pairs if old.digest != new.digest]
+
+
+def check_unchanged(name: str, problems: list[str]) -> None:
+    """Raise when a base is not what was added.
+
+    Raises:
+        BaseMismatchError: naming every file.
+    """
+    if problems:
+        raise BaseMismatchError(
+            f"the base {name} is not what was added: {'; '.join(problems)}",
+            hint=f"restore the files; or `expertctl base remove {name} --force` and add it again; "
+            "where only the tokenizer was saved again, `expertctl base add DIR` is enough",
+        )
+
+
+class _ChangedError(ValueError):
+    """What happened to one file."""
+
+
+def _refresh_file(directory: Path, file: BaseFile) -> BaseFile:
+    path = directory / file.path
+    if not _is_present(directory, file):
+        raise _ChangedError(f"{path} is missing")
+    stamp = _stat_file(path)
+    if stamp.size != file.size:
+        raise _ChangedError(f"{path} has {stamp.size:,} bytes, not {file.size:,}")
+    if (stamp.mtime_ns, stamp.inode) == (file.mtime_ns, file.inode):
+        return file
+    (now,) = hash_base_files(directory, [file.path])
+    if now.digest != file.digest:
+        raise _ChangedError(_check_content(directory, file))
+    return now
+
+
+def _check_content(directory: Path, file: BaseFile) -> str:
+    return f"{directory / file.path} has other content"
+
+
+def _is_present(directory: Path, file: BaseFile) -> bool:
+    return (directory / file.path).is_file()
+
+
+def _stat_file(path: Path) -> _FileStat:
+    status = path.stat()
+    return _FileStat(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def copy_files(source: Path, target: Path, progress: Progress) -> None:
+    """Copy the files of a base into a folder, which is made.
+
+    Raises:
+        NotFoundError: when one that must be there is missing.
+    """
+    names = list_base_files(source)
+    make_folders(target, mode=0o700)
+    for name in names:
+        with (source / name).open("rb") as stream, open_staged_file(target / name) as write:
+            while chunk := stream.read(READ_CHUNK):
+                write(memoryview(chunk))
+                progress(len(chunk))
+    sync_folder(target)
+
+
+COPY_FOLDER = "files"
 """The folder of a copy, beside its record."""
 _MAX_BYTES = 64 << 20
 
@@ -44,14 +269,14 @@ class StoredBase:
         return sum(file.size for file in self.files)
 
 
-class _Identity(msgspec.Struct, forbid_unknown_fields=True):
+class _StoredIdentity(msgspec.Struct, forbid_unknown_fields=True):
     revision: str | None
     arch: str
     weights: str | None
     tokenizer: str
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _StoredFile(msgspec.Struct, forbid_unknown_fields=True):
     path: str
     size: int
     mtime_ns: str
@@ -59,30 +284,33 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _StoredBaseRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     schema: int
     name: str
     path: str
     copied: bool
     added_ns: str
-    identity: _Identity
-    files: list[_File]
+    identity: _StoredIdentity
+    files: list[_StoredFile]
     shapes: dict[str, tuple[int, int]]
     foreign: bool = False
 
 
-def encode_base(base: StoredBase) -> bytes:
+def encode_base_record(base: StoredBase) -> bytes:
     """Return the bytes of a record; nanoseconds and inodes are text, as they may pass 2^53."""
     identity = base.identity
     weights = str(identity.weights) if identity.weights else None
-    record = _Record(
+    record = _StoredBaseRecord(
         1,
         base.name,
-        COPY if base.copied else str(base.path),
+        COPY_FOLDER if base.copied else str(base.path),
         base.copied,
         str(base.added_ns),
-        _Identity(identity.revision, str(identity.arch), weights, str(identity.tokenizer)),
-        [_File(f.path, f.size, str(f.mtime_ns), str(f.inode), str(f.digest)) for f in base.files],
+        _StoredIdentity(identity.revision, str(identity.arch), weights, str(identity.tokenizer)),
+        [
+            _StoredFile(f.path, f.size, str(f.mtime_ns), str(f.inode), str(f.digest))
+            for f in base.files
+        ],
         dict(base.shapes),
         base.foreign,
     )
@@ -97,14 +325,14 @@ def read_base_record(path: Path) -> StoredBase:
     """
     try:
         document: Any = load_object(path.read_bytes(), what=str(path), max_bytes=_MAX_BYTES)
-        record = shape(document, _Record)
-        return _base_of(record, path.parent)
+        record = convert_document(document, _StoredBaseRecord)
+        return _base_from_record(record, path.parent)
     except (ExpertError, msgspec.ValidationError, ValueError) as error:
         hint = f"remove {path.parent} and add the base again"
         raise StoreError(f"{path} is damaged: {error}", hint=hint) from error
 
 
-def _base_of(record: _Record, folder: Path) -> StoredBase:
+def _base_from_record(record: _StoredBaseRecord, folder: Path) -> StoredBase:
     told = record.identity
     identity = BaseIdentity(
         name=record.name,
@@ -119,7 +347,7 @@ def _base_of(record: _Record, folder: Path) -> StoredBase:
     )
     return StoredBase(
         name=record.name,
-        path=folder / COPY if record.copied else Path(record.path),
+        path=folder / COPY_FOLDER if record.copied else Path(record.path),
         identity=identity,
         files=files,
         shapes=record.shapes,

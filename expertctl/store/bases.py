@@ -14,43 +14,52 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.digest import Progress, no_progress
-from expertctl.durable import make_folders, remove_tree, sync_folder, write_atomic
+from expertctl.digest import Progress, ignore_progress
 from expertctl.errors import (
     ConflictError,
     NotFoundError,
 )
-from expertctl.package.base_model import is_saved_again, read_base, read_headers
-from expertctl.package.config_cleaning import full_precision_label
-from expertctl.store.base_files import (
-    BaseFile,
-    copy_files,
-    current_files,
-    file_names,
-    fingerprint,
-    refuse_changes,
-    rehashed,
+from expertctl.files import make_folders, remove_tree, sync_folder, write_atomic
+from expertctl.package.adapter_config import find_full_precision_label
+from expertctl.package.base_model import (
+    differs_in_tokenizer_form_only,
+    read_base,
+    read_base_headers,
 )
-from expertctl.store.base_place import check_directory, named
-from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
-from expertctl.store.base_tokenizer import keep_canonical_tokenizer, with_canonical_tokenizer
-from expertctl.store.copies_folder import (
-    HABITS,
+from expertctl.store.base_folder import (
     QUANTISED,
-    STAGED,
-    left_below,
+    STAGED_PREFIX,
+    USAGE_PROFILE,
+    list_all_staged,
+    list_orphaned_folders,
     make_copies_folder,
-    put_in_place,
+    remove_base_folder,
     remove_entry,
-    remove_home,
-    staged_below,
+    replace_copy,
+    save_canonical_tokenizer,
+    with_canonical_tokenizer,
+)
+from expertctl.store.base_record import (
+    COPY_FOLDER,
+    BaseFile,
+    StoredBase,
+    check_directory,
+    check_unchanged,
+    copy_files,
+    encode_base_record,
+    find_changed_files,
+    hash_base_files,
+    infer_name,
+    list_base_files,
+    read_base_record,
+    refresh_files,
 )
 from expertctl.store.disk import disk_errors
-from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
-from expertctl.store.store import near_names
+from expertctl.store.locks import LOCK_SECONDS, claim_folder, exclusive_lock, is_claimed
+from expertctl.store.store import find_similar_names
 
 _RECORD = "base.json"
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 """How many known bases an error names."""
 
 
@@ -60,7 +69,7 @@ class BaseStore:
 
     folder: Path
 
-    def bases(self) -> list[StoredBase]:
+    def list_bases(self) -> list[StoredBase]:
         """Return the known bases, sorted by name.
 
         Raises:
@@ -80,32 +89,34 @@ class BaseStore:
         Raises:
             NotFoundError: when there is none; the hint names what is near.
         """
-        known = self.bases()
+        known = self.list_bases()
         for base in known:
             identity = base.identity
             if wanted in (base.name, str(identity.weights), str(identity.arch)):
                 return base
-        if wanted.strip() and (there := self.at(wanted)) is not None:
+        if wanted.strip() and (there := self.find_by_path(wanted)) is not None:
             return there
-        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=_known_bases(wanted, known))
+        raise NotFoundError(
+            f"no base is called {wanted[:200]!r}", hint=_unknown_base_hint(wanted, known)
+        )
 
-    def at(self, place: str | Path) -> StoredBase | None:
+    def find_by_path(self, place: str | Path) -> StoredBase | None:
         """Return the base whose files lie in a folder; None for any other place."""
         with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
             folder = Path(place).expanduser().resolve(strict=True)
-            return next((b for b in self.bases() if b.path.resolve() == folder), None)
+            return next((b for b in self.list_bases() if b.path.resolve() == folder), None)
         return None
 
-    def meant_by(self, label: str) -> StoredBase | None:
+    def find_by_label(self, label: str) -> StoredBase | None:
         """Return the base that an adapter's label means: by its name, else by the last part.
 
         ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both mean the only base that is called
         ``Qwen3-0.6B``. A label is compared, never opened. One that ends in ``-bnb-4bit`` means the
         16-bit base where that copy itself was not added.
         """
-        known = self.bases()
-        full = full_precision_label(label)
-        return _meant(known, label) or (None if full is None else _meant(known, full))
+        known = self.list_bases()
+        full = find_full_precision_label(label)
+        return _match_label(known, label) or (None if full is None else _match_label(known, full))
 
     def add(
         self,
@@ -113,7 +124,7 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
-        progress: Progress = no_progress,
+        progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Read a base whole and remember it where it is; repeating this is harmless.
 
@@ -127,13 +138,13 @@ class BaseStore:
             ConflictError: when another base has that name.
         """
         _check_base(directory)
-        name, revision = named(directory, name, revision)
-        with self._changing():
+        name, revision = infer_name(directory, name, revision)
+        with self._exclusive():
             pass  # a folder that cannot be written is reported before anything is hashed
         with disk_errors(self.folder):
-            base = _read_whole(directory, name=name, revision=revision, progress=progress)
-        with self._changing():
-            return self._record(base)
+            base = _read_base(directory, name=name, revision=revision, progress=progress)
+        with self._exclusive():
+            return self._add_record(base)
 
     def add_copy(
         self,
@@ -141,19 +152,19 @@ class BaseStore:
         *,
         name: str | None = None,
         revision: str | None = None,
-        progress: Progress = no_progress,
+        progress: Progress = ignore_progress,
     ) -> StoredBase:
         """Copy a base and remember the copy, see `add`; a sound copy that exists is kept."""
         _check_base(directory)
-        name, revision = named(directory, name, revision)
+        name, revision = infer_name(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
-            with self._changing():
-                own = stack.enter_context(claim(self.folder, prefix=STAGED))
-            files = own / COPY
+            with self._exclusive():
+                own = stack.enter_context(claim_folder(self.folder, prefix=STAGED_PREFIX))
+            files = own / COPY_FOLDER
             copy_files(directory, files, progress)
-            base = _read_whole(files, name=name, revision=revision, progress=progress)
-            with self._changing():
-                return self._place(files, base)
+            base = _read_base(files, name=name, revision=revision, progress=progress)
+            with self._exclusive():
+                return self._commit_copy(files, base)
 
     def remove(self, base: StoredBase) -> None:
         """Forget a base; its files stay, unless they are a copy of ours.
@@ -161,13 +172,13 @@ class BaseStore:
         Raises:
             StoreError: when the store cannot be written.
         """
-        with self._changing():
-            home = self._home(base.name)
-            self._say_so()  # before, too: the process may be killed after the change
+        with self._exclusive():
+            home = self._base_folder(base.name)
+            self._touch_folder()  # before, too: the process may be killed after the change
             (home / _RECORD).unlink(missing_ok=True)
             sync_folder(home)
-            remove_home(home)
-            self._say_so()
+            remove_base_folder(home)
+            self._touch_folder()
 
     def check(self, base: StoredBase) -> None:
         """Demand that the files are those added, by size, time and inode; in doubt by content.
@@ -175,21 +186,21 @@ class BaseStore:
         Raises:
             BaseMismatchError: naming every file that differs.
         """
-        files, problems = current_files(base.path, base.files)
-        refuse_changes(base.name, problems)
+        files, problems = refresh_files(base.path, base.files)
+        check_unchanged(base.name, problems)
         if files != base.files and os.access(self.folder, os.W_OK):
-            self._refresh(base, files)
+            self._update_files(base, files)
 
-    def rehash(self, base: StoredBase, *, progress: Progress = no_progress) -> None:
+    def rehash(self, base: StoredBase, *, progress: Progress = ignore_progress) -> None:
         """Demand that the files are those added, reading every byte.
 
         Raises:
             BaseMismatchError: naming every file that differs.
         """
-        refuse_changes(base.name, rehashed(base.path, base.files, progress=progress))
+        check_unchanged(base.name, find_changed_files(base.path, base.files, progress=progress))
 
     @contextmanager
-    def staging(self, base: StoredBase) -> Iterator[Path]:
+    def stage_copy(self, base: StoredBase) -> Iterator[Path]:
         """Lend a folder beside the copies of a base, on their disk, to write a copy in.
 
         At the end it is removed with what is in it; at the start, what killed processes left.
@@ -199,46 +210,46 @@ class BaseStore:
             StoreError: when its copies cannot be written.
         """
         with ExitStack() as stack:
-            with self._changing():
-                self._demand(base)
-                folder = self.copies_of(base)
+            with self._exclusive():
+                self._check_recorded(base)
+                folder = self.copies_folder(base)
                 with disk_errors(folder):
                     make_copies_folder(folder)
-                    own = stack.enter_context(claim(folder, prefix=STAGED))
+                    own = stack.enter_context(claim_folder(folder, prefix=STAGED_PREFIX))
             yield own
 
-    def copies_of(self, base: StoredBase) -> Path:
-        """Where the quantised copies of a base are; see `QuantisedCopies`."""
-        return self._home(base.name) / QUANTISED
+    def copies_folder(self, base: StoredBase) -> Path:
+        """Where the quantised copies of a base are; see `QuantisedCache`."""
+        return self._base_folder(base.name) / QUANTISED
 
-    def keep(self, base: StoredBase, staged: Path, place: Path) -> None:
+    def place_copy(self, base: StoredBase, staged: Path, place: Path) -> None:
         """Move a flushed file to its place among the copies; older ones of its scheme go.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
             StoreError: when the store cannot be written.
         """
-        with self._changing():
-            self._demand(base)
-            put_in_place(staged, place)
+        with self._exclusive():
+            self._check_recorded(base)
+            replace_copy(staged, place)
 
-    def habits_of(self, base: StoredBase) -> Path:
-        """Where the habits of a base's routed experts are kept; see `HabitsFile`."""
-        return self._home(base.name) / HABITS
+    def usage_profile_path(self, base: StoredBase) -> Path:
+        """Where the habits of a base's routed experts are kept; see `UsageProfileFile`."""
+        return self._base_folder(base.name) / USAGE_PROFILE
 
     @contextmanager
-    def holding(self, base: StoredBase, *, seconds: float) -> Iterator[None]:
+    def lock_base(self, base: StoredBase, *, seconds: float) -> Iterator[None]:
         """Lock what is kept with a base against changes; wait at most ``seconds`` for the lock.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
             StoreError: when the store cannot be written, or others change it for too long.
         """
-        with self._changing(seconds):
-            self._demand(base)
+        with self._exclusive(seconds):
+            self._check_recorded(base)
             yield
 
-    def discard(self, copies: Iterable[Path], *, seconds: float = LOCK_SECONDS) -> None:
+    def discard_copies(self, copies: Iterable[Path], *, seconds: float = LOCK_SECONDS) -> None:
         """Remove files, or folders, that lie among the copies of bases.
 
         It waits at most ``seconds`` for other processes that change bases.
@@ -246,62 +257,62 @@ class BaseStore:
         Raises:
             StoreError: when the store cannot be written.
         """
-        with self._changing(seconds):
+        with self._exclusive(seconds):
             for path in copies:
                 assert path.parent.parent.parent == self.folder, path
                 remove_entry(path)
 
-    def collect(self) -> tuple[Path, ...]:
-        """Remove what `garbage` returns.
+    def collect_garbage(self) -> tuple[Path, ...]:
+        """Remove what `find_garbage` returns.
 
         Raises:
             StoreError: when the store cannot be written.
         """
         if not self.folder.is_dir():
             return ()
-        with disk_errors(self.folder), exclusive(self.folder / "lock"):
-            found = self.garbage()
+        with disk_errors(self.folder), exclusive_lock(self.folder / "lock"):
+            found = self.find_garbage()
             for folder in found:
-                remove_home(folder)
+                remove_base_folder(folder)
             return found
 
-    def garbage(self) -> tuple[Path, ...]:
+    def find_garbage(self) -> tuple[Path, ...]:
         """Return the folders that killed processes left; changes nothing."""
-        staged = [path for path in staged_below(self.folder) if not is_held(path)]
-        return tuple(sorted([*staged, *left_below(self.folder)]))
+        staged = [path for path in list_all_staged(self.folder) if not is_claimed(path)]
+        return tuple(sorted([*staged, *list_orphaned_folders(self.folder)]))
 
     def check_integrity(self) -> None:
         """Raise unless every record can be read and every base is what was added."""
-        for base in self.bases():
-            assert self._home(base.name).is_dir(), base.name
+        for base in self.list_bases():
+            assert self._base_folder(base.name).is_dir(), base.name
             self.check(base)
 
-    def _record(self, base: StoredBase) -> StoredBase:
+    def _add_record(self, base: StoredBase) -> StoredBase:
         """Remember a base where it is, then remove a copy of it."""
-        base = self._as_recorded(base)
-        home = self._home(base.name)
-        copy = home / COPY
+        base = self._with_recorded_identity(base)
+        home = self._base_folder(base.name)
+        copy = home / COPY_FOLDER
         if copy.is_dir() and copy.samefile(base.path):
             base = replace(base, path=copy, copied=True)
         make_folders(home, mode=0o700)
-        self._write(base)
+        self._write_record(base)
         if not base.copied:
             remove_tree(copy)
         return base
 
-    def _refresh(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
+    def _update_files(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
         """Remember new times and inodes of the same content, so that it is hashed once only."""
-        path = self._home(base.name) / _RECORD
-        with self._changing():
+        path = self._base_folder(base.name) / _RECORD
+        with self._exclusive():
             if path.exists() and read_base_record(path) == base:
-                self._write(replace(base, files=files))
+                self._write_record(replace(base, files=files))
 
-    def _place(self, files: Path, base: StoredBase) -> StoredBase:
+    def _commit_copy(self, files: Path, base: StoredBase) -> StoredBase:
         """Move a copy to its place; the record, written last, is the commit."""
-        base = self._as_recorded(base)
-        home = self._home(base.name)
-        placed = replace(base, path=home / COPY, copied=True)
-        sound = self._sound_copy(home)
+        base = self._with_recorded_identity(base)
+        home = self._base_folder(base.name)
+        placed = replace(base, path=home / COPY_FOLDER, copied=True)
+        sound = self._find_sound_copy(home)
         if sound is None:
             make_folders(home, mode=0o700)
             remove_tree(placed.path)
@@ -309,39 +320,39 @@ class BaseStore:
             sync_folder(home)
         else:
             placed = replace(sound, added_ns=base.added_ns)
-        self._write(placed)
+        self._write_record(placed)
         return placed
 
-    def _write(self, base: StoredBase) -> None:
-        self._say_so()
-        keep_canonical_tokenizer(base, self._home(base.name))
-        write_atomic(self._home(base.name) / _RECORD, encode_base(base))
-        self._say_so()
+    def _write_record(self, base: StoredBase) -> None:
+        self._touch_folder()
+        save_canonical_tokenizer(base, self._base_folder(base.name))
+        write_atomic(self._base_folder(base.name) / _RECORD, encode_base_record(base))
+        self._touch_folder()
 
-    def _say_so(self) -> None:
+    def _touch_folder(self) -> None:
         """Change the time of the folder, so that processes that cache records read them again."""
         now = time.time_ns()
         os.utime(self.folder, ns=(now, now))
 
-    def _sound_copy(self, home: Path) -> StoredBase | None:
+    def _find_sound_copy(self, home: Path) -> StoredBase | None:
         """Return the existing copy if it is sound; another process may be reading it."""
         path = home / _RECORD
         base = _read_record(path) if path.exists() else None
         if base is None or not base.copied:
             return None
-        return None if current_files(base.path, base.files)[1] else base
+        return None if refresh_files(base.path, base.files)[1] else base
 
-    def _as_recorded(self, base: StoredBase) -> StoredBase:
+    def _with_recorded_identity(self, base: StoredBase) -> StoredBase:
         """Return a base under the identity that is recorded for it, if there is a record.
 
         Raises:
             ConflictError: when the record is that of another base.
         """
-        path = self._home(base.name) / _RECORD
+        path = self._base_folder(base.name) / _RECORD
         if not path.exists():
             return base
         known, found = _read_record(path).identity, base.identity
-        if not is_saved_again(known, found):
+        if not differs_in_tokenizer_form_only(known, found):
             raise ConflictError(
                 f"another base is called {base.name}",
                 hint=f"give this one a `--name`, or first `expertctl base remove {base.name}`",
@@ -349,22 +360,22 @@ class BaseStore:
         return replace(base, identity=replace(found, tokenizer=known.tokenizer))
 
     @contextmanager
-    def _changing(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    def _exclusive(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         with disk_errors(self.folder):
             make_folders(self.folder, mode=0o700)
-            with exclusive(self.folder / "lock", seconds=seconds):
-                for left in staged_below(self.folder):
-                    if not is_held(left):
+            with exclusive_lock(self.folder / "lock", seconds=seconds):
+                for left in list_all_staged(self.folder):
+                    if not is_claimed(left):
                         remove_tree(left)
                 yield
 
-    def _demand(self, base: StoredBase) -> None:
+    def _check_recorded(self, base: StoredBase) -> None:
         """Demand that a base is still the one recorded under its name."""
-        record = self._home(base.name) / _RECORD
+        record = self._base_folder(base.name) / _RECORD
         if not record.exists() or read_base_record(record).identity != base.identity:
             raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
 
-    def _home(self, name: str) -> Path:
+    def _base_folder(self, name: str) -> Path:
         return self.folder / quote(name, safe="")
 
 
@@ -375,16 +386,16 @@ def _read_record(path: Path) -> StoredBase:
 def _check_base(directory: Path) -> None:
     """Refuse a base that cannot run, before anything of it is hashed or copied."""
     check_directory(directory)
-    read_headers(directory)
+    read_base_headers(directory)
 
 
-def _read_whole(
+def _read_base(
     directory: Path, *, name: str, revision: str | None, progress: Progress
 ) -> StoredBase:
-    names = file_names(directory)
-    files = fingerprint(directory, names, progress=progress)
+    names = list_base_files(directory)
+    files = hash_base_files(directory, names, progress=progress)
     facts = read_base(directory, name=name, revision=revision, progress=progress)
-    refuse_changes(name, current_files(directory, files)[1])
+    check_unchanged(name, refresh_files(directory, files)[1])
     place = directory.absolute()
     return StoredBase(
         name=name,
@@ -398,24 +409,22 @@ def _read_whole(
     )
 
 
-def _meant(known: Sequence[StoredBase], label: str) -> StoredBase | None:
+def _match_label(known: Sequence[StoredBase], label: str) -> StoredBase | None:
     exact = [base for base in known if base.name == label]
     alike = [base for base in known if _last_part(base.name) == _last_part(label)]
     found = exact or alike
     return found[0] if len(found) == 1 else None
 
 
-def _known_bases(wanted: str, known: Sequence[StoredBase]) -> str:
+def _unknown_base_hint(wanted: str, known: Sequence[StoredBase]) -> str:
     """Return the hint for a base that is not known: the names like it, and all that are known."""
     names = [base.name for base in known]
-    near = near_names(wanted, names)
+    near = find_similar_names(wanted, names)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     if not names:
         return "none is known yet: `expertctl base add DIR`"
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return (
-        f"{meant}known: {', '.join(names[:_MOST_NAMED])}{more}; `expertctl base add DIR` adds one"
-    )
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{meant}known: {', '.join(names[:_MAX_NAMED])}{more}; `expertctl base add DIR` adds one"
 
 
 def _last_part(label: str) -> str:

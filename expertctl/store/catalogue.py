@@ -1,21 +1,381 @@
-"""`Catalogue`: what is installed, in the tables of ``index.db``, and the history beside it.
+"""`RunHistory`: the newest runs, how they were judged, and what that says of their experts.
+
+It is part of ``index.db`` and never leaves the machine. It holds no prompt and no answer. The
+evidence of a run outlives the run: what speaks for and against an expert is kept as sums that fade.
+
+`Catalogue`: what is installed, in the tables of ``index.db``, and the history beside it.
 
 It may be deleted at any time: `rebuild` makes the table of experts again from the store, and the
 history starts anew. A damaged file is moved aside, and `notes` says so. Where nothing can be
 written, reading still works and uses are not recorded.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sqlite_utils import Database
 
 from expertctl.digest import Digest
+from expertctl.errors import DiskFullError, NotFoundError, StoreError, UsageError
 from expertctl.schema.manifest import Manifest
-from expertctl.store.history import History, Usage
-from expertctl.store.index_database import IndexDatabase, advance, immediately
-from expertctl.store.ref import StoredExpert
-from expertctl.store.success import SuccessRates
+from expertctl.store.disk import FileCachedValue
+from expertctl.store.index_database import IndexDatabase, advance_revision, immediate_transaction
+from expertctl.store.refs import StoredExpert
+from expertctl.store.run_record import (
+    FINISH_ERROR,
+    PairGain,
+    RunEvidence,
+    RunFigures,
+    RunRecord,
+    RunTimes,
+    StoredEvidence,
+    SuccessRates,
+    UsedExpert,
+    UserVerdict,
+    parse_evidence,
+)
+
+MAX_RUNS = 10_000
+LAST = "last"
+"""Names the newest run that answered."""
+_MAX_NAMED_RUNS = 3
+
+_COUNT_USE = """
+INSERT INTO usage (content_digest, uses, successes, failures, last_used) VALUES (?, 1, 0, 0, ?)
+ON CONFLICT (content_digest) DO UPDATE SET uses = uses + 1,
+last_used = max(coalesce(last_used, 0), ?2)
+"""
+_COUNT_VERDICT = """
+INSERT INTO usage (content_digest, uses, successes, failures, last_used)
+VALUES (?, 0, max(0, ?2), max(0, ?3), NULL)
+ON CONFLICT (content_digest) DO UPDATE SET successes = max(0, successes + ?2),
+failures = max(0, failures + ?3)
+"""
+_JOB_COLUMNS = (
+    "job_id, at, task, base, finish_reason, validation, verdict, judged_at, prompt_tokens, "
+    "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
+)
+_INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
+_FIGURES = tuple(RunFigures.__dataclass_fields__)
+_INSERT_FIGURES = (
+    f"INSERT INTO job_figures (number, {', '.join(_FIGURES)}) "  # noqa: S608  # constants
+    f"VALUES (?{', ?' * len(_FIGURES)})"
+)
+_PARTS = ("jobs", "job_experts", "job_figures")
+"""The tables that have rows of a run."""
+_SUMS = "good, bad, well_formed, malformed, at"
+_GET_OUTCOME = f"SELECT {_SUMS} FROM outcomes WHERE content_digest = ? AND task = ?"  # noqa: S608  # constants
+_ALL_OUTCOMES = f"SELECT content_digest, task, {_SUMS} FROM outcomes"  # noqa: S608  # constants
+_SET_OUTCOME = "INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SET_GAIN = "INSERT OR REPLACE INTO gains VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+@dataclass(frozen=True, slots=True)
+class UsageCount:
+    """How often an expert was used, and how often the user called it good or bad."""
+
+    uses: int
+    successes: int
+    failures: int
+    last_used: float | None
+    """Seconds since the epoch."""
+
+
+class RunHistory:
+    """The owner of all tables of ``index.db`` except that of experts."""
+
+    def __init__(self, database: IndexDatabase, *, clock: Callable[[], float] = time.time) -> None:
+        """Remember the file; nothing is read yet."""
+        self._database, self._clock = database, clock
+        self._rates = FileCachedValue(database.path, self._read_rates)
+        self._gains = FileCachedValue(database.path, self._read_gains)
+
+    def count_use(self, content_digest: Digest) -> bool:
+        """Count one use without a run; return False where it cannot be written."""
+        values = [str(content_digest), self._clock()]
+        return self._try_write(lambda db: db.execute(_COUNT_USE, values))
+
+    def record_run(self, job: RunRecord) -> bool:
+        """Remember a run; return False where it cannot be written, which is never fatal."""
+        return self._try_write(lambda db: _insert_run(db, job))
+
+    def rate_run(self, name: str, verdict: UserVerdict) -> RunRecord:
+        """Judge a run good or bad; return it. Only the last judgement of a run counts, once.
+
+        ``name`` is its id, an unambiguous beginning of it, or `LAST`.
+
+        Raises:
+            NotFoundError: when no such run is remembered.
+            UsageError: when several begin so.
+            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
+        """
+        judged: list[RunRecord] = []
+        if not self._database.path.exists():
+            raise _unknown_run_error(name)
+
+        def judge(db: Database) -> None:
+            number, job = _find_run(db, name)
+            now = replace(job, verdict=verdict, judged_at=self._clock())
+            if job.verdict != verdict:
+                _change_verdict(db, number, job, now)
+            judged.append(now if job.verdict != verdict else job)
+
+        self._database.write(lambda db: _run_atomically(db, judge))
+        return judged[-1]
+
+    def list_runs(self) -> list[RunRecord]:
+        """Return the runs that are remembered, the newest first."""
+        found: list[RunRecord] = []
+        self._database.read("jobs", lambda db: found.extend(_iter_runs(db)))
+        return found
+
+    def read_usage_counts(self) -> Mapping[Digest, UsageCount]:
+        """Return how often each expert was used."""
+        rows = self._database.query_rows("usage", "SELECT * FROM usage")
+        return {Digest.parse(row.pop("content_digest")): UsageCount(**row) for row in rows}
+
+    def read_success_rates(self) -> SuccessRates:
+        """Return how well experts did of late; the last result is kept until a change."""
+        return self._rates.get()
+
+    def record_gain(self, gain: PairGain) -> None:
+        """Remember what a chain of two experts gains; a later measurement replaces an earlier one.
+
+        Raises:
+            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
+        """
+
+        def record(db: Database) -> None:
+            db.execute(_SET_GAIN, gain.to_row())
+            advance_revision(db)
+
+        self._database.write(lambda db: _run_atomically(db, record))
+
+    def list_gains(self) -> Sequence[PairGain]:
+        """Return all gains that were measured, sure or not, the newest first."""
+        return self._gains.get()
+
+    def find_sure_gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
+        """Return the gains that are sure, by pair; of several bases the smallest counts."""
+        found: dict[tuple[Digest, Digest], float] = {}
+        for gain in self.list_gains():
+            if gain.is_significant and base in {None, gain.base}:
+                found[gain.pair] = min(gain.gain, found.get(gain.pair, gain.gain))
+        return found
+
+    def clear(self) -> int:
+        """Forget every run, use and judgement; return how many runs. Gains stay."""
+        counts: list[int] = []
+
+        def clear(db: Database) -> None:
+            db.execute("PRAGMA secure_delete = ON")
+            counts.append(db.execute("SELECT count(*) FROM jobs").fetchone()[0])
+            for table in (*_PARTS, "outcomes", "usage"):
+                db.execute(f"DELETE FROM {table}")  # noqa: S608  # a constant
+            advance_revision(db)
+
+        if self._database.path.exists():
+            self._database.write(lambda db: _run_atomically(db, clear))
+        return counts[-1] if counts else 0
+
+    def _try_write(self, action: Callable[[Database], object]) -> bool:
+        try:
+            self._database.write_relaxed(lambda db: _run_atomically(db, action))
+        except (StoreError, DiskFullError) as error:
+            self._database.notes.append(f"this use was not recorded: {error.message}")
+            return False
+        return True
+
+    def _read_gains(self) -> Sequence[PairGain]:
+        rows = self._database.query_rows("gains", "SELECT * FROM gains ORDER BY at DESC")
+        return tuple(PairGain.from_row(row) for row in rows)
+
+    def _read_rates(self) -> SuccessRates:
+        kept: dict[str, list[StoredEvidence]] = defaultdict(list)
+
+        def read(db: Database) -> None:
+            for digest, *evidence in db.execute(_ALL_OUTCOMES):
+                kept[digest].append(tuple(evidence))
+
+        self._database.read("outcomes", read)
+        return SuccessRates(kept, now=self._clock())
+
+
+def _run_atomically(db: Database, action: Callable[[Database], object]) -> None:
+    with immediate_transaction(db):
+        action(db)
+
+
+def _insert_run(db: Database, job: RunRecord) -> None:
+    number = db.execute(_INSERT_JOB, _run_values(job)).lastrowid or 0
+    for place, used in enumerate(job.experts):
+        digest = str(used.content_digest)
+        row = [number, place, digest, used.ref]
+        db.execute("INSERT INTO job_experts VALUES (?, ?, ?, ?)", row)
+        if job.finish_reason != FINISH_ERROR:
+            db.execute(_COUNT_USE, [digest, job.at])
+    _apply_evidence(db, job, at=job.at, join=RunEvidence.add)
+    if job.figures is not None:
+        figures = [getattr(job.figures, name) for name in _FIGURES]
+        db.execute(_INSERT_FIGURES, [number, *figures])
+    for table in _PARTS:
+        db.execute(f"DELETE FROM {table} WHERE number <= ?", [number - MAX_RUNS])  # noqa: S608  # a constant
+    if job.outcome == "bad" or job.finish_reason == FINISH_ERROR:
+        advance_revision(db)
+
+
+def _change_verdict(db: Database, number: int, before: RunRecord, now: RunRecord) -> None:
+    _apply_evidence(db, before, at=now.evidence.at, join=RunEvidence.subtract)
+    _apply_evidence(db, now, at=now.evidence.at, join=RunEvidence.add)
+    changes = [_verdict_count(now, kind) - _verdict_count(before, kind) for kind in ("good", "bad")]
+    for used in now.experts:
+        db.execute(_COUNT_VERDICT, [str(used.content_digest), *changes])
+    query = "UPDATE jobs SET verdict = ?, judged_at = ? WHERE number = ?"
+    db.execute(query, [now.verdict, now.judged_at, number])
+    advance_revision(db)
+
+
+def _verdict_count(job: RunRecord, kind: str) -> int:
+    return int(job.verdict == kind)
+
+
+def _apply_evidence(
+    db: Database,
+    job: RunRecord,
+    *,
+    at: float,
+    join: Callable[[RunEvidence, RunEvidence], RunEvidence],
+) -> None:
+    """Add the evidence of a run, or take it back, as far as it is still there."""
+    if not (job.experts and job.evidence):
+        return
+    share = job.evidence.decay_to(at).divide(len(job.experts))
+    for used in job.experts:
+        key = (str(used.content_digest), job.task)
+        there = db.execute(_GET_OUTCOME, key).fetchone()
+        known = parse_evidence(there).decay_to(at) if there else RunEvidence(at=at)
+        now = join(known, share)
+        sums = [now.good, now.bad, now.well_formed, now.malformed, now.at]
+        db.execute(_SET_OUTCOME, [*key, *sums])
+
+
+def _find_run(db: Database, name: str) -> tuple[int, RunRecord]:
+    """Find one run by its id, the beginning of its id, or `LAST`."""
+    if name == LAST:
+        rows = _query_rows(
+            db, "WHERE finish_reason != ? ORDER BY number DESC LIMIT 1", FINISH_ERROR
+        )
+    else:
+        rows = _query_rows(
+            db, "WHERE job_id >= ? AND job_id < ? LIMIT ?", *_id_range(name), _MAX_NAMED_RUNS + 1
+        )
+    if not rows:
+        raise _unknown_run_error(name)
+    if len(rows) > 1 and rows[0]["job_id"] != name:
+        raise _ambiguous_run_error(name, [str(row["job_id"]) for row in rows])
+    number = int(rows[0]["number"])
+    return number, _make_run(
+        rows[0], _query_experts(db, rows)[number], _query_figures(db, rows).get(number)
+    )
+
+
+def _id_range(name: str) -> tuple[str, str]:
+    """Return the range of ids that begin with ``name``; ids are hexadecimal."""
+    lowered = name.lower()
+    return (lowered, f"{lowered}g") if lowered.isalnum() else ("", "")
+
+
+def _unknown_run_error(name: str) -> NotFoundError:
+    if name == LAST:
+        return NotFoundError("no run is remembered", hint="`expertctl run PROMPT` makes one")
+    return NotFoundError(
+        f"no run {name[:40]!r} is remembered; the newest {MAX_RUNS} are",
+        hint="`expertctl stats --json` shows the ids of the newest runs, `last` names the last",
+    )
+
+
+def _ambiguous_run_error(name: str, ids: Sequence[str]) -> UsageError:
+    shown = ", ".join(job_id[: len(name) + 8] for job_id in ids[:_MAX_NAMED_RUNS])
+    more = " and more" if len(ids) > _MAX_NAMED_RUNS else ""
+    return UsageError(f"several runs begin with {name!r}: {shown}{more}", hint="write more of it")
+
+
+def _iter_runs(db: Database) -> Iterator[RunRecord]:
+    rows = _query_rows(db, "ORDER BY number DESC")
+    experts, figures = _query_experts(db, rows), _query_figures(db, rows)
+    return (_make_run(row, experts[row["number"]], figures.get(row["number"])) for row in rows)
+
+
+def _query_rows(db: Database, clause: str, *values: object) -> list[dict[str, Any]]:
+    return list(db.query(f"SELECT number, {_JOB_COLUMNS} FROM jobs {clause}", values))  # noqa: S608  # constants
+
+
+def _query_experts(
+    db: Database, rows: Sequence[Mapping[str, Any]]
+) -> dict[int, tuple[UsedExpert, ...]]:
+    numbers = [row["number"] for row in rows]
+    found: dict[int, list[UsedExpert]] = {number: [] for number in numbers}
+    span = (min(numbers, default=0), max(numbers, default=0))
+    query = (
+        "SELECT number, ref, content_digest FROM job_experts WHERE number BETWEEN ? AND ? "
+        "ORDER BY number, place"
+    )
+    for number, ref, digest in db.execute(query, span):
+        if number in found:
+            found[number].append(UsedExpert(ref, Digest.parse(digest)))
+    return {number: tuple(each) for number, each in found.items()}
+
+
+def _query_figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, RunFigures]:
+    """Return the figures of runs that have any; a file of an older version has none."""
+    if "job_figures" not in db.table_names():
+        return {}
+    numbers = [row["number"] for row in rows]
+    query = f"SELECT number, {', '.join(_FIGURES)} FROM job_figures WHERE number BETWEEN ? AND ?"  # noqa: S608  # constants
+    found = db.query(query, [min(numbers, default=0), max(numbers, default=0)])
+    return {row.pop("number"): RunFigures(**row) for row in found}
+
+
+def _run_values(job: RunRecord) -> list[object]:
+    times = job.times
+    return [
+        job.job_id,
+        job.at,
+        job.task,
+        job.base,
+        job.finish_reason,
+        job.validation,
+        job.verdict,
+        job.judged_at,
+        job.prompt_tokens,
+        job.generated_tokens,
+        int(job.blamed),
+        times.route,
+        times.load,
+        times.ttft,
+        times.decode,
+        times.total,
+    ]
+
+
+def _make_run(
+    row: Mapping[str, Any], experts: tuple[UsedExpert, ...], figures: RunFigures | None
+) -> RunRecord:
+    times = RunTimes(**{name: row[f"{name}_ms"] for name in RunTimes.__dataclass_fields__})
+    plain = ("job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at")
+    return RunRecord(
+        **{name: row[name] for name in (*plain, "prompt_tokens", "generated_tokens")},
+        blamed=bool(row["blamed"]),
+        experts=experts,
+        times=times,
+        figures=figures,
+    )
 
 
 class Catalogue:
@@ -25,7 +385,7 @@ class Catalogue:
         """Remember the path; nothing is read yet."""
         self.path = path
         self.database = IndexDatabase(path)
-        self.history = History(self.database)
+        self.history = RunHistory(self.database)
 
     @property
     def notes(self) -> list[str]:
@@ -48,8 +408,8 @@ class Catalogue:
             StoreError: when the file cannot be written.
             DiskFullError: when there is no space left.
         """
-        rows = [_row(expert, manifest) for expert, manifest in experts]
-        self._change(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
+        rows = [_expert_row(expert, manifest) for expert, manifest in experts]
+        self._write(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
 
     def remove(self, expert: StoredExpert) -> None:
         """Forget an expert; its history stays, should it come back.
@@ -57,7 +417,7 @@ class Catalogue:
         Raises:
             StoreError: when the file cannot be written.
         """
-        self._change(lambda db: db.table("experts").delete_where("ref = ?", [expert.ref]))
+        self._write(lambda db: db.table("experts").delete_where("ref = ?", [expert.ref]))
 
     def rebuild(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
         """Replace all experts; the history stays.
@@ -66,68 +426,68 @@ class Catalogue:
             StoreError: when the file cannot be written.
             DiskFullError: when there is no space left.
         """
-        rows = [_row(expert, manifest) for expert, manifest in experts]
+        rows = [_expert_row(expert, manifest) for expert, manifest in experts]
 
         def replace(db: Database) -> None:
             db.table("experts").delete_where()
             db.table("experts").insert_all(rows, pk="ref")
 
-        self._change(replace)
+        self._write(replace)
 
-    def refs(self) -> list[str]:
+    def list_refs(self) -> list[str]:
         """Return the refs that are remembered, sorted."""
-        rows = self.database.rows("experts", "SELECT ref FROM experts")
+        rows = self.database.query_rows("experts", "SELECT ref FROM experts")
         return sorted(str(row["ref"]) for row in rows)
 
-    def revision(self) -> int:
+    def read_revision(self) -> int:
         """Return a number that changes with what a decision of the router may depend on here.
 
         That is: experts that come and go, judgements, failed runs and gains, by any process. It
         costs a few microseconds where nothing was written since it was asked for last.
         """
-        return self.database.revision()
+        return self.database.read_revision()
 
-    def success_rates(self) -> SuccessRates:
+    def read_success_rates(self) -> SuccessRates:
         """Return the current success rates; looking one up does not read the file again."""
-        return self.history.success_rates()
+        return self.history.read_success_rates()
 
-    def success_rate(self, content_digest: Digest, *, task: str | None = None) -> float | None:
+    def find_success_rate(self, content_digest: Digest, *, task: str | None = None) -> float | None:
         """Return how well an expert did of late at such tasks, 0 to 1; None: not known."""
-        return self.success_rates().of(content_digest, task=task)
+        return self.read_success_rates().find_rate(content_digest, task=task)
 
-    def gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
+    def find_sure_gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
         """Return what chains of two experts surely gain over the better one of the two.
 
         A pair is (first, second) of the chain. With ``base`` only gains measured on it count.
         """
-        return self.history.gains(base=base)
+        return self.history.find_sure_gains(base=base)
 
     def record_use(self, content_digest: Digest) -> bool:
         """Count one use; return False where the history cannot be written."""
         return self.history.count_use(content_digest)
 
-    def usage(self, content_digest: Digest) -> Usage | None:
+    def find_usage(self, content_digest: Digest) -> UsageCount | None:
         """Return how often an expert was used; None when never."""
-        return self.history.usages().get(content_digest)
+        return self.history.read_usage_counts().get(content_digest)
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""
-        return self.database.problems()
+        return self.database.find_problems()
 
     def check_integrity(self) -> None:
         """Raise unless the file is whole and says what it must."""
-        assert self.problems() == []
+        assert self.find_problems() == []
 
-    def _change(self, action: Callable[[Database], object]) -> None:
+    def _write(self, action: Callable[[Database], object]) -> None:
         def change(db: Database) -> None:
-            with immediately(db):
+            with immediate_transaction(db):
                 action(db)
-                advance(db)
+                advance_revision(db)
 
         self.database.write(change)
 
 
-def _row(expert: StoredExpert, manifest: Manifest) -> dict[str, object]:
+def _expert_row(expert: StoredExpert, manifest: Manifest) -> dict[str, object]:
     return {
         "ref": expert.ref,
         "content_digest": str(expert.content_digest),

@@ -1,14 +1,35 @@
-"""What the disk refuses, in the words of the error tree."""
+"""What the disk refuses, in the words of the error tree.
+
+`FileCachedValue`: what was read from an SQLite file, read again only once the file changed.
+
+A check costs two calls of ``stat``. A file that was written a moment ago may be written again with
+the same time stamp, so what is read from it is not kept.
+
+Data derived from a package, kept to save computing it again: never believed unchecked.
+
+::
+
+    store/derived/<content digest>/<key>    sha256 of digest, key and data, then the data
+
+Losing a file costs time, nothing else: whatever is odd about one counts as absent, and one that
+cannot be written is left unwritten, with a note. `gc` removes those of packages that are gone.
+"""
 
 import errno
-from collections.abc import Iterator
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
 
-from expertctl.durable import NO_SPACE
+from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, ExpertError, StoreError
+from expertctl.files import NO_SPACE_ERRORS, make_folders, write_atomic
 
-READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-_FULL = NO_SPACE | {errno.EFBIG}
+READ_ONLY_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
+_FULL_ERRORS = NO_SPACE_ERRORS | {errno.EFBIG}
 
 
 @contextmanager
@@ -22,14 +43,121 @@ def disk_errors(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _told(error, str(error.filename or what)) from error
+        raise _translate_error(error, str(error.filename or what)) from error
 
 
-def _told(error: OSError, what: str) -> ExpertError:
-    if error.errno in _FULL:
+def _translate_error(error: OSError, what: str) -> ExpertError:
+    if error.errno in _FULL_ERRORS:
         hint = "free some space (`expertctl gc` removes what nothing needs), then repeat"
         return DiskFullError(f"{what}: {error.strerror}", hint=hint)
-    if error.errno in READ_ONLY:
+    if error.errno in READ_ONLY_ERRORS:
         hint = "this user may not write there; set EXPERT_HOME to a folder of your own"
         return StoreError(f"{what} is read-only: {error.strerror}", hint=hint)
     return StoreError(f"{what}: {error.strerror or error}")
+
+
+T = TypeVar("T")
+StatFingerprint = tuple[int, int, int]
+"""Inode, size and time."""
+_FilePair = tuple[StatFingerprint | None, StatFingerprint | None]
+"""The stamps of the file and of its log."""
+
+_TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
+"""More than one step of a file system's time stamps; the second, where they are whole seconds."""
+_SECOND_NS = 1_000_000_000
+
+
+class FileCachedValue(Generic[T]):
+    """Keeps the last answer to one question about a file."""
+
+    def __init__(self, path: Path, read: Callable[[], T]) -> None:
+        """Remember the file and the question; nothing is read yet."""
+        self._paths, self._read = (str(path), f"{path}-wal"), read
+        self._kept: tuple[_FilePair, T] | None = None
+
+    def get(self) -> T:
+        """Return the current answer."""
+        mark, kept = (
+            (stat_fingerprint(self._paths[0]), stat_fingerprint(self._paths[1])),
+            self._kept,
+        )
+        if kept is not None and kept[0] == mark:
+            return kept[1]
+        value = self._read()
+        self._kept = (mark, value) if _is_stable(mark) else None
+        return value
+
+
+def stat_fingerprint(path: str) -> StatFingerprint | None:
+    """Return what changes with a file; None for an empty one (readers make empty logs) or none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  # called for each prompt: a `Path` takes twice as long
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
+
+
+def _is_stable(mark: _FilePair) -> bool:
+    newest = max((stamp[2] for stamp in mark if stamp), default=0)
+    tick = _TICK_NS if newest % _SECOND_NS else _COARSE_TICK_NS
+    return abs(time.time_ns() - newest) > tick
+
+
+_SEAL_BYTES = 32
+
+
+class DerivedData:
+    """The owner of ``store/derived``."""
+
+    def __init__(self, root: Path) -> None:
+        """Keep files below ``root``, which is created when something is written."""
+        self.root = root
+        self._notes: list[str] = []
+
+    def read(self, package: Digest, key: Digest, *, size: int) -> bytes | None:
+        """Return data of exactly that size that was written here; None when there is none."""
+        try:
+            with self.path(package, key).open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size != _SEAL_BYTES + size:
+                    return None
+                seal, data = stream.read(_SEAL_BYTES), stream.read(size)
+        except OSError:
+            return None  # missing or unreadable: it is computed again
+        return data if seal == _compute_seal(package, key, data) else None
+
+    def write(self, package: Digest, key: Digest, data: bytes) -> None:
+        """Keep data for the next time, or note why that cannot be."""
+        path = self.path(package, key)
+        try:
+            make_folders(path.parent, mode=0o700)
+            write_atomic(path, _compute_seal(package, key, data) + data, mode=0o600)
+        except OSError as error:
+            self._notes.append(
+                f"{path} cannot be written ({error.strerror}): computed again next time"
+            )
+
+    def list_other_folders(self, packages: Collection[Digest]) -> list[Path]:
+        """Return the folders of all other packages, sorted."""
+        known = {package.hex for package in packages}
+        folders = self.root.iterdir() if self.root.is_dir() else []
+        return sorted(path for path in folders if path.is_dir() and path.name not in known)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what could not be written since the last call, for the user."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def path(self, package: Digest, key: Digest) -> Path:
+        """Where the data of a package under a key is, if it is there."""
+        return self.root / package.hex / key.hex
+
+
+def measure_folder(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.glob("*"))
+
+
+def _compute_seal(package: Digest, key: Digest, data: bytes) -> bytes:
+    hasher = hashlib.sha256(f"{package}\n{key}\n".encode())
+    hasher.update(data)
+    return hasher.digest()

@@ -15,18 +15,18 @@ from typing import Any
 from sqlite_utils import Database
 
 from expertctl.errors import DiskFullError, StoreError
-from expertctl.store.file_mark import WhileUnchanged
-from expertctl.store.lock import exclusive
-from expertctl.store.sqlite_file import (
-    create_private,
-    error_name,
+from expertctl.store.disk import FileCachedValue
+from expertctl.store.locks import (
+    create_private_file,
+    exclusive_lock,
     is_busy,
-    opened,
+    open_connection,
+    sqlite_error_name,
     use_write_ahead_log,
 )
 
-_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
+_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
+_DAMAGED_CODES = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
 """SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 TABLES = {
@@ -56,10 +56,10 @@ TABLES = {
         at REAL, PRIMARY KEY (first, second, base)""",
     "revision": "id INTEGER PRIMARY KEY, number INTEGER",
 }
-"""Table → its columns. The owner of a table defines what it holds: `Catalogue`, `History`."""
-_LONG_LOG = 1 << 20
-"""From this size on a log is folded into the file, which `jot` otherwise keeps from happening."""
-_LAYOUT = 2
+"""Table → its columns. The owner of a table defines what it holds: `Catalogue`, `RunHistory`."""
+_MAX_LOG_BYTES = 1 << 20
+"""From this size on a log is folded into the file, which `write_relaxed` otherwise keeps from happening."""
+_LAYOUT_VERSION = 2
 """The ``user_version`` of a file that has all tables."""
 
 
@@ -70,9 +70,9 @@ class IndexDatabase:
         """Remember the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
-        self._revision = WhileUnchanged(path, self._read_revision)
+        self._revision = FileCachedValue(path, self._query_revision)
 
-    def revision(self) -> int:
+    def read_revision(self) -> int:
         """Return a number that `advance` changes, and that differs in a replacement of the file.
 
         Raises:
@@ -91,11 +91,11 @@ class IndexDatabase:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
-                raise self._told(error) from error
+                raise self._translate_error(error) from error
             self._move_aside(str(error))
-            self._attempt_anew(action)
+            self._retry_on_new_file(action)
 
-    def jot(self, action: Callable[[Database], object]) -> None:
+    def write_relaxed(self, action: Callable[[Database], object]) -> None:
         """Do as `write` does, without waiting for the disk: a power failure may undo it.
 
         SQLite folds its log into the file, and flushes both, when the last open connection is
@@ -106,8 +106,8 @@ class IndexDatabase:
             DiskFullError: when there is no space left.
         """
         with ExitStack() as stack:
-            if self._log_size() < _LONG_LOG:
-                stack.enter_context(self._reader_beside())
+            if self._log_size() < _MAX_LOG_BYTES:
+                stack.enter_context(self._hold_reader())
             self.write(action)
 
     def _log_size(self) -> int:
@@ -116,7 +116,7 @@ class IndexDatabase:
             return real.with_name(f"{real.name}-wal").stat().st_size
         return 0
 
-    def rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
+    def query_rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
         """Ask about a table.
 
         Raises:
@@ -140,24 +140,24 @@ class IndexDatabase:
                 action(db)
 
         try:
-            self._ask(ask)
+            self._query(ask)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
-                raise self._told(error) from error
+                raise self._translate_error(error) from error
             self._move_aside(str(error))
 
-    def _ask(self, action: Callable[[Database], None]) -> None:
+    def _query(self, action: Callable[[Database], None]) -> None:
         """Read; on a full disk without the memory of a log, as long as there is no log."""
         try:
             with self._open_for_reading() as db:
                 action(db)
         except sqlite3.DatabaseError as error:
-            if error_name(error) not in _FULL or self._log_size():
+            if sqlite_error_name(error) not in _FULL_CODES or self._log_size():
                 raise
-            with _opened(self.path, "mode=ro&immutable=1") as db:
+            with _open_database(self.path, "mode=ro&immutable=1") as db:
                 action(db)
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""
         if not self.path.exists():
             return []
@@ -167,40 +167,40 @@ class IndexDatabase:
         try:
             with self._open_for_reading() as db:
                 found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
-                found += _foreign_tables(db)
+                found += _find_foreign_tables(db)
         except sqlite3.DatabaseError as error:
             found = [str(error)]
         return problems + [line for line in found if line != "ok"]
 
-    def _read_revision(self) -> int:
-        rows = self.rows("revision", "SELECT number FROM revision")
+    def _query_revision(self) -> int:
+        rows = self.query_rows("revision", "SELECT number FROM revision")
         return int(rows[0]["number"]) if rows else 0
 
     def _attempt(self, action: Callable[[Database], object]) -> None:
         with self._open_for_writing() as db:
             action(db)
 
-    def _attempt_anew(self, action: Callable[[Database], object]) -> None:
+    def _retry_on_new_file(self, action: Callable[[Database], object]) -> None:
         try:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._told(error) from error
+            raise self._translate_error(error) from error
 
     @contextmanager
     def _open_for_writing(self) -> Iterator[Database]:
-        create_private(self.path)
-        with _opened(self.path, "mode=rw") as db:
+        create_private_file(self.path)
+        with _open_database(self.path, "mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
-            if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
-                _lay_out(db)
+            if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT_VERSION:
+                _create_tables(db)
             yield db
 
     @contextmanager
-    def _reader_beside(self) -> Iterator[None]:
+    def _hold_reader(self) -> Iterator[None]:
         """Hold the file open, where there is one that can be read."""
         with ExitStack() as stack:
             with suppress(sqlite3.DatabaseError):
-                db = stack.enter_context(_opened(self.path, "mode=ro"))
+                db = stack.enter_context(_open_database(self.path, "mode=ro"))
                 db.execute("PRAGMA user_version")
             yield
 
@@ -210,7 +210,7 @@ class IndexDatabase:
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
-        with _opened(self.path, mode) as db:
+        with _open_database(self.path, mode) as db:
             yield db
 
     def _move_aside(self, why: str) -> None:
@@ -219,7 +219,7 @@ class IndexDatabase:
         if not os.access(self.path.parent, os.W_OK):
             self.notes.append(f"{self.path} is damaged ({why}) and cannot be replaced here")
             return
-        with exclusive(self.path.with_name(f"{self.path.name}.lock")):
+        with exclusive_lock(self.path.with_name(f"{self.path.name}.lock")):
             if not self.path.exists() or not self._is_broken():
                 return
             self.path.replace(target)
@@ -234,15 +234,15 @@ class IndexDatabase:
         try:
             with self._open_for_writing() as db:
                 found = str(db.execute("PRAGMA integrity_check").fetchone()[0])
-                return found != "ok" or bool(_foreign_tables(db))
+                return found != "ok" or bool(_find_foreign_tables(db))
         except sqlite3.DatabaseError as error:
             return _is_damage(error)
 
-    def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        name = error_name(error)
+    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
+        name = sqlite_error_name(error)
         if self.path.exists() and not self.path.is_file():
             return StoreError(f"{self.path} is not a regular file", hint="move it away")
-        if name in _FULL:
+        if name in _FULL_CODES:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
         if is_busy(error):
             return StoreError(f"{self.path} is in use by another process", hint="try again later")
@@ -251,14 +251,14 @@ class IndexDatabase:
 
 
 @contextmanager
-def immediately(db: Database) -> Iterator[None]:
+def immediate_transaction(db: Database) -> Iterator[None]:
     """Run the body in one transaction that waits for other writers before it reads."""
     db.execute("BEGIN IMMEDIATE")
     with db.conn:
         yield
 
 
-def advance(db: Database) -> None:
+def advance_revision(db: Database) -> None:
     """Count up the revision; a new file begins at a number that no older file had."""
     first = time.time_ns()
     db.execute(
@@ -268,31 +268,31 @@ def advance(db: Database) -> None:
 
 
 @contextmanager
-def _opened(path: Path, parameters: str) -> Iterator[Database]:
-    with opened(path, parameters) as connection:
+def _open_database(path: Path, parameters: str) -> Iterator[Database]:
+    with open_connection(path, parameters) as connection:
         yield Database(connection, execute_plugins=False)
 
 
-def _lay_out(db: Database) -> None:
+def _create_tables(db: Database) -> None:
     """Make the tables that are missing; those of an older version stay as they are."""
     use_write_ahead_log(db.conn)
-    with immediately(db):
+    with immediate_transaction(db):
         for name, columns in TABLES.items():
             db.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
-        db.execute(f"PRAGMA user_version = {_LAYOUT}")
+        db.execute(f"PRAGMA user_version = {_LAYOUT_VERSION}")
 
 
-def _foreign_tables(db: Database) -> list[str]:
+def _find_foreign_tables(db: Database) -> list[str]:
     """Return which of our tables do not have our columns."""
     there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
     return [
         f"the table {name} is not ours"
         for name in TABLES
-        if name in there and there[name] != _columns(name)
+        if name in there and there[name] != _column_names(name)
     ]
 
 
-def _columns(table: str) -> set[str]:
+def _column_names(table: str) -> set[str]:
     """Return the names of the columns of one of our tables."""
     with sqlite3.connect(":memory:") as memory:
         memory.execute(f"CREATE TABLE {table} ({TABLES[table]})")
@@ -302,4 +302,4 @@ def _columns(table: str) -> set[str]:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return error_name(error).startswith(tuple(_DAMAGED))
+    return sqlite_error_name(error).startswith(tuple(_DAMAGED_CODES))

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
+from expertctl.files import open_regular_file
 from expertctl.reference import Constraint, PackageName, Reference, Version
-from expertctl.regular_file import open_regular
 from expertctl.settings import Home
-from expertctl.store.file_mark import Stamp, stamp_of
-from expertctl.store.ref import StoredExpert
+from expertctl.store.disk import StatFingerprint, stat_fingerprint
+from expertctl.store.refs import StoredExpert
 
-PROJECT = "experts.toml"
-LOCK = "expert.lock"
+PROJECT_FILE = "experts.toml"
+LOCK_FILE = "expert.lock"
 MAX_BYTES = 1 << 20
 _MARKER = re.compile(r"^(<{7}|={7}|>{7})", re.MULTILINE)
 
@@ -34,13 +34,13 @@ class VersionPin:
     wanted: Reference
     source: Path
 
-    def names(self, expert: StoredExpert) -> bool:
+    def matches(self, expert: StoredExpert) -> bool:
         """Tell whether an installed expert is that version."""
-        return is_allowed(expert, self.wanted)
+        return allows_expert(expert, self.wanted)
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
+class VersionPins:
     """The exact versions by package, and why a file was not read."""
 
     versions: Mapping[PackageName, VersionPin] = field(default_factory=dict)
@@ -55,30 +55,30 @@ class PinFiles:
     folder: Path | None = None
 
     @property
-    def _own(self) -> Path:
-        return self.home.root / PROJECT
+    def _user_list(self) -> Path:
+        return self.home.root / PROJECT_FILE
 
-    def stamps(self) -> tuple[Stamp | None, ...]:
+    def read_fingerprints(self) -> tuple[StatFingerprint | None, ...]:
         """Return what changes when one of the files does."""
-        paths = [self._own]
+        paths = [self._user_list]
         if self.folder is not None:
-            paths += [self.folder / PROJECT, self.folder / LOCK]
-        return tuple(stamp_of(str(path)) for path in paths)
+            paths += [self.folder / PROJECT_FILE, self.folder / LOCK_FILE]
+        return tuple(stat_fingerprint(str(path)) for path in paths)
 
-    def read(self) -> Pins:
+    def read(self) -> VersionPins:
         """Read them; what a lock file says counts where the list allows it."""
         if self.folder is None or not is_project(self.folder, self.home):
-            return _read([self._own])
-        return _read([self.folder / PROJECT, self.folder / LOCK])
+            return _read_pins([self._user_list])
+        return _read_pins([self.folder / PROJECT_FILE, self.folder / LOCK_FILE])
 
 
 def is_project(folder: Path, home: Home) -> bool:
     """Tell whether a folder has a list of its own that is not the user's."""
-    file = folder / PROJECT
-    return file.is_file() and file.absolute() != home.root / PROJECT
+    file = folder / PROJECT_FILE
+    return file.is_file() and file.absolute() != home.root / PROJECT_FILE
 
 
-def is_allowed(expert: StoredExpert, wanted: Reference) -> bool:
+def allows_expert(expert: StoredExpert, wanted: Reference) -> bool:
     """Tell whether a reference allows an installed expert."""
     return (
         expert.package == wanted.package
@@ -87,14 +87,14 @@ def is_allowed(expert: StoredExpert, wanted: Reference) -> bool:
     )
 
 
-def read_text(path: Path) -> str:
+def read_bounded_text(path: Path) -> str:
     """Return a bounded regular file as text; one that is not there is empty.
 
     Raises:
         InvalidPackageError: when it is too large, no text or no regular file.
     """
     try:
-        with open_regular(path) as stream:
+        with open_regular_file(path) as stream:
             data = stream.read(MAX_BYTES + 1)
     except NotFoundError:
         return ""
@@ -106,7 +106,7 @@ def read_text(path: Path) -> str:
         raise InvalidPackageError(str(path), ["not UTF-8 text"]) from error
 
 
-def read_toml(text: str, *, what: str) -> dict[str, object]:
+def parse_toml(text: str, *, what: str) -> dict[str, object]:
     """Read TOML that a person or a merge may have damaged.
 
     Raises:
@@ -123,29 +123,29 @@ def read_toml(text: str, *, what: str) -> dict[str, object]:
         raise InvalidPackageError(what, [f"not valid TOML: {error}"]) from error
 
 
-def _read(paths: list[Path]) -> Pins:
+def _read_pins(paths: list[Path]) -> VersionPins:
     listed: dict[PackageName, Reference] = {}
     pins: dict[PackageName, VersionPin] = {}
     problems = []
     for path in paths:
         try:
-            document = read_toml(read_text(path), what=str(path))
-            if path.name == PROJECT:
-                listed = {wanted.package: wanted for wanted in _listed(document)}
+            document = parse_toml(read_bounded_text(path), what=str(path))
+            if path.name == PROJECT_FILE:
+                listed = {wanted.package: wanted for wanted in _iter_listed(document)}
                 pins |= {p: VersionPin(w, path) for p, w in listed.items() if _is_exact(w)}
             else:
-                fitting = [w for w in _locked(document) if _is_in_list(w, listed)]
+                fitting = [w for w in _iter_locked(document) if _is_in_list(w, listed)]
                 pins |= {wanted.package: VersionPin(wanted, path) for wanted in fitting}
-        except (ExpertError, OSError, _UnreadableError) as error:
-            problems.append(f"{path} is ignored, as it cannot be read: {_cause(error)}")
-    return Pins(pins, tuple(problems))
+        except (ExpertError, OSError, _InvalidEntryError) as error:
+            problems.append(f"{path} is ignored, as it cannot be read: {_error_cause(error)}")
+    return VersionPins(pins, tuple(problems))
 
 
-class _UnreadableError(Exception):
+class _InvalidEntryError(Exception):
     """A part of a file that is not what it must be."""
 
 
-def _cause(error: Exception) -> str:
+def _error_cause(error: Exception) -> str:
     if isinstance(error, InvalidPackageError):
         return error.problems[0]
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -161,25 +161,25 @@ def _is_in_list(locked: Reference, listed: Mapping[PackageName, Reference]) -> b
     return wanted is None or version is None or wanted.constraint.allows(version)
 
 
-def _listed(document: Mapping[str, object]) -> Iterator[Reference]:
+def _iter_listed(document: Mapping[str, object]) -> Iterator[Reference]:
     experts = document.get("experts", {})
     if not isinstance(experts, dict):
-        raise _UnreadableError("experts is not a table")
+        raise _InvalidEntryError("experts is not a table")
     for name, constraint in experts.items():
         yield Reference.parse(f"{name}@{constraint}")
 
 
-def _locked(document: Mapping[str, object]) -> Iterator[Reference]:
+def _iter_locked(document: Mapping[str, object]) -> Iterator[Reference]:
     entries = document.get("expert", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise _UnreadableError("expert is not a list of tables")
+        raise _InvalidEntryError("expert is not a list of tables")
     for entry in entries:
         try:
             name, version, content = entry["name"], entry["version"], entry["content_digest"]
         except KeyError as error:
-            raise _UnreadableError(f"an expert has no {error}") from error
+            raise _InvalidEntryError(f"an expert has no {error}") from error
         yield Reference(
             PackageName.parse(str(name)),
-            Constraint.exactly(Version.parse(str(version))),
+            Constraint.for_version(Version.parse(str(version))),
             digest=Digest.parse(str(content)),
         )

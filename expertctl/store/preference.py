@@ -1,4 +1,19 @@
-"""Which of several installed versions of a package is meant where a reference leaves it open.
+"""Which installed versions were yanked, according to what their registries said last.
+
+``yanked.json`` repeats that from the index documents that were believed, for code that only reads
+and may be offline: the router, `list` and `why`. Every command that reads an index writes it again,
+so a file that is missing or damaged names no version until then. It holds installed versions only.
+
+What the user calls the keys of ``trust.json``: for display only, nothing is decided here.
+
+`expertctl.trust` reads that file strictly, with a cryptography library that `list` must not need.
+
+Flags: what looks as if it were made to mislead the router, in a file that is fast to read.
+
+``flagged.json`` repeats what `store.suspicions` decided, for those that only read: `list`, and the
+router. It names only contents that have flags, so it is mostly nearly empty.
+
+Which of several installed versions of a package is meant where a reference leaves it open.
 
 One rule for the router, ``--expert``, `serve`, `list`, `why` and `export`, in `precedence`:
 
@@ -11,22 +26,223 @@ One rule for the router, ``--expert``, `serve`, `list`, `why` and `export`, in `
 So a yanked version is used only where it is locked or named exactly, or nothing else can be used.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from expertctl.digest import Digest
+from expertctl.errors import DigestError
+from expertctl.files import write_atomic
 from expertctl.reference import ANY, PackageName, Reference, Version
 from expertctl.settings import Home
-from expertctl.store.pins import PinFiles, Pins, VersionPin, is_allowed
-from expertctl.store.ref import StoredExpert
-from expertctl.store.signers import Signers, read_signers
-from expertctl.store.yanks import Yanks, read_yanks
+from expertctl.store.pins import PinFiles, VersionPin, VersionPins, allows_expert
+from expertctl.store.refs import StoredExpert
+from expertctl.trust.authority import (
+    NamespaceAuthority,
+    find_authorities,
+    find_namespace_registries,
+    find_other_registry,
+)
+
+YANKS_FILE = "yanked.json"
+YANKS_FILE_MODE = 0o600
+MAX_YANKS_BYTES = 16 << 20
+
+Yanks = Mapping[tuple[str, str], str]
+"""Registry and ``namespace/name@version`` → why it was yanked, which may be empty."""
+StatedYanks = Mapping[tuple[str, PackageName], Mapping[Version, str]]
+"""What registries say now: host and package → its yanked versions, with the reasons."""
+
+
+def read_yanks(path: Path) -> dict[tuple[str, str], str]:
+    """Read the yanked versions; a file that is missing or damaged has none."""
+    try:
+        with path.open("rb") as stream:
+            document = json.loads(stream.read(MAX_YANKS_BYTES))
+        return {
+            (host, ref): reason
+            for host, refs in document.items()
+            for ref, reason in refs.items()
+            if isinstance(reason, str)
+        }
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return {}
+
+
+def record_yanks(
+    path: Path,
+    stated: StatedYanks,
+    *,
+    installed: Callable[[], Iterable[StoredExpert]],
+    locked: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Write down what registries say about installed versions; packages not in ``stated`` stay.
+
+    ``locked`` keeps other processes from writing; it is used only where something changes.
+
+    Raises:
+        StoreError: when the lock cannot be taken.
+        OSError: when the file cannot be written.
+    """
+    experts = list(installed())
+    if _update_yanks(read_yanks(path), stated, experts) == read_yanks(path):
+        return
+    with locked():
+        after = _update_yanks(read_yanks(path), stated, list(installed()))
+        write_atomic(path, _encode_yanks(after), mode=YANKS_FILE_MODE)
+
+
+def _update_yanks(before: Yanks, stated: StatedYanks, installed: Iterable[StoredExpert]) -> Yanks:
+    after = {}
+    for expert in installed:
+        key = expert.registry, expert.ref
+        said = stated.get((expert.registry, expert.package))
+        reason = before.get(key) if said is None else said.get(expert.version)
+        if reason is not None:
+            after[key] = reason
+    return after
+
+
+def _encode_yanks(yanks: Yanks) -> bytes:
+    document: dict[str, dict[str, str]] = {}
+    for (host, ref), reason in sorted(yanks.items()):
+        document.setdefault(host, {})[ref] = reason
+    return json.dumps(document, indent=1).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class SignerNames:
+    """Names by key id, what is revoked where, and which registry a namespace belongs to."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    revoked: frozenset[tuple[str, str | None, str | None]] = frozenset()
+    """Key id, registry and namespace; a key without the last two is revoked everywhere."""
+    assigned: frozenset[NamespaceAuthority] = frozenset()
+    pinned: frozenset[NamespaceAuthority] = frozenset()
+    registries: frozenset[str] = frozenset()
+    """The known ones."""
+
+    def display_name(self, key_id: str | None) -> str:
+        """Return what to call a signer: a name, the start of an id, or a dash."""
+        if key_id is None:
+            return "-"
+        return self.names.get(key_id, key_id.removeprefix("sha256:")[:12])
+
+    def has_revoked(self, expert: StoredExpert) -> bool:
+        """Tell whether the key of an expert was revoked, everywhere or where it came from."""
+        if expert.signer is None:
+            return False
+        namespace = expert.package.namespace
+        belongs_to = self._find_authorities(expert)
+        hosts = find_authorities(expert.registry, registries=belongs_to, known=self.registries)
+        scopes = [(None, None), *((host, namespace) for host in hosts)]
+        return any((expert.signer, *scope) in self.revoked for scope in scopes)
+
+    def find_other_authority(self, expert: StoredExpert) -> str | None:
+        """Return the registry that an expert's namespace belongs to, if it is from another one."""
+        return find_other_registry(expert.registry, registries=self._find_authorities(expert))
+
+    def _find_authorities(self, expert: StoredExpert) -> tuple[str, ...]:
+        return find_namespace_registries(
+            expert.package.namespace, assigned=self.assigned, pinned=self.pinned
+        )
+
+
+def read_signers(path: Path) -> SignerNames:
+    """Read the names; a file that is missing or damaged has none (`doctor` reports it)."""
+    try:
+        return _parse_signers(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return SignerNames()
+
+
+def _parse_signers(document: Any) -> SignerNames:
+    keys, registries = document["keys"], document.get("registries", [])
+    granted = {
+        (grant["registry"], grant["namespace"])
+        for key in keys
+        for grant in key["grants"]
+        if grant.get("registry")
+    }
+    return SignerNames(
+        names={str(key["key_id"]): str(key["name"]) for key in keys},
+        revoked=frozenset(
+            (entry["key_id"], entry.get("registry"), entry.get("namespace"))
+            for entry in document["revoked"]
+        ),
+        registries=frozenset(r["host"] for r in registries),
+        assigned=frozenset((r["host"], name) for r in registries for name in r["namespaces"]),
+        pinned=frozenset(granted | {(r["host"], name) for r in registries for name in r["pinned"]}),
+    )
+
+
+FLAGS_FILE = "flagged.json"
+SUSPICION_SENTENCE = "looks as if it were made to mislead the router"
+"""What messages say of a package that has a flag."""
+CATCH_ALL = "grab-all"
+"""The code of a package whose examples are about everything."""
+FLAGS_FILE_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One thing about a package that looks as if it were made to mislead the router."""
+
+    code: str
+    """``copied``, ``stuffed`` and so on: for programs."""
+    sentence: str
+    """For people; names what was found."""
+    other: str | None = None
+    """The other package that the flag is about, if any."""
+
+
+FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
+"""Content digest → its flags; contents without any are left out."""
+
+
+def read_flags(path: Path) -> dict[Digest, tuple[Flag, ...]]:
+    """Read all flags; a missing or damaged file has none (`doctor` checks the record)."""
+    try:
+        document = json.loads(path.read_bytes())
+        return {Digest.parse(digest): decode_flags(flags) for digest, flags in document.items()}
+    except (OSError, ValueError, TypeError, AttributeError, DigestError):
+        return {}
+
+
+def write_flags(path: Path, flagged: FlagsByDigest) -> None:
+    """Replace the file."""
+    document = {str(digest): encode_flags(flags) for digest, flags in sorted(flagged.items())}
+    write_atomic(path, json.dumps(document).encode(), mode=FLAGS_FILE_MODE)
+
+
+def describe_flags(flags: Iterable[Flag]) -> str:
+    """Say in one line what a package with flags looks like, and why: each reason once."""
+    return f"{SUSPICION_SENTENCE}: {'; '.join(dict.fromkeys(flag.sentence for flag in flags))}"
+
+
+def encode_flags(flags: Iterable[Flag]) -> list[list[str | None]]:
+    """Return flags as they are stored."""
+    return [[flag.code, flag.sentence, flag.other] for flag in flags]
+
+
+def decode_flags(stored: list[list[str]]) -> tuple[Flag, ...]:
+    """Return stored flags."""
+    return tuple(Flag(code, sentence, other) for code, sentence, other in stored)
+
+
+def flags_to_json(flags: Iterable[Flag]) -> list[Mapping[str, str | None]]:
+    """Return flags as ``--json`` shows them."""
+    return [{"code": f.code, "sentence": f.sentence, "other": f.other} for f in flags]
+
 
 Precedence = tuple[bool, bool, bool, bool, Version]
 """Sort key of one version among those of its package: the largest is meant."""
 
 
-def precedence(
+def make_precedence(
     version: Version, *, pinned: bool, at_home: bool, revoked: bool, yanked: bool
 ) -> Precedence:
     """Return the sort key of a version; see the rule above."""
@@ -34,43 +250,43 @@ def precedence(
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
+class VersionPreference:
     """What is known here of installed versions beside their packages; empty: the newest counts."""
 
     yanks: Yanks = field(default_factory=dict)
-    pins: Pins = field(default_factory=Pins)
-    signers: Signers = field(default_factory=Signers)
+    pins: VersionPins = field(default_factory=VersionPins)
+    signers: SignerNames = field(default_factory=SignerNames)
 
-    def yank_reason(self, expert: StoredExpert) -> str | None:
+    def find_yank_reason(self, expert: StoredExpert) -> str | None:
         """Return why an expert was yanked, which may be empty; None when it was not."""
         return self.yanks.get((expert.registry, expert.ref))
 
-    def pin(self, expert: StoredExpert) -> VersionPin | None:
+    def find_pin(self, expert: StoredExpert) -> VersionPin | None:
         """Return what names exactly this version; None when nothing does."""
         found = self.pins.versions.get(expert.package)
-        return found if found is not None and found.names(expert) else None
+        return found if found is not None and found.matches(expert) else None
 
     def precedence(self, expert: StoredExpert) -> Precedence:
         """Return the sort key of an installed version."""
-        return precedence(
+        return make_precedence(
             expert.version,
-            pinned=self.pin(expert) is not None,
-            at_home=self.signers.other_home(expert) is None,
+            pinned=self.find_pin(expert) is not None,
+            at_home=self.signers.find_other_authority(expert) is None,
             revoked=self.signers.has_revoked(expert),
-            yanked=self.yank_reason(expert) is not None,
+            yanked=self.find_yank_reason(expert) is not None,
         )
 
-    def is_meant(self, expert: StoredExpert, wanted: Reference) -> bool:
+    def may_mean(self, expert: StoredExpert, wanted: Reference) -> bool:
         """Tell whether a reference may mean an expert; a pinned prerelease is named by its pin."""
         open_ = wanted == Reference(expert.package, ANY, wanted.registry)
         named = open_ and wanted.registry in {None, expert.registry}
-        return is_allowed(expert, wanted) or (named and self.pin(expert) is not None)
+        return allows_expert(expert, wanted) or (named and self.find_pin(expert) is not None)
 
-    def used(self, experts: Iterable[StoredExpert]) -> dict[PackageName, StoredExpert]:
+    def select_used(self, experts: Iterable[StoredExpert]) -> dict[PackageName, StoredExpert]:
         """Return the version of each package that is used where none is named."""
         found: dict[PackageName, StoredExpert] = {}
         for expert in sorted(experts, key=self.precedence):
-            if self.is_meant(expert, Reference(expert.package)):
+            if self.may_mean(expert, Reference(expert.package)):
                 found[expert.package] = expert
         return found
 
@@ -90,34 +306,34 @@ class VersionUsage:
     """Why it was yanked, which may be empty; None when it was not."""
 
 
-def usage_of(
-    expert: StoredExpert, experts: Iterable[StoredExpert], preference: Preference
+def describe_version_usage(
+    expert: StoredExpert, experts: Iterable[StoredExpert], preference: VersionPreference
 ) -> VersionUsage:
     """Compare an installed version with the others of its package."""
     same = [other for other in experts if other.package == expert.package]
-    used = preference.used(same).get(expert.package)
-    pin = preference.pin(expert)
+    used = preference.select_used(same).get(expert.package)
+    pin = preference.find_pin(expert)
     return VersionUsage(
         used=used == expert,
         used_instead=used.ref if used not in {None, expert} else None,
         others=tuple(other.ref for other in same if other != expert),
         pinned=str(pin.source) if pin else None,
-        yanked=preference.yank_reason(expert),
+        yanked=preference.find_yank_reason(expert),
     )
 
 
-NEWEST = Preference()
+PREFER_NEWEST = VersionPreference()
 """Where nothing is known: the newest version."""
 
 
-def read_preference(home: Home, folder: Path | None = None) -> Preference:
+def read_preference(home: Home, folder: Path | None = None) -> VersionPreference:
     """Read what a home, and the project in a folder, say about installed versions."""
-    return Preference(
+    return VersionPreference(
         read_yanks(home.yanked), PinFiles(home, folder).read(), read_signers(home.trust)
     )
 
 
-def working_folder() -> Path | None:
+def find_working_folder() -> Path | None:
     """Return the working folder; None when it was removed."""
     try:
         return Path.cwd()

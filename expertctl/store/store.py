@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING
 from expertctl.digest import Digest, hash_file
 from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.reference import ANY, Reference
-from expertctl.store.paths import Scan, StorePaths, file_size, scan
-from expertctl.store.preference import NEWEST, Preference
-from expertctl.store.ref import LOCAL, StoredExpert
+from expertctl.store.preference import PREFER_NEWEST, VersionPreference
+from expertctl.store.refs import (
+    LOCAL,
+    StoredExpert,
+    StorePaths,
+    StoreScan,
+    find_file_size,
+    scan_refs,
+)
 
 if TYPE_CHECKING:
     from expertctl.package.verify import VerifiedPackage
     from expertctl.schema.manifest import Manifest
-    from expertctl.store.staging import Staging
-    from expertctl.store.transaction import Added, Freed, Transaction
+    from expertctl.store.transaction import AddResult, FreedFiles, PackageStaging, StoreTransaction
 
 _NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.66, 0.8  # one of three letters may differ
 """How many names are suggested at most, and how alike they are, in part or in all."""
@@ -33,7 +38,7 @@ class Store:
     """The packages below one folder; nothing is created until something is written."""
 
     root: Path
-    preference: Preference = NEWEST
+    preference: VersionPreference = PREFER_NEWEST
     """Decides which of several versions `find` returns; by default the newest."""
 
     @property
@@ -41,11 +46,11 @@ class Store:
         """The paths of the store."""
         return StorePaths(self.root)
 
-    def scan(self) -> Scan:
+    def scan(self) -> StoreScan:
         """Return the installed experts, and refs that are damaged."""
-        return scan(self.paths)
+        return scan_refs(self.paths)
 
-    def experts(self) -> list[StoredExpert]:
+    def list_experts(self) -> list[StoredExpert]:
         """Return the installed experts, sorted by name and version."""
         return list(self.scan().experts)
 
@@ -57,10 +62,10 @@ class Store:
         """
         now = self.scan()
         if isinstance(wanted, Digest):
-            return _with_digest(now.experts, wanted)
-        found = [e for e in now.experts if self.preference.is_meant(e, wanted)]
+            return _find_by_digest(now.experts, wanted)
+        found = [e for e in now.experts if self.preference.may_mean(e, wanted)]
         if not found:
-            raise _missing(wanted, now)
+            raise _not_found_error(wanted, now)
         return max(found, key=self.preference.precedence)
 
     def blob_path(self, digest: Digest) -> Path:
@@ -70,7 +75,7 @@ class Store:
             StoreError: when it is missing, which `doctor` explains.
         """
         path = self.paths.blob(digest)
-        if file_size(path) is None:
+        if find_file_size(path) is None:
             hint = "`expertctl doctor` tells which expert needs it and what to do"
             raise StoreError(f"{digest} is missing from the store", hint=hint)
         return path
@@ -82,7 +87,7 @@ class Store:
             DigestError: when it was changed.
             StoreError: when it is missing, or cannot be read.
         """
-        file = expert.file(path)
+        file = expert.find_file(path)
         try:
             data = self.paths.blob(file.digest).read_bytes()
         except FileNotFoundError as error:
@@ -90,13 +95,13 @@ class Store:
             raise StoreError(message, hint="see `expertctl doctor`") from error
         except OSError as error:
             message = f"{expert.ref}: {path} cannot be read in the store: {error.strerror}"
-            raise StoreError(message, hint=expert.again) from error
-        if Digest.of(data) != file.digest:
-            hint = f"{expert.again}; `expertctl doctor` checks the whole store"
+            raise StoreError(message, hint=expert.repair_command) from error
+        if Digest.compute(data) != file.digest:
+            hint = f"{expert.repair_command}; `expertctl doctor` checks the whole store"
             raise DigestError(f"{expert.ref}: {path} was changed in the store", hint=hint)
         return data
 
-    def manifest(self, expert: StoredExpert) -> "Manifest":
+    def read_manifest(self, expert: StoredExpert) -> "Manifest":
         """Return the manifest of an expert, its bytes hashed as they are read.
 
         Raises:
@@ -109,7 +114,7 @@ class Store:
         return parse_manifest(data, what=f"{expert.ref} {MANIFEST_PATH}")
 
     @contextmanager
-    def stage(self) -> "Iterator[Staging]":
+    def stage_package(self) -> "Iterator[PackageStaging]":
         """Lend a folder that one package can be written to; it is removed at the end.
 
         Raises:
@@ -117,14 +122,14 @@ class Store:
             DiskFullError: when there is no space left.
         """
         from expertctl.store.disk import disk_errors
-        from expertctl.store.lock import claim
-        from expertctl.store.staging import Staging
+        from expertctl.store.locks import claim_folder
+        from expertctl.store.transaction import PackageStaging
 
         with disk_errors(self.root), ExitStack() as stack:
-            with self.transaction() as changes:
+            with self.begin_transaction() as changes:
                 changes.sweep()
-                folder = stack.enter_context(claim(self.paths.staging))
-            yield Staging(folder)
+                folder = stack.enter_context(claim_folder(self.paths.staging))
+            yield PackageStaging(folder)
 
     def revision(self) -> int:
         """Return a number that changes when an expert comes or goes; costs a microsecond."""
@@ -133,56 +138,56 @@ class Store:
         except OSError:
             return 0
 
-    def transaction(self) -> "AbstractContextManager[Transaction]":
+    def begin_transaction(self) -> "AbstractContextManager[StoreTransaction]":
         """Keep other processes from changing the store.
 
         Raises:
             StoreError: when it cannot be written, or another process holds it for too long.
         """
-        from expertctl.store.transaction import begin
+        from expertctl.store.transaction import begin_transaction
 
-        return begin(self.paths)
+        return begin_transaction(self.paths)
 
     def add(
         self,
         package: "VerifiedPackage",
-        staging: "Staging",
+        staging: "PackageStaging",
         *,
         warnings: Sequence[str] = (),
         registry: str = LOCAL,
-    ) -> "Added":
+    ) -> "AddResult":
         """Publish one package whose blobs are staged; see `Transaction.add`."""
-        with self.transaction() as changes:
+        with self.begin_transaction() as changes:
             return changes.add(package, staging, warnings=warnings, registry=registry)
 
-    def remove(self, expert: StoredExpert) -> "Freed":
+    def remove(self, expert: StoredExpert) -> "FreedFiles":
         """Remove an expert, and the blobs that nothing else needs now."""
-        with self.transaction() as changes:
+        with self.begin_transaction() as changes:
             return changes.remove(expert)
 
-    def gc(self) -> "Freed":
+    def collect_garbage(self) -> "FreedFiles":
         """Remove what nothing needs: blobs without a ref, folders of killed processes.
 
         Raises:
             StoreError: when a ref is damaged, or the store cannot be written.
         """
         if not self.root.exists():
-            return self.garbage()
-        with self.transaction() as changes:
-            return changes.collect()
+            return self.find_garbage()
+        with self.begin_transaction() as changes:
+            return changes.collect_garbage()
 
-    def garbage(self) -> "Freed":
+    def find_garbage(self) -> "FreedFiles":
         """Return what `gc` would remove; changes nothing.
 
         Raises:
             StoreError: when a ref is damaged.
         """
-        from expertctl.store.transaction import garbage_of
+        from expertctl.store.transaction import find_garbage
 
-        return garbage_of(self.paths)
+        return find_garbage(self.paths)
 
     @contextmanager
-    def lease(self, experts: Iterable[StoredExpert]) -> Iterator[None]:
+    def lease_experts(self, experts: Iterable[StoredExpert]) -> Iterator[None]:
         """Keep the blobs of experts until the end, even if they are removed meanwhile.
 
         A store that cannot be written needs no lease: nothing can be removed from it here. On a
@@ -191,18 +196,18 @@ class Store:
         Raises:
             NotFoundError: when one of them is not installed any more.
         """
-        from expertctl.store.lease import lease
+        from expertctl.store.locks import lease_blobs
 
         wanted, is_held = list(experts), False
         with ExitStack() as stack:
             if os.access(self.root, os.W_OK):
-                with suppress(DiskFullError), self.transaction():
-                    self._demand(wanted)
+                with suppress(DiskFullError), self.begin_transaction():
+                    self._check_installed(wanted)
                     digests = [file.digest for expert in wanted for file in expert.layers]
-                    stack.enter_context(lease(self.paths, digests))
+                    stack.enter_context(lease_blobs(self.paths, digests))
                     is_held = True
             if not is_held:
-                self._demand(wanted)
+                self._check_installed(wanted)
             yield
 
     def check_integrity(self) -> None:
@@ -213,8 +218,8 @@ class Store:
             for file in expert.layers:
                 assert hash_file(self.blob_path(file.digest)) == (file.size, file.digest), file
 
-    def _demand(self, experts: Sequence[StoredExpert]) -> None:
-        present = set(self.experts())
+    def _check_installed(self, experts: Sequence[StoredExpert]) -> None:
+        present = set(self.list_experts())
         for expert in experts:
             if expert not in present:
                 raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
@@ -226,29 +231,29 @@ def parse_wanted(text: str) -> Reference | Digest:
     Raises:
         UsageError: when it is neither.
     """
-    return Digest.typed(text) if text.startswith("sha256:") else Reference.parse(text)
+    return Digest.parse_input(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
-def _with_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:
+def _find_by_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:
     for expert in experts:
         if digest in (expert.content_digest, expert.package_digest):
             return expert
     raise NotFoundError(f"{digest} is not installed", hint="`expertctl list --json` shows digests")
 
 
-def _missing(wanted: Reference, now: Scan) -> NotFoundError:
+def _not_found_error(wanted: Reference, now: StoreScan) -> NotFoundError:
     versions = [str(e.version) for e in now.experts if e.package == wanted.package]
     if versions:
         hint = f"installed: {', '.join(versions)}"
         if wanted.constraint == ANY:
             hint += "; a prerelease must be named"
         return NotFoundError(f"no installed version fits {wanted}", hint=hint)
-    near = near_names(str(wanted.package), [str(e.package) for e in now.experts])
+    near = find_similar_names(str(wanted.package), [str(e.package) for e in now.experts])
     hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl list` shows what is"
     return NotFoundError(f"{wanted} is not installed", hint=hint)
 
 
-def near_names(name: str, names: Iterable[str]) -> list[str]:
+def find_similar_names(name: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that look like another one, those of its namespace first.
 
     Names in its namespace, or all names where none is given, are compared by their last part

@@ -1,4 +1,4 @@
-"""`Suspicions`: ``suspicions.db``, what is odd about installed packages, and which came first.
+"""`SuspicionStore`: ``suspicions.db``, what is odd about installed packages, and which came first.
 
 One row per content digest says what was flagged when it was installed, so that it need not be
 judged again; `store.flags` repeats it for those that only read. A mark is a number made from a text
@@ -20,15 +20,20 @@ from typing import Protocol
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.disk import disk_errors
-from expertctl.store.flags import FILE as FLAGGED_FILE
-from expertctl.store.flags import Flag, decode_flags, encode_flags, read_flagged, write_flagged
-from expertctl.store.lock import exclusive
-from expertctl.store.sqlite_file import create_private, error_name, opened, use_write_ahead_log
+from expertctl.store.locks import (
+    create_private_file,
+    exclusive_lock,
+    open_connection,
+    sqlite_error_name,
+    use_write_ahead_log,
+)
+from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
+from expertctl.store.preference import Flag, decode_flags, encode_flags, read_flags, write_flags
 
-FILE = "suspicions.db"
-_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
-_MANY = 500
+SUSPICIONS_FILE = "suspicions.db"
+_FULL_CODES = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
+_DAMAGED_CODES = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+_QUERY_LIMIT = 500
 """How many values one query may have; SQLite allows 999 and more."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS packages (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
@@ -51,7 +56,7 @@ _FORGET = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PackageVerdict:
     """What was found about one content, and the marks that its package brings."""
 
     content_digest: Digest
@@ -62,17 +67,17 @@ class Verdict:
     marks: frozenset[int] = frozenset()
 
 
-class Known(Protocol):
+class KnownPackages(Protocol):
     """What packages brought before."""
 
-    def owners(self, marks: Collection[int]) -> Mapping[int, str]:
+    def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
         """Return the package that brought each mark first; of new marks, nothing."""
 
-    def named(self, names: Collection[str]) -> Mapping[str, str]:
+    def find_names(self, names: Collection[str]) -> Mapping[str, str]:
         """Return which of these names are packages, with or without namespace."""
 
 
-class Suspicions:
+class SuspicionStore:
     """The owner of one ``suspicions.db``; every call opens it, so processes may share it."""
 
     def __init__(self, path: Path) -> None:
@@ -80,44 +85,44 @@ class Suspicions:
         self.path = path
         self.notes: list[str] = []
 
-    def flagged(self) -> dict[Digest, tuple[Flag, ...]]:
+    def read_flagged(self) -> dict[Digest, tuple[Flag, ...]]:
         """Return the flags of all contents that have any."""
-        return read_flagged(self.path.with_name(FLAGGED_FILE))
+        return read_flags(self.path.with_name(FLAGGED_FILE))
 
-    def of(self, content_digest: Digest) -> tuple[Flag, ...] | None:
+    def find_flags(self, content_digest: Digest) -> tuple[Flag, ...] | None:
         """Return the flags of one content; None where it has not been judged yet."""
-        found = self.verdicts([content_digest])
+        found = self.find_verdicts([content_digest])
         return found[content_digest].flags if found else None
 
-    def verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, Verdict]:
+    def find_verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, PackageVerdict]:
         """Return the verdicts on those of these contents that were judged."""
         query = (
             "SELECT content_digest, name, flags, rules FROM verdicts WHERE content_digest IN ({})"
         )
-        rows = self._ask_many(query, sorted(map(str, content_digests)))
-        return {verdict.content_digest: verdict for verdict in map(_read_verdict, rows)}
+        rows = self._query_many(query, sorted(map(str, content_digests)))
+        return {verdict.content_digest: verdict for verdict in map(_parse_verdict, rows)}
 
-    def of_namespace(self, namespace: str) -> list[Digest]:
+    def list_namespace_contents(self, namespace: str) -> list[Digest]:
         """Return the contents of one publisher that were judged."""
         query = "SELECT content_digest FROM verdicts WHERE name > ? AND name < ?"
-        rows = self._ask(query, [f"{namespace}/", f"{namespace}0"])
+        rows = self._query(query, [f"{namespace}/", f"{namespace}0"])
         return [Digest.parse(str(row[0])) for row in rows]
 
-    def owners(self, marks: Collection[int]) -> dict[int, str]:
+    def find_owners(self, marks: Collection[int]) -> dict[int, str]:
         """Return the packages that brought these marks first; of marks that are new, nothing."""
         query = (
             "SELECT mark, name FROM marks JOIN packages ON packages.id = package WHERE mark IN ({})"
         )
-        return {int(str(mark)): str(name) for mark, name in self._ask_many(query, sorted(marks))}
+        return {int(str(mark)): str(name) for mark, name in self._query_many(query, sorted(marks))}
 
-    def named(self, names: Collection[str]) -> dict[str, str]:
+    def find_names(self, names: Collection[str]) -> dict[str, str]:
         """Return which of these names are packages: a name, with or without its namespace."""
         wanted = sorted(names)
-        full = self._ask_many("SELECT name, name FROM packages WHERE name IN ({})", wanted)
-        short = self._ask_many("SELECT short, name FROM packages WHERE short IN ({})", wanted)
+        full = self._query_many("SELECT name, name FROM packages WHERE name IN ({})", wanted)
+        short = self._query_many("SELECT short, name FROM packages WHERE short IN ({})", wanted)
         return {str(name): str(package) for name, package in [*short, *full]}
 
-    def add(self, verdicts: Iterable[Verdict]) -> None:
+    def add(self, verdicts: Iterable[PackageVerdict]) -> None:
         """Remember verdicts; what a flagged package brings does not count against later ones.
 
         Raises:
@@ -128,11 +133,11 @@ class Suspicions:
 
         def add_all(db: sqlite3.Connection) -> None:
             for verdict in new:
-                _add(db, verdict)
+                _insert_verdict(db, verdict)
 
         self._write(add_all)
 
-    def keep(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
+    def retain(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
         """Forget the verdicts of other contents, and what other packages brought.
 
         Raises:
@@ -149,12 +154,12 @@ class Suspicions:
 
         self._write(forget)
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""
         if not self.path.exists():
             return []
         try:
-            with _opened(self.path, "ro") as db:
+            with _open_database(self.path, "ro") as db:
                 found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
         except sqlite3.DatabaseError as error:
             found = [str(error)]
@@ -162,20 +167,20 @@ class Suspicions:
 
     def check_integrity(self) -> None:
         """Raise unless the file is whole and every mark belongs to a package."""
-        assert self.problems() == []
+        assert self.find_problems() == []
         orphans = "SELECT count(*) FROM marks WHERE package NOT IN (SELECT id FROM packages)"
-        assert [tuple(row) for row in self._ask(orphans)] in ([], [(0,)])
+        assert [tuple(row) for row in self._query(orphans)] in ([], [(0,)])
 
-    def _ask_many(self, query: str, values: Sequence[object]) -> list[tuple[object, ...]]:
-        parts = [values[i : i + _MANY] for i in range(0, len(values), _MANY)]
-        return [row for p in parts for row in self._ask(query.format(",".join("?" * len(p))), p)]
+    def _query_many(self, query: str, values: Sequence[object]) -> list[tuple[object, ...]]:
+        parts = [values[i : i + _QUERY_LIMIT] for i in range(0, len(values), _QUERY_LIMIT)]
+        return [row for p in parts for row in self._query(query.format(",".join("?" * len(p))), p)]
 
-    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
+    def _query(self, query: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
         """Query the file; a missing or damaged one gives no rows, and `doctor` reports it."""
         if not self.path.exists():
             return []
         try:
-            with _opened(self.path, "ro") as db:
+            with _open_database(self.path, "ro") as db:
                 return list(db.execute(query, values))
         except sqlite3.DatabaseError as error:
             self.notes.append(f"{self.path}: {error}; `expertctl reindex` makes it again")
@@ -187,26 +192,26 @@ class Suspicions:
             self._attempt(action)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
-                raise self._told(error) from error
-            self._begin_anew(action)
-        self._repeat()
+                raise self._translate_error(error) from error
+            self._retry_on_new_file(action)
+        self._write_flags_file()
 
-    def _repeat(self) -> None:
+    def _write_flags_file(self) -> None:
         """Write the file of flags that is fast to read, where its content would change.
 
         One process at a time, so that the last to write has seen what all others committed.
         """
         query = "SELECT content_digest, name, flags, rules FROM verdicts WHERE flags != '[]'"
         path = self.path.with_name(FLAGGED_FILE)
-        with self._locked(), disk_errors(path):
-            verdicts = [_read_verdict(row) for row in self._ask(query)]
+        with self._hold_lock(), disk_errors(path):
+            verdicts = [_parse_verdict(row) for row in self._query(query)]
             flagged = {verdict.content_digest: verdict.flags for verdict in verdicts}
-            if flagged != self.flagged():
-                write_flagged(path, flagged)
+            if flagged != self.read_flagged():
+                write_flags(path, flagged)
 
     def _attempt(self, action: Callable[[sqlite3.Connection], None]) -> None:
-        create_private(self.path)
-        with _opened(self.path, "rw") as db:
+        create_private_file(self.path)
+        with _open_database(self.path, "rw") as db:
             use_write_ahead_log(db)
             db.execute("BEGIN IMMEDIATE")
             with db:
@@ -214,10 +219,10 @@ class Suspicions:
                     db.execute(table)
                 action(db)
 
-    def _begin_anew(self, action: Callable[[sqlite3.Connection], None]) -> None:
+    def _retry_on_new_file(self, action: Callable[[sqlite3.Connection], None]) -> None:
         """Repeat a change that found damage, on a new file unless another process made it."""
         try:
-            with self._locked():
+            with self._hold_lock():
                 try:
                     self._attempt(action)
                 except sqlite3.DatabaseError as error:
@@ -226,7 +231,7 @@ class Suspicions:
                     self._remove_damaged(error)
                     self._attempt(action)
         except sqlite3.DatabaseError as error:
-            raise self._told(error) from error
+            raise self._translate_error(error) from error
 
     def _remove_damaged(self, why: sqlite3.DatabaseError) -> None:
         for suffix in ("", "-wal", "-shm", "-journal"):
@@ -237,30 +242,30 @@ class Suspicions:
         )
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         path = self.path.with_name(f"{self.path.name}.lock")
-        with disk_errors(path), exclusive(path):
+        with disk_errors(path), exclusive_lock(path):
             yield
 
-    def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
-        if error_name(error) in _FULL:
+    def _translate_error(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
+        if sqlite_error_name(error) in _FULL_CODES:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
         hint = "look whether the disk is full or fails, then repeat"
         return StoreError(f"{self.path}: {error}", hint=hint)
 
 
 @contextmanager
-def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+def _open_database(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
-    with opened(path, f"mode={mode}{immutable}") as connection:
+    with open_connection(path, f"mode={mode}{immutable}") as connection:
         yield connection
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    return error_name(error).startswith(_DAMAGED)
+    return sqlite_error_name(error).startswith(_DAMAGED_CODES)
 
 
-def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
+def _insert_verdict(db: sqlite3.Connection, verdict: PackageVerdict) -> None:
     short = verdict.name.partition("/")[2]
     db.execute("INSERT OR IGNORE INTO packages (name, short) VALUES (?, ?)", [verdict.name, short])
     (row,) = db.execute("SELECT id FROM packages WHERE name = ?", [verdict.name]).fetchall()
@@ -272,8 +277,8 @@ def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
     db.execute(_VERDICT, values)
 
 
-def _read_verdict(row: tuple[object, ...]) -> Verdict:
+def _parse_verdict(row: tuple[object, ...]) -> PackageVerdict:
     digest, name, flags, rules = row
-    return Verdict(
+    return PackageVerdict(
         Digest.parse(str(digest)), str(name), decode_flags(json.loads(str(flags))), int(str(rules))
     )

@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.asymmetric.utils import (
     encode_dss_signature,
 )
 
-from expertctl.durable import sync_folder
 from expertctl.errors import (
     InvalidPackageError,
     NotFoundError,
@@ -35,8 +34,8 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
+from expertctl.files import open_regular_file, sync_folder
 from expertctl.reference import NAME_PATTERN
-from expertctl.regular_file import open_regular
 
 Algorithm = Literal["ecdsa-p256", "ed25519"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -44,10 +43,10 @@ MAX_PEM = 16 << 10
 MAX_NAME = 64
 P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
-_EcPublic = ec.EllipticCurvePublicKey
-_EcPrivate = ec.EllipticCurvePrivateKey
-_EdPublic = ed25519.Ed25519PublicKey
-_EdPrivate = ed25519.Ed25519PrivateKey
+_EcPublicKey = ec.EllipticCurvePublicKey
+_EcPrivateKey = ec.EllipticCurvePrivateKey
+_EdPublicKey = ed25519.Ed25519PublicKey
+_EdPrivateKey = ed25519.Ed25519PrivateKey
 _HASH = hashes.SHA256()
 _NAME = re.compile(NAME_PATTERN)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -61,7 +60,7 @@ class PublicKey:
 
     key_id: str
     algorithm: Algorithm
-    _key: _EcPublic | _EdPublic = field(repr=False, compare=False)
+    _key: _EcPublicKey | _EdPublicKey = field(repr=False, compare=False)
 
     @classmethod
     def from_pem(cls, data: bytes, *, what: str = "public key") -> Self:
@@ -73,12 +72,12 @@ class PublicKey:
         if b"PRIVATE KEY-----" in data:
             hint = "a key of your own is taken in with `expertctl keys import NAME FILE`"
             raise InvalidPackageError(what, ["this is a private key"], hint=hint)
-        return cls._of(_load_pem(data, serialization.load_pem_public_key, what), what)
+        return cls._from_key(_load_pem(data, serialization.load_pem_public_key, what), what)
 
     @classmethod
-    def _of(cls, key: PublicKeyTypes, what: str) -> Self:
-        known, algorithm = _known_kind(key, what)
-        return cls(key_id(_public_pem(known)), algorithm, known)
+    def _from_key(cls, key: PublicKeyTypes, what: str) -> Self:
+        known, algorithm = _check_algorithm(key, what)
+        return cls(compute_key_id(_public_pem(known)), algorithm, known)
 
     def pem(self) -> bytes:
         """Return the PEM text, the same bytes for the same key."""
@@ -91,7 +90,7 @@ class PublicKey:
             SignatureError: when it is not this key's, or not in its one accepted encoding.
         """
         try:
-            if isinstance(self._key, _EdPublic):
+            if isinstance(self._key, _EdPublicKey):
                 self._key.verify(signature, data)
             else:
                 _check_encoding(signature)
@@ -105,16 +104,16 @@ class PrivateKey:
     """What signs."""
 
     public: PublicKey
-    _key: _EcPrivate | _EdPrivate = field(repr=False, compare=False)
+    _key: _EcPrivateKey | _EdPrivateKey = field(repr=False, compare=False)
 
     @classmethod
     def generate(cls, algorithm: Algorithm = "ecdsa-p256") -> Self:
         """Make a new key from the system's randomness."""
         match algorithm:
             case "ecdsa-p256":
-                return cls._of(ec.generate_private_key(ec.SECP256R1()), "new key")
+                return cls._from_key(ec.generate_private_key(ec.SECP256R1()), "new key")
             case "ed25519":
-                return cls._of(_EdPrivate.generate(), "new key")
+                return cls._from_key(_EdPrivateKey.generate(), "new key")
 
     @classmethod
     def from_pem(cls, data: bytes, *, what: str = "private key") -> Self:
@@ -126,12 +125,12 @@ class PrivateKey:
         if b"-----BEGIN PUBLIC KEY-----" in data:
             hint = "a publisher's key is trusted with `expertctl trust add FILE --namespace NS`"
             raise InvalidPackageError(what, ["this is a public key"], hint=hint)
-        return cls._of(_load_pem(data, _load_private, what), what)
+        return cls._from_key(_load_pem(data, _load_private, what), what)
 
     @classmethod
-    def _of(cls, key: PrivateKeyTypes, what: str) -> Self:
-        public = PublicKey._of(key.public_key(), what)
-        assert isinstance(key, _EcPrivate | _EdPrivate)
+    def _from_key(cls, key: PrivateKeyTypes, what: str) -> Self:
+        public = PublicKey._from_key(key.public_key(), what)
+        assert isinstance(key, _EcPrivateKey | _EdPrivateKey)
         return cls(public, key)
 
     def pem(self) -> bytes:
@@ -144,7 +143,7 @@ class PrivateKey:
 
     def sign(self, data: bytes) -> bytes:
         """Return the one signature of ``data`` under this key."""
-        if isinstance(self._key, _EdPrivate):
+        if isinstance(self._key, _EdPrivateKey):
             return self._key.sign(data)
         raw = self._key.sign(data, ec.ECDSA(_HASH, deterministic_signing=True))
         r, s = decode_dss_signature(raw)
@@ -157,7 +156,7 @@ class KeyRing:
 
     folder: Path
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of all keys, sorted."""
         if not self.folder.is_dir():
             return []
@@ -172,7 +171,7 @@ class KeyRing:
         """
         return self.add(name, PrivateKey.generate(algorithm))
 
-    def import_(self, name: str, pem: bytes, *, what: str = "private key") -> PrivateKey:
+    def import_pem(self, name: str, pem: bytes, *, what: str = "private key") -> PrivateKey:
         """Keep a key that was made elsewhere.
 
         Raises:
@@ -185,10 +184,10 @@ class KeyRing:
         """Keep a key under a free name."""
         path = self.path(name)
         self._make_folder()
-        write_new(path, key.pem(), mode=0o600)
+        write_new_file(path, key.pem(), mode=0o600)
         return key
 
-    def private(self, name: str) -> PrivateKey:
+    def read_private(self, name: str) -> PrivateKey:
         """Return a key that signs.
 
         Raises:
@@ -203,13 +202,13 @@ class KeyRing:
             raise NotFoundError(f"there is no key {name!r} in {self.folder}", hint=hint) from error
         return PrivateKey.from_pem(data, what=str(path))
 
-    def public(self, name: str) -> PublicKey:
+    def read_public(self, name: str) -> PublicKey:
         """Return the public half of a key."""
-        return self.private(name).public
+        return self.read_private(name).public
 
-    def export(self, name: str) -> bytes:
+    def export_public(self, name: str) -> bytes:
         """Return the public half as PEM text, to be handed to others."""
-        return self.public(name).pem()
+        return self.read_public(name).pem()
 
     def path(self, name: str) -> Path:
         """Return the file of a key.
@@ -217,12 +216,12 @@ class KeyRing:
         Raises:
             UsageError: when the name is not a name.
         """
-        return self.folder / f"{key_name(name)}.pem"
+        return self.folder / f"{check_key_name(name)}.pem"
 
     def check_integrity(self) -> None:
         """Read every key; raise what is wrong with the first bad one."""
-        for name in self.names():
-            self.private(name)
+        for name in self.list_names():
+            self.read_private(name)
 
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,7 +231,7 @@ class KeyRing:
             raise TrustError(message, hint=f"chmod 700 {self.folder}")
 
 
-def key_name(text: str) -> str:
+def check_key_name(text: str) -> str:
     """Return the text when it can name a key.
 
     Raises:
@@ -244,7 +243,7 @@ def key_name(text: str) -> str:
     raise UsageError(f"{text[:80]!r} cannot name a key", hint=hint)
 
 
-def write_new(path: Path, data: bytes, *, mode: int) -> None:
+def write_new_file(path: Path, data: bytes, *, mode: int) -> None:
     """Write a file that must not be there yet; a link in its place is not followed.
 
     Raises:
@@ -274,7 +273,7 @@ def read_pem(path: Path) -> bytes:
         NotFoundError: when there is no such file.
         InvalidPackageError: when it is no regular file; a pipe is not waited for.
     """
-    with open_regular(path) as stream:
+    with open_regular_file(path) as stream:
         return stream.read(MAX_PEM + 1)
 
 
@@ -292,12 +291,12 @@ def _read_secret(path: Path) -> bytes:
         return stream.read(MAX_PEM + 1)
 
 
-def key_id(pem: bytes) -> str:
+def compute_key_id(pem: bytes) -> str:
     """Return the id of a public key, from its PEM text."""
     return f"sha256:{hashlib.sha256(pem).hexdigest()}"
 
 
-def _public_pem(key: _EcPublic | _EdPublic) -> bytes:
+def _public_pem(key: _EcPublicKey | _EdPublicKey) -> bytes:
     return key.public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -323,13 +322,15 @@ def _load_pem(data: bytes, load: Callable[[bytes], _Key], what: str) -> _Key:
         raise InvalidPackageError(what, ["not a key in PEM form"]) from error
 
 
-def _known_kind(key: PublicKeyTypes, what: str) -> tuple[_EcPublic | _EdPublic, Algorithm]:
+def _check_algorithm(
+    key: PublicKeyTypes, what: str
+) -> tuple[_EcPublicKey | _EdPublicKey, Algorithm]:
     match key:
-        case _EcPublic() if isinstance(key.curve, ec.SECP256R1):
+        case _EcPublicKey() if isinstance(key.curve, ec.SECP256R1):
             return key, "ecdsa-p256"
-        case _EcPublic():
+        case _EcPublicKey():
             found = f"an elliptic curve key on {key.curve.name}"
-        case _EdPublic():
+        case _EdPublicKey():
             return key, "ed25519"
         case _:
             found = f"a key of the kind {type(key).__name__.removesuffix('PublicKey')}"

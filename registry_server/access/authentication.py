@@ -1,47 +1,64 @@
 """Who asks, and how often they may: looked at before any other part of the server.
 
 Sets ``scope["state"]["identity"]``. There are no cookies. A browser does remember the login of the
-pages; that other sites cannot use it to write is up to `RequestLimits`, which looks at ``Origin``.
+pages; that other sites cannot use it to write is up to `LimitsMiddleware`, which looks at ``Origin``.
+
+``/token``: where container clients change a token for a session limited to what they ask.
+
+The flow of docker's token authentication: a 401 names this address as its realm, the client asks
+here with Basic, or without a login, and goes back with the session as its bearer token.
 """
 
 import time
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 
 from anyio import to_thread
+from sqlalchemy import Connection
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import (
     DiskFullError,
     ExpertError,
+    ForbiddenError,
+    NotFoundError,
     RateLimitError,
     StoreError,
     UnauthenticatedError,
 )
-from expertctl.http.rates import Rates
-from registry_server.access import tokens
-from registry_server.access.address import client_address, limit_key, networks
-from registry_server.access.authorization import names_nobody, secret_of
-from registry_server.access.identity import Identity
-from registry_server.access.known import KnownSecrets
-from registry_server.access.login_failures import LoginFailures
-from registry_server.access.refusals import Refusals, is_refused_change
-from registry_server.access.sessions import SessionKey
+from expertctl.http.limits import RateLimiter
+from registry_server.access import accounts, rights
+from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
+from registry_server.access.credentials import (
+    FailedLoginLimiter,
+    IdentityCache,
+    RefusalLog,
+    get_rate_limit_key,
+    is_anonymous,
+    is_refused_write,
+    parse_networks,
+    read_secret,
+    resolve_client_address,
+)
+from registry_server.access.rights import Identity, TokenScope
 from registry_server.errors import error_response
 from registry_server.registry import Registry
 
 
-def identity_of(request: HTTPConnection) -> Identity:
+def get_identity(request: HTTPConnection) -> Identity:
     """Return who asks."""
     identity = request.scope["state"]["identity"]
     assert isinstance(identity, Identity)
     return identity
 
 
-class _Answer:
+class _StatusRecorder:
     """Passes an answer on and remembers its status, 0 while there is none."""
 
     def __init__(self, send: Send) -> None:
@@ -54,7 +71,7 @@ class _Answer:
         await self._send(message)
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """Names who asks, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
@@ -62,13 +79,13 @@ class Authentication:
         limits = registry.settings.limits
         self._app = app
         self._registry = registry
-        self._proxies = networks(registry.settings.trusted_proxies)
+        self._proxies = parse_networks(registry.settings.trusted_proxies)
         sessions = SessionKey.derive(registry.index_key)
-        self._known = KnownSecrets(registry.database, sessions)
-        self._requests = Rates(limits.requests_per_minute, time.monotonic)
-        self._failures = LoginFailures.limited(limits.failures_per_minute, time.monotonic)
-        self._refusals = Refusals(registry.database, time.monotonic)
-        self._touches = Rates(1, time.monotonic)
+        self._identity_cache = IdentityCache(registry.database, sessions)
+        self._requests = RateLimiter(limits.requests_per_minute, time.monotonic)
+        self._failures = FailedLoginLimiter.create(limits.failures_per_minute, time.monotonic)
+        self._refusals = RefusalLog(registry.database, time.monotonic)
+        self._use_writes = RateLimiter(1, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection."""
@@ -76,61 +93,114 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         try:
-            identity = self._admit(scope)
+            identity = self._check_request(scope)
         except ExpertError as error:
             await error_response(error, scope, self._registry.settings)(scope, receive, send)
             if isinstance(error, UnauthenticatedError):
-                await self._note_login(scope)
+                await self._record_failed_login(scope)
             return
         scope["state"] = {**scope.get("state", {}), "identity": identity}
-        answer = _Answer(send)
+        answer = _StatusRecorder(send)
         await self._app(scope, receive, answer)
-        await self._note_use(scope, identity, answer.status)
+        await self._record_use(scope, identity, answer.status)
 
-    async def _note_use(self, scope: Scope, identity: Identity, status: int) -> None:
-        if is_refused_change(scope.get("method", ""), status):
+    async def _record_use(self, scope: Scope, identity: Identity, status: int) -> None:
+        if is_refused_write(scope.get("method", ""), status):
             method, path = scope["method"], scope["path"]
-            note = partial(self._refusals.change, identity, method=method, path=path, status=status)
+            note = partial(
+                self._refusals.record_refused_change,
+                identity,
+                method=method,
+                path=path,
+                status=status,
+            )
             await to_thread.run_sync(note)
-        if identity.token_id and not self._touches.take(identity.token_id):
-            await to_thread.run_sync(self._touch, identity.token_id)
+        if identity.token_id and not self._use_writes.take(identity.token_id):
+            await to_thread.run_sync(self._mark_token_used, identity.token_id)
 
-    async def _note_login(self, scope: Scope) -> None:
-        address, secret = client_address(scope, self._proxies), secret_of(Headers(scope=scope))
-        await to_thread.run_sync(self._refusals.login, address, secret)
+    async def _record_failed_login(self, scope: Scope) -> None:
+        address, secret = (
+            resolve_client_address(scope, self._proxies),
+            read_secret(Headers(scope=scope)),
+        )
+        await to_thread.run_sync(self._refusals.record_failed_login, address, secret)
 
-    def _admit(self, scope: Scope) -> Identity:
+    def _check_request(self, scope: Scope) -> Identity:
         """A short read of the database, cheaper here than handing it to a thread."""
-        address = client_address(scope, self._proxies)
-        key = limit_key(address)
+        address = resolve_client_address(scope, self._proxies)
+        key = get_rate_limit_key(address)
         identity = self._identify(Headers(scope=scope), address, key)
         if seconds := self._requests.take(identity.token_id or key):
             raise RateLimitError("too many requests", retry_after=seconds)
         return identity
 
     def _identify(self, headers: Headers, address: str, key: str) -> Identity:
-        if names_nobody(headers):
+        if is_anonymous(headers):
             return Identity(address=address)
-        secret = secret_of(headers)
-        identity = self._known.find(secret) if secret else None
+        secret = read_secret(headers)
+        identity = self._identity_cache.find(secret) if secret else None
         if identity is not None:
             return replace(identity, address=address)
-        self._limit_failures(secret, key)
+        self._limit_failed_logins(secret, key)
         raise UnauthenticatedError(
             "the token is wrong, expired or revoked",
             hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
         )
 
-    def _limit_failures(self, secret: str | None, key: str) -> None:
+    def _limit_failed_logins(self, secret: str | None, key: str) -> None:
         """Refuse to answer too many wrong secrets; one that was valid once is no guess."""
         if seconds := self._failures.wait(key, secret):
             raise RateLimitError("too many failed logins", retry_after=seconds)
         if seconds := self._requests.take(f"{key} failed"):
             raise RateLimitError("too many requests", retry_after=seconds)
-        if not secret or not self._known.has_ended(secret):
+        if not secret or not self._identity_cache.was_issued_here(secret):
             self._failures.count(key, secret)
 
-    def _touch(self, token_id: str) -> None:
+    def _mark_token_used(self, token_id: str) -> None:
         """Remember the use, for people to see; a full disk must not turn readers away."""
-        with suppress(StoreError, DiskFullError), self._registry.database.jot() as connection:
-            tokens.touch(connection, token_id)
+        with (
+            suppress(StoreError, DiskFullError),
+            self._registry.database.write_relaxed() as connection,
+        ):
+            accounts.mark_used(connection, token_id)
+
+
+def make_token_routes(registry: Registry) -> list[BaseRoute]:
+    """Return the token endpoint."""
+    key = SessionKey.derive(registry.index_key)
+
+    async def token(request: Request) -> Response:
+        identity = get_identity(request)
+        asked = parse_requested_scopes(request.query_params.getlist("scope"))
+        granted = await to_thread.run_sync(_grant_scopes, registry, identity, asked)
+        return _token_response(key.issue(identity, granted))
+
+    return [Route("/token", token, methods=["GET"])]
+
+
+def _grant_scopes(
+    registry: Registry, identity: Identity, requested: list[TokenScope]
+) -> list[TokenScope]:
+    """What is not allowed is left out silently, as the protocol demands."""
+    with registry.database.read() as connection:
+        return [scope for scope in requested if _is_granted(connection, identity, scope)]
+
+
+def _is_granted(connection: Connection, identity: Identity, scope: TokenScope) -> bool:
+    assert scope.namespace is not None
+    try:
+        rights.authorise(connection, identity, scope.action, scope.namespace, scope.package)
+    except (UnauthenticatedError, ForbiddenError, NotFoundError):
+        return False
+    return True
+
+
+def _token_response(secret: str) -> Response:
+    now = datetime.now(UTC).replace(microsecond=0, tzinfo=None).isoformat()
+    body = {
+        "token": secret,
+        "access_token": secret,
+        "expires_in": SESSION_SECONDS,
+        "issued_at": f"{now}Z",
+    }
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})

@@ -1,4 +1,19 @@
-"""Namespaces and their members; their names are never freed, so there is no removing one."""
+"""Names that look alike: two names are confusable when their skeletons are equal.
+
+Names are lower-case ASCII letters, digits and dashes (``expertctl.reference``), so this folds what
+looks alike among those: ``1``, ``l`` and ``i``; ``0`` and ``o``; ``rn`` and ``m``; ``vv`` and
+``w``; dashes anywhere.
+
+Namespaces and their members; their names are never freed, so there is no removing one.
+
+How many bytes a namespace uses, and whether there is room for more.
+
+What counts: every blob that a repository of the namespace links, once however many link it; the
+manifests; and the bytes that running uploads have received. Triggers of the database count them as
+rows come and go, so that asking costs the same however many there are. Callers ask inside the write
+transaction in which they take the room: SQLite lets one writer in at a time, so uploads side by
+side cannot overshoot together.
+"""
 
 import re
 import time
@@ -6,17 +21,115 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
-from expertctl.errors import ConflictError, NotFoundError, UsageError
+from expertctl.errors import BudgetError, ConflictError, NotFoundError, StoreError, UsageError
 from expertctl.reference import NAME_PATTERN
-from registry_server.access.confusable import is_reserved, skeleton
-from registry_server.database.tables import MEMBERS, NAMESPACES, USERS
+from registry_server.database.tables import (
+    BLOBS,
+    MANIFESTS,
+    MEMBERS,
+    NAMESPACES,
+    REPOSITORIES,
+    REPOSITORY_BLOBS,
+    UPLOADS,
+    USERS,
+)
+from registry_server.settings import RegistryLimits
+
+_LOOK_ALIKES = str.maketrans({"1": "l", "i": "l", "0": "o", "-": None, "_": None, ".": None})
+_LOOK_ALIKE_PAIRS = (("rn", "m"), ("vv", "w"))
+
+RESERVED_NAMES = frozenset(
+    [
+        "account",
+        "accounts",
+        "admin",
+        "administrator",
+        "all",
+        "anonymous",
+        "api",
+        "auth",
+        "blobs",
+        "catalog",
+        "docs",
+        "everyone",
+        "expert",
+        "expertctl",
+        "experts",
+        "favicon",
+        "healthz",
+        "help",
+        "index",
+        "keys",
+        "latest",
+        "library",
+        "local",
+        "localhost",
+        "login",
+        "logout",
+        "manifests",
+        "me",
+        "metrics",
+        "namespaces",
+        "new",
+        "none",
+        "null",
+        "official",
+        "packages",
+        "public",
+        "readyz",
+        "registry",
+        "robots",
+        "root",
+        "search",
+        "security",
+        "settings",
+        "signin",
+        "signup",
+        "starter",
+        "static",
+        "stats",
+        "support",
+        "system",
+        "tags",
+        "test",
+        "token",
+        "tokens",
+        "tuf",
+        "uploads",
+        "user",
+        "users",
+        "v1",
+        "v2",
+        "web",
+        "whoami",
+        "www",
+    ]
+)
+"""Words that name parts of the registry, or that would pretend to speak for it."""
+
+
+def fold_name(name: str) -> str:
+    """Return ``name`` with look-alike characters folded."""
+    folded = name.translate(_LOOK_ALIKES)
+    for pair, single in _LOOK_ALIKE_PAIRS:
+        folded = folded.replace(pair, single)
+    return folded
+
+
+RESERVED_SKELETONS = frozenset(fold_name(word) for word in RESERVED_NAMES)
+
+
+def is_reserved(name: str) -> bool:
+    """Tell whether ``name`` is a reserved word, or looks like one."""
+    return fold_name(name) in RESERVED_SKELETONS
+
 
 KINDS = ("expert", "oci")
-READS = ("public", "token")
+READ_ACCESS = ("public", "token")
 ROLES = ("owner", "publisher")
 MAX_NAME = 64
-_NAME = re.compile(NAME_PATTERN)
-_COLUMNS = (
+_NAME_SYNTAX = re.compile(NAME_PATTERN)
+_NAMESPACE_COLUMNS = (
     NAMESPACES.c.id,
     NAMESPACES.c.name,
     NAMESPACES.c.kind,
@@ -36,14 +149,14 @@ class NamespaceRow:
     quota: int | None
 
 
-def check_name(name: str, what: str) -> None:
+def validate_name(name: str, what: str) -> None:
     """Demand a name of lower-case letters, digits and single dashes.
 
     Raises:
         UsageError: for any other.
         ConflictError: for reserved words and what looks like them.
     """
-    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+    if len(name) > MAX_NAME or not _NAME_SYNTAX.fullmatch(name):
         hint = "lower-case letters, digits and single dashes, 64 at most"
         raise UsageError(f"{name[:80]!r} is not a name for a {what}", hint=hint)
     if is_reserved(name):
@@ -52,7 +165,7 @@ def check_name(name: str, what: str) -> None:
         )
 
 
-def create(
+def create_namespace(
     connection: Connection, name: str, *, kind: str, read: str, quota: int | None = None
 ) -> NamespaceRow:
     """Make a namespace without members.
@@ -61,43 +174,47 @@ def create(
         UsageError: when the name, kind or read word is none.
         ConflictError: when the name is taken, or looks like one that is.
     """
-    check_name(name, "namespace")
-    if kind not in KINDS or read not in READS:
-        raise UsageError(f"a namespace is {' or '.join(KINDS)}, and read by {' or '.join(READS)}")
-    _demand_free(connection, name)
+    validate_name(name, "namespace")
+    if kind not in KINDS or read not in READ_ACCESS:
+        raise UsageError(
+            f"a namespace is {' or '.join(KINDS)}, and read by {' or '.join(READ_ACCESS)}"
+        )
+    _check_name_is_free(connection, name)
     values = {"name": name, "kind": kind, "read": read, "quota": quota}
     connection.execute(
-        insert(NAMESPACES).values(**values, skeleton=skeleton(name), created=time.time())
+        insert(NAMESPACES).values(**values, skeleton=fold_name(name), created=time.time())
     )
-    return get(connection, name)
+    return get_namespace(connection, name)
 
 
-def find(connection: Connection, name: str) -> NamespaceRow | None:
+def find_namespace(connection: Connection, name: str) -> NamespaceRow | None:
     """Return the namespace, None when there is none of that name."""
-    row = connection.execute(select(*_COLUMNS).where(NAMESPACES.c.name == name)).one_or_none()
-    return _namespace(row) if row else None
+    row = connection.execute(
+        select(*_NAMESPACE_COLUMNS).where(NAMESPACES.c.name == name)
+    ).one_or_none()
+    return _read_row(row) if row else None
 
 
-def get(connection: Connection, name: str) -> NamespaceRow:
+def get_namespace(connection: Connection, name: str) -> NamespaceRow:
     """Return the namespace.
 
     Raises:
         NotFoundError: when there is none of that name.
     """
-    if (found := find(connection, name)) is None:
+    if (found := find_namespace(connection, name)) is None:
         raise NotFoundError(f"there is no namespace {name[:MAX_NAME]!r}")
     return found
 
 
-def listed(
+def list_namespaces(
     connection: Connection, where: ColumnElement[bool], *, limit: int, after: str = ""
 ) -> list[NamespaceRow]:
     """Return the namespaces for which a condition holds by name, those after ``after`` only."""
-    query = select(*_COLUMNS).where(where, NAMESPACES.c.name > after)
-    return [_namespace(row) for row in connection.execute(query.order_by("name").limit(limit))]
+    query = select(*_NAMESPACE_COLUMNS).where(where, NAMESPACES.c.name > after)
+    return [_read_row(row) for row in connection.execute(query.order_by("name").limit(limit))]
 
 
-def change(
+def update_namespace(
     connection: Connection, namespace: NamespaceRow, *, read: str, quota: int | None
 ) -> None:
     """Set who may read a namespace, and its quota."""
@@ -105,7 +222,7 @@ def change(
     connection.execute(update(NAMESPACES).where(where).values(read=read, quota=quota))
 
 
-def role(connection: Connection, namespace_id: int, user_id: int) -> str | None:
+def find_role(connection: Connection, namespace_id: int, user_id: int) -> str | None:
     """Return what a user is in a namespace: ``owner``, ``publisher`` or nothing."""
     query = select(MEMBERS.c.role).where(
         MEMBERS.c.namespace_id == namespace_id, MEMBERS.c.user_id == user_id
@@ -113,7 +230,7 @@ def role(connection: Connection, namespace_id: int, user_id: int) -> str | None:
     return connection.execute(query).scalar_one_or_none()
 
 
-def members(connection: Connection, namespace_id: int) -> dict[str, str]:
+def list_members(connection: Connection, namespace_id: int) -> dict[str, str]:
     """Return the role of each member by name, without removed users."""
     query = (
         select(USERS.c.name, MEMBERS.c.role)
@@ -134,10 +251,10 @@ def set_member(connection: Connection, namespace: NamespaceRow, user: str, role:
     """
     if role not in ROLES:
         raise UsageError(f"{role[:40]!r} is not a role", hint=f"roles are {' and '.join(ROLES)}")
-    user_id = _live_user(connection, user)
+    user_id = _get_active_user_id(connection, user)
     if role != "owner":
-        _demand_other_owner(connection, namespace, user)
-    _leave(connection, namespace.id, user_id)
+        _check_another_owner(connection, namespace, user)
+    _delete_membership(connection, namespace.id, user_id)
     values = {"namespace_id": namespace.id, "user_id": user_id, "role": role}
     connection.execute(insert(MEMBERS).values(values))
 
@@ -149,13 +266,13 @@ def remove_member(connection: Connection, namespace: NamespaceRow, user: str) ->
         NotFoundError: when the user is no member.
         ConflictError: when the namespace would be without an owner.
     """
-    if user not in members(connection, namespace.id):
+    if user not in list_members(connection, namespace.id):
         raise NotFoundError(f"{user[:MAX_NAME]!r} is not a member of {namespace.name}")
-    _demand_other_owner(connection, namespace, user)
-    _leave(connection, namespace.id, _live_user(connection, user))
+    _check_another_owner(connection, namespace, user)
+    _delete_membership(connection, namespace.id, _get_active_user_id(connection, user))
 
 
-def owned_alone(connection: Connection, user_id: int) -> list[str]:
+def list_solely_owned(connection: Connection, user_id: int) -> list[str]:
     """Return the namespaces whose only owner is this user."""
     live = (
         select(MEMBERS.c.namespace_id, func.count().label("owners"))
@@ -174,12 +291,12 @@ def owned_alone(connection: Connection, user_id: int) -> list[str]:
     return list(connection.execute(query).scalars())
 
 
-def _namespace(row: Row[int, str, str, str, int | None]) -> NamespaceRow:
+def _read_row(row: Row[int, str, str, str, int | None]) -> NamespaceRow:
     return NamespaceRow(*row)
 
 
-def _demand_free(connection: Connection, name: str) -> None:
-    query = select(NAMESPACES.c.name).where(NAMESPACES.c.skeleton == skeleton(name))
+def _check_name_is_free(connection: Connection, name: str) -> None:
+    query = select(NAMESPACES.c.name).where(NAMESPACES.c.skeleton == fold_name(name))
     taken = connection.execute(query.limit(1)).scalar_one_or_none()
     if taken == name:
         raise ConflictError(f"the name {name!r} is taken")
@@ -187,7 +304,7 @@ def _demand_free(connection: Connection, name: str) -> None:
         raise ConflictError(f"{name!r} looks like {taken!r}, which is taken", hint="choose another")
 
 
-def _live_user(connection: Connection, name: str) -> int:
+def _get_active_user_id(connection: Connection, name: str) -> int:
     query = select(USERS.c.id).where(USERS.c.name == name, USERS.c.removed.is_(None))
     user_id: int | None = connection.execute(query).scalar_one_or_none()
     if user_id is None:
@@ -195,13 +312,67 @@ def _live_user(connection: Connection, name: str) -> int:
     return user_id
 
 
-def _demand_other_owner(connection: Connection, namespace: NamespaceRow, user: str) -> None:
-    owners = {n for n, r in members(connection, namespace.id).items() if r == "owner"}
+def _check_another_owner(connection: Connection, namespace: NamespaceRow, user: str) -> None:
+    owners = {n for n, r in list_members(connection, namespace.id).items() if r == "owner"}
     if owners == {user}:
         hint = "make somebody else an owner first"
         raise ConflictError(f"{user} is the only owner of {namespace.name}", hint=hint)
 
 
-def _leave(connection: Connection, namespace_id: int, user_id: int) -> None:
+def _delete_membership(connection: Connection, namespace_id: int, user_id: int) -> None:
     where = (MEMBERS.c.namespace_id == namespace_id, MEMBERS.c.user_id == user_id)
     connection.execute(delete(MEMBERS).where(*where))
+
+
+def require_quota(
+    connection: Connection, namespace: NamespaceRow, added_bytes: int, limits: RegistryLimits
+) -> None:
+    """Demand that ``extra_bytes`` more fit into the quota of the namespace.
+
+    Raises:
+        BudgetError: when they do not.
+    """
+    quota = get_quota(namespace, limits)
+    used = get_used_bytes(connection, namespace.id)
+    if used + added_bytes > quota:
+        raise BudgetError(
+            f"{namespace.name} uses {used} of {quota} bytes; {added_bytes} more do not fit",
+            hint="an admin of the registry can raise the quota of the namespace",
+        )
+
+
+def get_quota(namespace: NamespaceRow, limits: RegistryLimits) -> int:
+    """Return the quota of a namespace: its own, or the default."""
+    return limits.quota_bytes if namespace.quota is None else namespace.quota
+
+
+def get_used_bytes(connection: Connection, namespace_id: int) -> int:
+    """Return the unique bytes of a namespace, running uploads included."""
+    query = select(NAMESPACES.c.used).where(NAMESPACES.c.id == namespace_id)
+    used: int = connection.execute(query).scalar_one()
+    return used
+
+
+def check_used_bytes(connection: Connection) -> None:
+    """Count all bytes of all namespaces anew.
+
+    Raises:
+        StoreError: when a namespace uses other than was counted.
+    """
+    rows = connection.execute(select(NAMESPACES.c.id, NAMESPACES.c.name, NAMESPACES.c.used))
+    for namespace_id, name, used in rows.all():
+        if used != (found := _recount_bytes(connection, namespace_id)):
+            raise StoreError(f"{name} uses {found} bytes, and {used} were counted")
+
+
+def _recount_bytes(connection: Connection, namespace_id: int) -> int:
+    own = select(REPOSITORIES.c.id).where(REPOSITORIES.c.namespace_id == namespace_id)
+    linked = select(REPOSITORY_BLOBS.c.digest).where(REPOSITORY_BLOBS.c.repository_id.in_(own))
+    parts = (
+        select(func.coalesce(func.sum(BLOBS.c.size), 0)).where(BLOBS.c.digest.in_(linked)),
+        select(func.coalesce(func.sum(MANIFESTS.c.size), 0)).where(
+            MANIFESTS.c.repository_id.in_(own)
+        ),
+        select(func.coalesce(func.sum(UPLOADS.c.size), 0)).where(UPLOADS.c.repository_id.in_(own)),
+    )
+    return sum(connection.execute(part).scalar_one() for part in parts)

@@ -1,24 +1,191 @@
-"""Packages: finding them, what there is of one, what is in a version, and taking one back."""
+"""What people are shown of a package: read from the tables, for the API and for web pages alike.
 
-from sqlalchemy import func, select
+Packages: finding them, what there is of one, what is in a version, and taking one back.
+"""
 
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from msgspec import Meta, Raw
+from msgspec.structs import asdict
+from sqlalchemy import Connection, func, select
+
+from expertctl.errors import NotFoundError
+from expertctl.package.layout import parse_oci_manifest
 from expertctl.reference import PackageName
-from registry_server.access import rights
-from registry_server.api.namespaces import ReasonWish
-from registry_server.api.operation import Context, Operation
-from registry_server.api.package_pages import (
-    PackagePage,
-    VersionPage,
-    package_page,
-    version_page,
+from expertctl.registry.index_document import Release
+from expertctl.schema.manifest import AdapterKind, BaseRequirement
+from registry_server.access import namespaces, rights
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.access.rights import Action, Identity
+from registry_server.api.namespaces import ReasonRequest
+from registry_server.api.operation import (
+    ApiContext,
+    ApiInput,
+    ApiOperation,
+    ApiOutput,
+    Name,
+    Time,
+    VersionText,
 )
 from registry_server.api.search import SearchPage, SearchQuery, find_packages
-from registry_server.api.wire import Input, Name, Output, VersionText
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES
-from registry_server.publishing import yank
+from registry_server.oci import manifests, repositories
+from registry_server.publishing import maintenance
+from registry_server.publishing.index import (
+    PublisherKey,
+    find_package_id,
+    find_revocation_reason,
+    load_publisher_keys,
+    load_releases,
+    select_leading_release,
+)
 
 
-class PackagePath(Input, frozen=True):
+class VersionFacts(ApiOutput, frozen=True):
+    """A version; the package digest and the signer are those of its newest signed form."""
+
+    version: str
+    published: Time
+    yanked: Annotated[str | None, Meta(description="Why, when it was yanked.")]
+    revoked: Annotated[
+        str | None, Meta(description="Why, when every key that signed it was revoked.")
+    ]
+    size: int
+    content_digest: str
+    package_digest: str
+    signer: str
+    downloads: int
+    kinds: list[AdapterKind]
+    base: BaseRequirement
+    requires: list[str]
+    conflicts: list[str]
+
+
+class FileFacts(ApiOutput, frozen=True):
+    """A file of a package."""
+
+    path: str
+    size: int
+    digest: str
+
+
+class VersionDetails(VersionFacts, frozen=True):
+    """A version with its ``expert.json`` and its files, the signature among them."""
+
+    manifest: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+    files: list[FileFacts]
+
+
+class PackageDetails(ApiOutput, frozen=True):
+    """A package with its versions, the newest first."""
+
+    name: str
+    description: str
+    latest: str | None
+    owners: list[str]
+    versions: list[VersionFacts]
+
+
+def describe_package(
+    connection: Connection, identity: Identity, name: PackageName
+) -> PackageDetails:
+    """Return a package with all its versions.
+
+    Raises:
+        NotFoundError: when there is none, as far as ``identity`` may know.
+        UnauthenticatedError: when nobody is named, and the namespace is not public.
+    """
+    row, package = _find_package(connection, identity, name)
+    releases = load_releases(connection, package)
+    counts = _load_download_counts(connection, package)
+    people = namespaces.list_members(connection, row.id)
+    keys = load_publisher_keys(connection, row.id)
+    newest = sorted(releases, key=lambda release: release.version, reverse=True)
+    speaking = select_leading_release(releases)
+    return PackageDetails(
+        name=str(name),
+        description=speaking.description,
+        latest=str(speaking.version) if speaking.yanked is None else None,
+        owners=[user for user, role in people.items() if role == "owner"],
+        versions=[_version_facts(release, counts, keys) for release in newest],
+    )
+
+
+def describe_version(
+    connection: Connection, identity: Identity, name: PackageName, version: str
+) -> VersionDetails:
+    """Return a version with its manifest and its files.
+
+    Raises:
+        NotFoundError: when there is none, as far as ``identity`` may know.
+        UnauthenticatedError: when nobody is named, and the namespace is not public.
+    """
+    row, package = _find_package(connection, identity, name)
+    releases = load_releases(connection, package)
+    release = next((r for r in releases if str(r.version) == version), None)
+    if release is None:
+        raise NotFoundError(f"there is no {name}@{version}")
+    keys = load_publisher_keys(connection, row.id)
+    facts = asdict(_version_facts(release, _load_download_counts(connection, package), keys))
+    manifest = Raw(_load_expert_json(connection, package, version))
+    return VersionDetails(**facts, manifest=manifest, files=_list_files(connection, name, release))
+
+
+def _find_package(
+    connection: Connection, identity: Identity, name: PackageName
+) -> tuple[NamespaceRow, int]:
+    row = rights.authorise(connection, identity, Action.READ, name.namespace, name.name)
+    package = find_package_id(connection, row, name.name)
+    if package is None:
+        raise NotFoundError(f"there is no package {name}")
+    return row, package
+
+
+def _load_download_counts(connection: Connection, package: int) -> dict[str, int]:
+    query = select(RELEASES.c.version, RELEASES.c.downloads).where(RELEASES.c.package_id == package)
+    return {version: downloads for version, downloads in connection.execute(query)}
+
+
+def _load_expert_json(connection: Connection, package: int, version: str) -> bytes:
+    query = select(RELEASES.c.manifest).where(
+        RELEASES.c.package_id == package, RELEASES.c.version == version
+    )
+    return bytes(connection.execute(query).scalar_one())
+
+
+def _list_files(connection: Connection, package: PackageName, release: Release) -> list[FileFacts]:
+    """Return the files that the newest signed form names."""
+    digest = str(release.forms[-1].package_digest)
+    repository = repositories.find_repository(connection, str(package))
+    stored = repository and manifests.find_manifest(connection, repository.id, digest)
+    assert stored, f"{package}: the manifest of {release.version} is not there"
+    layout = parse_oci_manifest(stored.content, what=f"{package}@{release.version}")
+    return [FileFacts(file.path, file.size, str(file.digest)) for file in layout.layers]
+
+
+def _version_facts(
+    release: Release, downloads: Mapping[str, int], keys: Sequence[PublisherKey]
+) -> VersionFacts:
+    newest = release.forms[-1]
+    return VersionFacts(
+        version=str(release.version),
+        published=release.published,
+        yanked=release.yanked,
+        revoked=find_revocation_reason([form.signer for form in release.forms], keys),
+        size=release.size,
+        content_digest=str(release.content_digest),
+        package_digest=str(newest.package_digest),
+        signer=newest.signer,
+        downloads=downloads[str(release.version)],
+        kinds=list(release.kinds),
+        base=release.base,
+        requires=list(release.requires),
+        conflicts=list(release.conflicts),
+    )
+
+
+class PackagePath(ApiInput, frozen=True):
     """Which package."""
 
     namespace: Name
@@ -36,7 +203,7 @@ class VersionPath(PackagePath, frozen=True):
     version: VersionText
 
 
-class Stats(Output, frozen=True):
+class RegistryStats(ApiOutput, frozen=True):
     """What there is, in the namespaces that one may read; ``bytes`` is the sum of all versions."""
 
     namespaces: int
@@ -46,27 +213,27 @@ class Stats(Output, frozen=True):
     downloads: int
 
 
-def search(context: Context, query: SearchQuery) -> SearchPage:
+def search(context: ApiContext, query: SearchQuery) -> SearchPage:
     """Find packages by words of their names, descriptions, tasks and keywords."""
     with context.registry.database.read() as connection:
         return find_packages(connection, context.identity, query)
 
 
-def show_package(context: Context, path: PackagePath) -> PackagePage:
+def show_package(context: ApiContext, path: PackagePath) -> PackageDetails:
     """Show a package with all its versions, the newest first."""
     with context.registry.database.read() as connection:
-        return package_page(connection, context.identity, path.package)
+        return describe_package(connection, context.identity, path.package)
 
 
-def show_version(context: Context, path: VersionPath) -> VersionPage:
+def show_version(context: ApiContext, path: VersionPath) -> VersionDetails:
     """Show a version, its manifest and its files."""
     with context.registry.database.read() as connection:
-        return version_page(connection, context.identity, path.package, path.version)
+        return describe_version(connection, context.identity, path.package, path.version)
 
 
-def yank_version(context: Context, path: VersionPath, body: ReasonWish) -> None:
+def yank_version(context: ApiContext, path: VersionPath, body: ReasonRequest) -> None:
     """Yank a version: it is chosen no more, though who has locked it still gets it."""
-    yank.yank(
+    maintenance.yank_release(
         context.registry,
         context.identity,
         name=path.package,
@@ -75,14 +242,16 @@ def yank_version(context: Context, path: VersionPath, body: ReasonWish) -> None:
     )
 
 
-def unyank_version(context: Context, path: VersionPath) -> None:
+def unyank_version(context: ApiContext, path: VersionPath) -> None:
     """Take a yank back."""
-    yank.unyank(context.registry, context.identity, name=path.package, version=path.version)
+    maintenance.unyank_release(
+        context.registry, context.identity, name=path.package, version=path.version
+    )
 
 
-def stats(context: Context) -> Stats:
+def stats(context: ApiContext) -> RegistryStats:
     """Count what there is, what of it was downloaded, and how large it is."""
-    own = select(NAMESPACES.c.id).where(rights.readable(context.identity))
+    own = select(NAMESPACES.c.id).where(rights.build_readable_filter(context.identity))
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id.in_(own))
     versions = select(
         func.count(),
@@ -93,16 +262,16 @@ def stats(context: Context) -> Stats:
         spaces = connection.scalar(select(func.count()).select_from(own.subquery())) or 0
         known = connection.scalar(select(func.count()).select_from(packages.subquery())) or 0
         count, size, downloads = connection.execute(versions).one()
-    return Stats(spaces, known, count, size, downloads)
+    return RegistryStats(spaces, known, count, size, downloads)
 
 
-_ONE = "/api/v1/packages/{namespace}/{name}"
-_VERSION = f"{_ONE}/{{version}}"
+_PACKAGE_PATH = "/api/v1/packages/{namespace}/{name}"
+_VERSION_PATH = f"{_PACKAGE_PATH}/{{version}}"
 OPERATIONS = (
-    Operation("GET", "/api/v1/search", search, "packages", anonymous=True),
-    Operation("GET", _ONE, show_package, "packages", 200, (403, 404), anonymous=True),
-    Operation("GET", _VERSION, show_version, "packages", 200, (403, 404), anonymous=True),
-    Operation("PUT", f"{_VERSION}/yank", yank_version, "packages", 204, (403, 404)),
-    Operation("DELETE", f"{_VERSION}/yank", unyank_version, "packages", 204, (403, 404)),
-    Operation("GET", "/api/v1/stats", stats, "registry", anonymous=True),
+    ApiOperation("GET", "/api/v1/search", search, "packages", anonymous=True),
+    ApiOperation("GET", _PACKAGE_PATH, show_package, "packages", 200, (403, 404), anonymous=True),
+    ApiOperation("GET", _VERSION_PATH, show_version, "packages", 200, (403, 404), anonymous=True),
+    ApiOperation("PUT", f"{_VERSION_PATH}/yank", yank_version, "packages", 204, (403, 404)),
+    ApiOperation("DELETE", f"{_VERSION_PATH}/yank", unyank_version, "packages", 204, (403, 404)),
+    ApiOperation("GET", "/api/v1/stats", stats, "registry", anonymous=True),
 )

@@ -6,25 +6,26 @@ from msgspec import Meta
 from sqlalchemy import Connection
 
 from expertctl.errors import ForbiddenError, NotFoundError, UsageError
-from registry_server.access import audit, rights, tokens, users
-from registry_server.access.identity import Action, Identity, Scope, all_scopes
-from registry_server.api.operation import Context, Operation
-from registry_server.api.wire import (
-    Input,
+from registry_server.access import accounts, rights
+from registry_server.access.rights import Action, Identity, TokenScope, list_all_scopes
+from registry_server.api.operation import (
+    ApiContext,
+    ApiInput,
+    ApiOperation,
+    ApiOutput,
+    AuditQuery,
     Line,
-    LogPage,
+    ListQuery,
     Name,
-    Output,
-    Page,
     ScopeText,
     Time,
     TokenId,
-    moment,
-    perhaps,
+    format_optional_time,
+    format_timestamp,
 )
 
 
-class TokenFacts(Output, frozen=True):
+class TokenFacts(ApiOutput, frozen=True):
     """A token, without its secret."""
 
     id: str
@@ -35,34 +36,34 @@ class TokenFacts(Output, frozen=True):
     last_used: Time | None
 
 
-class NewToken(TokenFacts, frozen=True):
+class CreatedToken(TokenFacts, frozen=True):
     """A token with its secret, which is shown this once."""
 
     token: str
 
 
-class TokenPage(Output, frozen=True):
+class TokenPage(ApiOutput, frozen=True):
     """Tokens by their id."""
 
     tokens: list[TokenFacts]
     next: str | None
 
 
-class TokenWish(Input, frozen=True):
+class TokenRequest(ApiInput, frozen=True):
     """What a new token shall be; without scopes it gets those of the token that asks."""
 
     name: Line
-    scopes: Annotated[tuple[ScopeText, ...], Meta(max_length=tokens.MAX_SCOPES)] = ()
-    expires_in: Annotated[int, Meta(ge=1, le=tokens.MAX_SECONDS)] | None = None
+    scopes: Annotated[tuple[ScopeText, ...], Meta(max_length=accounts.MAX_SCOPES)] = ()
+    expires_in: Annotated[int, Meta(ge=1, le=accounts.MAX_TOKEN_SECONDS)] | None = None
 
 
-class TokenPath(Input, frozen=True):
+class TokenPath(ApiInput, frozen=True):
     """Which token."""
 
     id: TokenId
 
 
-class WhoamiToken(Output, frozen=True):
+class CurrentToken(ApiOutput, frozen=True):
     """The token that asks; a session of a container client has the id of the one it came from."""
 
     id: str
@@ -71,15 +72,15 @@ class WhoamiToken(Output, frozen=True):
     expires: Time | None
 
 
-class Whoami(Output, frozen=True):
+class CurrentUser(ApiOutput, frozen=True):
     """Who asks."""
 
     user: str
     admin: bool
-    token: WhoamiToken
+    token: CurrentToken
 
 
-class UserFacts(Output, frozen=True):
+class UserFacts(ApiOutput, frozen=True):
     """A user."""
 
     name: str
@@ -87,34 +88,34 @@ class UserFacts(Output, frozen=True):
     created: Time
 
 
-class UserPage(Output, frozen=True):
+class UserPage(ApiOutput, frozen=True):
     """Users by name."""
 
     users: list[UserFacts]
     next: str | None
 
 
-class UserWish(Input, frozen=True):
+class UserRequest(ApiInput, frozen=True):
     """What a new user shall be."""
 
     name: Name
     admin: bool = False
 
 
-class NewUser(Output, frozen=True):
+class CreatedUser(ApiOutput, frozen=True):
     """A user and a first token, which is shown this once."""
 
     user: UserFacts
     token: str
 
 
-class UserPath(Input, frozen=True):
+class UserPath(ApiInput, frozen=True):
     """Which user."""
 
     name: Name
 
 
-class AuditEntry(Output, frozen=True):
+class AuditEntry(ApiOutput, frozen=True):
     """One change."""
 
     id: int
@@ -127,80 +128,82 @@ class AuditEntry(Output, frozen=True):
     detail: str
 
 
-class AuditPage(Output, frozen=True):
+class AuditPage(ApiOutput, frozen=True):
     """Changes, the newest first."""
 
     entries: list[AuditEntry]
     next: str | None
 
 
-def whoami(context: Context) -> Whoami:
+def whoami(context: ApiContext) -> CurrentUser:
     """Say who asks, and with which token."""
     identity = context.identity
-    rights.demand_user(identity)
+    rights.require_user(identity)
     with context.registry.database.read() as connection:
-        token = tokens.get(connection, identity.token_id or "")
+        token = accounts.get_token(connection, identity.token_id or "")
     scopes = [str(scope) for scope in identity.scopes]
-    facts = WhoamiToken(token.id, token.name, scopes, perhaps(identity.expires))
-    return Whoami(identity.name or "", identity.admin, facts)
+    facts = CurrentToken(token.id, token.name, scopes, format_optional_time(identity.expires))
+    return CurrentUser(identity.name or "", identity.admin, facts)
 
 
-def list_users(context: Context, query: Page) -> UserPage:
+def list_users(context: ApiContext, query: ListQuery) -> UserPage:
     """List the users, by name."""
-    rights.demand(context.identity, Action.ADMIN)
+    rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.read() as connection:
-        found = users.listed(connection, limit=query.limit + 1, after=query.cursor)
+        found = accounts.list_users(connection, limit=query.limit + 1, after=query.cursor)
     shown = found[: query.limit]
     more = shown[-1].name if len(found) > query.limit else None
-    return UserPage([_user(user) for user in shown], more)
+    return UserPage([_user_facts(user) for user in shown], more)
 
 
-def create_user(context: Context, body: UserWish) -> NewUser:
+def create_user(context: ApiContext, body: UserRequest) -> CreatedUser:
     """Make a user, and a first token that may do all that the user may."""
-    rights.demand(context.identity, Action.ADMIN)
+    rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.write() as connection:
-        user = users.create(connection, body.name, admin=body.admin)
-        scopes = all_scopes(admin=user.admin)
-        minted = tokens.create(connection, user, name="first", scopes=scopes)
+        user = accounts.create_user(connection, body.name, admin=body.admin)
+        scopes = list_all_scopes(admin=user.admin)
+        minted = accounts.create_token(connection, user, name="first", scopes=scopes)
         kind = "admin" if user.admin else ""
-        audit.record(connection, context.identity, "user.create", user.name, kind)
-    return NewUser(_user(user), minted.secret)
+        rights.write_audit_row(connection, context.identity, "user.create", user.name, kind)
+    return CreatedUser(_user_facts(user), minted.secret)
 
 
-def remove_user(context: Context, path: UserPath) -> None:
+def remove_user(context: ApiContext, path: UserPath) -> None:
     """Remove a user: tokens and roles end at once, the name stays taken."""
-    rights.demand(context.identity, Action.ADMIN)
+    rights.require_right(context.identity, Action.ADMIN)
     with context.registry.database.write() as connection:
-        users.remove(connection, users.get(connection, path.name))
-        audit.record(connection, context.identity, "user.remove", path.name)
+        accounts.remove_user(connection, accounts.get_user(connection, path.name))
+        rights.write_audit_row(connection, context.identity, "user.remove", path.name)
 
 
-def list_tokens(context: Context, query: Page) -> TokenPage:
+def list_tokens(context: ApiContext, query: ListQuery) -> TokenPage:
     """List one's own living tokens, without their secrets."""
-    _demand_unlimited(context.identity)
+    _require_full_token(context.identity)
     name = context.identity.name or ""
     with context.registry.database.read() as connection:
-        found = tokens.listed(connection, name, limit=query.limit + 1, after=query.cursor)
+        found = accounts.list_tokens(connection, name, limit=query.limit + 1, after=query.cursor)
     shown = found[: query.limit]
     more = shown[-1].id if len(found) > query.limit else None
-    return TokenPage([_token(token) for token in shown], more)
+    return TokenPage([_token_facts(token) for token in shown], more)
 
 
-def create_token(context: Context, body: TokenWish) -> NewToken:
+def create_token(context: ApiContext, body: TokenRequest) -> CreatedToken:
     """Make a token that may do no more, and lives no longer, than the one that asks."""
     identity = context.identity
-    rights.demand_user(identity)
+    rights.require_user(identity)
     if not body.name.isprintable():
         raise UsageError("the name of a token is one printable line")
-    scopes = tuple(dict.fromkeys(Scope.parse(text) for text in body.scopes))
+    scopes = tuple(dict.fromkeys(TokenScope.parse(text) for text in body.scopes))
     with context.registry.database.write() as connection:
-        user = users.get(connection, identity.name or "")
-        minted = tokens.mint(
+        user = accounts.get_user(connection, identity.name or "")
+        minted = accounts.mint_token(
             connection, identity, user, name=body.name, scopes=scopes, seconds=body.expires_in
         )
-        facts = _token(minted.token)
-        audit.record(connection, identity, "token.create", facts.id, " ".join(facts.scopes))
-    return NewToken(
+        facts = _token_facts(minted.token)
+        rights.write_audit_row(
+            connection, identity, "token.create", facts.id, " ".join(facts.scopes)
+        )
+    return CreatedToken(
         facts.id,
         facts.name,
         facts.scopes,
@@ -211,49 +214,49 @@ def create_token(context: Context, body: TokenWish) -> NewToken:
     )
 
 
-def revoke_token(context: Context, path: TokenPath) -> None:
+def revoke_token(context: ApiContext, path: TokenPath) -> None:
     """End a token at once: one's own, or as an admin anybody's."""
     identity = context.identity
-    rights.demand_user(identity)
+    rights.require_user(identity)
     with context.registry.database.write() as connection:
-        _demand_revocable(connection, identity, path.id)
-        tokens.revoke(connection, path.id)
-        audit.record(connection, identity, "token.revoke", path.id)
+        _check_may_revoke(connection, identity, path.id)
+        accounts.revoke_token(connection, path.id)
+        rights.write_audit_row(connection, identity, "token.revoke", path.id)
 
 
-def list_audit(context: Context, query: LogPage) -> AuditPage:
+def list_audit(context: ApiContext, query: AuditQuery) -> AuditPage:
     """List what was changed, by whom and from where, the newest first."""
-    rights.demand(context.identity, Action.ADMIN)
+    rights.require_right(context.identity, Action.ADMIN)
     before = int(query.cursor) if query.cursor else None
     with context.registry.database.read() as connection:
-        found = list(audit.entries(connection, limit=query.limit + 1, before=before))
+        found = list(rights.list_audit_rows(connection, limit=query.limit + 1, before=before))
     shown = found[: query.limit]
     more = str(shown[-1].id) if len(found) > query.limit else None
-    return AuditPage([_entry(entry) for entry in shown], more)
+    return AuditPage([_audit_entry(entry) for entry in shown], more)
 
 
 OPERATIONS = (
-    Operation("GET", "/api/v1/whoami", whoami, "people"),
-    Operation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
-    Operation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
-    Operation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
-    Operation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
-    Operation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
-    Operation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
-    Operation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
+    ApiOperation("GET", "/api/v1/whoami", whoami, "people"),
+    ApiOperation("GET", "/api/v1/users", list_users, "people", errors=(403,)),
+    ApiOperation("POST", "/api/v1/users", create_user, "people", 201, errors=(403, 409)),
+    ApiOperation("DELETE", "/api/v1/users/{name}", remove_user, "people", 204, (403, 404, 409)),
+    ApiOperation("GET", "/api/v1/tokens", list_tokens, "people", errors=(403,)),
+    ApiOperation("POST", "/api/v1/tokens", create_token, "people", 201, errors=(403,)),
+    ApiOperation("DELETE", "/api/v1/tokens/{id}", revoke_token, "people", 204, errors=(404,)),
+    ApiOperation("GET", "/api/v1/audit", list_audit, "people", errors=(403,)),
 )
 
 
-def _demand_unlimited(identity: Identity) -> None:
+def _require_full_token(identity: Identity) -> None:
     """A token that was made for one thing must not look after the others of its user."""
-    rights.demand_user(identity)
+    rights.require_user(identity)
     if not identity.covers(Action.MANAGE, None):
         raise ForbiddenError("this token is for less than all that its user may")
 
 
-def _demand_revocable(connection: Connection, identity: Identity, token_id: str) -> None:
+def _check_may_revoke(connection: Connection, identity: Identity, token_id: str) -> None:
     """Every token may end itself; whether another exists is told only to users who may end it."""
-    token = tokens.get(connection, token_id)
+    token = accounts.get_token(connection, token_id)
     own = token.user == identity.name and identity.covers(Action.MANAGE, None)
     admin = identity.admin and identity.covers(Action.ADMIN, None)
     itself = token.id == identity.token_id and token.scopes == identity.scopes
@@ -261,20 +264,22 @@ def _demand_revocable(connection: Connection, identity: Identity, token_id: str)
         raise NotFoundError(f"there is no token {token_id!r}")
 
 
-def _user(user: users.User) -> UserFacts:
-    return UserFacts(user.name, user.admin, moment(user.created))
+def _user_facts(user: accounts.UserRow) -> UserFacts:
+    return UserFacts(user.name, user.admin, format_timestamp(user.created))
 
 
-def _token(token: tokens.Token) -> TokenFacts:
+def _token_facts(token: accounts.TokenRow) -> TokenFacts:
     scopes = [str(scope) for scope in token.scopes]
-    created, expires = moment(token.created), perhaps(token.expires)
-    return TokenFacts(token.id, token.name, scopes, created, expires, perhaps(token.last_used))
+    created, expires = format_timestamp(token.created), format_optional_time(token.expires)
+    return TokenFacts(
+        token.id, token.name, scopes, created, expires, format_optional_time(token.last_used)
+    )
 
 
-def _entry(entry: audit.Entry) -> AuditEntry:
+def _audit_entry(entry: rights.AuditRow) -> AuditEntry:
     return AuditEntry(
         entry.id,
-        moment(entry.time),
+        format_timestamp(entry.time),
         entry.actor,
         entry.token_id,
         entry.address,

@@ -14,23 +14,23 @@ from sqlalchemy import ColumnElement, Connection, and_, case, func, literal, sel
 
 from expertctl.errors import UsageError
 from expertctl.schema.manifest import AdapterKind, Manifest
-from expertctl.schema.shape import shape_json
+from expertctl.schema.validation import decode_json
 from registry_server.access import rights
-from registry_server.access.identity import Identity
-from registry_server.api.wire import Input, Limit, Output, Time, moment
+from registry_server.access.rights import Identity
+from registry_server.api.operation import ApiInput, ApiOutput, Limit, Time, format_timestamp
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
-from registry_server.publishing.namespace_key import (
-    NamespaceKey,
-    namespace_keys,
-    revocation_reason,
+from registry_server.publishing.index import (
+    PublisherKey,
+    find_revocation_reason,
+    fold_words,
+    load_publisher_keys,
 )
-from registry_server.publishing.search_text import words_of
 
 MAX_QUERY = 200
 MAX_WORDS = 8
 MAX_OFFSET = 10_000
 
-_FULL: ColumnElement[str] = NAMESPACES.c.name.concat("/").concat(PACKAGES.c.name)
+_FULL_NAME: ColumnElement[str] = NAMESPACES.c.name.concat("/").concat(PACKAGES.c.name)
 _DOWNLOADS = (
     select(func.coalesce(func.sum(RELEASES.c.downloads), 0))
     .where(RELEASES.c.package_id == PACKAGES.c.id)
@@ -39,7 +39,7 @@ _DOWNLOADS = (
 )
 
 
-class SearchQuery(Input, frozen=True):
+class SearchQuery(ApiInput, frozen=True):
     """What is searched for; nothing finds everything."""
 
     q: Annotated[str, Meta(max_length=MAX_QUERY, description="Words that must all be there.")] = ""
@@ -47,7 +47,7 @@ class SearchQuery(Input, frozen=True):
     cursor: Annotated[str, Meta(pattern="^([1-9][0-9]{0,3})?$")] = ""
 
 
-class SearchResult(Output, frozen=True):
+class SearchResult(ApiOutput, frozen=True):
     """A package, by the version that speaks for it."""
 
     name: str
@@ -64,7 +64,7 @@ class SearchResult(Output, frozen=True):
     ]
 
 
-class SearchPage(Output, frozen=True):
+class SearchPage(ApiOutput, frozen=True):
     """Packages, what fits best first."""
 
     results: list[SearchResult]
@@ -72,20 +72,20 @@ class SearchPage(Output, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SearchTerms:
     """What is searched for, folded: as a name would be written, and as words."""
 
     text: str
     words: tuple[str, ...]
 
     @classmethod
-    def parse(cls, query: str) -> "Wanted":
+    def parse(cls, query: str) -> "SearchTerms":
         """Read what somebody typed.
 
         Raises:
             UsageError: when it has too many words.
         """
-        words = tuple(dict.fromkeys(words_of(query).split()))
+        words = tuple(dict.fromkeys(fold_words(query).split()))
         if len(words) > MAX_WORDS:
             raise UsageError(f"search for {MAX_WORDS} words at most")
         return cls("-".join(query.casefold().split()), words)
@@ -98,37 +98,41 @@ def find_packages(connection: Connection, identity: Identity, query: SearchQuery
         UsageError: when there are too many words.
     """
     offset = int(query.cursor or 0)
-    found = _found(connection, identity, query, offset)
+    found = _find_package_ids(connection, identity, query, offset)
     following = offset + query.limit
     more = str(following) if len(found) > query.limit and following < MAX_OFFSET else None
-    return SearchPage(_results(connection, found[: query.limit]), more)
+    return SearchPage(_load_results(connection, found[: query.limit]), more)
 
 
-def _found(
+def _find_package_ids(
     connection: Connection, identity: Identity, query: SearchQuery, offset: int
 ) -> list[int]:
     """Return the ids of what is found in its order, one more than is wanted if there is.
 
     It looks at nothing but two indexes, however large the rows of the packages are.
     """
-    wanted = Wanted.parse(query.q)
+    wanted = SearchTerms.parse(query.q)
     statement = (
         select(PACKAGES.c.id)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
-        .where(rights.readable(identity), PACKAGES.c.latest.is_not(None), *_holding(wanted))
-        .order_by(_rank(wanted), _DOWNLOADS.desc(), _FULL)
+        .where(
+            rights.build_readable_filter(identity),
+            PACKAGES.c.latest.is_not(None),
+            *_matching_conditions(wanted),
+        )
+        .order_by(_rank_expression(wanted), _DOWNLOADS.desc(), _FULL_NAME)
         .limit(query.limit + 1)
         .offset(offset)
     )
     return list(connection.execute(statement).scalars())
 
 
-def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
+def _load_results(connection: Connection, packages: list[int]) -> list[SearchResult]:
     """Return what is shown of packages, in their order."""
     statement = (
         select(
             PACKAGES.c.id,
-            _FULL,
+            _FULL_NAME,
             PACKAGES.c.latest,
             PACKAGES.c.updated,
             _DOWNLOADS,
@@ -137,20 +141,20 @@ def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
             NAMESPACES.c.id,
         )
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
-        .join(RELEASES, _is_latest())
+        .join(RELEASES, _latest_release_condition())
         .where(PACKAGES.c.id.in_(packages))
     )
     rows = connection.execute(statement).all()
-    signers = _signers(connection, [row[6] for row in rows])
-    keys = {space: namespace_keys(connection, space) for space in {row[7] for row in rows}}
+    signers = _load_signers(connection, [row[6] for row in rows])
+    keys = {space: load_publisher_keys(connection, space) for space in {row[7] for row in rows}}
     results = {
-        package: _result(*facts, signers=signers[release], keys=keys[namespace])
+        package: _search_result(*facts, signers=signers[release], keys=keys[namespace])
         for package, *facts, release, namespace in (tuple(row) for row in rows)
     }
     return [results[package] for package in packages]
 
 
-def _signers(connection: Connection, releases: list[int]) -> dict[int, list[str]]:
+def _load_signers(connection: Connection, releases: list[int]) -> dict[int, list[str]]:
     """Return the ids of the keys that signed some releases, the newest last."""
     query = (
         select(SIGNED_FORMS.c.release_id, SIGNED_FORMS.c.signer)
@@ -163,20 +167,20 @@ def _signers(connection: Connection, releases: list[int]) -> dict[int, list[str]
     return found
 
 
-def _is_latest() -> ColumnElement[bool]:
+def _latest_release_condition() -> ColumnElement[bool]:
     same = RELEASES.c.version == PACKAGES.c.latest
     return and_(RELEASES.c.package_id == PACKAGES.c.id, same)
 
 
-def _holding(wanted: Wanted) -> list[ColumnElement[bool]]:
+def _matching_conditions(wanted: SearchTerms) -> list[ColumnElement[bool]]:
     return [func.instr(PACKAGES.c.search_text, word) > 0 for word in wanted.words]
 
 
-def _rank(wanted: Wanted) -> ColumnElement[int]:
+def _rank_expression(wanted: SearchTerms) -> ColumnElement[int]:
     if not wanted.words:
         return literal(0)
     whole = [func.instr(PACKAGES.c.search_text, f" {word} ") > 0 for word in wanted.words]
-    full = _FULL
+    full = _FULL_NAME
     return case(
         (PACKAGES.c.name == wanted.text, 0),
         (full == wanted.text, 0),
@@ -188,7 +192,7 @@ def _rank(wanted: Wanted) -> ColumnElement[int]:
     )
 
 
-def _result(
+def _search_result(
     name: str,
     version: str,
     updated: float,
@@ -196,9 +200,9 @@ def _result(
     manifest: bytes,
     *,
     signers: list[str],
-    keys: tuple[NamespaceKey, ...],
+    keys: tuple[PublisherKey, ...],
 ) -> SearchResult:
-    facts = shape_json(manifest, Manifest)
+    facts = decode_json(manifest, Manifest)
     return SearchResult(
         name=name,
         version=version,
@@ -207,7 +211,7 @@ def _result(
         kinds=list(dict.fromkeys(entry.kind for entry in facts.adapters)),
         base=facts.base.name,
         downloads=downloads,
-        updated=moment(updated),
+        updated=format_timestamp(updated),
         signer=signers[-1],
-        revoked=revocation_reason(signers, keys),
+        revoked=find_revocation_reason(signers, keys),
     )

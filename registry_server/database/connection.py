@@ -24,34 +24,34 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from expertctl.errors import DiskFullError, StoreError
-from registry_server.database.revision import HEAD, current_revision
+from registry_server.database.tables import HEAD, current_revision
 
 BUSY_SECONDS = 10
 """How long a writer waits for another process."""
 
-_CONNECTIONS = 48
-_FULL = ("disk is full", "database or disk is full")
+_POOL_SIZE = 48
+_DISK_FULL_MESSAGES = ("disk is full", "database or disk is full")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DatabaseFile:
     """A path, and which file lay there at the beginning."""
 
     path: Path
-    identity: tuple[int, int] | None
+    inode: tuple[int, int] | None
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        return cls(path, _identity(path))
+        return cls(path, _stat_inode(path))
 
-    def demand_same(self) -> None:
+    def check_unchanged(self) -> None:
         """Demand that the file that was opened is the one that a restart would open."""
-        if _identity(self.path) != self.identity:
+        if _stat_inode(self.path) != self.inode:
             hint = "put the disk or the file back, or start the server anew"
             raise StoreError(f"{self.path.name} was taken away or replaced", hint=hint)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _stat_inode(path: Path) -> tuple[int, int] | None:
     """Return which file lies there, None when there is none."""
     try:
         found = path.stat()
@@ -60,7 +60,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-class _Watch:
+class _ChangeWatcher:
     """A connection that only checks whether another one, of any process, has committed."""
 
     def __init__(self, path: Path) -> None:
@@ -86,10 +86,10 @@ class _Watch:
 class Database:
     """Connections to one SQLite file; share it between threads, close it at the end."""
 
-    _place: _Place
+    _file: _DatabaseFile
     _engine: Engine
-    _watch: _Watch
-    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _watcher: _ChangeWatcher
+    _write_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -99,17 +99,20 @@ class Database:
             StoreError: when it is damaged, locked for too long or of a newer version.
             DiskFullError: when there is no room.
         """
-        with _guarded(path), closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
+        with (
+            _wrap_database_errors(path),
+            closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection,
+        ):
             connection.execute("PRAGMA journal_mode=WAL")
-        place = _Place.of(path)
-        database = cls(place, _engine(place), _Watch(path))
-        database._bring_up_to_date()
+        place = _DatabaseFile.of(path)
+        database = cls(place, _create_engine(place), _ChangeWatcher(path))
+        database._migrate_if_needed()
         return database
 
     @property
     def path(self) -> Path:
         """Where the file lies."""
-        return self._place.path
+        return self._file.path
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -118,7 +121,7 @@ class Database:
         Raises:
             StoreError: when the database cannot be read.
         """
-        with self._guarded(), self._engine.connect() as connection:
+        with self._wrap_errors(), self._engine.connect() as connection:
             connection.exec_driver_sql("BEGIN")
             yield connection
 
@@ -130,14 +133,14 @@ class Database:
             StoreError: when the database cannot be written.
             DiskFullError: when there is no room.
         """
-        with self._guarded(), self._writing, self._engine.connect() as connection:
-            self._place.demand_same()
+        with self._wrap_errors(), self._write_lock, self._engine.connect() as connection:
+            self._file.check_unchanged()
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             yield connection
             connection.exec_driver_sql("COMMIT")
 
     @contextmanager
-    def jot(self) -> Iterator[Connection]:
+    def write_relaxed(self) -> Iterator[Connection]:
         """Write as `write` does, but do not wait for the disk.
 
         A killed process loses none of it. A power cut may, up to the next `write`: this is for
@@ -147,15 +150,15 @@ class Database:
             StoreError: when the database cannot be written.
             DiskFullError: when there is no room.
         """
-        with self._guarded(), self._writing, self._engine.connect() as connection:
-            self._place.demand_same()
+        with self._wrap_errors(), self._write_lock, self._engine.connect() as connection:
+            self._file.check_unchanged()
             connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
             try:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 yield connection
                 connection.exec_driver_sql("COMMIT")
             finally:
-                _settle(connection)
+                _restore_connection(connection)
 
     def version(self) -> int:
         """Return a number that is another one after each commit; much cheaper than any read.
@@ -163,8 +166,8 @@ class Database:
         Raises:
             StoreError: when the database cannot be read.
         """
-        with self._guarded():
-            return self._watch.version()
+        with self._wrap_errors():
+            return self._watcher.version()
 
     def check_integrity(self) -> None:
         """Look for damage in the file and for rows that point nowhere.
@@ -180,10 +183,10 @@ class Database:
 
     def close(self) -> None:
         """Give back every connection; nothing may be borrowed any more."""
-        self._watch.close()
+        self._watcher.close()
         self._engine.dispose()
 
-    def _bring_up_to_date(self) -> None:
+    def _migrate_if_needed(self) -> None:
         """Take the missing steps; the code for that is large, and only imported when needed."""
         with self.read() as connection:
             if current_revision(connection) == HEAD:
@@ -193,12 +196,12 @@ class Database:
         with self.write() as connection:
             migrate(connection)
 
-    def _guarded(self) -> AbstractContextManager[None]:
-        return _guarded(self.path)
+    def _wrap_errors(self) -> AbstractContextManager[None]:
+        return _wrap_database_errors(self.path)
 
 
 @contextmanager
-def _guarded(path: Path) -> Iterator[None]:
+def _wrap_database_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except IntegrityError:
@@ -206,30 +209,30 @@ def _guarded(path: Path) -> Iterator[None]:
     except PoolTimeout as error:
         raise StoreError(f"{path.name} is busy", hint="try again in a moment") from error
     except (SQLAlchemyError, sqlite3.Error) as error:
-        raise _wrapped(error, path) from error
+        raise _wrap_error(error, path) from error
 
 
-def _engine(place: _Place) -> Engine:
+def _create_engine(place: _DatabaseFile) -> Engine:
     engine = create_engine(
         f"sqlite:///{place.path}",
         isolation_level="AUTOCOMMIT",
         connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
-        pool_size=_CONNECTIONS,
+        pool_size=_POOL_SIZE,
         max_overflow=0,
         pool_timeout=BUSY_SECONDS,
     )
-    event.listen(engine, "do_connect", lambda *_: place.demand_same())
-    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "do_connect", lambda *_: place.check_unchanged())
+    event.listen(engine, "connect", _configure_connection)
     return engine
 
 
-def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+def _configure_connection(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA trusted_schema=OFF")
 
 
-def _settle(connection: Connection) -> None:
+def _restore_connection(connection: Connection) -> None:
     """Undo what was not committed, and wait for the disk again from here on."""
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
@@ -237,8 +240,8 @@ def _settle(connection: Connection) -> None:
     driver.execute("PRAGMA synchronous=FULL")
 
 
-def _wrapped(error: Exception, path: Path) -> StoreError | DiskFullError:
+def _wrap_error(error: Exception, path: Path) -> StoreError | DiskFullError:
     fact = str(getattr(error, "orig", None) or error)
-    if any(words in fact for words in _FULL):
+    if any(words in fact for words in _DISK_FULL_MESSAGES):
         return DiskFullError(f"{path.name}: {fact}", hint="make room in the registry's data folder")
     return StoreError(f"{path.name} cannot be used: {fact[:200]}", hint="try again in a moment")

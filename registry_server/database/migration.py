@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from expertctl.errors import StoreError
 from registry_server.database.tables import METADATA
 
-_SCRIPTS = Path(__file__).parent / "migrations"
+_MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def migrate(connection: Connection) -> None:
@@ -22,7 +22,7 @@ def migrate(connection: Connection) -> None:
     Raises:
         StoreError: when the database was made by a newer version.
     """
-    config = _config()
+    config = _build_config()
     config.attributes["connection"] = connection
     try:
         command.upgrade(config, "head")
@@ -31,19 +31,19 @@ def migrate(connection: Connection) -> None:
         raise StoreError(f"the database is of another version: {error}", hint=hint) from error
 
 
-def last_revision() -> str | None:
+def get_last_revision() -> str | None:
     """Return the last of all steps."""
-    return ScriptDirectory.from_config(_config()).get_current_head()
+    return ScriptDirectory.from_config(_build_config()).get_current_head()
 
 
-def differences(connection: Connection) -> list[object]:
+def list_schema_differences(connection: Connection) -> list[object]:
     """Return what the tables of a database and those of this version do not share."""
     context = MigrationContext.configure(connection, opts={"compare_type": True})
     return list(compare_metadata(context, METADATA))
 
 
-def _config() -> Config:
+def _build_config() -> Config:
     config = Config()
-    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config

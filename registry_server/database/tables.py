@@ -2,12 +2,15 @@
 
 Times are seconds since the epoch. Digests are text, ``sha256:…`` or ``sha512:…``. Names are never
 freed: rows of users, namespaces and packages are marked as gone, not deleted.
+
+Which step the tables of a database are at, told without loading alembic.
 """
 
 from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Connection,
     Float,
     ForeignKey,
     Index,
@@ -18,6 +21,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 METADATA = MetaData(
@@ -31,14 +35,14 @@ METADATA = MetaData(
 )
 
 
-def _id() -> Column[int]:
+def _id_column() -> Column[int]:
     return Column("id", Integer, primary_key=True)
 
 
 USERS = Table(
     "users",
     METADATA,
-    _id(),
+    _id_column(),
     Column("name", String(64), nullable=False, unique=True),
     Column("admin", Boolean, nullable=False, default=False),
     Column("created", Float, nullable=False),
@@ -63,7 +67,7 @@ TOKENS = Table(
 NAMESPACES = Table(
     "namespaces",
     METADATA,
-    _id(),
+    _id_column(),
     Column("name", String(64), nullable=False, unique=True),
     Column("skeleton", String(64), nullable=False, index=True),
     Column("kind", String(8), nullable=False),
@@ -74,7 +78,7 @@ NAMESPACES = Table(
     CheckConstraint("kind IN ('expert', 'oci')", name="kind"),
     CheckConstraint("read IN ('public', 'token')", name="read"),
 )
-"""``skeleton`` is the name with look-alike characters folded; ``quota`` in bytes, null: default.
+"""``fold_name`` is the name with look-alike characters folded; ``quota`` in bytes, null: default.
 
 ``used`` is what counts against the quota; triggers of the database keep it, nothing else writes it.
 """
@@ -104,7 +108,7 @@ NAMESPACE_KEYS = Table(
 REPOSITORIES = Table(
     "repositories",
     METADATA,
-    _id(),
+    _id_column(),
     Column("namespace_id", ForeignKey("namespaces.id"), nullable=False, index=True),
     Column("name", String(255), nullable=False, unique=True),
     Column("created", Float, nullable=False),
@@ -181,7 +185,7 @@ UPLOADS = Table(
 PACKAGES = Table(
     "packages",
     METADATA,
-    _id(),
+    _id_column(),
     Column("namespace_id", ForeignKey("namespaces.id"), nullable=False, index=True),
     Column("name", String(64), nullable=False),
     Column("skeleton", String(64), nullable=False),
@@ -199,14 +203,14 @@ PACKAGES = Table(
 """``index_document`` is the signed envelope, ``revision`` the version number in it, ``signed`` its
 time: ``updated`` is when the package itself changed.
 
-``latest`` is the version that speaks for the package, null when all are yanked; ``search_text`` is
+``latest`` is the version that speaks for the package, null when all are yanked; ``build_search_text`` is
 what it is found by, folded to lower case, one space between words.
 """
 
 RELEASES = Table(
     "releases",
     METADATA,
-    _id(),
+    _id_column(),
     Column("package_id", ForeignKey("packages.id"), nullable=False),
     Column("version", String(256), nullable=False),
     Column("content_digest", String(71), nullable=False),
@@ -239,7 +243,7 @@ counts, older ones stay pullable. ``size`` is that of the OCI manifest."""
 AUDIT = Table(
     "audit",
     METADATA,
-    _id(),
+    _id_column(),
     Column("time", Float, nullable=False, index=True),
     Column("actor", String(64)),
     Column("token_id", String(32)),
@@ -248,3 +252,16 @@ AUDIT = Table(
     Column("target", String(400), nullable=False),
     Column("detail", Text, nullable=False, default=""),
 )
+
+
+HEAD = "0003"
+"""The last step in ``migrations/versions``."""
+
+
+def current_revision(connection: Connection) -> str | None:
+    """Return the last step that was taken, None for an empty database."""
+    known = text("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'")
+    if connection.execute(known).first() is None:
+        return None
+    found: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return found

@@ -1,15 +1,111 @@
-"""Repositories: rows that come into being with their first upload or manifest."""
+"""The grammar of OCI names, tags and digests: what is not exactly one of these goes no further.
 
+Repositories: rows that come into being with their first upload or manifest.
+
+From a request to a repository that its user may use in this way.
+
+What every OCI request says: who asks, and about which repository.
+"""
+
+import re
 import time
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select
+from starlette.requests import Request
 
+from expertctl.errors import (
+    DigestError,
+    ForbiddenError,
+    NotFoundError,
+    UnauthenticatedError,
+    UsageError,
+)
+from expertctl.reference import PackageName
+from registry_server.access import rights
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.access.rights import ANONYMOUS, Action, Identity
+from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import REPOSITORIES
+from registry_server.errors import OciCode, OciError
+
+MAX_NAME_LENGTH = 255
+MAX_TAG_LENGTH = 128
+_NAME_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_NAME_SYNTAX = re.compile(rf"{_NAME_COMPONENT}(?:/{_NAME_COMPONENT})*")
+_TAG_SYNTAX = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class RepositoryName:
+    """``namespace/rest``; only `parse` makes one."""
+
+    namespace: str
+    rest: str
+
+    @classmethod
+    def parse(cls, text: str) -> "RepositoryName":
+        """Read the name of a repository.
+
+        Raises:
+            OciError: NAME_INVALID.
+        """
+        namespace, _, rest = text.partition("/")
+        if len(text) > MAX_NAME_LENGTH or not _NAME_SYNTAX.fullmatch(text) or not rest:
+            hint = "repositories are called NAMESPACE/NAME"
+            raise OciError(OciCode.NAME_INVALID, f"{text[:80]!r} is not a repository", hint=hint)
+        return cls(namespace, rest)
+
+    def as_package_name(self) -> PackageName:
+        """Return the name as that of a package, the only kind that `expert` namespaces have.
+
+        Raises:
+            OciError: NAME_INVALID.
+        """
+        try:
+            return PackageName.parse(str(self))
+        except UsageError as error:
+            raise OciError(OciCode.NAME_INVALID, error.message, hint=error.hint) from error
+
+    def __str__(self) -> str:
+        """Return ``namespace/rest``."""
+        return f"{self.namespace}/{self.rest}"
+
+
+def parse_digest(text: str) -> BlobDigest:
+    """Read a digest.
+
+    Raises:
+        OciError: DIGEST_INVALID.
+    """
+    try:
+        return BlobDigest.parse(text)
+    except DigestError as error:
+        raise OciError(OciCode.DIGEST_INVALID, error.message) from error
+
+
+def parse_tag(text: str) -> str:
+    """Read a tag.
+
+    Raises:
+        OciError: TAG_INVALID.
+    """
+    if not _TAG_SYNTAX.fullmatch(text):
+        raise OciError(OciCode.TAG_INVALID, f"{text[:80]!r} is not a tag")
+    return text
+
+
+def parse_reference(text: str) -> BlobDigest | str:
+    """Read what names a manifest: a digest, which alone may hold a colon, or a tag.
+
+    Raises:
+        OciError: DIGEST_INVALID or TAG_INVALID.
+    """
+    return parse_digest(text) if ":" in text else parse_tag(text)
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryRow:
     """One repository; ``name`` is the whole of it, ``namespace/…``."""
 
     id: int
@@ -17,20 +113,100 @@ class Repository:
     namespace_id: int
 
 
-def find(connection: Connection, name: str) -> Repository | None:
+def find_repository(connection: Connection, name: str) -> RepositoryRow | None:
     """Return a repository, None when nothing was ever pushed there."""
     columns = (REPOSITORIES.c.id, REPOSITORIES.c.name, REPOSITORIES.c.namespace_id)
     row = connection.execute(select(*columns).where(REPOSITORIES.c.name == name)).first()
-    return None if row is None else Repository(row[0], row[1], row[2])
+    return None if row is None else RepositoryRow(row[0], row[1], row[2])
 
 
-def find_or_create(connection: Connection, *, name: str, namespace_id: int) -> Repository:
+def get_or_create_repository(
+    connection: Connection, *, name: str, namespace_id: int
+) -> RepositoryRow:
     """Return a repository, made now where there was none."""
-    found = find(connection, name)
+    found = find_repository(connection, name)
     if found is not None:
         return found
     values = {"name": name, "namespace_id": namespace_id, "created": time.time()}
     connection.execute(insert(REPOSITORIES).values(values))
-    made = find(connection, name)
+    made = find_repository(connection, name)
     assert made is not None
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryAccess:
+    """A repository that the user may use: only `authorise` makes one."""
+
+    name: RepositoryName
+    namespace: NamespaceRow
+
+    @property
+    def holds_packages(self) -> bool:
+        """Whether only packages live here, and tags are versions."""
+        return self.namespace.kind == "expert"
+
+    @property
+    def path(self) -> str:
+        """Return where the repository lies below the host."""
+        return f"/v2/{self.name}"
+
+    def require_plain_oci(self, what: str) -> None:
+        """Refuse what plain OCI knows and packages do not.
+
+        Raises:
+            OciError: UNSUPPORTED in a namespace of packages.
+        """
+        if self.holds_packages:
+            hint = "publish a tag X.Y.Z; a version is withdrawn with `expertctl yank`"
+            fact = f"{what} is not done in {self.name}, which is a package"
+            raise OciError(OciCode.UNSUPPORTED, fact, hint=hint)
+
+
+def authorise_repository(
+    connection: Connection, identity: Identity, action: Action, name: RepositoryName
+) -> RepositoryAccess:
+    """Return the repository when ``identity`` may do ``action`` there.
+
+    Raises:
+        UnauthenticatedError: when nobody is named and that would help.
+        ForbiddenError: when the token or its user may not.
+        NotFoundError: when there is no such namespace.
+        OciError: NAME_INVALID when the namespace has no such names.
+    """
+    namespace = rights.authorise(connection, identity, action, name.namespace, name.rest)
+    target = RepositoryAccess(name, namespace)
+    if target.holds_packages:
+        name.as_package_name()
+    return target
+
+
+def can_read(connection: Connection, identity: Identity, name: RepositoryName) -> bool:
+    """Tell whether one may read a repository, without saying why not."""
+    try:
+        authorise_repository(connection, identity, Action.READ, name)
+    except (UnauthenticatedError, ForbiddenError, NotFoundError, OciError):
+        return False
+    return True
+
+
+_ESCAPED_COLON = b"%3a"
+
+
+def current_identity(request: Request) -> Identity:
+    """Return who asks."""
+    identity = request.scope.get("state", {}).get("identity", ANONYMOUS)
+    assert isinstance(identity, Identity)
+    return identity
+
+
+def read_repository_name(request: Request) -> RepositoryName:
+    """Return the repository that the address names, which is written in one way only.
+
+    Raises:
+        OciError: NAME_INVALID.
+    """
+    raw: bytes = request.scope.get("raw_path") or b""
+    if b"%" in raw.partition(b"?")[0].lower().replace(_ESCAPED_COLON, b""):
+        raise OciError(OciCode.NAME_INVALID, "names are not percent-encoded here")
+    return RepositoryName.parse(request.path_params["name"])

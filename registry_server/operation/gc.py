@@ -12,10 +12,13 @@ bytes, in small write transactions, so that others can write in between:
 Each step looks again inside its transaction, and a file is removed under the same write lock under
 which uploads put files in place. A crash can leave files without rows, never rows without files:
 the next collection takes the rest.
+
+Garbage collection as an operator runs it, beside the server, with a trace in the audit log.
 """
 
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,10 +26,14 @@ from typing import TypeVar
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, select
 
+from registry_server.access import rights
+from registry_server.access.rights import ANONYMOUS
+from registry_server.blob_storage import BlobStorage, StoredBlob, wrap_disk_errors
 from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS, MANIFEST_LINKS, REPOSITORY_BLOBS, UPLOADS
-from registry_server.registry import Registry
-from registry_server.storage.blobs import BlobStorage, StoredBlob, disk_errors
+from registry_server.operation.metrics import GC_ACTION
+from registry_server.registry import Registry, open_registry
+from registry_server.settings import ServerSettings
 
 BATCH = 200
 """How much one write transaction removes."""
@@ -36,7 +43,7 @@ _LINKS, _NAMES = REPOSITORY_BLOBS.c, MANIFEST_LINKS.c
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage:
+class GarbageSummary:
     """What was removed, or would be."""
 
     blobs: int
@@ -45,66 +52,68 @@ class Garbage:
     uploads: int
 
 
-def survey(registry: Registry, *, now: float) -> Garbage:
+def find_garbage(registry: Registry, *, now: float) -> GarbageSummary:
     """Return what `collect` would remove, and touch nothing."""
     limits = registry.settings.limits
     cutoff = now - limits.grace_seconds
     with registry.database.read() as connection:
-        garbage = set(connection.execute(select(BLOBS.c.digest).where(_unneeded(cutoff))).scalars())
+        garbage = set(
+            connection.execute(select(BLOBS.c.digest).where(_unneeded_condition(cutoff))).scalars()
+        )
         kept = set(connection.execute(select(BLOBS.c.digest)).scalars()) - garbage
-        uploads = _stale_uploads(connection, now - limits.upload_seconds)
+        uploads = _list_stale_uploads(connection, now - limits.upload_seconds)
     files = [
         blob
-        for blob in registry.storage.blobs()
-        if str(blob.digest) in garbage or (blob.changed < cutoff and str(blob.digest) not in kept)
+        for blob in registry.storage.list_blobs()
+        if str(blob.digest) in garbage or (blob.modified < cutoff and str(blob.digest) not in kept)
     ]
-    strays = _strays(registry, now - limits.upload_seconds)
+    strays = _list_stray_files(registry, now - limits.upload_seconds)
     sizes = sum(blob.size for blob in files)
-    return Garbage(len(files), sizes, len({*uploads, *(path.name for path in strays)}))
+    return GarbageSummary(len(files), sizes, len({*uploads, *(path.name for path in strays)}))
 
 
-def collect(registry: Registry, *, now: float) -> Garbage:
+def remove_garbage(registry: Registry, *, now: float) -> GarbageSummary:
     """Remove what nothing needs any more, while everything else goes on.
 
     Raises:
         StoreError: when the database or the storage fails; what is left goes next time.
     """
     limits = registry.settings.limits
-    uploads = collect_uploads(registry, now - limits.upload_seconds)
+    uploads = remove_stale_uploads(registry, now - limits.upload_seconds)
     cutoff = now - limits.grace_seconds
     _collect_links(registry.database, cutoff)
     _collect_rows(registry.database, cutoff)
     removed = _collect_files(registry.database, registry.storage, cutoff)
-    return Garbage(len(removed), sum(blob.size for blob in removed), uploads)
+    return GarbageSummary(len(removed), sum(blob.size for blob in removed), uploads)
 
 
-def collect_uploads(registry: Registry, cutoff: float) -> int:
+def remove_stale_uploads(registry: Registry, cutoff: float) -> int:
     """Forget uploads that were not continued, then remove files that belong to none.
 
     Raises:
         StoreError: when the database or the storage fails; what is left goes next time.
     """
     with registry.database.read() as connection:
-        stale = _stale_uploads(connection, cutoff)
+        stale = _list_stale_uploads(connection, cutoff)
     if stale:  # else no write lock is taken, for which others would wait
         with registry.database.write() as connection:
-            stale = _stale_uploads(connection, cutoff)
+            stale = _list_stale_uploads(connection, cutoff)
             connection.execute(delete(UPLOADS).where(UPLOADS.c.updated < cutoff))
-    strays = _strays(registry, cutoff)
-    with disk_errors():
+    strays = _list_stray_files(registry, cutoff)
+    with wrap_disk_errors():
         for path in strays:
             path.unlink(missing_ok=True)
     return len({*stale, *(path.name for path in strays)})
 
 
-def _stale_uploads(connection: Connection, cutoff: float) -> list[str]:
+def _list_stale_uploads(connection: Connection, cutoff: float) -> list[str]:
     query = select(UPLOADS.c.id).where(UPLOADS.c.updated < cutoff)
     return list(connection.execute(query).scalars())
 
 
-def _strays(registry: Registry, cutoff: float) -> list[Path]:
+def _list_stray_files(registry: Registry, cutoff: float) -> list[Path]:
     """Return old files in the upload folder that belong to no running upload."""
-    with disk_errors():
+    with wrap_disk_errors():
         found = sorted(registry.settings.uploads.iterdir())
         old = [path for path in found if _is_old_file(path, cutoff)]
     with registry.database.read() as connection:
@@ -123,69 +132,102 @@ def _is_old_file(path: Path, cutoff: float) -> bool:
 
 def _collect_links(database: Database, cutoff: float) -> None:
     with database.read() as connection:
-        query = select(_LINKS.repository_id, _LINKS.digest).where(_unnamed_link(cutoff))
+        query = select(_LINKS.repository_id, _LINKS.digest).where(_unnamed_link_condition(cutoff))
         found = [(row.repository_id, row.digest) for row in connection.execute(query)]
-    for batch in _batches(found):
+    for batch in _split_batches(found):
         with database.write() as connection:
             for repository, digest in batch:
                 own = and_(_LINKS.repository_id == repository, _LINKS.digest == digest)
-                connection.execute(delete(REPOSITORY_BLOBS).where(own, _unnamed_link(cutoff)))
+                connection.execute(
+                    delete(REPOSITORY_BLOBS).where(own, _unnamed_link_condition(cutoff))
+                )
 
 
 def _collect_rows(database: Database, cutoff: float) -> None:
     with database.read() as connection:
-        query = select(BLOBS.c.digest).where(_unlinked(cutoff))
+        query = select(BLOBS.c.digest).where(_unlinked_condition(cutoff))
         found = list(connection.execute(query).scalars())
-    for batch in _batches(found):
+    for batch in _split_batches(found):
         with database.write() as connection:
             here = BLOBS.c.digest.in_(batch)
-            connection.execute(delete(BLOBS).where(here, _unlinked(cutoff)))
+            connection.execute(delete(BLOBS).where(here, _unlinked_condition(cutoff)))
 
 
 def _collect_files(database: Database, storage: BlobStorage, cutoff: float) -> list[StoredBlob]:
     removed: list[StoredBlob] = []
-    for batch in _batches(blob for blob in storage.blobs() if blob.changed < cutoff):
+    for batch in _split_batches(blob for blob in storage.list_blobs() if blob.modified < cutoff):
         with database.read() as connection:
-            suspects = _without_row(connection, batch)
+            suspects = _filter_without_row(connection, batch)
         if not suspects:  # then no write lock is taken, for which others would wait
             continue
         with database.write() as connection:
-            for blob in _without_row(connection, suspects):
+            for blob in _filter_without_row(connection, suspects):
                 storage.remove(blob.digest)
                 removed.append(blob)
     return removed
 
 
-def _without_row(connection: Connection, blobs: Sequence[StoredBlob]) -> list[StoredBlob]:
+def _filter_without_row(connection: Connection, blobs: Sequence[StoredBlob]) -> list[StoredBlob]:
     digests = [str(blob.digest) for blob in blobs]
     query = select(BLOBS.c.digest).where(BLOBS.c.digest.in_(digests))
     known = set(connection.execute(query).scalars())
     return [blob for blob in blobs if str(blob.digest) not in known]
 
 
-def _unnamed_link(cutoff: float) -> ColumnElement[bool]:
+def _unnamed_link_condition(cutoff: float) -> ColumnElement[bool]:
     """An old link of a blob that no manifest of the same repository names."""
-    return and_(_LINKS.added < cutoff, ~_named())
+    return and_(_LINKS.added < cutoff, ~_named_condition())
 
 
-def _unlinked(cutoff: float) -> ColumnElement[bool]:
+def _unlinked_condition(cutoff: float) -> ColumnElement[bool]:
     """An old blob that no repository links."""
     linked = exists().where(_LINKS.digest == BLOBS.c.digest)
     return and_(BLOBS.c.created < cutoff, ~linked)
 
 
-def _unneeded(cutoff: float) -> ColumnElement[bool]:
+def _unneeded_condition(cutoff: float) -> ColumnElement[bool]:
     """An old blob all of whose links are old, and lead to no manifest."""
-    needed = exists().where(_LINKS.digest == BLOBS.c.digest, (_LINKS.added >= cutoff) | _named())
+    needed = exists().where(
+        _LINKS.digest == BLOBS.c.digest, (_LINKS.added >= cutoff) | _named_condition()
+    )
     return and_(BLOBS.c.created < cutoff, ~needed)
 
 
-def _named() -> ColumnElement[bool]:
+def _named_condition() -> ColumnElement[bool]:
     same = and_(_NAMES.repository_id == _LINKS.repository_id, _NAMES.digest == _LINKS.digest)
     return exists().where(same, _NAMES.kind == "blob")
 
 
-def _batches(items: Iterable[_Item]) -> Iterator[Sequence[_Item]]:
+def _split_batches(items: Iterable[_Item]) -> Iterator[Sequence[_Item]]:
     rest = iter(items)
     while batch := list(islice(rest, BATCH)):
         yield batch
+
+
+def collect_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
+    """Remove what nothing needs any more, and remember that it was done.
+
+    Raises:
+        StoreError: when the registry cannot be opened, or its disk fails.
+    """
+    with _opened_registry(settings) as registry:
+        removed = remove_garbage(registry, now=now)
+        detail = f"{removed.blobs} blobs, {removed.bytes} bytes, {removed.uploads} uploads"
+        with registry.database.write() as connection:
+            rights.write_audit_row(connection, ANONYMOUS, GC_ACTION, "blobs", detail)
+    return removed
+
+
+def preview_garbage(settings: ServerSettings, *, now: float) -> GarbageSummary:
+    """Return what `collect_garbage` would remove, and change nothing."""
+    with _opened_registry(settings) as registry:
+        return find_garbage(registry, now=now)
+
+
+@contextmanager
+def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
+    registry = open_registry(settings)
+    try:
+        yield registry
+    finally:
+        registry.close()

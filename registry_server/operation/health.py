@@ -1,36 +1,116 @@
-"""``/healthz``, ``/readyz`` and ``/metrics``.
+"""Whether the registry can do its work: looked at when asked, and named when it cannot.
+
+Nothing here trusts an earlier answer: a disk that went away or filled is seen at the next look.
+
+``/healthz``, ``/readyz`` and ``/metrics``.
 
 The first two are for anybody and name what is wrong without a path. Metrics are for
 admins; without a token only for this machine itself, where no proxy stands before the registry.
 """
 
 import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from anyio import to_thread
+from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.errors import ForbiddenError, UnauthenticatedError
-from expertctl.http.listening import is_loopback
-from registry_server.access.identity import Action, Identity
+from expertctl.errors import ExpertError, ForbiddenError, UnauthenticatedError
+from expertctl.http.address import is_loopback
+from registry_server.access.rights import Action, Identity
+from registry_server.database.tables import USERS
 from registry_server.operation.metrics import CONTENT_TYPE
-from registry_server.operation.readiness import look
-from registry_server.registry import Registry
+from registry_server.registry import Registry, check_index_key
 from registry_server.settings import ServerSettings
 
+
+@dataclass(frozen=True, slots=True)
+class ReadinessCheck:
+    """One thing that was looked at; ``problem`` is for the log, it may hold paths."""
+
+    name: str
+    fact: str
+    problem: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.problem is None
+
+
+def probe_readiness(registry: Registry) -> tuple[ReadinessCheck, ...]:
+    """Look at everything that a publish needs."""
+    return tuple(
+        _run_probe(name, fact, probe, registry)
+        for name, fact, probe in (
+            ("database", "the database cannot be written", _probe_database),
+            ("storage", "blobs cannot be written", _probe_storage),
+            ("space", "there is too little free space", _probe_free_space),
+            ("index_key", "the index key cannot be used", _probe_index_key),
+        )
+    )
+
+
+def _run_probe(
+    name: str, fact: str, probe: Callable[[Registry], str | None], registry: Registry
+) -> ReadinessCheck:
+    try:
+        return ReadinessCheck(name, fact, probe(registry))
+    except ExpertError as error:
+        return ReadinessCheck(name, fact, error.message)
+    except OSError as error:
+        return ReadinessCheck(name, fact, str(error))
+
+
+def _probe_database(registry: Registry) -> None:
+    """Take the write lock and read a row, on the file that is there now."""
+    if not registry.settings.database.exists():
+        raise FileNotFoundError("the file of the database is gone")
+    with registry.database.write() as connection:
+        connection.execute(select(USERS.c.id).limit(1)).all()
+
+
+def _probe_storage(registry: Registry) -> None:
+    """Write and flush a byte in each folder; a folder that is gone is not made again."""
+    for folder in (registry.settings.uploads, registry.settings.blobs):
+        probe = folder / f".probe-{secrets.token_hex(8)}"
+        handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(handle, b"\n")
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+            probe.unlink(missing_ok=True)
+
+
+def _probe_free_space(registry: Registry) -> str | None:
+    free = shutil.disk_usage(registry.settings.data).free
+    floor = registry.settings.limits.free_bytes
+    return None if free >= floor else f"{free} bytes are free, {floor} must be"
+
+
+def _probe_index_key(registry: Registry) -> None:
+    check_index_key(registry.settings.index_key, registry.index_key.public.key_id)
+
+
 _LOG = logging.getLogger("registry_server.health")
-_FRESH = {"Cache-Control": "no-store"}
+_NO_STORE = {"Cache-Control": "no-store"}
 
 
-def routes(registry: Registry) -> list[BaseRoute]:
+def make_health_routes(registry: Registry) -> list[BaseRoute]:
     """Return the addresses for whoever runs the registry."""
 
     async def healthz(_: Request) -> Response:
-        return PlainTextResponse("ok\n", headers=_FRESH)
+        return PlainTextResponse("ok\n", headers=_NO_STORE)
 
     async def readyz(_: Request) -> Response:
-        checks = await to_thread.run_sync(look, registry)
+        checks = await to_thread.run_sync(probe_readiness, registry)
         bad = [check for check in checks if not check.ok]
         for check in bad:
             fields = {"check": check.name, "problem": check.problem}
@@ -39,12 +119,12 @@ def routes(registry: Registry) -> list[BaseRoute]:
             "ready": not bad,
             "checks": {check.name: "ok" if check.ok else check.fact for check in checks},
         }
-        return JSONResponse(body, 503 if bad else 200, _FRESH)
+        return JSONResponse(body, 503 if bad else 200, _NO_STORE)
 
     async def metrics(request: Request) -> Response:
-        _demand_operator(request, alone=_stands_alone(registry.settings))
-        text = await to_thread.run_sync(registry.metrics.exposition, registry.database)
-        return Response(text, headers=_FRESH, media_type=CONTENT_TYPE)
+        _require_operator(request, unproxied=_has_no_proxy(registry.settings))
+        text = await to_thread.run_sync(registry.metrics.render_exposition, registry.database)
+        return Response(text, headers=_NO_STORE, media_type=CONTENT_TYPE)
 
     return [
         Route("/healthz", healthz, methods=["GET"]),
@@ -53,12 +133,12 @@ def routes(registry: Registry) -> list[BaseRoute]:
     ]
 
 
-def _stands_alone(settings: ServerSettings) -> bool:
+def _has_no_proxy(settings: ServerSettings) -> bool:
     """Tell whether no proxy passes requests on: then a local connection is a local client."""
     return settings.url is None and not settings.trusted_proxies
 
 
-def _demand_operator(request: Request, *, alone: bool) -> None:
+def _require_operator(request: Request, *, unproxied: bool) -> None:
     """Demand an admin's token, or a request of this machine that no proxy can have passed on.
 
     Raises:
@@ -72,5 +152,5 @@ def _demand_operator(request: Request, *, alone: bool) -> None:
         raise ForbiddenError("metrics are for admins")
     peer = request.client.host if request.client else ""
     forwarded = {"x-forwarded-for", "forwarded", "x-real-ip", "via"} & set(request.headers)
-    if forwarded or not (alone and is_loopback(peer)):
+    if forwarded or not (unproxied and is_loopback(peer)):
         raise UnauthenticatedError("metrics are for admins, and for the machine itself")

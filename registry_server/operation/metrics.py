@@ -36,12 +36,12 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Set before this module is imported where several workers count together."""
 
-COLLECTION = "registry.gc"
+GC_ACTION = "registry.gc"
 """What the audit log calls a collection of garbage."""
 
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
-_COUNTED: tuple[tuple[str, str, Table], ...] = (
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+_COUNTED_TABLES: tuple[tuple[str, str, Table], ...] = (
     ("users", "Users, removed ones included.", USERS),
     ("namespaces", "Namespaces.", NAMESPACES),
     ("packages", "Packages in the index.", PACKAGES),
@@ -51,45 +51,51 @@ _COUNTED: tuple[tuple[str, str, Table], ...] = (
 )
 
 
-class Metrics:
+class RegistryMetrics:
     """Counters of one process, or of all workers that share a folder."""
 
     def __init__(self) -> None:
         """Make every time series; nothing is counted yet."""
-        self._own = CollectorRegistry()
+        self._collectors = CollectorRegistry()
         self.requests = Counter(
             "expertctl_registry_requests",
             "Requests that were answered.",
             ["method", "route", "status"],
-            registry=self._own,
+            registry=self._collectors,
         )
         self.seconds = Histogram(
             "expertctl_registry_request_seconds",
             "Time from the request line to the end of the answer.",
             ["method", "route"],
-            buckets=_SECONDS,
-            registry=self._own,
+            buckets=_LATENCY_BUCKETS,
+            registry=self._collectors,
         )
         self.received = Counter(
-            "expertctl_registry_received_bytes", "Bytes of request bodies.", registry=self._own
+            "expertctl_registry_received_bytes",
+            "Bytes of request bodies.",
+            registry=self._collectors,
         )
         self.sent = Counter(
-            "expertctl_registry_sent_bytes", "Bytes of answers.", registry=self._own
+            "expertctl_registry_sent_bytes", "Bytes of answers.", registry=self._collectors
         )
         self.running = Gauge(
             "expertctl_registry_requests_running",
             "Requests that are being answered.",
-            registry=self._own,
+            registry=self._collectors,
             multiprocess_mode="livesum",
         )
         self.publishes = Counter(
-            "expertctl_registry_publishes", "Versions that were published.", registry=self._own
+            "expertctl_registry_publishes",
+            "Versions that were published.",
+            registry=self._collectors,
         )
         self.uploads = Counter(
-            "expertctl_registry_uploads", "Blobs that were received whole.", registry=self._own
+            "expertctl_registry_uploads",
+            "Blobs that were received whole.",
+            registry=self._collectors,
         )
 
-    def answered(  # one fact each, all by name
+    def count_request(  # one fact each, all by name
         self, *, method: str, route: str, status: int, seconds: float, received: int, sent: int
     ) -> None:
         """Count one request that has ended."""
@@ -99,18 +105,18 @@ class Metrics:
         self.received.inc(received)
         self.sent.inc(sent)
 
-    def exposition(self, database: Database) -> bytes:
+    def render_exposition(self, database: Database) -> bytes:
         """Return everything in the text format, with what the database holds now."""
         shown = CollectorRegistry()
         if os.environ.get(SHARED_FOLDER):
             MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # as the library has it
         else:
-            shown.register(_Forward(self._own))
-        shown.register(_Holdings(database))
+            shown.register(_ForwardCollector(self._collectors))
+        shown.register(_DatabaseCollector(database))
         return generate_latest(shown)
 
 
-class _Forward(Collector):
+class _ForwardCollector(Collector):
     """The time series of one registry, as a part of another."""
 
     def __init__(self, source: CollectorRegistry) -> None:
@@ -120,7 +126,7 @@ class _Forward(Collector):
         yield from self._source.collect()
 
 
-class _Holdings(Collector):
+class _DatabaseCollector(Collector):
     """What the registry holds, counted in the database when it is asked for."""
 
     def __init__(self, database: Database) -> None:
@@ -134,12 +140,12 @@ class _Holdings(Collector):
         with self._database.read() as connection:
             counts = {
                 name: connection.scalar(select(func.count()).select_from(table)) or 0
-                for name, _, table in _COUNTED
+                for name, _, table in _COUNTED_TABLES
             }
             stored = connection.scalar(select(func.sum(BLOBS.c.size))) or 0
-            done = AUDIT.c.action == COLLECTION
+            done = AUDIT.c.action == GC_ACTION
             collected = connection.scalar(select(func.max(AUDIT.c.time)).where(done)) or 0
-        for name, text, _ in _COUNTED:
+        for name, text, _ in _COUNTED_TABLES:
             yield GaugeMetricFamily(f"expertctl_registry_{name}", text, value=counts[name])
         text = "Bytes of all blobs."
         yield GaugeMetricFamily("expertctl_registry_stored_bytes", text, value=stored)

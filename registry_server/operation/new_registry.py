@@ -2,37 +2,64 @@
 
 ``registry.toml`` is the mark of a finished registry. Whatever an interrupted ``init`` left without
 one is finished by the next; every step looks first at what is there.
+
+Making a registry out of a backup: everything is checked on the way, and appears at once.
+
+Clients remember the revisions of the index documents that they saw, and refuse older ones. So those
+of the restored registry get revisions that none of the lost changes can have reached.
 """
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
-from expertctl.durable import make_folders
-from expertctl.errors import NotFoundError, UsageError
-from registry_server.access import audit, tokens, users
-from registry_server.access.identity import ANONYMOUS, Action, Scope
-from registry_server.operation.data_lock import LOCK_NAME, serving
-from registry_server.publishing.index_key import create_index_key
-from registry_server.registry import Registry, open_registry
-from registry_server.settings import ServerSettings
-from registry_server.settings_file import (
+from sqlalchemy import Connection, select, update
+
+from expertctl.digest import hash_file
+from expertctl.errors import (
+    DigestError,
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    UsageError,
+)
+from expertctl.files import make_folders, open_staged_file, remove_tree, sync_folder
+from registry_server.access import accounts, rights
+from registry_server.access.rights import ANONYMOUS, Action, TokenScope
+from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
+from registry_server.database.tables import PACKAGES
+from registry_server.operation.backup import (
+    BLOBS_FOLDER,
+    STATE_FILES,
+    STATE_FOLDER,
+    BackupDocument,
+    copy_blob,
+    list_known_blobs,
+)
+from registry_server.publishing.index import rewrite_index
+from registry_server.registry import IndexSigner, Registry, create_index_key, open_registry
+from registry_server.settings import (
+    SERVE_LOCK_NAME,
     SETTINGS_NAME,
+    ServerSettings,
     check_settings,
+    lock_data_folder,
     read_settings,
     settings_path,
     write_settings,
 )
 
-OWN_NAMES = {"blobs", "uploads", "keys", LOCK_NAME, SETTINGS_NAME}
+REGISTRY_FILES = {"blobs", "uploads", "keys", SERVE_LOCK_NAME, SETTINGS_NAME}
 """What lies in a data folder, beside the files of the database."""
 
-_ADMIN = (Scope(Action.ADMIN),)
+_ADMIN_SCOPES = (TokenScope(Action.ADMIN),)
 
 
 @dataclass(frozen=True, slots=True)
-class NewRegistry:
+class CreatedRegistry:
     """A registry that was just made; ``token`` is shown once and nowhere kept."""
 
     settings: ServerSettings
@@ -40,7 +67,7 @@ class NewRegistry:
     token: str = field(repr=False)
 
 
-def init_registry(settings: ServerSettings) -> NewRegistry:
+def init_registry(settings: ServerSettings) -> CreatedRegistry:
     """Make a registry, or finish one whose making was interrupted.
 
     Raises:
@@ -48,31 +75,31 @@ def init_registry(settings: ServerSettings) -> NewRegistry:
         InvalidPackageError: when the settings are impossible.
     """
     check_settings(settings)
-    _demand_free(settings)
+    _check_folder_is_free(settings)
     make_folders(settings.data, mode=0o700)
     settings.data.chmod(0o700)
-    with serving(settings.data):
-        _demand_free(settings)
+    with lock_data_folder(settings.data):
+        _check_folder_is_free(settings)
         if not settings.index_key.exists():
             create_index_key(settings.index_key)
-        with _opened(settings) as registry:
-            secret = _new_admin_token(registry, "registry.init")
+        with _opened_registry(settings) as registry:
+            secret = _create_admin_token(registry, "registry.init")
             fingerprint = registry.index_key.public.key_id
         write_settings(settings)
-    return NewRegistry(settings, fingerprint, secret)
+    return CreatedRegistry(settings, fingerprint, secret)
 
 
-def new_admin_token(data: Path) -> str:
+def create_admin_token(data: Path) -> str:
     """Make another token for the first admin, for whoever may write the data folder.
 
     Raises:
         NotFoundError: when there is no registry.
     """
-    with _opened(read_settings(data)) as registry:
-        return _new_admin_token(registry, "registry.new_admin_token")
+    with _opened_registry(read_settings(data)) as registry:
+        return _create_admin_token(registry, "registry.new_admin_token")
 
 
-def _demand_free(settings: ServerSettings) -> None:
+def _check_folder_is_free(settings: ServerSettings) -> None:
     data = settings.data
     if settings_path(data).exists():
         hint = "serve it with `expertctl registry serve`; --new-admin-token makes another token"
@@ -80,19 +107,19 @@ def _demand_free(settings: ServerSettings) -> None:
     if data.exists() and not data.is_dir():
         raise UsageError(f"{data} is not a folder")
     names = [path.name for path in data.iterdir()] if data.exists() else []
-    foreign = sorted(name for name in names if not _is_own(name, settings))
+    foreign = sorted(name for name in names if not _is_registry_file(name, settings))
     if foreign:
         message = f"{data} is not empty: it holds {', '.join(foreign[:3])}"
         raise UsageError(message, hint="name a new folder")
 
 
-def _is_own(name: str, settings: ServerSettings) -> bool:
+def _is_registry_file(name: str, settings: ServerSettings) -> bool:
     begun = (settings.database.name, f".{SETTINGS_NAME}.")
-    return name in OWN_NAMES or name.startswith(begun)
+    return name in REGISTRY_FILES or name.startswith(begun)
 
 
 @contextmanager
-def _opened(settings: ServerSettings) -> Iterator[Registry]:
+def _opened_registry(settings: ServerSettings) -> Iterator[Registry]:
     registry = open_registry(settings)
     try:
         yield registry
@@ -100,13 +127,144 @@ def _opened(settings: ServerSettings) -> Iterator[Registry]:
         registry.close()
 
 
-def _new_admin_token(registry: Registry, action: str) -> str:
+def _create_admin_token(registry: Registry, action: str) -> str:
     """Make a token that may do everything; its user is made when there is none yet."""
     with registry.database.write() as connection:
         try:
-            user = users.get(connection, users.FIRST_ADMIN)
+            user = accounts.get_user(connection, accounts.FIRST_ADMIN)
         except NotFoundError:
-            user = users.create(connection, users.FIRST_ADMIN, admin=True)
-        minted = tokens.create(connection, user, name=action, scopes=_ADMIN)
-        audit.record(connection, ANONYMOUS, action, user.name, minted.token.id)
+            user = accounts.create_user(connection, accounts.FIRST_ADMIN, admin=True)
+        minted = accounts.create_token(connection, user, name=action, scopes=_ADMIN_SCOPES)
+        rights.write_audit_row(connection, ANONYMOUS, action, user.name, minted.token.id)
     return minted.secret
+
+
+MAX_REPORTED_PROBLEMS = 20
+CHANGES_PER_SECOND = 10
+"""More changes per second than a package gets, on average over the time since a backup."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSummary:
+    """What is in a registry that was restored."""
+
+    blobs: int
+    bytes: int
+
+
+def restore_backup(backup: Path, data: Path) -> RestoreSummary:
+    """Make the registry of a backup in a folder that is not there, or empty.
+
+    Raises:
+        NotFoundError: when there is no finished backup.
+        UsageError: when the folder is in use.
+        InvalidPackageError: when anything of the backup is damaged; nothing is restored then.
+        DiskFullError: when there is no room.
+    """
+    document = BackupDocument.read(backup)
+    _check_empty(data)
+    with wrap_disk_errors():
+        make_folders(data.parent)
+        with _staging_folder(data) as folder:
+            _copy_state(backup, folder, document)
+            blobs = _load_known_blobs(backup, folder)
+            _copy_blobs(backup, folder, blobs)
+            _check_and_renew(backup, folder, _estimate_changes(backup, document.created))
+            folder.replace(data)  # which may be there and empty
+            sync_folder(data.parent)
+    return RestoreSummary(len(blobs), sum(size for _, size in blobs))
+
+
+def _check_empty(data: Path) -> None:
+    if data.exists() and (not data.is_dir() or any(data.iterdir())):
+        raise UsageError(f"{data} is not an empty folder", hint="name a new one")
+
+
+@contextmanager
+def _staging_folder(data: Path) -> Iterator[Path]:
+    """Lend a folder beside the wanted one; whatever is left of it at the end goes."""
+    folder = data.parent / f".{data.name}.{secrets.token_hex(6)}.restoring"
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
+
+
+def _copy_state(backup: Path, folder: Path, document: BackupDocument) -> None:
+    problems = []
+    for name, digest in document.state.items():
+        source = backup / STATE_FOLDER / digest.hex
+        if not source.is_file():
+            problems.append(f"{name} is missing")
+        elif hash_file(source)[1] != digest:
+            problems.append(f"{name} is damaged")
+        else:
+            make_folders((folder / name).parent, mode=0o700)
+            with open_staged_file(folder / name, mode=0o600) as write:
+                write(memoryview(source.read_bytes()))
+    _raise_problems(backup, problems)
+
+
+def _load_known_blobs(backup: Path, folder: Path) -> list[tuple[BlobDigest, int]]:
+    try:
+        return list_known_blobs(folder / STATE_FILES[0])
+    except ExpertError as error:
+        raise InvalidPackageError(str(backup), [error.message]) from error
+
+
+def _copy_blobs(backup: Path, folder: Path, blobs: list[tuple[BlobDigest, int]]) -> None:
+    source, target = BlobStorage(backup / BLOBS_FOLDER), BlobStorage(folder / BLOBS_FOLDER)
+    problems = []
+    for digest, size in blobs:
+        found = source.size(digest)
+        if found is None:
+            problems.append(f"blob {digest} is missing")
+        elif found != size:
+            problems.append(f"blob {digest} has {found} bytes instead of {size}")
+        else:
+            try:
+                copy_blob(source.path(digest), target.path(digest), digest)
+            except DigestError:
+                problems.append(f"blob {digest} is damaged")
+    _raise_problems(backup, problems)
+
+
+def _estimate_changes(backup: Path, created: str) -> int:
+    """Return how often a package may have changed after the backup, at most."""
+    try:
+        passed = datetime.now(UTC) - datetime.fromisoformat(created).astimezone(UTC)
+    except ValueError as error:
+        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is no time"]) from error
+    return CHANGES_PER_SECOND * max(0, int(passed.total_seconds()) + 1)
+
+
+def _check_and_renew(backup: Path, folder: Path, changes: int) -> None:
+    """Open the restored registry once, before anybody sees it, and renew its index documents."""
+    try:
+        registry = open_registry(read_settings(folder))
+        try:
+            registry.check_integrity()
+            with registry.database.write() as connection:
+                _raise_revisions(connection, registry.index_signer, changes)
+        finally:
+            registry.close()
+    except ExpertError as error:
+        raise InvalidPackageError(str(backup), [error.message]) from error
+
+
+def _raise_revisions(connection: Connection, signer: IndexSigner, changes: int) -> None:
+    """Renew every index document, its revision above any that so many changes could have given."""
+    query = select(PACKAGES.c.id, PACKAGES.c.updated).order_by(PACKAGES.c.id)
+    for package, updated in connection.execute(query).all():
+        own = update(PACKAGES).where(PACKAGES.c.id == package)
+        connection.execute(own.values(revision=PACKAGES.c.revision + changes))
+        rewrite_index(connection, package, signer=signer, now=updated)
+
+
+def _raise_problems(backup: Path, problems: list[str]) -> None:
+    if problems:
+        more = len(problems) - MAX_REPORTED_PROBLEMS
+        shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"{more} more"] if more > 0 else [])
+        hint = "nothing was restored; take another backup"
+        raise InvalidPackageError(str(backup), shown, hint=hint)

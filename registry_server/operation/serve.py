@@ -1,6 +1,8 @@
-"""Serving a registry under granian; any other ASGI server calls `application`.
+"""Which clients the registry serves without encryption.
 
-One process keeps the lock of the data folder, its workers answer; see `expertctl.http.hosting`.
+Serving a registry under granian; any other ASGI server calls `application`.
+
+One process keeps the lock of the data folder, its workers answer; see `expertctl.http.granian_server`.
 """
 
 import os
@@ -13,17 +15,38 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from expertctl.errors import UsageError
-from expertctl.http.hosting import Hosting, Report, new_server, report_soon, run
-from expertctl.http.listening import held_address
+from expertctl.http.address import is_loopback, reserve_address
+from expertctl.http.granian_server import (
+    GranianOptions,
+    ReportAddress,
+    build_server,
+    report_when_ready,
+    run_server,
+)
 from expertctl.http.log import configure_log
-from registry_server.operation.data_lock import serving
-from registry_server.operation.listening import demand_secure
-from registry_server.operation.log import LOGGING
-from registry_server.settings import ServerSettings
-from registry_server.settings_file import check_settings, read_settings
+from registry_server.errors import LOG_CONFIG
+from registry_server.settings import ServerSettings, check_settings, lock_data_folder, read_settings
+
+
+def require_encryption(settings: ServerSettings) -> None:
+    """Refuse to send tokens over a network in clear text.
+
+    Raises:
+        UsageError: when others can reach the server and nothing encrypts.
+    """
+    proxied = bool(settings.trusted_proxies) or (settings.url or "").startswith("https://")
+    if is_loopback(settings.host) or settings.certificate or proxied:
+        return
+    hint = (
+        "give --tls-cert and --tls-key, or `url` (https://…) and `trusted_proxies` of the proxy "
+        "that encrypts; --insecure-http serves in clear text all the same"
+    )
+    message = f"others can reach {settings.host}, and tokens would travel in clear text"
+    raise UsageError(message, hint=hint)
+
 
 DATA_VARIABLE = "EXPERT_REGISTRY_DATA"
-SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_SECONDS = 45
 """More than a body may pause (`STALL_SECONDS`): then a request that stalls is answered with 408,
 and the worker ends by itself instead of being killed."""
@@ -44,15 +67,15 @@ def application() -> Starlette:
     if not folder:
         raise UsageError(f"{DATA_VARIABLE} is not set", hint="set it to the data folder")
     settings = read_settings(Path(folder))
-    configure_log(LOGGING)
+    configure_log(LOG_CONFIG)
     lock = ExitStack()
-    lock.enter_context(serving(settings.data))
+    lock.enter_context(lock_data_folder(settings.data))
     app = _create_app(settings)
     app.state.lock = lock
     return app
 
 
-def serve(settings: ServerSettings, *, workers: int, insecure: bool, report: Report) -> None:
+def serve(settings: ServerSettings, *, workers: int, insecure: bool, report: ReportAddress) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once it answers there.
 
     Raises:
@@ -64,27 +87,27 @@ def serve(settings: ServerSettings, *, workers: int, insecure: bool, report: Rep
     if not 1 <= workers <= MAX_WORKERS:
         raise UsageError(f"{workers} workers: there can be 1 to {MAX_WORKERS}")
     if not insecure:
-        demand_secure(settings)
+        require_encryption(settings)
     secure = settings.certificate is not None
-    hosting = _hosting(settings, workers)
+    hosting = _build_hosting(settings, workers)
     with (
-        serving(settings.data),
-        held_address(settings.host, settings.port, secure=secure) as address,
+        lock_data_folder(settings.data),
+        reserve_address(settings.host, settings.port, secure=secure) as address,
         ExitStack() as stack,
     ):
         if workers > 1:
             shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="expertctl-metrics-"))
-            os.environ[SHARED_METRICS] = shared
-        server = new_server(hosting, address)
-        _check_data(settings)
-        server.on_startup(partial(report_soon, address, report))
-        run(server, hosting, partial(_create_app, replace(settings, port=address.port)))
+            os.environ[SHARED_METRICS_VARIABLE] = shared
+        server = build_server(hosting, address)
+        _check_registry(settings)
+        server.on_startup(partial(report_when_ready, address, report))
+        run_server(server, hosting, partial(_create_app, replace(settings, port=address.port)))
 
 
-def _hosting(settings: ServerSettings, workers: int) -> Hosting:
-    return Hosting(
+def _build_hosting(settings: ServerSettings, workers: int) -> GranianOptions:
+    return GranianOptions(
         name="registry",
-        log=LOGGING,
+        log=LOG_CONFIG,
         drain_seconds=DRAIN_SECONDS,
         workers=workers,
         certificate=settings.certificate,
@@ -92,7 +115,7 @@ def _hosting(settings: ServerSettings, workers: int) -> Hosting:
     )
 
 
-def _check_data(settings: ServerSettings) -> None:
+def _check_registry(settings: ServerSettings) -> None:
     """Find what is wrong with the data before any worker starts; bring tables up to date once."""
     from registry_server.registry import open_registry
 

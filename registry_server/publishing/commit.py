@@ -1,4 +1,9 @@
-"""The publish commit: one transaction, before which nothing is there and after which everything is.
+"""The files of a package that people read: what must not be published to everybody.
+
+`expertctl build` and `publish` look for the same, but any OCI client can push. Files of every size
+are read whole, in pieces: a large one is not kept in memory by whoever reads the package.
+
+The publish commit: one transaction, before which nothing is there and after which everything is.
 
 ::
 
@@ -12,33 +17,68 @@ changed meanwhile is checked again inside the transaction.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from expertctl.digest import Digest
+from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
-from expertctl.package.layout import MANIFEST_TYPE, MAX_MANIFEST_BYTES
+from expertctl.package.layout import (
+    MANIFEST_TYPE,
+    MAX_MANIFEST_BYTES,
+    WEIGHT_TYPE,
+    choose_media_type,
+)
 from expertctl.package.read import PackageContents, read_blobs
+from expertctl.package.source_files import find_document_problem
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH
-from registry_server.access import audit, quota
-from registry_server.access.identity import Identity
+from registry_server.access import namespaces, rights
+from registry_server.access.rights import Identity
+from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 from registry_server.database.tables import RELEASES, SIGNED_FORMS
-from registry_server.oci import manifests, tags
-from registry_server.oci.manifest_document import read_document
-from registry_server.publishing.admission import Admission, admit, damaged
-from registry_server.publishing.decision import Step
-from registry_server.publishing.documents import demand_publishable
+from registry_server.oci import manifests
+from registry_server.oci.manifests import parse_manifest
 from registry_server.publishing.index import insert_package, rewrite_index
-from registry_server.publishing.offer import Offer, read_offer
+from registry_server.publishing.push import (
+    PushAction,
+    PushRequest,
+    ValidatedPush,
+    parse_push_request,
+    storage_damaged,
+    validate_push,
+)
 from registry_server.registry import Registry
-from registry_server.storage.blob_digest import BlobDigest
-from registry_server.storage.blobs import BlobStorage
+
+
+def require_publishable(storage: BlobStorage, files: Iterable[FileDigest], *, what: str) -> None:
+    """Demand that no file but weights holds a secret, and that the README is UTF-8.
+
+    Raises:
+        InvalidPackageError: with every problem.
+        StoreError: when the disk fails.
+    """
+    with wrap_disk_errors():
+        problems = [
+            problem
+            for file in files
+            if choose_media_type(file.path) != WEIGHT_TYPE
+            and (problem := _find_problem(file.path, storage.path(file.digest)))
+        ]
+    if problems:
+        hint = "take it out, count a secret that was sent as lost, and build the package again"
+        raise InvalidPackageError(f"{what}: must not be published", problems, hint=hint)
+
+
+def _find_problem(name: str, path: Path) -> str | None:
+    with path.open("rb") as stream:
+        return find_document_problem(stream, name=name)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishResult:
     """A version that is there; ``created`` tells whether this push changed anything."""
 
     created: bool
@@ -48,32 +88,32 @@ class Published:
 
 def publish(
     registry: Registry, identity: Identity, *, name: PackageName, tag: str, manifest: bytes
-) -> Published:
+) -> PublishResult:
     """Publish a package whose blobs were uploaded, or do nothing at all.
 
     The same package again changes nothing; the same content under another valid signature becomes
     the form that counts.
 
     Raises:
-        ExpertError: when it may not be published; see `read_offer`, `admit` and `read_blobs`.
+        ExpertError: when it may not be published; see `parse_push_request`, `validate_push` and `read_blobs`.
         StoreError: when the database or the storage fails; then nothing was published.
         BudgetError: when the quota or the disk is used up; likewise.
     """
-    offer = read_offer(name=name, tag=tag, manifest=manifest)
+    offer = parse_push_request(name=name, tag=tag, manifest=manifest)
     with registry.database.read() as connection:
-        expected = admit(connection, registry.storage, identity, offer).step
-    contents = _contents(registry.storage, offer) if expected is Step.RELEASE else None
+        expected = validate_push(connection, registry.storage, identity, offer).action
+    contents = _read_contents(registry.storage, offer) if expected is PushAction.RELEASE else None
     with registry.database.write() as connection:
-        admission = admit(connection, registry.storage, identity, offer)
-        if admission.step is not Step.NOTHING:
+        admission = validate_push(connection, registry.storage, identity, offer)
+        if admission.action is not PushAction.NOTHING:
             _commit(connection, registry, identity, offer, admission, contents)
-    created = admission.step is not Step.NOTHING
-    if admission.step is Step.RELEASE:
+    created = admission.action is not PushAction.NOTHING
+    if admission.action is PushAction.RELEASE:
         registry.metrics.publishes.inc()
-    return Published(created, offer.package_digest, offer.content_digest)
+    return PublishResult(created, offer.package_digest, offer.content_digest)
 
 
-def _contents(storage: BlobStorage, offer: Offer) -> PackageContents:
+def _read_contents(storage: BlobStorage, offer: PushRequest) -> PackageContents:
     """Read the package as a client will, every byte of it.
 
     Raises:
@@ -84,11 +124,11 @@ def _contents(storage: BlobStorage, offer: Offer) -> PackageContents:
     try:
         contents = read_blobs(offer.layout, storage.open, what=offer.ref)
     except (DigestError, NotFoundError) as error:
-        raise damaged(error.message) from error
+        raise storage_damaged(error.message) from error
     if contents.manifest.ref != offer.ref:
         problem = f"it was pushed as {offer.ref}, but {MANIFEST_PATH} says {contents.manifest.ref}"
         raise InvalidPackageError(offer.ref, [problem])
-    demand_publishable(storage, offer.layout.files, what=offer.ref)
+    require_publishable(storage, offer.layout.files, what=offer.ref)
     return contents
 
 
@@ -96,8 +136,8 @@ def _commit(
     connection: Connection,
     registry: Registry,
     identity: Identity,
-    offer: Offer,
-    admission: Admission,
+    offer: PushRequest,
+    admission: ValidatedPush,
     contents: PackageContents | None,
 ) -> None:
     """Write all that a publish is, in the caller's transaction."""
@@ -105,27 +145,27 @@ def _commit(
     package = admission.package
     if package is None:
         package = insert_package(connection, admission.namespace, offer.name.name, now=now)
-    if admission.step is Step.RELEASE:
+    if admission.action is PushAction.RELEASE:
         assert contents is not None, "a version that was there is never removed"
         _insert_release(connection, package, identity, offer, contents, now)
-    _put_form_last(connection, package, offer, admission.signer, now)
+    _set_newest_form(connection, package, offer, admission.signer, now)
     _store_manifest(connection, registry, admission, offer)
-    tags.point(
+    manifests.set_tag(
         connection,
         repository_id=admission.repository,
         tag=offer.version,
         digest=str(offer.package_digest),
     )
     rewrite_index(connection, package, signer=registry.index_signer, now=now)
-    action = "publish" if admission.step is Step.RELEASE else "publish.signature"
-    audit.record(connection, identity, action, offer.ref, str(offer.package_digest))
+    action = "publish" if admission.action is PushAction.RELEASE else "publish.signature"
+    rights.write_audit_row(connection, identity, action, offer.ref, str(offer.package_digest))
 
 
 def _insert_release(
     connection: Connection,
     package: int,
     identity: Identity,
-    offer: Offer,
+    offer: PushRequest,
     contents: PackageContents,
     now: float,
 ) -> None:
@@ -141,8 +181,8 @@ def _insert_release(
     connection.execute(insert(RELEASES).values(row))
 
 
-def _put_form_last(
-    connection: Connection, package: int, offer: Offer, signer: str, now: float
+def _set_newest_form(
+    connection: Connection, package: int, offer: PushRequest, signer: str, now: float
 ) -> None:
     """Make the signed form the newest of its release, whether it is new or was there."""
     columns = SIGNED_FORMS.c
@@ -164,15 +204,17 @@ def _put_form_last(
 
 
 def _store_manifest(
-    connection: Connection, registry: Registry, admission: Admission, offer: Offer
+    connection: Connection, registry: Registry, admission: ValidatedPush, offer: PushRequest
 ) -> None:
     manifest = offer.layout.manifest
     digest = BlobDigest.parse(str(offer.package_digest))
-    if manifests.find(connection, admission.repository, str(digest)) is not None:
+    if manifests.find_manifest(connection, admission.repository, str(digest)) is not None:
         return
-    quota.demand_room(connection, admission.namespace, len(manifest), registry.settings.limits)
-    document = read_document(manifest, media_type=MANIFEST_TYPE, max_bytes=MAX_MANIFEST_BYTES)
-    manifests.store(
+    namespaces.require_quota(
+        connection, admission.namespace, len(manifest), registry.settings.limits
+    )
+    document = parse_manifest(manifest, media_type=MANIFEST_TYPE, max_bytes=MAX_MANIFEST_BYTES)
+    manifests.store_manifest(
         connection,
         repository_id=admission.repository,
         digest=digest,

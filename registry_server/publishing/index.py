@@ -1,4 +1,8 @@
-"""Index documents: made from the rows of a package, signed, and kept in its row.
+"""The publisher keys of a namespace, as the database knows them.
+
+What a package is found by: its name, description, task, tags and keywords, as one text.
+
+Index documents: made from the rows of a package, signed, and kept in its row.
 
 The rows are the truth and the document is a function of them, its revision and the time. Code that
 changes a row that the document shows calls `rewrite_index` in the same transaction, so that what
@@ -7,7 +11,9 @@ is signed again because it grows old: it says how often that is, so that clients
 that shows them an old state.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection, Row, Select, func, insert, select, update
@@ -21,21 +27,91 @@ from expertctl.registry.index_document import (
     Release,
     RevokedKey,
     SignedForm,
-    write_time,
+    format_time,
+    open_index,
+    sign_index,
 )
-from expertctl.registry.index_envelope import open_index, sign_index
 from expertctl.schema.manifest import Manifest
-from expertctl.schema.shape import shape_json
-from expertctl.trust.keys import PrivateKey
-from registry_server.access.confusable import skeleton
-from registry_server.access.namespaces import NamespaceRow
-from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
-from registry_server.publishing.index_key import IndexSigner
-from registry_server.publishing.namespace_key import NamespaceKey, namespace_keys
-from registry_server.publishing.search_text import search_text
+from expertctl.schema.validation import decode_json
+from expertctl.trust.keys import PrivateKey, PublicKey
+from registry_server.access.namespaces import NamespaceRow, fold_name
+from registry_server.database.tables import (
+    NAMESPACE_KEYS,
+    NAMESPACES,
+    PACKAGES,
+    RELEASES,
+    SIGNED_FORMS,
+)
+from registry_server.registry import IndexSigner
 
 
-def signed_index(connection: Connection, name: PackageName) -> bytes | None:
+@dataclass(frozen=True, slots=True)
+class PublisherKey:
+    """One key that was registered; ``revoked`` is when it was, None when it counts."""
+
+    key: PublicKey
+    statement: bytes | None
+    added: float
+    revoked: float | None
+    reason: str
+
+    @property
+    def key_id(self) -> str:
+        """The id of the key."""
+        return self.key.key_id
+
+
+def load_publisher_keys(connection: Connection, namespace_id: int) -> tuple[PublisherKey, ...]:
+    """Return every key of a namespace, revoked ones too, in the order in which they came."""
+    columns = NAMESPACE_KEYS.c
+    rows = connection.execute(
+        select(
+            columns.public_key,
+            columns.statement,
+            columns.added,
+            columns.revoked,
+            columns.reason,
+        )
+        .where(columns.namespace_id == namespace_id)
+        .order_by(columns.added, columns.key_id)
+    )
+    return tuple(
+        PublisherKey(PublicKey.from_pem(pem.encode()), statement, added, revoked, reason)
+        for pem, statement, added, revoked, reason in rows
+    )
+
+
+def find_key(keys: Iterable[PublisherKey], key_id: str) -> PublisherKey | None:
+    """Return the key with an id."""
+    return next((key for key in keys if key.key_id == key_id), None)
+
+
+def find_revocation_reason(signers: Sequence[str], keys: Iterable[PublisherKey]) -> str | None:
+    """Return why a version does not count any more; None while one of its signers still does.
+
+    ``signers`` are the ids of the keys of its signed forms, the newest last.
+    """
+    revoked = {key.key_id: key.reason for key in keys if key.revoked is not None}
+    return revoked[signers[-1]] if all(signer in revoked for signer in signers) else None
+
+
+MAX_SEARCH_TEXT = 20_000
+_SEPARATORS = re.compile(r"[\W_]+")
+
+
+def build_search_text(name: PackageName, manifest: Manifest) -> str:
+    """Return the words of a package, lower-case, with one space around each."""
+    routing = manifest.routing
+    texts = (str(name), manifest.description, routing.task, *manifest.tags, *routing.keywords)
+    return fold_words(" ".join(texts))[:MAX_SEARCH_TEXT]
+
+
+def fold_words(text: str) -> str:
+    """Return the words of a text, folded to lower case, with one space around each."""
+    return f" {_SEPARATORS.sub(' ', text.casefold()).strip()} "
+
+
+def load_signed_index(connection: Connection, name: PackageName) -> bytes | None:
     """Return the envelope of a package's index document, None when there is no such package."""
     query = (
         select(PACKAGES.c.index_document)
@@ -45,7 +121,7 @@ def signed_index(connection: Connection, name: PackageName) -> bytes | None:
     return connection.execute(query).scalar_one_or_none()
 
 
-def package_id(connection: Connection, namespace: NamespaceRow, name: str) -> int | None:
+def find_package_id(connection: Connection, namespace: NamespaceRow, name: str) -> int | None:
     """Return the row id of a package, None when there is none."""
     query = select(PACKAGES.c.id).where(
         PACKAGES.c.namespace_id == namespace.id, PACKAGES.c.name == name
@@ -60,7 +136,7 @@ def insert_package(
     row = {
         "namespace_id": namespace.id,
         "name": name,
-        "skeleton": skeleton(name),
+        "skeleton": fold_name(name),
         "description": "",
         "revision": 0,
         "index_document": b"",
@@ -79,45 +155,47 @@ def rewrite_index(connection: Connection, package: int, *, signer: IndexSigner, 
     Raises:
         BudgetError: when no client could read it any more: too many versions, forms or keys.
     """
-    keys = _keys_of(connection, package)
-    changed = _next_document(connection, package, keys, signer=signer, now=now)
-    _set(connection, package, {**changed, "updated": now})
+    keys = _load_keys(connection, package)
+    changed = _build_next_document(connection, package, keys, signer=signer, now=now)
+    _update_package(connection, package, {**changed, "updated": now})
 
 
-def index_is_due(connection: Connection, *, signer: IndexSigner, now: float) -> bool:
+def is_renewal_due(connection: Connection, *, signer: IndexSigner, now: float) -> bool:
     """Tell whether `renew_indexes` has anything to do."""
-    return connection.execute(_due(signer, now).limit(1)).first() is not None
+    return connection.execute(_select_due(signer, now).limit(1)).first() is not None
 
 
-def renew_indexes(connection: Connection, *, signer: IndexSigner, now: float, at_most: int) -> int:
+def renew_indexes(
+    connection: Connection, *, signer: IndexSigner, now: float, max_documents: int
+) -> int:
     """Sign documents again that are older than half of their interval; return how many.
 
     Nothing else of a package changes, nor when it was updated. At most so many, the oldest first.
     """
-    query = _due(signer, now).order_by(PACKAGES.c.signed).limit(at_most)
+    query = _select_due(signer, now).order_by(PACKAGES.c.signed).limit(max_documents)
     due = connection.execute(query).scalars().all()
     for package in due:
-        keys = _keys_of(connection, package)
-        changed = _next_document(connection, package, keys, signer=signer, now=now)
-        _set(connection, package, changed)
+        keys = _load_keys(connection, package)
+        changed = _build_next_document(connection, package, keys, signer=signer, now=now)
+        _update_package(connection, package, changed)
     return len(due)
 
 
-def rewrite_namespace(
+def rewrite_namespace_indexes(
     connection: Connection, namespace: NamespaceRow, *, signer: IndexSigner, now: float
 ) -> None:
     """Make the next document of every package of a namespace: its keys have changed."""
-    keys = namespace_keys(connection, namespace.id)
+    keys = load_publisher_keys(connection, namespace.id)
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id == namespace.id)
     for package in list(connection.execute(packages.order_by(PACKAGES.c.id)).scalars()):
-        changed = _next_document(connection, package, keys, signer=signer, now=now)
-        _set(connection, package, {**changed, "updated": now})
+        changed = _build_next_document(connection, package, keys, signer=signer, now=now)
+        _update_package(connection, package, {**changed, "updated": now})
 
 
-def document_of(
+def build_document(
     package: PackageName,
     releases: Sequence[Release],
-    keys: Iterable[NamespaceKey],
+    keys: Iterable[PublisherKey],
     *,
     revision: int,
     now: float,
@@ -128,8 +206,8 @@ def document_of(
     return IndexDocument(
         package=package,
         revision=revision,
-        updated=moment(now),
-        description=leading(releases).description,
+        updated=format_index_time(now),
+        description=select_leading_release(releases).description,
         releases=tuple(sorted(releases, key=lambda release: release.version)),
         keys=tuple(KeyEntry(k.key, k.statement) for k in known if k.revoked is None),
         revoked=tuple(RevokedKey(k.key_id, k.reason) for k in known if k.revoked is not None),
@@ -137,7 +215,7 @@ def document_of(
     )
 
 
-def leading(releases: Iterable[Release]) -> Release:
+def select_leading_release(releases: Iterable[Release]) -> Release:
     """Return the release that speaks for a package: the newest final one that is not yanked.
 
     Where there is none, a prerelease speaks, else a yanked one.
@@ -145,9 +223,9 @@ def leading(releases: Iterable[Release]) -> Release:
     return max(releases, key=lambda r: (r.yanked is None, not r.version.prerelease, r.version))
 
 
-def releases_of(connection: Connection, package: int) -> list[Release]:
+def load_releases(connection: Connection, package: int) -> list[Release]:
     """Return every version of a package, in no order."""
-    forms = _forms_of(connection, package)
+    forms = _load_forms(connection, package)
     query = select(
         RELEASES.c.id,
         RELEASES.c.version,
@@ -158,31 +236,31 @@ def releases_of(connection: Connection, package: int) -> list[Release]:
         RELEASES.c.yanked,
         func.coalesce(RELEASES.c.yank_reason, "").label("yank_reason"),
     ).where(RELEASES.c.package_id == package)
-    return [_release(row, forms) for row in connection.execute(query)]
+    return [_build_release(row, forms) for row in connection.execute(query)]
 
 
-def moment(seconds: float) -> str:
+def format_index_time(seconds: float) -> str:
     """Return a time as index documents say it."""
-    return write_time(datetime.fromtimestamp(seconds, UTC))
+    return format_time(datetime.fromtimestamp(seconds, UTC))
 
 
-def _due(signer: IndexSigner, now: float) -> Select[int]:
+def _select_due(signer: IndexSigner, now: float) -> Select[int]:
     return select(PACKAGES.c.id).where(PACKAGES.c.signed < now - signer.renewal_seconds)
 
 
-def _keys_of(connection: Connection, package: int) -> Sequence[NamespaceKey]:
+def _load_keys(connection: Connection, package: int) -> Sequence[PublisherKey]:
     query = select(PACKAGES.c.namespace_id).where(PACKAGES.c.id == package)
-    return namespace_keys(connection, connection.execute(query).scalar_one())
+    return load_publisher_keys(connection, connection.execute(query).scalar_one())
 
 
-def _set(connection: Connection, package: int, values: Mapping[str, object]) -> None:
+def _update_package(connection: Connection, package: int, values: Mapping[str, object]) -> None:
     connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
 
 
-def _next_document(
+def _build_next_document(
     connection: Connection,
     package: int,
-    keys: Sequence[NamespaceKey],
+    keys: Sequence[PublisherKey],
     *,
     signer: IndexSigner,
     now: float,
@@ -194,9 +272,9 @@ def _next_document(
         .where(PACKAGES.c.id == package)
     ).one()
     name, revision, namespace = row
-    document = document_of(
+    document = build_document(
         PackageName(namespace, name),
-        releases_of(connection, package),
+        load_releases(connection, package),
         keys,
         revision=revision + 1,
         now=now,
@@ -204,27 +282,27 @@ def _next_document(
     )
     return {
         "revision": document.revision,
-        "index_document": _readable(document, signer.key),
+        "index_document": _sign_and_verify(document, signer.key),
         "description": document.description,
         "signed": now,
-        **_found_by(connection, package, document),
+        **_build_search_columns(connection, package, document),
     }
 
 
-def _found_by(
+def _build_search_columns(
     connection: Connection, package: int, document: IndexDocument
 ) -> dict[str, str | None]:
     """Return what searches look at; a package whose versions are all yanked is not found."""
-    speaking = leading(document.releases)
+    speaking = select_leading_release(document.releases)
     query = select(RELEASES.c.manifest).where(
         RELEASES.c.package_id == package, RELEASES.c.version == str(speaking.version)
     )
-    manifest = shape_json(connection.execute(query).scalar_one(), Manifest)
+    manifest = decode_json(connection.execute(query).scalar_one(), Manifest)
     latest = str(speaking.version) if speaking.yanked is None else None
-    return {"latest": latest, "search_text": search_text(document.package, manifest)}
+    return {"latest": latest, "search_text": build_search_text(document.package, manifest)}
 
 
-def _readable(document: IndexDocument, key: PrivateKey) -> bytes:
+def _sign_and_verify(document: IndexDocument, key: PrivateKey) -> bytes:
     """Sign a document, and read it as a client will: an unreadable one must not be published."""
     what = f"the index of {document.package}"
     try:
@@ -237,7 +315,7 @@ def _readable(document: IndexDocument, key: PrivateKey) -> bytes:
     return envelope
 
 
-def _forms_of(connection: Connection, package: int) -> Mapping[int, list[SignedForm]]:
+def _load_forms(connection: Connection, package: int) -> Mapping[int, list[SignedForm]]:
     query = (
         select(
             SIGNED_FORMS.c.release_id,
@@ -255,18 +333,18 @@ def _forms_of(connection: Connection, package: int) -> Mapping[int, list[SignedF
     return forms
 
 
-def _release(
+def _build_release(
     row: Row[int, str, str, bytes, int, float, float | None, str],
     forms: Mapping[int, list[SignedForm]],
 ) -> Release:
     """Make a release; its manifest was checked when it was published, so it is only decoded."""
-    manifest = shape_json(row.manifest, Manifest)
+    manifest = decode_json(row.manifest, Manifest)
     return Release(
         version=Version.parse(row.version),
         content_digest=Digest.parse(row.content_digest),
         forms=tuple(forms[row.id]),
         size=row.size,
-        published=moment(row.published),
+        published=format_index_time(row.published),
         yanked=None if row.yanked is None else row.yank_reason,
         kinds=tuple(dict.fromkeys(entry.kind for entry in manifest.adapters)),
         base=manifest.base,

@@ -1,35 +1,147 @@
-"""Pages as answers: templates filled in with everything escaped, under headers that allow little.
+"""READMEs as HTML: written by anybody, shown to everybody.
+
+Two fences, each enough on its own: markdown-it renders CommonMark and tables with raw HTML off and
+links to the web only, and nh3 lets through the tags below and nothing else. Pictures become
+their description: loading one from elsewhere would reveal who reads the page.
+
+Pages as answers: templates filled in with everything escaped, under headers that allow little.
 
 No scripts, no cookies, nothing from elsewhere, no frames: what somebody publishes is text here.
+
+The pages: home, search, a package, a version, and what is shown when there is none.
+
+They show what the API answers, to the same people: whoever may not read a namespace gets the same
+page as for one that does not exist.
 """
 
 import hashlib
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
+import msgspec
+import nh3
+from anyio import to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import EnvType, OptionsDict
+from markupsafe import Markup, escape
 from starlette.datastructures import Headers
-from starlette.responses import HTMLResponse, Response
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from expertctl import __version__
-from expertctl.errors import ExpertError
-from expertctl.package.evaluation_summary import summarise
-from registry_server.access.identity import Identity
+from expertctl.digest import Digest
+from expertctl.errors import ExpertError, NotFoundError, UnauthenticatedError, UsageError
+from expertctl.package.evaluation import summarise_evaluation
+from expertctl.reference import PackageName, Reference
+from expertctl.schema.manifest import Manifest
+from expertctl.schema.validation import convert_document, decode_json
+from registry_server.access.authentication import get_identity
+from registry_server.access.rights import Identity
+from registry_server.api.operation import ApiContext
+from registry_server.api.packages import FileFacts, describe_package, describe_version, stats
+from registry_server.api.search import MAX_QUERY, SearchQuery, find_packages
+from registry_server.errors import get_retry_after, get_status
 from registry_server.registry import Registry
-from registry_server.statuses import retry_after, status_of
 
-_FOLDER = Path(__file__).parent
-_POLICY = (
+MAX_README_CHARACTERS = 60_000
+"""The worst text of that length takes a processor about a second, once."""
+
+_CACHED_READMES = 64
+"""How many READMEs are kept as HTML."""
+
+_ALLOWED_TAGS = {
+    *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
+    *("s", "ul", "ol", "li", "a", "table", "thead", "tbody", "tr", "th", "td", "span"),
+}
+_ALLOWED_ATTRIBUTES = {"a": {"href"}, "ol": {"start"}, "span": {"class"}}
+_ALLOWED_SCHEMES = {"http", "https"}
+
+
+def render_markdown(text: str) -> Markup:
+    """Return a README as HTML that is safe within a page; what is too long is cut."""
+    return _render_cached(
+        text if len(text) <= MAX_README_CHARACTERS else f"{text[:MAX_README_CHARACTERS]}…"
+    )
+
+
+@lru_cache(_CACHED_READMES)
+def _render_cached(text: str) -> Markup:
+    html = str(_build_parser().render(text))
+    safe = nh3.clean(
+        html,
+        tags=_ALLOWED_TAGS,
+        attributes=_ALLOWED_ATTRIBUTES,
+        url_schemes=_ALLOWED_SCHEMES,
+        link_rel="nofollow noopener noreferrer",
+        strip_comments=True,
+    )
+    return Markup(safe)  # noqa: S704  # the one place where HTML is not escaped: it was cleaned
+
+
+def check_link(address: str | None) -> str | None:
+    """Return an address that a page may link to: of the web, absolute, and nothing else."""
+    if not address or not address.isprintable() or " " in address:
+        return None
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return None
+    return address if parts.scheme in _ALLOWED_SCHEMES and parts.hostname else None
+
+
+@cache
+def _build_parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 20, "linkify": False})
+    parser.enable("table").enable("strikethrough")
+    parser.validateLink = lambda url: True  # type: ignore[method-assign]  # `_linked` drops bad ones
+    parser.add_render_rule("link_open", _render_link_open)
+    parser.add_render_rule("image", _render_image)
+    parser.add_render_rule("heading_open", _render_heading)
+    parser.add_render_rule("heading_close", _render_heading)
+    return parser
+
+
+def _render_link_open(
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
+) -> str:
+    """Keep the text of every link, the address only where it leads to the web."""
+    address = check_link(str(tokens[index].attrGet("href") or ""))
+    return f'<a href="{escape(address)}">' if address else "<a>"
+
+
+def _render_image(
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
+) -> str:
+    """Show the description of a picture in its place."""
+    text = renderer.renderInlineAsText(tokens[index].children or [], options, env)
+    return f'<span class="picture">{escape(text or "picture")}</span>'
+
+
+def _render_heading(
+    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: OptionsDict, env: EnvType
+) -> str:
+    """Begin below the heading of the page."""
+    token = tokens[index]
+    level = min(int(token.tag[1:]) + 1, 6)
+    return f"<h{level}>" if token.nesting > 0 else f"</h{level}>\n"
+
+
+_WEB_FOLDER = Path(__file__).parent
+_CONTENT_POLICY = (
     "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
-HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": _POLICY,
+SECURITY_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": _CONTENT_POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -37,18 +149,18 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "interest-cohort=()",
 }
-MACHINES = ("/v2", "/api", "/tuf", "/token")
+API_PREFIXES = ("/v2", "/api", "/tuf", "/token")
 """Addresses of programs: what goes wrong there is told in their language."""
 
-STATIC: Mapping[str, str] = {"style.css": "text/css", "icon.svg": "image/svg+xml"}
+STATIC_FILES: Mapping[str, str] = {"style.css": "text/css", "icon.svg": "image/svg+xml"}
 """The files beside the pages, with their media types."""
 
-_KEPT = {"\n", "\t", "\N{ZERO WIDTH JOINER}", "\N{ZERO WIDTH NON-JOINER}"}
+_ALLOWED_CONTROLS = {"\n", "\t", "\N{ZERO WIDTH JOINER}", "\N{ZERO WIDTH NON-JOINER}"}
 _UNITS = ("kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SiteContext:
     """What every page knows of the registry."""
 
     host: str
@@ -59,7 +171,7 @@ class Site:
     style: str
 
     @classmethod
-    def of(cls, registry: Registry) -> "Site":
+    def create(cls, registry: Registry) -> "SiteContext":
         """Return the facts of a registry; its address is that of the settings, never a header's."""
         settings = registry.settings
         return cls(
@@ -68,11 +180,11 @@ class Site:
             fingerprint=registry.index_key.public.key_id,
             private=settings.read != "public",
             version=__version__,
-            style=hashlib.sha256(static_file("style.css")).hexdigest()[:12],
+            style=hashlib.sha256(read_static_file("style.css")).hexdigest()[:12],
         )
 
 
-def page(
+def render_page(
     registry: Registry,
     template: str,
     identity: Identity,
@@ -81,28 +193,28 @@ def page(
     status: int = 200,
 ) -> Response:
     """Return a page; ``values`` are what its template names."""
-    found = _environment().get_template(template)
-    html = found.render(site=Site.of(registry), user=identity.name, **values)
+    found = _build_environment().get_template(template)
+    html = found.render(site=SiteContext.create(registry), user=identity.name, **values)
     caching = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
-    return HTMLResponse(html, status, {**HEADERS, **caching})
+    return HTMLResponse(html, status, {**SECURITY_HEADERS, **caching})
 
 
-def error_page(registry: Registry, identity: Identity, error: ExpertError) -> Response:
+def render_error_page(registry: Registry, identity: Identity, error: ExpertError) -> Response:
     """Return the page of an error; with 401 a browser asks for name and token."""
-    status = status_of(error)
+    status = get_status(error)
     values = {"code": status, "message": error.message, "hint": error.hint}
-    response = page(registry, "error.html", identity, values, status=status)
+    response = render_page(registry, "error.html", identity, values, status=status)
     if status == 401:
         response.headers["WWW-Authenticate"] = 'Basic realm="expertctl registry", charset="UTF-8"'
-    if (seconds := retry_after(error)) is not None:
+    if (seconds := get_retry_after(error)) is not None:
         response.headers["Retry-After"] = str(seconds)
     return response
 
 
-def wants_page(scope: Scope) -> bool:
+def prefers_html(scope: Scope) -> bool:
     """Tell whether a browser asks for something that people look at."""
     path = str(scope["path"])
-    if any(path == start or path.startswith(f"{start}/") for start in MACHINES):
+    if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
         return False
     return scope["method"] in {"GET", "HEAD"} and "text/html" in Headers(scope=scope).get(
         "accept", ""
@@ -110,44 +222,44 @@ def wants_page(scope: Scope) -> bool:
 
 
 @cache
-def static_file(name: str) -> bytes:
+def read_static_file(name: str) -> bytes:
     """Return the bytes of one of `STATIC`."""
-    assert name in STATIC
-    return (_FOLDER / "static" / name).read_bytes()
+    assert name in STATIC_FILES
+    return (_WEB_FOLDER / "static" / name).read_bytes()
 
 
-def shown(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Replace what could reorder or hide other text: control and formatting characters."""
-    return "".join(c if _is_harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(c if _is_safe_character(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _is_harmless(character: str) -> bool:
+def _is_safe_character(character: str) -> bool:
     kind = unicodedata.category(character)
-    return kind not in {"Cc", "Cf", "Cs", "Co"} or character in _KEPT
+    return kind not in {"Cc", "Cf", "Cs", "Co"} or character in _ALLOWED_CONTROLS
 
 
 @cache
-def _environment() -> Environment:
+def _build_environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(_FOLDER / "templates"),
+        loader=FileSystemLoader(_WEB_FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "shown": shown,
-        "size": _size,
+        "shown": replace_control_characters,
+        "size": _format_size,
         "day": lambda moment: moment[:10],
         "brief": lambda digest: f"{digest.partition(':')[2][:12]}…",
-        "summarised": summarise,
+        "summarised": summarise_evaluation,
         "gain": lambda value: f"{value:+.3g}",
-        "count": _count,
+        "count": _format_count,
     }
     return environment
 
 
-def _size(size: int) -> str:
+def _format_size(size: int) -> str:
     """Return bytes in powers of 1000: ``12.3 MB``."""
     value, unit = float(size), "B"
     for larger in _UNITS:
@@ -157,5 +269,157 @@ def _size(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+README = "README.md"
+_RESULTS_PER_PAGE = 20
+_HOME_RESULTS = 8
+_MAX_VERSIONS = 100
+_Handler = Callable[[Request], Awaitable[Response]]
+_PageView = Callable[[Registry, Request], Response]
+
+
+@dataclass(frozen=True, slots=True)
+class PackageLink:
+    """How a package names another, and that one's page when it is in this registry."""
+
+    text: str
+    path: str | None
+
+
+class FallbackRoute(Route):
+    """Every address that no other route answers, but for those of programs."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Leave addresses of programs to the errors that they understand."""
+        path = str(scope.get("path", ""))
+        if any(path == start or path.startswith(f"{start}/") for start in API_PREFIXES):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+def make_page_routes(registry: Registry) -> list[BaseRoute]:
+    """Return the pages; the last one answers every other address."""
+    shows: tuple[tuple[str, _PageView], ...] = (
+        ("/", _show_home),
+        ("/search", _show_search),
+        ("/login", _show_login),
+        ("/packages/{namespace}/{name}", _show_package),
+        ("/packages/{namespace}/{name}/{version}", _show_package),
+    )
+    pages = [Route(path, _make_handler(registry, show), methods=["GET"]) for path, show in shows]
+    static = Route("/static/{name}", _make_handler(registry, _show_static), methods=["GET"])
+    elsewhere = FallbackRoute(
+        "/{path:path}", _make_handler(registry, _show_not_found), methods=["GET"]
+    )
+    return [*pages, static, elsewhere]
+
+
+def _make_handler(registry: Registry, show: _PageView) -> _Handler:
+    """Run what makes a page in a thread, and tell an error as a page."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await to_thread.run_sync(partial(show, registry, request))
+        except ExpertError as error:
+            return render_error_page(registry, get_identity(request), error)
+
+    return handle
+
+
+def _show_home(registry: Registry, request: Request) -> Response:
+    identity = get_identity(request)
+    with registry.database.read() as connection:
+        found = find_packages(connection, identity, SearchQuery(limit=_HOME_RESULTS))
+    counts = stats(ApiContext(registry, identity))
+    return render_page(registry, "home.html", identity, {"recent": found.results, "counts": counts})
+
+
+def _show_search(registry: Registry, request: Request) -> Response:
+    identity = get_identity(request)
+    query, cursor = (request.query_params.get(name, "") for name in ("q", "cursor"))
+    if len(query) > MAX_QUERY:
+        raise UsageError(f"search for {MAX_QUERY} characters at most")
+    wanted = {"q": query, "limit": _RESULTS_PER_PAGE, "cursor": cursor}
+    try:
+        asked = convert_document(wanted, SearchQuery)
+    except msgspec.ValidationError as error:
+        raise UsageError("there is no such page of results") from error
+    with registry.database.read() as connection:
+        found = find_packages(connection, identity, asked)
+    more = f"/search?{urlencode({'q': query, 'cursor': found.next})}" if found.next else None
+    values: dict[str, object] = {"query": query, "results": found.results, "next": more}
+    return render_page(registry, "search.html", identity, values)
+
+
+def _show_login(_: Registry, request: Request) -> Response:
+    """Have a browser ask for a token, which it then sends with every page."""
+    if get_identity(request).user_id is None:
+        raise UnauthenticatedError("log in to see what is not for everybody")
+    return RedirectResponse("/", 303, {"Cache-Control": "no-store"})
+
+
+def _show_package(registry: Registry, request: Request) -> Response:
+    identity, asked = get_identity(request), request.path_params
+    name = _parse_package_name(asked["namespace"], asked["name"])
+    with registry.database.read() as connection:
+        package = describe_package(connection, identity, name)
+        version = asked.get("version") or package.latest or package.versions[0].version
+        release = describe_version(connection, identity, name, version)
+    manifest = decode_json(release.manifest, Manifest)
+    composition = manifest.composition
+    values = {
+        "package": package,
+        "versions": package.versions[:_MAX_VERSIONS],
+        "namespace": name.namespace,
+        "short": name.name,
+        "release": release,
+        "manifest": manifest,
+        "files": release.files,
+        "readme": _render_readme(registry, release.files),
+        "homepage": check_link(manifest.homepage),
+        "requires": [_make_link(text, name) for text in composition.requires],
+        "conflicts": [_make_link(text, name) for text in composition.conflicts],
+    }
+    return render_page(registry, "package.html", identity, values)
+
+
+def _parse_package_name(namespace: str, name: str) -> PackageName:
+    try:
+        return PackageName.parse(f"{namespace}/{name}")
+    except ExpertError as error:
+        raise NotFoundError("there is no such package") from error
+
+
+def _make_link(text: str, own: PackageName) -> PackageLink:
+    """Return a link to a package of this registry; one of another is only named."""
+    reference = Reference.parse(text)
+    path = f"/packages/{reference.package}"
+    return PackageLink(
+        text, path if reference.registry is None and reference.package != own else None
+    )
+
+
+def _render_readme(registry: Registry, files: list[FileFacts]) -> str | None:
+    found = next((file for file in files if file.path == README), None)
+    if found is None:
+        return None
+    with registry.storage.open(Digest.parse(found.digest)) as stream:
+        data = stream.read(4 * MAX_README_CHARACTERS)
+    return render_markdown(replace_control_characters(data.decode("utf-8", "replace")))
+
+
+def _show_static(_: Registry, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in STATIC_FILES:
+        raise NotFoundError("there is nothing at this address")
+    caching = {"Cache-Control": "public, max-age=86400"}
+    return Response(
+        read_static_file(name), 200, {**SECURITY_HEADERS, **caching}, STATIC_FILES[name]
+    )
+
+
+def _show_not_found(_: Registry, __: Request) -> Response:
+    raise NotFoundError("there is nothing at this address")

@@ -1,7 +1,7 @@
 """What the rows of batch and compose say, from times that are given."""
 
 from benchmarks import batch, compose
-from benchmarks.batch import MANY, ONE, SAME
+from benchmarks.batch import MANY_EXPERTS, ONE_EXPERT, ONE_TEXT
 from benchmarks.expert_engines import TOKENS
 
 SECONDS = {
@@ -14,7 +14,7 @@ SECONDS = {
 
 
 def test_sixteen_experts_are_compared_with_none_by_all_their_tokens() -> None:
-    row, *_ = batch._rows(SECONDS)
+    row, *_ = batch._make_rows(SECONDS)
     assert row.case == "16 texts, 16 experts, threads: 2"
     assert row.ours == round(16 * TOKENS / 1.5, 2)
     assert row.theirs == round(16 * TOKENS / 1.2, 2)
@@ -22,22 +22,22 @@ def test_sixteen_experts_are_compared_with_none_by_all_their_tokens() -> None:
 
 
 def test_peft_has_the_same_tokens_and_is_absent_where_it_is_not_installed() -> None:
-    _, row, _ = batch._rows(SECONDS)
+    _, row, _ = batch._make_rows(SECONDS)
     assert (row.rival, row.ratio, row.ok) == ("PEFT, adapter_names", 4.0, True)
-    _, row, _ = batch._rows({name: found for name, found in SECONDS.items() if name != "PEFT"})
+    _, row, _ = batch._make_rows({name: found for name, found in SECONDS.items() if name != "PEFT"})
     assert (row.rival, row.ratio, row.ok) == ("PEFT, adapter_names", None, False)
 
 
 def test_sixteen_texts_of_one_expert_are_sixteen_times_the_tokens_of_one_text() -> None:
-    *_, row = batch._rows(SECONDS)
+    *_, row = batch._make_rows(SECONDS)
     assert row.case == "16 texts, one expert, threads: 2"
     assert (row.theirs, row.ratio, row.target) == (float(TOKENS), 8.0, ">= 6")
 
 
 def test_texts_stand_by_their_plans() -> None:
-    assert (ONE.places, SAME.places) == ([0], [0] * 16)
-    assert sorted(MANY.places) == list(range(16))
-    assert batch.BASE.places == [-1] * 16
+    assert (ONE_TEXT.expert_indices, ONE_EXPERT.expert_indices) == ([0], [0] * 16)
+    assert sorted(MANY_EXPERTS.expert_indices) == list(range(16))
+    assert batch.BASE_ONLY.expert_indices == [-1] * 16
 
 
 def test_more_experts_may_cost_more_and_never_less_than_their_bytes() -> None:
@@ -48,7 +48,7 @@ def test_more_experts_may_cost_more_and_never_less_than_their_bytes() -> None:
 
 
 def test_an_absent_peft_is_no_success() -> None:
-    there = compose._against_peft("a case", [1.0, 1.0], [4.0, 4.0])
-    gone = compose._against_peft("a case", [1.0, 1.0], None)
+    there = compose._compare_with_peft("a case", [1.0, 1.0], [4.0, 4.0])
+    gone = compose._compare_with_peft("a case", [1.0, 1.0], None)
     assert (there.ours, there.ratio, there.ok) == (float(compose.STEPS), 4.0, True)
     assert (gone.ratio, gone.ok, gone.target) == (None, False, ">= 3")

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cache_oracles import (
+from benchmarks.cache_policies import (
     Trace,
     belady,
     best_static,
-    drifting,
     lru,
     lru_by_token,
-    ours,
+    make_drifting_trace,
+    replay_our_policy,
 )
-from benchmarks.popularity import lru as lru_share
+from benchmarks.cache_policies import lru_hit_rate as lru_share
 
 
 def one_layer(*tokens: list[int]) -> Trace:
@@ -41,7 +41,7 @@ def test_layers_are_apart() -> None:
 
 
 def test_lru_is_that_of_the_benchmark_of_residency() -> None:
-    trace = drifting(300, layers=1, experts=20, used=4, skew=1.0, every=90, seed=3)
+    trace = make_drifting_trace(300, layers=1, experts=20, used=4, skew=1.0, every=90, seed=3)
     wanted = trace.ravel().tolist()
     for capacity in (1, 5, 19):
         assert lru(trace, capacity) == pytest.approx(lru_share(wanted, capacity) * len(wanted))
@@ -66,20 +66,20 @@ def test_no_choice_of_residents_has_more_hits_than_belady(wanted: list[int], cap
 
 
 def test_a_token_asks_for_different_experts_by_the_law_of_zipf() -> None:
-    trace = drifting(20_000, layers=2, experts=64, used=1, skew=1.0, every=0, seed=0)
+    trace = make_drifting_trace(20_000, layers=2, experts=64, used=1, skew=1.0, every=0, seed=0)
     assert trace.shape == (20_000, 2, 1)
     for layer in range(2):
         first, second, *_, tenth = np.sort(np.bincount(trace[:, layer, 0]))[::-1][:10]
         assert 1.8 < first / second < 2.2
         assert 8 < first / tenth < 12
-    several = drifting(500, layers=1, experts=64, used=8, skew=1.0, every=100, seed=0)
+    several = make_drifting_trace(500, layers=1, experts=64, used=8, skew=1.0, every=100, seed=0)
     assert all(len(set(asked)) == 8 for asked in several[:, 0].tolist())
-    again = drifting(500, layers=1, experts=64, used=8, skew=1.0, every=100, seed=0)
+    again = make_drifting_trace(500, layers=1, experts=64, used=8, skew=1.0, every=100, seed=0)
     assert (several == again).all()
 
 
 def test_favourites_are_others_after_a_drift() -> None:
-    trace = drifting(600, layers=1, experts=64, used=8, skew=1.0, every=200, seed=1)
+    trace = make_drifting_trace(600, layers=1, experts=64, used=8, skew=1.0, every=200, seed=1)
     favourites = [
         set(np.argsort(-np.bincount(trace[at : at + 200].ravel(), minlength=64))[:8].tolist())
         for at in range(0, 600, 200)
@@ -92,8 +92,8 @@ def test_favourites_are_others_after_a_drift() -> None:
 def test_ours_has_no_more_hits_than_belady_and_all_where_everybody_is_resident(
     capacity: int,
 ) -> None:
-    trace = drifting(120, layers=2, experts=16, used=4, skew=1.0, every=50, seed=2)
-    outcome = ours(trace, capacity, experts=16)
+    trace = make_drifting_trace(120, layers=2, experts=16, used=4, skew=1.0, every=50, seed=2)
+    outcome = replay_our_policy(trace, capacity, experts=16)
     assert outcome.hits.shape == (120, 2)
     if capacity == 16:
         assert outcome.hits.sum() == trace.size
@@ -105,8 +105,8 @@ def test_ours_has_no_more_hits_than_belady_and_all_where_everybody_is_resident(
 
 @pytest.mark.parametrize("every", [0, 200], ids=["favourites stay", "favourites drift"])
 def test_ours_meets_its_targets_at_40_percent_of_64_experts(every: int) -> None:
-    trace = drifting(1000, layers=4, experts=64, used=8, skew=1.0, every=every, seed=0)
-    hits = ours(trace, 25, experts=64).hits.sum()
+    trace = make_drifting_trace(1000, layers=4, experts=64, used=8, skew=1.0, every=every, seed=0)
+    hits = replay_our_policy(trace, 25, experts=64).hits.sum()
     assert hits >= 0.95 * best_static(trace, 25)
     assert hits >= 1.1 * lru(trace, 25)
     assert hits <= belady(trace, 25)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.engine_process import Decode, EngineProcess, ReadPrompt, Task, prompt_ids
+from benchmarks.engine_process import Decode, EngineProcess, ReadPrompt, Task, make_prompt_ids
 
 
 class Echo:
@@ -27,7 +27,7 @@ def test_an_engine_answers_from_another_process_until_it_is_closed() -> None:
         assert (first.weight_bytes, second.weight_bytes) == (7, 8)
         assert len({first.about, second.about, f"process {os.getpid()}"}) == 3
         assert first.run(ReadPrompt(3), 2) == 6.0
-        assert second.runs(ReadPrompt(5), 1)() == 5.0
+        assert second.bind(ReadPrompt(5), 1)() == 5.0
 
 
 def test_an_engine_that_fails_fails_the_benchmark(capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +37,6 @@ def test_an_engine_that_fails_fails_the_benchmark(capfd: pytest.CaptureFixture[s
 
 
 def test_prompts_do_not_repeat_themselves_within_the_vocabulary() -> None:
-    ids = prompt_ids(512, 151_936)
+    ids = make_prompt_ids(512, 151_936)
     assert len(set(ids)) == 512
     assert all(0 <= token < 151_936 for token in ids)

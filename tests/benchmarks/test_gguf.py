@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gguf import width_name, write_gguf
-from benchmarks.inputs import base_config
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.random_base import SPREAD
+from benchmarks.inputs import make_base_config
+from expertctl.engine.cpu.base_loader import WEIGHT_STD
+from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.package.model_config import ModelConfig
 
 CODES = {Scheme.FLOAT32: 0, Scheme.BFLOAT16: 30, Scheme.INT8: 8, Scheme.INT4: 2}
@@ -19,7 +19,7 @@ BYTES = {Scheme.FLOAT32: 32 * 4, Scheme.BFLOAT16: 32 * 2, Scheme.INT8: 34, Schem
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     shape: tuple[int, ...]
     code: int
     offset: int
@@ -28,12 +28,12 @@ class Entry:
 @dataclass(frozen=True)
 class File:
     facts: dict[str, object]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     numbers: bytes
 
 
 def small_config() -> ModelConfig:
-    config = base_config(vocabulary=96)
+    config = make_base_config(vocabulary=96)
     return replace(
         config,
         hidden_size=64,
@@ -47,7 +47,7 @@ def small_config() -> ModelConfig:
     )
 
 
-class Reader:
+class GgufReader:
     def __init__(self, data: bytes) -> None:
         self.data, self.place = data, 0
 
@@ -68,13 +68,13 @@ class Reader:
         kind = self.number("I")
         return self.text() if kind == 8 else self.take({4: "I", 6: "f"}[kind])[0]
 
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
-        return Entry(shape, self.number("I"), self.number("Q"))
+        return TensorEntry(shape, self.number("I"), self.number("Q"))
 
 
 def read(path: Path) -> File:
-    reader = Reader(path.read_bytes())
+    reader = GgufReader(path.read_bytes())
     assert reader.take("4sI") == (b"GGUF", 3)
     tensors, facts = reader.number("Q"), reader.number("Q")
     known = {reader.text(): reader.value() for _ in range(facts)}
@@ -127,7 +127,7 @@ def test_norms_are_ones_and_weights_are_as_far_apart_as_intended(
     size = 64 * 160 // 32 * BYTES[scheme]
     weights = numbers(scheme, file.numbers[down.offset : down.offset + size])
     assert np.isfinite(weights).all()
-    assert 0.9 * SPREAD < weights.std() < 1.1 * SPREAD
+    assert 0.9 * WEIGHT_STD < weights.std() < 1.1 * WEIGHT_STD
 
 
 def numbers(scheme: Scheme, data: bytes) -> np.ndarray:

@@ -8,13 +8,13 @@ import pytest
 from benchmarks.__main__ import benchmark_names
 from benchmarks.harness import (
     Row,
-    absent,
-    as_table,
     compare,
     compare_rates,
-    judged,
+    format_table,
+    judge,
+    make_absent_row,
     take_turns,
-    timed,
+    time_action,
 )
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -101,18 +101,18 @@ def test_rates_are_work_by_seconds_and_more_is_better() -> None:
     ],
 )
 def test_a_target_is_met_or_missed(ratio: float, target: str, met: bool) -> None:
-    judgement = judged(row(ratio), target)
+    judgement = judge(row(ratio), target)
     assert (judgement.target, judgement.ok) == (target, met)
 
 
 def test_a_rival_that_is_absent_is_no_success_and_says_how_to_get_it() -> None:
-    found = absent("a case", rival="a rival", install="pip install rival", target="<= 1.0")
+    found = make_absent_row("a case", rival="a rival", install="pip install rival", target="<= 1.0")
     assert (found.ours, found.theirs, found.ratio, found.ok) == (None, None, None, False)
     document: dict[str, object] = {"name": "x", "machine": {}, "rows": [asdict(found)]}
-    table = as_table(document)
+    table = format_table(document)
     assert "pip install rival" in table
     assert "None" not in table
 
 
 def test_time_is_measured() -> None:
-    assert 0 <= timed(lambda: None)() < 10
+    assert 0 <= time_action(lambda: None)() < 10

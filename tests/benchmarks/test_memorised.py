@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.memorised import Memorised
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.lexical import LexicalEncoder
+from benchmarks.routing_home import MemoisingEncoder
+from expertctl.routing.encoder import LexicalEncoder
+from expertctl.routing.vector_table import EncodedTexts
 
 TEXTS = ["sort these numbers", "the plural of fox", "sort these numbers", "a haiku"]
 
@@ -17,17 +17,17 @@ class Noting(LexicalEncoder):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def encode_deep(self, texts: Sequence[str]) -> Encoded:
+    def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
         self.asked += texts
-        return super().encode_deep(texts)
+        return super().encode_for_rerank(texts)
 
 
 def test_every_text_has_the_rows_of_the_encoder_in_its_place_and_is_encoded_once() -> None:
     encoder = Noting()
-    remembering = Memorised(encoder)
+    remembering = MemoisingEncoder(encoder)
     remembering.encode(TEXTS[1:2])
-    found, wanted = remembering.encode_deep(TEXTS), LexicalEncoder().encode_deep(TEXTS)
+    found, wanted = remembering.encode_for_rerank(TEXTS), LexicalEncoder().encode_for_rerank(TEXTS)
     np.testing.assert_array_equal(found.rows, wanted.rows, strict=True)
-    np.testing.assert_array_equal(found.deep, wanted.deep, strict=True)
+    np.testing.assert_array_equal(found.rerank_rows, wanted.rerank_rows, strict=True)
     assert encoder.asked == ["the plural of fox", "sort these numbers", "a haiku"]
     assert remembering.digest() == LexicalEncoder().digest()

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import benchmark_names
-from benchmarks.moe import Subject, from_disk, from_memory, prompts
-from benchmarks.routed.shape import RoutedShape, write_base
-from benchmarks.routed.traces import drawn
-from expertctl.engine.kernels.scheme import Scheme
+from benchmarks.moe import BenchmarkedBase, measure_from_disk, measure_from_memory, measure_prompts
+from benchmarks.routed.traced_base import RoutedShape, make_trace, write_base
+from expertctl.engine.kernels.packed_format import Scheme
 
 SHAPE = RoutedShape(
     layers=2, hidden=256, heads=2, experts=64, used=8, intermediate=512, vocabulary=1024
@@ -16,9 +15,11 @@ SHAPE = RoutedShape(
 
 
 @pytest.fixture
-def subject(tmp_path: Path) -> Subject:
-    trace = drawn(SHAPE, 600)
-    return Subject(write_base(tmp_path, SHAPE, trace), tmp_path / "home", SHAPE, trace, "little")
+def subject(tmp_path: Path) -> BenchmarkedBase:
+    trace = make_trace(SHAPE, 600)
+    return BenchmarkedBase(
+        write_base(tmp_path, SHAPE, trace), tmp_path / "home", SHAPE, trace, "little"
+    )
 
 
 def test_it_is_among_the_benchmarks() -> None:
@@ -26,8 +27,8 @@ def test_it_is_among_the_benchmarks() -> None:
 
 
 @pytest.mark.all
-def test_rows_from_memory_compare_with_all_resident(subject: Subject) -> None:
-    cached, copied = from_memory(subject, rounds=1)
+def test_rows_from_memory_compare_with_all_resident(subject: BenchmarkedBase) -> None:
+    cached, copied = measure_from_memory(subject, rounds=1)
     assert (cached.rival, copied.rival) == ("all resident", "all resident")
     assert "100%" not in str(copied.note)
     assert "not in memory" in str(copied.note)
@@ -35,8 +36,8 @@ def test_rows_from_memory_compare_with_all_resident(subject: Subject) -> None:
 
 
 @pytest.mark.all
-def test_rows_from_the_disk_say_what_was_read_of_it(subject: Subject) -> None:
-    naive, whole, parts, budget = from_disk(subject, rounds=1, limit=None)
+def test_rows_from_the_disk_say_what_was_read_of_it(subject: BenchmarkedBase) -> None:
+    naive, whole, parts, budget = measure_from_disk(subject, rounds=1, limit=None)
     assert (naive.rival, naive.target) == ("load on miss, LRU", ">= 3")
     assert "from the disk" in str(naive.note)
     assert whole.target is None
@@ -49,8 +50,8 @@ def test_rows_from_the_disk_say_what_was_read_of_it(subject: Subject) -> None:
 
 
 @pytest.mark.all
-def test_prompts_are_compared_with_transformers(subject: Subject) -> None:
-    [row] = prompts(subject, Scheme.FLOAT32, rounds=1)
+def test_prompts_are_compared_with_transformers(subject: BenchmarkedBase) -> None:
+    [row] = measure_prompts(subject, Scheme.FLOAT32, rounds=1)
     assert row.target == ">= 2"
     assert row.ours
     assert "float32" in str(row.note)

@@ -7,43 +7,45 @@ import numpy as np
 import pytest
 
 from benchmarks.expert_engines import check_experts
-from benchmarks.oracle import SEED, TorchScores, check_decoder, check_tokens, small_config
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.random_base import random_base
+from benchmarks.oracle import SEED, TorchReference, check_decoder, check_tokens, make_small_config
+from expertctl.engine.cpu.base_loader import create_random_base
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2)
+def crew() -> Iterator[ThreadPool]:
+    crew = ThreadPool(2)
     yield crew
     crew.close()
 
 
 @pytest.mark.parametrize("scheme", list(Scheme), ids=lambda scheme: scheme.value)
-def test_the_tokens_that_are_measured_are_those_of_the_formulas(scheme: Scheme, crew: Crew) -> None:
+def test_the_tokens_that_are_measured_are_those_of_the_formulas(
+    scheme: Scheme, crew: ThreadPool
+) -> None:
     check_decoder(scheme, crew)
 
 
-def test_another_layer_than_the_one_that_the_oracle_has_is_noticed(crew: Crew) -> None:
-    base = random_base(small_config(), Scheme.INT8, seed=SEED)
-    other = random_base(small_config(), Scheme.INT8, seed=SEED + 1)
+def test_another_layer_than_the_one_that_the_oracle_has_is_noticed(crew: ThreadPool) -> None:
+    base = create_random_base(make_small_config(), Scheme.INT8, seed=SEED)
+    other = create_random_base(make_small_config(), Scheme.INT8, seed=SEED + 1)
     mixed = replace(base, layers=(base.layers[0], other.layers[1]))
     with pytest.raises(AssertionError, match="scores are off by"):
-        check_tokens(mixed, TorchScores(base), crew)
+        check_tokens(mixed, TorchReference(base), crew)
 
 
-def test_scores_that_are_no_numbers_are_noticed(crew: Crew) -> None:
-    base = random_base(small_config(), Scheme.INT4, seed=SEED)
+def test_scores_that_are_no_numbers_are_noticed(crew: ThreadPool) -> None:
+    base = create_random_base(make_small_config(), Scheme.INT4, seed=SEED)
     base.layers[1].mlp.down.scales[0, 0, 3] = np.nan
     with pytest.raises(AssertionError, match="scores are no numbers"):
-        check_tokens(base, TorchScores(base), crew)
+        check_tokens(base, TorchReference(base), crew)
 
 
-def test_experts_that_are_measured_do_what_the_formulas_say(crew: Crew) -> None:
+def test_experts_that_are_measured_do_what_the_formulas_say(crew: ThreadPool) -> None:
     check_experts(crew)
 
 
-def test_experts_that_change_nothing_are_noticed(crew: Crew) -> None:
+def test_experts_that_change_nothing_are_noticed(crew: ThreadPool) -> None:
     with pytest.raises(AssertionError, match="experts change nothing"):
         check_experts(crew, spread=1e-6)

@@ -7,15 +7,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from threading import Event, Thread
 
-from benchmarks.served_home import SUBJECTS, question
+from benchmarks.served_home import SUBJECTS, make_question
 from benchmarks.serving_load import (
     UNANSWERED,
-    Ask,
-    Turn,
-    arrivals_at,
-    one_by_one,
-    open_loop,
+    CompletionTask,
+    ConversationTurn,
+    ask_one_by_one,
+    draw_arrival_times,
     percentile,
+    run_open_loop,
 )
 
 
@@ -29,10 +29,10 @@ def test_a_percentile_is_the_nearest_rank() -> None:
 
 
 def test_arrivals_are_as_many_as_the_rate_says_at_random_times_that_a_seed_repeats() -> None:
-    arrivals = arrivals_at(50.0, seconds=20.0, seed=1)
+    arrivals = draw_arrival_times(50.0, seconds=20.0, seed=1)
     assert len(arrivals) == 1000
-    assert arrivals == arrivals_at(50.0, seconds=20.0, seed=1)
-    assert arrivals != arrivals_at(50.0, seconds=20.0, seed=2)
+    assert arrivals == draw_arrival_times(50.0, seconds=20.0, seed=1)
+    assert arrivals != draw_arrival_times(50.0, seconds=20.0, seed=2)
     assert all(n / 50.0 <= at <= (n + 1) / 50.0 for n, at in enumerate(arrivals))
     gaps = [b - a for a, b in pairwise(arrivals)]
     assert max(gaps) > 1.8 / 50.0
@@ -40,7 +40,7 @@ def test_arrivals_are_as_many_as_the_rate_says_at_random_times_that_a_seed_repea
 
 
 def test_a_turn_says_all_that_was_said_by_turns() -> None:
-    body = Turn("acme/sql", 8, ("Hello", "Hi.", "And then?"), "s1").body
+    body = ConversationTurn("acme/sql", 8, ("Hello", "Hi.", "And then?"), "s1").body
     assert body["messages"] == [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi."},
@@ -50,14 +50,14 @@ def test_a_turn_says_all_that_was_said_by_turns() -> None:
 
 
 def test_questions_are_for_one_subject_each() -> None:
-    asked = [question(number) for number in range(len(SUBJECTS))]
+    asked = [make_question(number) for number in range(len(SUBJECTS))]
     assert len(set(asked)) == len(SUBJECTS) == 16
     assert all(subject[2] in text for subject, text in zip(SUBJECTS, asked, strict=True))
 
 
 def test_what_comes_is_noted_but_for_who_speaks_and_why_it_ended() -> None:
     with listening() as url:
-        _, [told] = one_by_one(url, [Turn("m", 2, ("now",), "s")])
+        _, [told] = ask_one_by_one(url, [ConversationTurn("m", 2, ("now",), "s")])
     assert (told.status, told.text, len(told.times)) == (200, "12", 2)
     assert (told.tokens, told.cached, told.timings_ms) == (2, 5, {"prefill": 1.0})
     assert told.end is not None
@@ -65,14 +65,14 @@ def test_what_comes_is_noted_but_for_who_speaks_and_why_it_ended() -> None:
 
 
 def test_an_open_loop_hangs_up_on_what_is_not_answered_by_its_end() -> None:
-    def ask(number: int) -> Ask:
-        return Ask("m", 2, "now" if number == 0 else "never")
+    def ask(number: int) -> CompletionTask:
+        return CompletionTask("m", 2, "now" if number == 0 else "never")
 
     with listening() as url:
-        begun, told = open_loop(url, ask, arrivals=[0.0, 0.05, 0.1], seconds=0.5)
+        begun, told = run_open_loop(url, ask, arrival_times=[0.0, 0.05, 0.1], seconds=0.5)
     assert [one.status for one in told] == [200, UNANSWERED, UNANSWERED]
     assert [one.end is None for one in told] == [False, True, True]
-    assert all(one.begun - begun < 0.5 for one in told)
+    assert all(one.started - begun < 0.5 for one in told)
 
 
 CHUNKS: list[dict[str, object]] = [

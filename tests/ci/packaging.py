@@ -17,7 +17,7 @@ _EXPRESSION = re.compile(r"\$\{\{ *(.*?) *\}\}")
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """A step: its shell text, what it is given, and whether it runs after a failure, too."""
 
     name: str
@@ -27,10 +27,10 @@ class Step:
 
     def environment(self, inputs: dict[str, str], context: dict[str, str]) -> dict[str, str]:
         """Return its variables as GitHub would fill them in."""
-        return {name: _filled(text, inputs, context) for name, text in self.variables.items()}
+        return {name: _substitute(text, inputs, context) for name, text in self.variables.items()}
 
 
-def _filled(text: str, inputs: dict[str, str], context: dict[str, str]) -> str:
+def _substitute(text: str, inputs: dict[str, str], context: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         terms = [term.strip() for term in match[1].split("||")]
         known = {**{f"inputs.{name}": v for name, v in inputs.items()}, **context}
@@ -39,36 +39,36 @@ def _filled(text: str, inputs: dict[str, str], context: dict[str, str]) -> str:
     return _EXPRESSION.sub(value, text)
 
 
-def action() -> dict[str, Any]:
+def load_action() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
     return document
 
 
-def action_steps() -> list[Step]:
+def load_action_steps() -> list[PipelineStep]:
     return [
-        Step(step["name"], step["run"], step.get("env", {}), step.get("if") == ALWAYS)
-        for step in action()["runs"]["steps"]
+        PipelineStep(step["name"], step["run"], step.get("env", {}), step.get("if") == ALWAYS)
+        for step in load_action()["runs"]["steps"]
     ]
 
 
-def template() -> dict[str, Any]:
+def load_template() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     (job,) = document.values()
     return dict(job)
 
 
-def template_steps() -> list[Step]:
-    job = template()
+def load_template_steps() -> list[PipelineStep]:
+    job = load_template()
     return [
-        *(Step("before", text) for text in job["before_script"]),
-        *(Step("script", text) for text in job["script"]),
-        *(Step("after", text, always=True) for text in job["after_script"]),
+        *(PipelineStep("before", text) for text in job["before_script"]),
+        *(PipelineStep("script", text) for text in job["script"]),
+        *(PipelineStep("after", text, always=True) for text in job["after_script"]),
     ]
 
 
-def action_inputs(**given: str) -> dict[str, str]:
+def make_action_inputs(**given: str) -> dict[str, str]:
     """Return inputs with their defaults; what is required must be given."""
-    declared = action()["inputs"]
+    declared = load_action()["inputs"]
     missing = {n for n, i in declared.items() if i["required"]} - {
         n.replace("_", "-") for n in given
     }

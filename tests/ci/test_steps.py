@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from expertctl.install.starter import STARTER
-from expertctl.package.spool import unpack
+from expertctl.package.write import unpack_package
 from expertctl.reference import PackageName
-from expertctl.registry.index_envelope import open_index
+from expertctl.registry.index_document import open_index
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Action, Scope
-from registry_server.publishing.keys import add_key
+from registry_server.access.rights import Action, TokenScope
+from registry_server.publishing.maintenance import add_key
 from tests.ci.packaging import (
-    Step,
-    action_inputs,
-    action_steps,
-    template,
-    template_steps,
+    PipelineStep,
+    load_action_steps,
+    load_template,
+    load_template_steps,
+    make_action_inputs,
 )
-from tests.registry.live import Live, live_registry
+from tests.registry.live_registry import LiveRegistry, run_live_registry
 
 pytestmark = pytest.mark.all
 
@@ -38,7 +38,7 @@ class Pipeline:
     """A checkout with an adapter and data, a runner's folder, and a registry to publish to."""
 
     folder: Path
-    live: Live
+    live: LiveRegistry
     key: str
     token: str
 
@@ -65,7 +65,7 @@ class Pipeline:
 
     def released(self) -> list[str]:
         """The versions that the signed index names."""
-        client = self.live.served.client(self.live.served.token("alice"))
+        client = self.live.served.client(self.live.served.create_token("alice"))
         answer = client.get(f"/tuf/targets/index/{PACKAGE}.json")
         if answer.status_code == 404:
             return []
@@ -86,18 +86,18 @@ class Pipeline:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter") / "sorting"
-    unpack(STARTER / "sorting.expert", folder)
+    unpack_package(STARTER / "sorting.expert", folder)
     return folder
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
-    with live_registry(tmp_path / "registry") as running:
+def live(tmp_path: Path) -> Iterator[LiveRegistry]:
+    with run_live_registry(tmp_path / "registry") as running:
         yield running
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, live: Live, adapter: Path) -> Pipeline:
+def pipeline(tmp_path: Path, live: LiveRegistry, adapter: Path) -> Pipeline:
     folder = tmp_path / "checkout"
     (folder / "runner").mkdir(parents=True)
     (folder / "sorting").symlink_to(adapter)
@@ -105,13 +105,13 @@ def pipeline(tmp_path: Path, live: Live, adapter: Path) -> Pipeline:
     write_data(folder / "sorting.jsonl", [(f"Sort these numbers: {q}", a) for q, a in SORTING])
     write_data(folder / "plurals.jsonl", PLURALS)
     key = PrivateKey.generate()
-    secret = live.served.user("alice")
-    live.served.namespace("acme", kind="expert", owner="alice")
-    live.served.namespace("other", kind="expert", owner="alice")
-    identity = live.served.identity(secret)
+    secret = live.served.create_user("alice")
+    live.served.create_namespace("acme", kind="expert", owner="alice")
+    live.served.create_namespace("other", kind="expert", owner="alice")
+    identity = live.served.authenticate(secret)
     pem = key.public.pem()
     add_key(live.served.registry, identity, namespace="acme", public_key=pem, statement=None)
-    token = live.served.token("alice", Scope(Action.PUSH, "acme"))
+    token = live.served.create_token("alice", TokenScope(Action.PUSH, "acme"))
     return Pipeline(folder, live, key.pem().decode(), token)
 
 
@@ -122,7 +122,7 @@ def write_data(path: Path, rows: list[tuple[str, str]]) -> None:
 
 def run_action(pipeline: Pipeline, **changes: str) -> tuple[str | None, str]:
     """Run the action as GitHub does; return the step that failed, if one did, and all output."""
-    inputs = action_inputs(
+    inputs = make_action_inputs(
         **{
             "adapter": "sorting",
             "name": "acme/sorting",
@@ -139,7 +139,7 @@ def run_action(pipeline: Pipeline, **changes: str) -> tuple[str | None, str]:
     )
     context = {"runner.temp": str(pipeline.runner), "github.ref_name": "v1.4.0"}
     failed, output = None, ""
-    for step in action_steps():
+    for step in load_action_steps():
         if failed is None or step.always:
             done = run_step(pipeline, step, inputs, context)
             output += done.stdout + done.stderr
@@ -148,7 +148,7 @@ def run_action(pipeline: Pipeline, **changes: str) -> tuple[str | None, str]:
 
 
 def run_step(
-    pipeline: Pipeline, step: Step, inputs: dict[str, str], context: dict[str, str]
+    pipeline: Pipeline, step: PipelineStep, inputs: dict[str, str], context: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     return pipeline.shell(step.script, **step.environment(inputs, context))
 
@@ -179,7 +179,7 @@ def test_an_expert_below_the_gain_is_not_published(pipeline: Pipeline) -> None:
 
 
 def test_a_token_for_another_namespace_publishes_nothing(pipeline: Pipeline) -> None:
-    wrong = pipeline.live.served.token("alice", Scope(Action.PUSH, "other"))
+    wrong = pipeline.live.served.create_token("alice", TokenScope(Action.PUSH, "other"))
     failed, output = run_action(pipeline, token=wrong)
     assert (failed, pipeline.released()) == ("publish", [])
     assert wrong not in output.replace(f"::add-mask::{wrong}", "")
@@ -187,7 +187,7 @@ def test_a_token_for_another_namespace_publishes_nothing(pipeline: Pipeline) -> 
 
 
 def test_a_secret_is_masked_line_by_line(pipeline: Pipeline) -> None:
-    (mask,) = [step for step in action_steps() if step.name == "mask"]
+    (mask,) = [step for step in load_action_steps() if step.name == "mask"]
     given = {"EXPERT_TOKEN": pipeline.token, "PUBLISH_KEY": pipeline.key}
     lines = pipeline.shell(mask.script, **given).stdout.splitlines()
     secret = [line for line in pipeline.key.splitlines() if not line.startswith("-----")]
@@ -231,12 +231,12 @@ def run_job(pipeline: Pipeline, **changes: str) -> subprocess.CompletedProcess[s
         "EXPERT_REGISTRY": pipeline.live.host,
         "EXPERT_TOKEN": pipeline.token,
         "PUBLISH_KEY": pipeline.key,
-        **{name: _expanded(text, place) for name, text in template()["variables"].items()},
+        **{name: _expanded(text, place) for name, text in load_template()["variables"].items()},
         "PUBLISH_EXPERTCTL": "",
         "PUBLISH_BASE_NAME": "starter/base",
         **changes,
     }
-    steps = template_steps()
+    steps = load_template_steps()
     script = "\n".join(step.script for step in steps if not step.always)
     done = pipeline.shell(script, **variables)
     for step in steps:

@@ -1,5 +1,5 @@
 """Commands that are run here compute with the same kernels as the engine's tests, compiled once."""
 
-from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
+from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 
 __all__ = ["keeps_all_code", "keeps_code", "kept_folder"]

@@ -10,7 +10,7 @@ import pytest
 
 from expertctl import __version__, errors
 from expertctl.cli import app
-from expertctl.cli.exit_codes import exit_code
+from expertctl.cli.process import get_exit_code
 
 SUBCLASSES = [
     value
@@ -58,7 +58,7 @@ CONTRACT = {
 @pytest.mark.parametrize("cls", SUBCLASSES, ids=lambda cls: cls.__name__)
 def test_every_error_has_the_exit_code_of_the_contract(cls: type[errors.ExpertError]) -> None:
     error = cls("what", ["why"]) if cls is errors.InvalidPackageError else cls("what")  # type: ignore[call-arg]
-    assert exit_code(error) == CONTRACT[cls.code]
+    assert get_exit_code(error) == CONTRACT[cls.code]
 
 
 def test_error_codes_are_distinct() -> None:
@@ -95,9 +95,9 @@ def test_what_may_be_meant_is_looked_up_only_for_a_name_at_fault(
     words: list[str], read: bool, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     monkeypatch.setenv("EXPERT_HOME", str(home))
-    monkeypatch.delitem(sys.modules, "expertctl.cli.misnamed", raising=False)
+    monkeypatch.delitem(sys.modules, "expertctl.cli.suggestions", raising=False)
     assert app.run(words) in {2, 3}
-    assert ("expertctl.cli.misnamed" in sys.modules) == read
+    assert ("expertctl.cli.suggestions" in sys.modules) == read
 
 
 def test_version_is_printed_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +279,7 @@ def test_too_little_memory_is_an_error_of_its_own(
     def without_memory() -> None:
         raise MemoryError
 
-    monkeypatch.setattr("expertctl.cli.local.load_settings", without_memory)
+    monkeypatch.setattr("expertctl.cli.installed.load_settings", without_memory)
     assert app.run(["list"]) == 7
     assert capsys.readouterr().err.startswith("error: there is not enough memory\n\nhint: ")
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from expertctl.cli.bars import Canvas
+from expertctl.cli.stats import TerminalCanvas
 
-BLOCKS, PLAIN = Canvas(80, has_blocks=True), Canvas(80, has_blocks=False)
+BLOCKS, PLAIN = TerminalCanvas(80, has_blocks=True), TerminalCanvas(80, has_blocks=False)
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ BLOCKS, PLAIN = Canvas(80, has_blocks=True), Canvas(80, has_blocks=False)
     ],
 )
 def test_a_bar_is_as_long_as_its_share(share: float, blocks: str, plain: str) -> None:
-    assert BLOCKS.bar(share, 8) == blocks
-    assert PLAIN.bar(share, 8) == plain
+    assert BLOCKS.draw_bar(share, 8) == blocks
+    assert PLAIN.draw_bar(share, 8) == plain
 
 
 def test_a_sparkline_has_a_character_for_each_value() -> None:
     values = [None, 0.0, 1.0, 3.5, 7.0, 9.0]
-    assert BLOCKS.spark(values, most=7.0) == "·▁▂▅██"
-    assert PLAIN.spark(values, most=7.0) == " _.=##"
+    assert BLOCKS.draw_sparkline(values, maximum=7.0) == "·▁▂▅██"
+    assert PLAIN.draw_sparkline(values, maximum=7.0) == " _.=##"
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_what_the_stream_cannot_say_is_drawn_in_ascii(
     encoding: str, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    assert Canvas.of_stdout().has_blocks is blocks
+    assert TerminalCanvas.for_stdout().has_blocks is blocks
 
 
 def test_a_pipe_is_eighty_columns_wide_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert Canvas.of_stdout().columns == 80
+    assert TerminalCanvas.for_stdout().columns == 80
     monkeypatch.setenv("COLUMNS", "41")
-    assert Canvas.of_stdout().columns == 41
+    assert TerminalCanvas.for_stdout().columns == 41

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.activity_document import read_activity
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.activity import read_activity
 from expertctl.engine.moe.usage_profile import read_profile
-from expertctl.schema.validation import problems_of
-from expertctl.settings import human_size, parse_size
-from expertctl.store.quantised_copies import copies_of
-from tests.cli.commands import Commands, expertctl
+from expertctl.schema.validation import find_problems
+from expertctl.settings import format_size, parse_size
+from expertctl.store.quantised_cache import open_quantised_cache
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
@@ -43,7 +43,7 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def learnt(
-    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """A base that answered once in less memory than it takes; its ``moe`` object."""
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
@@ -55,14 +55,14 @@ def learnt(
 
 @pytest.mark.parametrize("command", ["profile show", "profile export", "profile import",
                                      "profile forget", "plan"])  # fmt: skip
-def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+def test_every_command_has_an_example(command: str, expertctl: CommandRunner) -> None:
     text = expertctl("base", *command.split(), "--help").out
     assert f"expertctl base {command}" in text.split("Example")[1]
     assert "--json" in text
 
 
 def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
-    learnt: Any, expertctl: Commands, tmp_path: Path
+    learnt: Any, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     shown = expertctl("base", "profile", "show", "moe", "--json").document
     assert (shown["experts"], shown["used"], len(shown["layers"])) == (32, 4, 4)
@@ -75,15 +75,15 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     assert activity.stat().st_mode & 0o777 == 0o600
     expertctl("base", "profile", "export", "moe", prompts, "--kind", "prompts", "--json")
     documents = {p: json.loads(p.read_bytes()) for p in (activity, prompts)}
-    assert problems_of(documents[activity], "moe-activity") == []
-    assert problems_of(documents[prompts], "moe-profile") == []
+    assert find_problems(documents[activity], "moe-activity") == []
+    assert find_problems(documents[prompts], "moe-profile") == []
     usage = read_profile(prompts.read_bytes(), what="ours")
     found = read_activity(activity.read_bytes(), what="ours")
     assert (usage.model, usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
     assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
     assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
     assert "nothing was learnt" in expertctl("base", "profile", "show", "moe").out
-    expertctl("base", "profile", "export", "moe", activity, code=3)
+    expertctl("base", "profile", "export", "moe", activity, exit_code=3)
     for file in (activity, prompts):
         expertctl("base", "profile", "import", "moe", file)
         again = expertctl("base", "profile", "show", "moe", "--json").document
@@ -92,7 +92,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
 
 
 def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
-    expertctl: Commands, house: House, base_dir: Path, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
     house.bases.add(base_dir)
     asked = {"0": {"activation_counts": {"3": 20, "5": 4}}, "2": {"activation_counts": {"7": 23}}}
@@ -119,14 +119,14 @@ def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
 
 
 def test_counts_that_fade_at_once_are_not_taken_for_what_was_learnt(
-    learnt: Any, expertctl: Commands, tmp_path: Path
+    learnt: Any, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     """Of a thousand million prompts one in fifty million asked for an expert."""
     before = expertctl("base", "profile", "show", "moe", "--json").document
     rare = tmp_path / "rare.json"
     asked = {"0": {"activation_counts": {"3": 20}}}
     rare.write_text(json.dumps({"num_prompts": 10**9, "num_experts": 32, "layers": asked}))
-    said = expertctl("base", "profile", "import", "moe", rare, code=4)
+    said = expertctl("base", "profile", "import", "moe", rare, exit_code=4)
     assert f"{rare} counts no expert often enough" in "".join(said.err.split("\n"))
     assert "hint: nothing was changed; --moe-profile uses the file as it is" in said.err
     assert expertctl("base", "profile", "show", "moe", "--json").document == before
@@ -135,7 +135,7 @@ def test_counts_that_fade_at_once_are_not_taken_for_what_was_learnt(
 
 
 def test_a_base_that_is_whole_is_planned_as_it_is_held(
-    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
     house.bases.add(base_dir)
@@ -152,17 +152,17 @@ def test_a_base_that_is_whole_is_planned_as_it_is_held(
 
 
 def test_a_device_that_is_set_plans_no_processor(
-    expertctl: Commands, house: House, base_dir: Path
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
 ) -> None:
     house.bases.add(base_dir)
     expertctl("config", "set", "device", "cuda")
-    said = expertctl("base", "plan", "moe", code=2)
+    said = expertctl("base", "plan", "moe", exit_code=2)
     assert "base plan computes on the processor alone" in said.err
     assert "hint: " in said.err
 
 
 def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
-    learnt: Any, expertctl: Commands, tmp_path: Path
+    learnt: Any, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert not plan["whole"]
@@ -195,7 +195,7 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-def counts_of(expertctl: Commands, folder: Path) -> list[list[int]]:
+def counts_of(expertctl: CommandRunner, folder: Path) -> list[list[int]]:
     """How often the experts of each layer were asked for, the most asked for first."""
     file = folder / "counts.json"
     expertctl("base", "profile", "export", "moe", file, "--kind", "prompts")
@@ -204,7 +204,7 @@ def counts_of(expertctl: Commands, folder: Path) -> list[list[int]]:
 
 
 def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
-    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
     house.bases.add(base_dir)
@@ -223,7 +223,7 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     for each in after["weightings"]:
         (lane,) = each["lanes"]
         assert lane["used"] - lane["dummy_bytes"] == lane["experts"] * after["block_bytes"]
-    copies = copies_of(house.bases, house.bases.find("moe"))
+    copies = open_quantised_cache(house.bases, house.bases.find("moe"))
     assert copies is not None
     path = copies.path(Scheme.BFLOAT16.value)
     path.write_bytes(path.read_bytes()[:-1])
@@ -232,20 +232,20 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     assert f"{path} is damaged" in "".join(told.err.split("\n")).replace("  ", " ")
 
 
-def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None:
+def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: CommandRunner) -> None:
     lanes = ("--lane", "gpu=10MB", "--lane", "ram=20MB", "--lane", "other=5MB")
     plan = expertctl(
         "base", "plan", "moe", "--memory", BUDGET, *lanes, "--strategy", "hot-even", "--json"
     ).document
     names = [lane["name"] for lane in plan["weightings"][0]["lanes"]]
     assert names == ["gpu", "ram", "other"]
-    said = expertctl("base", "plan", "moe", *lanes, "--lane", "fourth=1MB", code=2)
+    said = expertctl("base", "plan", "moe", *lanes, "--lane", "fourth=1MB", exit_code=2)
     assert "one to 3 lanes" in said.err
-    assert "--lane gpu=6GB" in expertctl("base", "plan", "moe", "--lane", "gpu", code=2).err
-    said = expertctl("base", "plan", "moe", *lanes, "--lane", "gpu=1MB", code=2)
+    assert "--lane gpu=6GB" in expertctl("base", "plan", "moe", "--lane", "gpu", exit_code=2).err
+    said = expertctl("base", "plan", "moe", *lanes, "--lane", "gpu=1MB", exit_code=2)
     assert "--lane gpu is given twice" in said.err
     long = "g" * 20
-    said = expertctl("base", "plan", "moe", "--lane", f"{long}1=1MB", code=2)
+    said = expertctl("base", "plan", "moe", "--lane", f"{long}1=1MB", exit_code=2)
     assert f"--lane {long}…: a name of more than 20 characters" in said.err
     plan = expertctl("base", "plan", "moe", "--lane", f"{long}=1MB", "--json").document
     assert plan["weightings"][0]["lanes"][0]["name"] == long
@@ -255,7 +255,7 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None
 
 
 def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
-    expertctl: Commands, house: House, base_dir: Path
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
 ) -> None:
     house.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
@@ -266,7 +266,7 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     typed = re.search(r"too little: (\d+MB) is the least for a usual text", text)
     assert typed is not None
     assert 0 <= parse_size(typed[1]) - least < 10**6
-    assert human_size(plan["texts_bytes"]) in text
+    assert format_size(plan["texts_bytes"]) in text
     assert "WEIGHTING" not in text
     run = ("run", "hi", "--base", "moe", "--no-experts", "--dtype", "bf16")
     for dtype, size in (("bf16", "10MB"), ("int8", "5MB")):
@@ -274,18 +274,18 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
             "base", "plan", "moe", "--dtype", dtype, "--memory", size, "--json"
         ).document
         assert (plan["dtype"], plan["fits"]) == (dtype, False)
-    size = human_size(plan["planned_bytes"])
-    said = expertctl(*run[:-1], "int8", "--memory-budget", "5MB", code=7).err
+    size = format_size(plan["planned_bytes"])
+    said = expertctl(*run[:-1], "int8", "--memory-budget", "5MB", exit_code=7).err
     assert f"the base moe: {size} needed" in said
     assert "; `expertctl base plan moe` says what a usual text takes" in said
     for memory, fits in ((least - 1, False), (least, True), (typed[1], True), (2 * least, True)):
         plan = expertctl("base", "plan", "moe", "--memory", memory, "--json").document
         assert plan["fits"] is fits
-        expertctl(*run[:-2], "--memory-budget", memory, "--json", code=0 if fits else 7)
+        expertctl(*run[:-2], "--memory-budget", memory, "--json", exit_code=0 if fits else 7)
 
 
 def test_a_base_of_which_nothing_is_known_is_planned_too(
-    expertctl: Commands, house: House, base_dir: Path
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path
 ) -> None:
     house.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
@@ -297,18 +297,18 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
 
 
 def test_a_base_that_is_another_one_now_is_not_planned(
-    expertctl: Commands, house: House, base_dir: Path, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(base_dir, changed)
     house.bases.add(changed, name="moe")
     (changed / "model.safetensors").unlink()
-    said = expertctl("base", "plan", "moe", "--memory", BUDGET, code=4)
+    said = expertctl("base", "plan", "moe", "--memory", BUDGET, exit_code=4)
     assert "model.safetensors" in said.err
 
 
 def test_a_profile_is_written_where_it_was_said(
-    learnt: Any, expertctl: Commands, tmp_path: Path
+    learnt: Any, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     """A pipe stays one, and so does a link; root may replace /dev/stdout."""
     export = ("base", "profile", "export", "moe")
@@ -327,22 +327,22 @@ def test_a_profile_is_written_where_it_was_said(
     assert read_activity((tmp_path / "there.json").read_bytes(), what="there").is_usable
 
 
-def test_a_profile_that_has_no_room_says_so(learnt: Any, expertctl: Commands) -> None:
-    said = expertctl("base", "profile", "export", "moe", "/dev/full", code=7)
+def test_a_profile_that_has_no_room_says_so(learnt: Any, expertctl: CommandRunner) -> None:
+    said = expertctl("base", "profile", "export", "moe", "/dev/full", exit_code=7)
     assert "/dev/full: no space left" in said.err
     assert "hint: free some space, or name a file elsewhere" in said.err
 
 
 def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(
-    learnt: Any, expertctl: Commands
+    learnt: Any, expertctl: CommandRunner
 ) -> None:
-    said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "30", code=2)
+    said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "30", exit_code=2)
     assert "hint: pin fewer experts, or give more memory" in said.err
     assert "--memory-budget" not in said.err
 
 
-def test_wishes_for_routed_experts_have_no_effect_on_a_base_without_any(
-    expertctl: Commands, house: House, shop: Shop, tmp_path: Path
+def test_options_for_routed_experts_have_no_effect_on_a_base_without_any(
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     house.bases.add(shop.base_dir)
     profile = tmp_path / "profile.json"
@@ -358,20 +358,24 @@ def test_wishes_for_routed_experts_have_no_effect_on_a_base_without_any(
 
 
 def test_what_cannot_be_is_refused_with_a_way_out(
-    expertctl: Commands, house: House, base_dir: Path, shop: Shop, tmp_path: Path
+    expertctl: CommandRunner,
+    house: HomeFixture,
+    base_dir: Path,
+    shop: PackageFactory,
+    tmp_path: Path,
 ) -> None:
     house.bases.add(base_dir)
     house.bases.add(shop.base_dir)
-    assert "no routed experts" in expertctl("base", "plan", "tiny-base", code=4).err
-    assert "no routed experts" in expertctl("base", "profile", "show", "tiny-base", code=4).err
-    expertctl("base", "plan", "missing", code=3)
+    assert "no routed experts" in expertctl("base", "plan", "tiny-base", exit_code=4).err
+    assert "no routed experts" in expertctl("base", "profile", "show", "tiny-base", exit_code=4).err
+    expertctl("base", "plan", "missing", exit_code=3)
     other = tmp_path / "other.json"
     other.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
-    assert "of 64 routed" in expertctl("base", "profile", "import", "moe", other, code=4).err
+    assert "of 64 routed" in expertctl("base", "profile", "import", "moe", other, exit_code=4).err
     other.write_text("{")
-    said = expertctl("base", "profile", "import", "moe", other, code=8)
+    said = expertctl("base", "profile", "import", "moe", other, exit_code=8)
     assert "hint: name a profile: `expertctl base profile export`" in said.err
-    expertctl("base", "plan", "moe", "--moe-profile", tmp_path / "gone.json", code=3)
+    expertctl("base", "plan", "moe", "--moe-profile", tmp_path / "gone.json", exit_code=3)
     run = ("run", "hi", "--base", "moe", "--no-experts")
-    assert "50%" in expertctl(*run, "--moe-pin", "half", code=2).err
-    assert "share" in expertctl(*run, "--moe-exchange", "1.5", code=2).err
+    assert "50%" in expertctl(*run, "--moe-pin", "half", exit_code=2).err
+    assert "share" in expertctl(*run, "--moe-exchange", "1.5", exit_code=2).err

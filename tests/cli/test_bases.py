@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Commands, expertctl
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
-from tests.foreign_bases import write_gpt2
-from tests.store.shop import BASE_NAME, House, Shop, fast, house, shop
+from tests.gpt2_base import write_gpt2
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
 
 @pytest.mark.parametrize("command", ["add", "list", "remove"])
-def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+def test_every_command_has_an_example(command: str, expertctl: CommandRunner) -> None:
     text = expertctl("base", command, "--help").out
     assert f"expertctl base {command}" in text.split("Example")[1]
     assert "--json" in text
 
 
-def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Shop) -> None:
+def test_a_base_is_added_and_listed(
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+) -> None:
     assert "base add DIR" in expertctl("base", "list").err
     identity = shop.base.identity
     said = expertctl("base", "add", shop.base_dir)
@@ -54,7 +56,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
 
 
 def test_routed_experts_are_shown_where_a_base_has_some(
-    expertctl: Commands, shop: Shop, tmp_path: Path
+    expertctl: CommandRunner, shop: PackageFactory, tmp_path: Path
 ) -> None:
     moe = write_base(
         tmp_path / "moe",
@@ -85,7 +87,9 @@ def test_routed_experts_are_shown_where_a_base_has_some(
     assert "changed" in expertctl("base", "list").out
 
 
-def test_a_copy_is_named_and_dated(expertctl: Commands, house: House, shop: Shop) -> None:
+def test_a_copy_is_named_and_dated(
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+) -> None:
     words = ("--copy", "--name", "org/base", "--revision", "abc", "--json")
     shown = expertctl("base", "add", shop.base_dir, *words).document
     assert (shown["name"], shown["revision"], shown["copied"]) == ("org/base", "abc", True)
@@ -93,24 +97,28 @@ def test_a_copy_is_named_and_dated(expertctl: Commands, house: House, shop: Shop
 
 
 def test_a_changed_base_is_listed_as_such(
-    expertctl: Commands, house: House, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "base", layers=1, hidden=16, heads=2, kv_heads=1)
     expertctl("base", "add", directory)
     (directory / "tokenizer.json").write_text("{}")
     assert expertctl("base", "list").out.splitlines()[1].split()[-2] == "changed"
-    assert expertctl("doctor", code=1).out.startswith("broken: base: the base base is not what")
+    assert expertctl("doctor", exit_code=1).out.startswith(
+        "broken: base: the base base is not what"
+    )
 
 
-def test_removing_names_who_needs_it(expertctl: Commands, house: House, shop: Shop) -> None:
+def test_removing_names_who_needs_it(
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+) -> None:
     expertctl("base", "add", shop.base_dir)
     expertctl("install", shop.package())
-    said = expertctl("base", "remove", BASE_NAME, code=4)
+    said = expertctl("base", "remove", BASE_NAME, exit_code=4)
     assert "needed by acme/sql@1.0.0" in said.err
     said = expertctl("base", "remove", BASE_NAME, "--force", "--json")
     assert said.document == {"removed": BASE_NAME}
     assert "warning: acme/sql@1.0.0 needs" in said.err
-    expertctl("base", "remove", BASE_NAME, code=3)
+    expertctl("base", "remove", BASE_NAME, exit_code=3)
 
 
 @pytest.mark.parametrize(
@@ -123,19 +131,19 @@ def test_removing_names_who_needs_it(expertctl: Commands, house: House, shop: Sh
     ],
 )
 def test_what_is_no_base_is_told(
-    change: dict[str, object], code: int, text: str, expertctl: Commands, tmp_path: Path
+    change: dict[str, object], code: int, text: str, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "base", layers=1, hidden=16, heads=2, kv_heads=1)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     if not change:
         (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    assert text in expertctl("base", "add", directory, code=code).err
+    assert text in expertctl("base", "add", directory, exit_code=code).err
     assert expertctl("base", "list", "--json").document == {"bases": []}
 
 
 def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
-    expertctl: Commands, house: House, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
 ) -> None:
     said = expertctl("base", "add", write_gpt2(tmp_path / "gpt2"), "--json")
     assert "only `run --engine transformers` runs gpt2" in said.err
@@ -144,12 +152,15 @@ def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
     assert expertctl("base", "list").out.splitlines()[1].split()[-3:-1] == ["transformers", "ok"]
 
 
-def test_a_hub_name_is_told_how_to_get_it(expertctl: Commands) -> None:
-    assert "hf download Qwen/Qwen3-0.6B" in expertctl("base", "add", "Qwen/Qwen3-0.6B", code=3).err
+def test_a_hub_name_is_told_how_to_get_it(expertctl: CommandRunner) -> None:
+    assert (
+        "hf download Qwen/Qwen3-0.6B"
+        in expertctl("base", "add", "Qwen/Qwen3-0.6B", exit_code=3).err
+    )
 
 
-def test_kernels_are_compiled_when_a_base_is_added_with_that_wish(
-    expertctl: Commands, house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_kernels_are_compiled_when_a_base_is_added_with_that_option(
+    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
@@ -158,14 +169,16 @@ def test_kernels_are_compiled_when_a_base_is_added_with_that_wish(
     assert said.document["compiled"] is True
     assert said.err.splitlines()[-1] == "the kernels of `run` and `serve` are compiled"
     assert "the budget is" not in said.err
-    assert house.catalogue.history.jobs() == []
+    assert house.catalogue.history.list_runs() == []
     again = expertctl("run", "x", "--max-tokens", "2", "--base", "base")
     assert "compiling" not in again.err
     assert "compiled" not in expertctl("base", "add", directory, "--json").document
 
 
 @pytest.mark.all
-def test_after_compiling_in_advance_a_server_compiles_nothing(house: House, tmp_path: Path) -> None:
+def test_after_compiling_in_advance_a_server_compiles_nothing(
+    house: HomeFixture, tmp_path: Path
+) -> None:
     """Each step is a process of its own: compiled code belongs to the process."""
     sizes = {"hidden": 48, "intermediate": 80, "head_dim": 16}
     directory = write_base(tmp_path / "base", **sizes)
@@ -181,20 +194,20 @@ def test_after_compiling_in_advance_a_server_compiles_nothing(house: House, tmp_
 
 
 _SERVE = """
-from expertctl.engine.serving.batch_engine import BatchEngine
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.routing.planner import Planner
 from expertctl.settings import load_settings
 
-settings = BatchSettings(base="base", dtype="int8")
-engine = BatchEngine(Planner.open(load_settings()), settings, tell=print)
+settings = EngineConfig(base="base", dtype="int8")
+engine = ServingEngine(Planner.open(load_settings()), settings, tell=print)
 engine.start()
 engine.close()
 """
 
 
 def test_a_base_that_torch_runs_has_no_kernels_to_compile(
-    expertctl: Commands, house: House, shop: Shop
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     said = expertctl("base", "add", shop.base_dir, "--compile", "--json")
     assert said.document["compiled"] is False

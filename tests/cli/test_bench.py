@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.cli.roofline_plot import _number
+from expertctl.cli.plot import _format_number
 from expertctl.engine import bench_subject
-from expertctl.engine.threads import usable_cores
-from tests.cli.commands import Commands, expertctl
+from expertctl.engine.devices import count_usable_cores
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
-TWO = pytest.mark.skipif(usable_cores() < 2, reason="bench has no more threads than cores")
+TWO = pytest.mark.skipif(count_usable_cores() < 2, reason="bench has no more threads than cores")
 QUICK = ("--tokens", 2, "--context", 3, "--prompt-tokens", 4, "--rounds", 1)
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def added(folder: Path, expertctl: Commands) -> Path:
+def added(folder: Path, expertctl: CommandRunner) -> Path:
     """The base added, the LoRA built."""
     expertctl("base", "add", "my-base")
     words = ("-o", "mine.expert", "--base", "my-base", "--name", "acme/mine", "--license", "MIT")
@@ -36,13 +36,13 @@ def added(folder: Path, expertctl: Commands) -> Path:
     return folder
 
 
-def test_it_has_an_example(expertctl: Commands) -> None:
+def test_it_has_an_example(expertctl: CommandRunner) -> None:
     text = expertctl("bench", "--help").out
     assert "expertctl bench --dtype int8 --plot roofline.png" in text.split("Example")[1]
 
 
 def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
-    folder: Path, home: Path, expertctl: Commands
+    folder: Path, home: Path, expertctl: CommandRunner
 ) -> None:
     said = expertctl("bench", "--shape", "my-base", "--dtype", "int4", "--threads", 1, *QUICK)
     lines = said.out.splitlines()
@@ -58,7 +58,7 @@ def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
 
 
 @TWO
-def test_the_document_says_what_was_measured(added: Path, expertctl: Commands) -> None:
+def test_the_document_says_what_was_measured(added: Path, expertctl: CommandRunner) -> None:
     document = expertctl("bench", "--threads", 1, "--threads", 2, "--json", *QUICK).document
     assert document["measured"]["what"] == "base my-base alone"
     assert (document["measured"]["dtype"], document["measured"]["context"]) == ("float32", 3)
@@ -72,7 +72,7 @@ def test_the_document_says_what_was_measured(added: Path, expertctl: Commands) -
     assert document["measured"]["token_bytes"]["experts"] == 0
 
 
-def test_experts_are_measured_with_their_bytes(added: Path, expertctl: Commands) -> None:
+def test_experts_are_measured_with_their_bytes(added: Path, expertctl: CommandRunner) -> None:
     words = ("--base", "my-base", "--expert", "./mine.expert", "--threads", 1)
     said = expertctl("bench", *words, "--json", *QUICK)
     measured = said.document["measured"]
@@ -84,7 +84,7 @@ def test_experts_are_measured_with_their_bytes(added: Path, expertctl: Commands)
 
 
 @TWO
-def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
+def test_the_roofline_is_drawn(folder: Path, expertctl: CommandRunner) -> None:
     words = ("--shape", "my-base", "--threads", 1, "--threads", 2)
     expertctl("bench", *words, "--plot", "roof.png", *QUICK)
     data = (folder / "roof.png").read_bytes()
@@ -114,7 +114,7 @@ def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
     ],
 )
 def test_figures_of_the_picture_are_written_as_people_do(value: float, written: str) -> None:
-    assert _number(value) == written
+    assert _format_number(value) == written
 
 
 @pytest.mark.parametrize(
@@ -133,50 +133,52 @@ def test_figures_of_the_picture_are_written_as_people_do(value: float, written: 
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before(
-    words: list[str], code: int, told: str, folder: Path, expertctl: Commands
+    words: list[str], code: int, told: str, folder: Path, expertctl: CommandRunner
 ) -> None:
-    err = expertctl("bench", *words, code=code).err
+    err = expertctl("bench", *words, exit_code=code).err
     assert told in err
     assert "hint: " in err
 
 
 def test_a_shape_asks_for_no_base_so_the_setting_is_not_looked_up(
-    added: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    added: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_BASE", "gone")
-    assert "the setting base" in expertctl("bench", *QUICK, code=3).err
+    assert "the setting base" in expertctl("bench", *QUICK, exit_code=3).err
     words = ("--shape", "my-base", "--memory-budget", "1MB", *QUICK)
-    assert "needed, but only" in expertctl("bench", *words, code=7).err
+    assert "needed, but only" in expertctl("bench", *words, exit_code=7).err
 
 
 def test_what_the_machine_cannot_hold_now_is_refused_before_anything_is_drawn(
-    folder: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    folder: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_subject, "unused", lambda: 9_000_000_000)
     monkeypatch.setattr(bench_subject, "random_base", None)
     words = ("--shape", "llama-3.1-8b", "--memory-budget", "64GB", *QUICK)
-    err = expertctl("bench", *words, code=7).err
+    err = expertctl("bench", *words, exit_code=7).err
     assert "a base like llama-3.1-8b in bf16: 16." in err
     assert "only 9.0 GB of this machine's memory are unused" in err
     assert "hint: end other programs, or choose a smaller --shape, or --dtype int8 or int4" in err
 
 
-def test_a_base_that_kernels_cannot_run_is_no_subject(folder: Path, expertctl: Commands) -> None:
+def test_a_base_that_kernels_cannot_run_is_no_subject(
+    folder: Path, expertctl: CommandRunner
+) -> None:
     write_base(folder / "odd", head_dim=8)
     expertctl("base", "add", "odd")
-    err = expertctl("bench", "--base", "odd", *QUICK, code=4).err
+    err = expertctl("bench", "--base", "odd", *QUICK, exit_code=4).err
     assert "head_dim is 8, not a multiple of 16" in err
     assert "hint: choose another --base, or a --shape" in err
-    shaped = expertctl("bench", "--shape", "odd", *QUICK, code=4).err
+    shaped = expertctl("bench", "--shape", "odd", *QUICK, exit_code=4).err
     assert "head_dim is 8, not a multiple of 16" in shaped
     assert "hint: choose another --shape: qwen3-0.6b, " in shaped
     assert "transformers" not in err + shaped, "bench knows no such option"
-    quantised = expertctl("bench", "--base", "odd", "--dtype", "int8", *QUICK, code=4).err
+    quantised = expertctl("bench", "--base", "odd", "--dtype", "int8", *QUICK, exit_code=4).err
     assert "transformers" not in quantised
 
 
 def test_that_a_copy_cannot_be_kept_is_told_once(
-    added: Path, home: Path, expertctl: Commands
+    added: Path, home: Path, expertctl: CommandRunner
 ) -> None:
     place = home / "bases" / "my-base" / "quantised"
     place.write_text("in the way")
@@ -186,7 +188,7 @@ def test_that_a_copy_cannot_be_kept_is_told_once(
     assert f"cannot be written ({place}: it is no folder): tried again next time" in said.err
 
 
-def test_a_shape_with_biases_is_measured(folder: Path, expertctl: Commands) -> None:
+def test_a_shape_with_biases_is_measured(folder: Path, expertctl: CommandRunner) -> None:
     write_base(folder / "biased", arch="qwen2", head_dim=16)
     said = expertctl("bench", "--shape", "biased", "--threads", 1, *QUICK)
     assert "random weights in the shape of biased, bfloat16" in said.out

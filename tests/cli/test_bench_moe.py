@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertctl.engine import accelerator
-from expertctl.engine.threads import usable_cores
-from tests.cli.commands import Commands, expertctl
-from tests.engine.test_routed_bench import write_routed
+from expertctl.engine import devices
+from expertctl.engine.devices import count_usable_cores
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.engine.moe.test_routed_bench import write_routed
 from tests.factories import write_base
 
 __all__ = ["expertctl"]
@@ -18,7 +18,7 @@ QUICK = ("--rounds", 2, "--tokens", 8, "--prompt-tokens", 4, "--memory-budget", 
 
 
 @pytest.fixture
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: Commands) -> Path:
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: CommandRunner) -> Path:
     """A folder beside a home with a base of routed experts, and a dense one that is newer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
@@ -27,12 +27,14 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: Commands) 
     return tmp_path
 
 
-def test_it_has_an_example_and_bench_names_it(expertctl: Commands) -> None:
+def test_it_has_an_example_and_bench_names_it(expertctl: CommandRunner) -> None:
     assert "expertctl bench moe --resident 1.0,0.6,0.4" in expertctl("bench", "moe", "--help").out
     assert "moe" in expertctl("bench", "--help").out.split("Commands")[1]
 
 
-def test_the_newest_base_with_routed_experts_is_measured(added: Path, expertctl: Commands) -> None:
+def test_the_newest_base_with_routed_experts_is_measured(
+    added: Path, expertctl: CommandRunner
+) -> None:
     lines = expertctl("bench", "moe", "--resident", "1.0,0.5", *QUICK).out.splitlines()
     assert lines[:2] == [
         "base routed, float32",
@@ -47,7 +49,7 @@ def test_the_newest_base_with_routed_experts_is_measured(added: Path, expertctl:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_document_has_a_row_for_each_way(added: Path, expertctl: Commands) -> None:
+def test_the_document_has_a_row_for_each_way(added: Path, expertctl: CommandRunner) -> None:
     words = ("--resident", "0.5,1", "--moe-miss", "exact", "--prompt", "Sort these: 3, 1")
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     assert document["name"] == "bench moe"
@@ -63,7 +65,7 @@ def test_the_document_has_a_row_for_each_way(added: Path, expertctl: Commands) -
     assert all(0 <= rate <= 1 for row in half["timeline"]["hit_rates"] for rate in row)
 
 
-def test_hit_rates_are_drawn(added: Path, expertctl: Commands) -> None:
+def test_hit_rates_are_drawn(added: Path, expertctl: CommandRunner) -> None:
     words = ("--resident", "0.75,0.5")
     expertctl("bench", "moe", *words, "--plot", "hits.png", *QUICK)
     data = (added / "hits.png").read_bytes()
@@ -76,7 +78,7 @@ def test_hit_rates_are_drawn(added: Path, expertctl: Commands) -> None:
     assert "tokens written; the figures are of what lies right of the line" in drawn
 
 
-def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) -> None:
+def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRunner) -> None:
     counts = {"activation_counts": {"6": 9, "7": 8}}
     profile = {"num_prompts": 9, "num_experts": 8, "layers": {"0": counts, "2": counts}}
     (added / "profile.json").write_text(json.dumps(profile))
@@ -113,14 +115,14 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) 
         (["--memory-budget", "100KB"], 7, "the budget of 100 kB"),
         (["--plot", "hits.gif"], 2, "no picture ends so"),
         (["--plot", "hits.png", "--resident", "1"], 2, "with all resident none is"),
-        (["--threads", str(usable_cores() + 1)], 2, "can be used here"),
+        (["--threads", str(count_usable_cores() + 1)], 2, "can be used here"),
         (["--prompt-tokens", "600"], 2, "longer than the 512 that the base reads"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(
-    words: list[str], code: int, told: str, added: Path, expertctl: Commands
+    words: list[str], code: int, told: str, added: Path, expertctl: CommandRunner
 ) -> None:
-    err = expertctl("bench", "moe", *words, code=code).err
+    err = expertctl("bench", "moe", *words, exit_code=code).err
     assert told in err
     assert "hint: " in err
 
@@ -138,25 +140,25 @@ def test_a_device_is_refused_as_run_does(
     code: int,
     told: str,
     added: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: code != 3)
-    err = expertctl("bench", "moe", "--device", "cuda", *words, code=code).err
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: code != 3)
+    err = expertctl("bench", "moe", "--device", "cuda", *words, exit_code=code).err
     assert told in err
     assert "hint: " in err
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: False)
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: False)
     monkeypatch.setenv("EXPERT_DEVICE", "cuda")
-    assert "CUDA" in expertctl("bench", "moe", code=3).err
+    assert "CUDA" in expertctl("bench", "moe", exit_code=3).err
 
 
 def test_it_is_told_what_computed(
-    added: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    added: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processor stands in the place of a device."""
-    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(devices, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(devices, "find_free_bytes", lambda: 1 << 30)
     words = ("--resident", "0.5", "--moe-miss", "exact", "--device", "auto")
     assert "on cpu" in expertctl("bench", "moe", *words, *QUICK).out.splitlines()
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
@@ -165,10 +167,10 @@ def test_it_is_told_what_computed(
 
 
 def test_without_a_base_of_routed_experts_there_is_a_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: Commands
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: CommandRunner
 ) -> None:
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     expertctl("base", "add", write_base(tmp_path / "dense", head_dim=16))
-    err = expertctl("bench", "moe", code=3).err
+    err = expertctl("bench", "moe", exit_code=3).err
     assert "no base of this home has routed experts" in err
     assert "expertctl base add DIR" in err

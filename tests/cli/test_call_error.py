@@ -3,8 +3,8 @@
 import pytest
 
 from expertctl.cli.app import COMMANDS
-from expertctl.cli.call_error import OTHER_NAMES, unknown_command
-from tests.cli.commands import Commands, expertctl
+from expertctl.cli.suggestions import COMMAND_SYNONYMS, build_unknown_command_error
+from tests.cli.command_runner import CommandRunner, expertctl
 
 __all__ = ["expertctl"]
 
@@ -35,22 +35,22 @@ __all__ = ["expertctl"]
     ],
 )
 def test_a_slip_is_told_in_our_words_and_as_json(
-    call: str, message: str, hint: str, expertctl: Commands
+    call: str, message: str, hint: str, expertctl: CommandRunner
 ) -> None:
-    said = expertctl(*call.split(" "), "--json", code=2)
+    said = expertctl(*call.split(" "), "--json", exit_code=2)
     error = said.document["error"]
     assert (error["code"], error["message"]) == ("usage", message)
     assert hint in error["hint"]
     assert said.err == f"error: {message}\n\nhint: {error['hint']}\n"
 
 
-def test_an_option_without_its_value_is_named_with_the_command(expertctl: Commands) -> None:
-    said = expertctl("run", "x", "--expert", code=2).err
+def test_an_option_without_its_value_is_named_with_the_command(expertctl: CommandRunner) -> None:
+    said = expertctl("run", "x", "--expert", exit_code=2).err
     assert said == "error: --expert needs a value\n\nhint: see `expertctl run --help`\n"
 
 
 def test_what_other_tools_call_a_command_leads_to_one_that_exists() -> None:
-    for name, meant in OTHER_NAMES.items():
+    for name, meant in COMMAND_SYNONYMS.items():
         assert name not in COMMANDS
         assert meant.split(" ")[0] in {*COMMANDS, "--version", "--help"}
-        assert f"`expertctl {meant}`" in unknown_command(name, list(COMMANDS)).hint
+        assert f"`expertctl {meant}`" in build_unknown_command_error(name, list(COMMANDS)).hint

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from expertctl.package.write import write_package
-from tests.cli.commands import Commands, expertctl
-from tests.install.liar import Liar, lying
-from tests.registry_server.publishing.parcels import Parcel, Template, make_template
-from tests.store.shop import House, a_key
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.hostile_registry import HostileRegistry, run_hostile_registry
+from tests.registry_server.publishing.package_fixtures import (
+    InMemoryPackage,
+    PackageTemplate,
+    build_template,
+)
+from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
@@ -25,65 +29,69 @@ REF = "acme/one@1.0.0"
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return make_template(tmp_path_factory.mktemp("template"))
+def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
+    return build_template(tmp_path_factory.mktemp("template"))
 
 
-def version(template: Template, text: str, number: str = "1.0.0", key: str = "acme") -> Parcel:
-    return template.parcel("acme/one", number, key=a_key(key), files={"README.md": text.encode()})
+def version(
+    template: PackageTemplate, text: str, number: str = "1.0.0", key: str = "acme"
+) -> InMemoryPackage:
+    return template.make_package(
+        "acme/one", number, key=make_key(key), files={"README.md": text.encode()}
+    )
 
 
-def written(file: Path, parcel: Parcel) -> Path:
+def written(file: Path, parcel: InMemoryPackage) -> Path:
     write_package(file, parcel.layout, lambda digest: BytesIO(parcel.blobs[digest]))
     return file
 
 
 @dataclass(frozen=True)
-class Scene:
+class ChangedVersionScene:
     """A registry with one version, and a home in whose project that version is wanted."""
 
-    liar: Liar
-    before: Parcel
-    after: Parcel
-    house: House
-    expertctl: Commands
-    template: Template
+    liar: HostileRegistry
+    before: InMemoryPackage
+    after: InMemoryPackage
+    house: HomeFixture
+    expertctl: CommandRunner
+    template: PackageTemplate
 
     def refuses(self, *words: str) -> str:
         """A command ends with 5, tells both contents with who signed each, and changes nothing."""
-        experts = self.house.store.experts()
-        said = self.expertctl(*words, "--json", code=TRUST)
+        experts = self.house.store.list_experts()
+        said = self.expertctl(*words, "--json", exit_code=TRUST)
         error = json.loads(said.out)["error"]
         assert error["code"] == "changed"
         for parcel in (self.before, self.after):
             assert str(parcel.content_digest) in error["message"]
-        assert f"signed by {a_key('acme').public.key_id}" in error["message"]
+        assert f"signed by {make_key('acme').public.key_id}" in error["message"]
         assert f"{ACCEPT} {REF}" in error["hint"]
-        assert self.house.store.experts() == experts
+        assert self.house.store.list_experts() == experts
         return str(error["message"])
 
     def content(self) -> list[str]:
-        return [str(expert.content_digest) for expert in self.house.store.experts()]
+        return [str(expert.content_digest) for expert in self.house.store.list_experts()]
 
 
 @pytest.fixture
 def scene(
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     tmp_path: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Scene]:
+) -> Iterator[ChangedVersionScene]:
     before, after = version(template, "first"), version(template, "second")
-    with lying(before) as liar:
-        house = House(home)
+    with run_hostile_registry(before) as liar:
+        house = HomeFixture(home)
         house.trust.add_registry(liar.known)
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
         monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         Path("experts.toml").write_text('[experts]\n"acme/one" = "1.0.0"\n')
-        yield Scene(liar, before, after, house, expertctl, template)
+        yield ChangedVersionScene(liar, before, after, house, expertctl, template)
 
 
 @pytest.mark.parametrize(
@@ -92,55 +100,63 @@ def scene(
      ["lock"]],
     ids=" ".join,
 )  # fmt: skip
-def test_an_installed_version_that_changed_is_refused(scene: Scene, words: list[str]) -> None:
+def test_an_installed_version_that_changed_is_refused(
+    scene: ChangedVersionScene, words: list[str]
+) -> None:
     scene.expertctl("install")
     scene.liar.publish(scene.after)
     assert "what is installed has" in scene.refuses(*words)
 
 
-def test_outdated_and_doctor_report_a_changed_version(scene: Scene) -> None:
+def test_outdated_and_doctor_report_a_changed_version(scene: ChangedVersionScene) -> None:
     scene.expertctl("install")
     scene.liar.publish(scene.after)
-    [entry] = json.loads(scene.expertctl("outdated", "--json", code=TRUST).out)["experts"]
+    [entry] = json.loads(scene.expertctl("outdated", "--json", exit_code=TRUST).out)["experts"]
     assert entry["changed"]
     [notice] = entry["notices"]
     digests = {content["content_digest"] for content in notice["contents"]}
     assert digests == {str(p.content_digest) for p in (scene.before, scene.after)}
-    said = scene.expertctl("doctor", "--online", code=TRUST)
+    said = scene.expertctl("doctor", "--online", exit_code=TRUST)
     assert f"broken: {REF}: it has another content than before" in said.out
 
 
-def test_a_changed_version_replaces_the_installed_one_when_it_is_accepted(scene: Scene) -> None:
+def test_a_changed_version_replaces_the_installed_one_when_it_is_accepted(
+    scene: ChangedVersionScene,
+) -> None:
     scene.expertctl("install")
     scene.liar.publish(scene.after)
     said = scene.expertctl("install", ACCEPT, REF)
     assert f"replaced: {REF}" in said.out
     assert scene.content() == [str(scene.after.content_digest)]
-    scene.house.check()
+    scene.house.check_integrity()
     assert str(scene.after.content_digest) in Path("expert.lock").read_text()
     for words in (["install"], ["install", "--locked"], ["update"], ["doctor", "--online"]):
         scene.expertctl(*words)
 
 
-def test_only_the_version_that_is_named_is_accepted(scene: Scene) -> None:
+def test_only_the_version_that_is_named_is_accepted(scene: ChangedVersionScene) -> None:
     scene.expertctl("install")
     scene.liar.publish(scene.after)
     scene.refuses("install", ACCEPT, "acme/one@1.0.1")
     digest = f"acme/one@{scene.after.package_digest}"
     for text in ("acme/one", "acme/one@^1", f"{scene.liar.host}/{REF}", digest):
-        assert "one exact version" in scene.expertctl("install", ACCEPT, text, code=USAGE).err
+        assert "one exact version" in scene.expertctl("install", ACCEPT, text, exit_code=USAGE).err
 
 
-def test_what_is_accepted_must_still_be_signed_by_a_key_that_counts(scene: Scene) -> None:
+def test_what_is_accepted_must_still_be_signed_by_a_key_that_counts(
+    scene: ChangedVersionScene,
+) -> None:
     scene.expertctl("install")
     scene.liar.publish(version(scene.template, "second", key="mallory"))
     scene.liar.signers[REF] = "mallory"
-    before = scene.house.files()
-    scene.expertctl("install", ACCEPT, REF, code=TRUST)
-    assert scene.house.files() == before
+    before = scene.house.read_files()
+    scene.expertctl("install", ACCEPT, REF, exit_code=TRUST)
+    assert scene.house.read_files() == before
 
 
-def test_a_version_that_is_only_remembered_from_an_index_is_refused(scene: Scene) -> None:
+def test_a_version_that_is_only_remembered_from_an_index_is_refused(
+    scene: ChangedVersionScene,
+) -> None:
     scene.expertctl("lock")
     Path("expert.lock").unlink()
     scene.liar.publish(scene.after)
@@ -152,11 +168,13 @@ def test_a_version_that_is_only_remembered_from_an_index_is_refused(scene: Scene
     scene.expertctl("install")
 
 
-def test_a_version_that_vanished_and_came_back_as_another_is_refused(scene: Scene) -> None:
+def test_a_version_that_vanished_and_came_back_as_another_is_refused(
+    scene: ChangedVersionScene,
+) -> None:
     scene.expertctl("lock")
     Path("expert.lock").unlink()
     scene.liar.publish(version(scene.template, "other", "0.9.0"))
-    scene.expertctl("lock", code=3)
+    scene.expertctl("lock", exit_code=3)
     scene.liar.publish(scene.after)
     scene.refuses("install")
     scene.liar.publish(scene.before)
@@ -170,15 +188,15 @@ def test_a_version_that_vanished_and_came_back_as_another_is_refused(scene: Scen
     ids=" ".join,
 )  # fmt: skip
 def test_a_lock_file_on_a_fresh_machine_is_not_overruled(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    scene: ChangedVersionScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     scene.expertctl("lock")
     lock = Path("expert.lock").read_text()
     scene.liar.publish(scene.after)
-    fresh = House(tmp_path / "second-home")
+    fresh = HomeFixture(tmp_path / "second-home")
     fresh.trust.add_registry(scene.liar.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
-    said = scene.expertctl(*words, "--json", code=TRUST)
+    said = scene.expertctl(*words, "--json", exit_code=TRUST)
     error = json.loads(said.out)["error"]
     assert f"expert.lock has {scene.before.content_digest}" in error["message"]
     assert f"{scene.liar.host} has {scene.after.content_digest} (signed by" in error["message"]
@@ -187,20 +205,20 @@ def test_a_lock_file_on_a_fresh_machine_is_not_overruled(
     assert fresh.refs() == []
     scene.expertctl("lock", ACCEPT, REF)
     scene.expertctl("install", "--locked")
-    assert [e.content_digest for e in fresh.store.experts()] == [scene.after.content_digest]
+    assert [e.content_digest for e in fresh.store.list_experts()] == [scene.after.content_digest]
 
 
 def test_saving_another_expert_does_not_overrule_the_lock_file(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: ChangedVersionScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.expertctl("lock")
     lock = Path("expert.lock").read_text()
-    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
     scene.liar.publish(scene.after, other)
-    fresh = House(tmp_path / "second-home")
+    fresh = HomeFixture(tmp_path / "second-home")
     fresh.trust.add_registry(scene.liar.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
-    said = scene.expertctl("install", "acme/two", "--save", code=TRUST)
+    said = scene.expertctl("install", "acme/two", "--save", exit_code=TRUST)
     assert f"expert.lock has {scene.before.content_digest}" in said.err
     assert Path("expert.lock").read_text() == lock
     assert "acme/two" not in Path("experts.toml").read_text()
@@ -209,14 +227,16 @@ def test_saving_another_expert_does_not_overrule_the_lock_file(
     assert str(scene.after.content_digest) in Path("expert.lock").read_text()
 
 
-def test_update_to_another_version_does_not_look_at_what_was_locked(scene: Scene) -> None:
+def test_update_to_another_version_does_not_look_at_what_was_locked(
+    scene: ChangedVersionScene,
+) -> None:
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("lock")
     scene.liar.publish(scene.after, version(scene.template, "next", "1.1.0"))
     assert "~ acme/one@1.0.0 -> 1.1.0" in scene.expertctl("update").out
 
 
-def test_a_locked_range_does_not_drift_to_another_version(scene: Scene) -> None:
+def test_a_locked_range_does_not_drift_to_another_version(scene: ChangedVersionScene) -> None:
     """What was locked changed; the next version would fit, and is not taken silently."""
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("lock")
@@ -225,7 +245,7 @@ def test_a_locked_range_does_not_drift_to_another_version(scene: Scene) -> None:
 
 
 def test_update_goes_on_to_a_version_that_never_changed_and_warns_of_the_other(
-    scene: Scene,
+    scene: ChangedVersionScene,
 ) -> None:
     Path("experts.toml").write_text('[experts]\n"acme/one" = "^1"\n')
     scene.expertctl("install")
@@ -235,7 +255,9 @@ def test_update_goes_on_to_a_version_that_never_changed_and_warns_of_the_other(
     assert f"warning: {REF} has another content than before" in said.err
 
 
-def test_a_file_does_not_change_an_installed_version(scene: Scene, tmp_path: Path) -> None:
+def test_a_file_does_not_change_an_installed_version(
+    scene: ChangedVersionScene, tmp_path: Path
+) -> None:
     scene.expertctl("install")
     file = written(tmp_path / "one.expert", scene.after)
     scene.refuses("install", str(file))
@@ -245,73 +267,79 @@ def test_a_file_does_not_change_an_installed_version(scene: Scene, tmp_path: Pat
 
 @pytest.mark.parametrize("form", ["a file", "a file beside a reference", "a set"])
 def test_a_file_does_not_overrule_the_lock_file_on_a_fresh_machine(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    scene: ChangedVersionScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
     scene.liar.publish(scene.before, other)
     scene.expertctl("lock")
-    fresh = House(tmp_path / "second-home").trusting("acme")
+    fresh = HomeFixture(tmp_path / "second-home").trust_keys("acme")
     fresh.trust.add_registry(scene.liar.known)
     monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
     file = written(tmp_path / "one.expert", scene.after)
     words = ["import" if form == "a set" else "install", str(file)]
     words += ["acme/two"] if form == "a file beside a reference" else []
     if form == "a set":
-        elsewhere = House(tmp_path / "third-home").trusting("acme")
+        elsewhere = HomeFixture(tmp_path / "third-home").trust_keys("acme")
         elsewhere.install(file)
         monkeypatch.setenv("EXPERT_HOME", str(elsewhere.home.root))
         scene.expertctl("export", "acme/one", "-o", tmp_path / "one.experts")
         monkeypatch.setenv("EXPERT_HOME", str(fresh.home.root))
         words = ["import", str(tmp_path / "one.experts")]
-    error = json.loads(scene.expertctl(*words, "--json", code=TRUST).out)["error"]
+    error = json.loads(scene.expertctl(*words, "--json", exit_code=TRUST).out)["error"]
     assert error["code"] == "changed"
     assert f"expert.lock has {scene.before.content_digest}" in error["message"]
-    signed = f"the file has {scene.after.content_digest} (signed by {a_key('acme').public.key_id})"
+    signed = (
+        f"the file has {scene.after.content_digest} (signed by {make_key('acme').public.key_id})"
+    )
     assert signed in error["message"]
     assert f"{ACCEPT} {REF}" in error["hint"]
     assert fresh.refs() == []
-    scene.expertctl(*words, ACCEPT, "acme/one@1.0.1", code=TRUST)
+    scene.expertctl(*words, ACCEPT, "acme/one@1.0.1", exit_code=TRUST)
     scene.expertctl(*words, ACCEPT, REF)
-    assert scene.after.content_digest in [e.content_digest for e in fresh.store.experts()]
+    assert scene.after.content_digest in [e.content_digest for e in fresh.store.list_experts()]
 
 
-def test_a_file_with_the_locked_content_is_installed(scene: Scene, tmp_path: Path) -> None:
+def test_a_file_with_the_locked_content_is_installed(
+    scene: ChangedVersionScene, tmp_path: Path
+) -> None:
     scene.expertctl("lock")
-    scene.house.trusting("acme")
+    scene.house.trust_keys("acme")
     scene.expertctl("install", written(tmp_path / "one.expert", scene.before))
     assert scene.content() == [str(scene.before.content_digest)]
 
 
-def test_an_accepted_replacement_is_taken_back_when_another_package_fails(scene: Scene) -> None:
+def test_an_accepted_replacement_is_taken_back_when_another_package_fails(
+    scene: ChangedVersionScene,
+) -> None:
     scene.expertctl("install")
-    other = scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))
+    other = scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))
     scene.liar.publish(scene.after, other)
     obstacle = next((scene.house.home.store / "refs").glob("*/acme")) / "two"
     obstacle.write_text("in the way of the folder of acme/two")
-    before = scene.house.files()
+    before = scene.house.read_files()
     for refs in (["acme/one", "acme/two"], ["acme/two", "acme/one"]):
-        scene.expertctl("install", *refs, ACCEPT, REF, code=1)
-        assert scene.house.files() == before
+        scene.expertctl("install", *refs, ACCEPT, REF, exit_code=1)
+        assert scene.house.read_files() == before
         scene.house.store.check_integrity()
     obstacle.unlink()
     scene.expertctl("install", "acme/one", "acme/two", ACCEPT, REF)
     assert scene.content() == [str(scene.after.content_digest), str(other.content_digest)]
-    scene.house.check()
-    assert scene.house.store.garbage().blobs == ()
+    scene.house.check_integrity()
+    assert scene.house.store.find_garbage().blobs == ()
 
 
 def test_a_replacement_by_a_file_is_taken_back_with_its_signature(
-    scene: Scene, tmp_path: Path
+    scene: ChangedVersionScene, tmp_path: Path
 ) -> None:
     """The version came from a registry, and stays from there."""
     scene.expertctl("install")
-    scene.house.trusting("acme")
-    parcels = [scene.after, scene.template.parcel("acme/two", "1.0.0", key=a_key("acme"))]
+    scene.house.trust_keys("acme")
+    parcels = [scene.after, scene.template.make_package("acme/two", "1.0.0", key=make_key("acme"))]
     files = [written(tmp_path / f"{number}.expert", p) for number, p in enumerate(parcels)]
     obstacle = scene.house.home.store / "refs" / "local" / "acme" / "two"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way of the folder of acme/two")
-    before, experts = scene.house.files(), scene.house.store.experts()
-    scene.expertctl("install", *files, ACCEPT, REF, code=1)
-    assert scene.house.files() == before
-    assert scene.house.store.experts() == experts
+    before, experts = scene.house.read_files(), scene.house.store.list_experts()
+    scene.expertctl("install", *files, ACCEPT, REF, exit_code=1)
+    assert scene.house.read_files() == before
+    assert scene.house.store.list_experts() == experts

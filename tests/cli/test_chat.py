@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from expertctl.routing.planner import Planned, Planner
-from expertctl.schema.validation import problems_of
-from tests.cli.piping import Stdin, stdin
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.schema.validation import find_problems
+from tests.cli.command_runner import ReplacedStdin, stdin
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workshop
 from tests.factories import write_base, write_lora
-from tests.foreign_bases import write_gpt2
+from tests.gpt2_base import write_gpt2
 
 __all__ = ["expertctl", "stdin", "workshop"]
 
@@ -34,12 +34,12 @@ def turns(expertctl: Expertctl, *words: Any, said: str, code: int = 0) -> list[d
     found: list[dict[str, Any]] = outcome.document["turns"]
     for turn in found:
         run = {key: value for key, value in turn.items() if key != "prompt"}
-        assert "error" in run or problems_of(run, "run") == []
+        assert "error" in run or find_problems(run, "run") == []
     return found
 
 
 def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     documents = turns(expertctl, said=f"{PROMPT}\n\n{OTHER}\n")
     outcome = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n/plan\n/help\n".encode())
@@ -54,7 +54,7 @@ def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
 
 
 def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
-    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     stdin.pipe(b"41, 17\n")
     document = expertctl("chat", *PROMPT.split(" "), "--json", *QUIET).document
@@ -69,7 +69,11 @@ def test_a_first_message_may_be_an_argument_with_piped_text_behind_it(
 
 @pytest.mark.parametrize(("words", "data"), [([""], b"41, 17\n"), ([" "], b""), (["-"], b"\n")])
 def test_an_empty_first_message_is_refused_and_what_is_piped_is_not_lost(
-    words: list[str], data: bytes, workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+    words: list[str],
+    data: bytes,
+    workshop: RunWorkspace,
+    expertctl: Expertctl,
+    stdin: ReplacedStdin,
 ) -> None:
     stdin.pipe(data)
     outcome = expertctl("chat", *words, *QUIET)
@@ -78,7 +82,7 @@ def test_an_empty_first_message_is_refused_and_what_is_piped_is_not_lost(
 
 
 def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
-    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     for given in (stdin.closed, lambda: stdin.file(Path("/dev/null"))):
         given()
@@ -87,7 +91,7 @@ def test_a_first_message_beside_a_stdin_that_is_no_pipe_is_the_only_one(
 
 
 def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     first, second = turns(expertctl, said=f"{PROMPT}\n{OTHER}\n")
     assert first["cache"]["kv_reused_tokens"] == 0
@@ -101,7 +105,7 @@ def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
 
 
 def test_experts_are_changed_within_a_chat_and_that_is_said(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = f"{OTHER}\n/experts acme/sorting:0.5\n{OTHER}\n/experts auto\n/reset\n{OTHER}\n"
     found = turns(expertctl, said=script)
@@ -114,7 +118,7 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
 
 
 def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"{PROMPT}\nWhy is the sky blue in the morning?\nAnd now?\n"
     plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
@@ -125,7 +129,7 @@ def test_a_message_that_suits_nobody_is_answered_by_the_base_again(
 
 
 def test_the_base_answers_alone_until_experts_are_wanted_again(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"{PROMPT}\n/experts none\n{PROMPT}\nAnd now?\n/experts auto\n{PROMPT}\n"
     plans = [turn["plan"]["experts"] for turn in turns(expertctl, said=said)]
@@ -135,7 +139,7 @@ def test_the_base_answers_alone_until_experts_are_wanted_again(
 
 
 def test_experts_are_listed_with_those_that_answer_marked(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = f"/experts\n{PROMPT}\n/experts\n"
     lines = expertctl("chat", *QUIET, stdin=said.encode()).err.splitlines()
@@ -144,7 +148,7 @@ def test_experts_are_listed_with_those_that_answer_marked(
 
 
 def test_experts_are_listed_for_a_base_that_a_chat_can_use(
-    workshop: Workshop, expertctl: Expertctl, tmp_path: Path
+    workshop: RunWorkspace, expertctl: Expertctl, tmp_path: Path
 ) -> None:
     assert expertctl("base", "add", write_gpt2(tmp_path / "gpt2")).code == 0
     told = expertctl("chat", *QUIET, stdin=b"/experts\n").err
@@ -153,7 +157,7 @@ def test_experts_are_listed_for_a_base_that_a_chat_can_use(
 
 
 def test_a_plan_is_shown_and_saved_and_answers_again(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     saved = workshop.folder / "plan.json"
     script = f"/plan\n{PROMPT}\n/plan\n/plan {saved}\n/plan {workshop.folder}/no/where\n"
@@ -182,7 +186,7 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
     ],
 )
 def test_what_goes_wrong_is_said_and_the_chat_goes_on(
-    line: str, code: int, said: str, workshop: Workshop, expertctl: Expertctl
+    line: str, code: int, said: str, workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     failed, answered = turns(expertctl, said=f"{line}\n{PROMPT}\n", code=code)
     assert said in failed["error"]["message"]
@@ -193,7 +197,9 @@ def test_what_goes_wrong_is_said_and_the_chat_goes_on(
     assert outcome.out.strip() == answered["text"].strip()
 
 
-def test_blocks_and_commands_in_them_are_messages(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_blocks_and_commands_in_them_are_messages(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
     script = '"""\nfirst\n\n/exit\n"""\none\\\ntwo\n/exit\nnever\n'
     assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [
         "first\n\n/exit",
@@ -203,21 +209,21 @@ def test_blocks_and_commands_in_them_are_messages(workshop: Workshop, expertctl:
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "  /quit "])
 def test_a_word_leaves_but_not_as_a_message(
-    word: str, workshop: Workshop, expertctl: Expertctl
+    word: str, workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = f'"""{word}"""\n{word}\nnever\n'
     assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [word]
 
 
 def test_input_that_ends_too_early_or_is_no_text_is_refused(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     assert expertctl("chat", *QUIET, stdin=b'"""\nno end').code == 2
     outcome = expertctl("chat", "--json", *QUIET, stdin=b"\xff\n")
     assert (outcome.code, outcome.document["turns"][0]["error"]["code"]) == (8, "invalid_package")
 
 
-def test_options_hold_for_every_turn(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_options_hold_for_every_turn(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     body = workshop.folder / "body.txt"
     body.write_text("41, 7, 23")
     script = "one\ntwo\n"
@@ -248,7 +254,7 @@ def test_options_hold_for_every_turn(workshop: Workshop, expertctl: Expertctl) -
 
 
 def test_truncate_leaves_the_oldest_turns_out_and_says_so(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     script = "".join(f"{letter * 150}\n" for letter in "abcd")
     cut = turns(expertctl, "--truncate", said=script)
@@ -259,7 +265,7 @@ def test_truncate_leaves_the_oldest_turns_out_and_says_so(
 
 
 def test_a_warning_is_said_once_and_stays_in_the_documents(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     lora = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
     path = workshop.folder / "other.expert"
@@ -272,13 +278,13 @@ def test_a_warning_is_said_once_and_stays_in_the_documents(
         assert any("is unsigned" in warning for warning in turn["warnings"])
 
 
-def test_stats_show_every_figure_of_a_turn(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_stats_show_every_figure_of_a_turn(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     err = expertctl("chat", "--stats", *QUIET, stdin=b"x\n").err
     assert "kv_reused_tokens 0" in err
     assert "plan sha256:" in err
 
 
-class Terminal:
+class ChatTerminal:
     """A chat at a terminal of its own, in another process."""
 
     def __init__(self, *words: str) -> None:
@@ -339,13 +345,13 @@ def talkative(tmp_path: Path, expertctl: Expertctl) -> None:
 
 
 @pytest.fixture
-def terminal(talkative: None) -> Iterator[Terminal]:
-    terminal = Terminal("--greedy", "--max-tokens", "40000")
+def terminal(talkative: None) -> Iterator[ChatTerminal]:
+    terminal = ChatTerminal("--greedy", "--max-tokens", "40000")
     yield terminal
     terminal.close()
 
 
-def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: Terminal) -> None:
+def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: ChatTerminal) -> None:
     terminal.wait_for("> ")
     terminal.type("tell me\n")
     terminal.wait_for("tell me")
@@ -362,7 +368,7 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: Termin
     assert terminal.process.wait(30) == 0
 
 
-def test_lines_are_edited_recalled_and_continued(terminal: Terminal) -> None:
+def test_lines_are_edited_recalled_and_continued(terminal: ChatTerminal) -> None:
     terminal.wait_for("/help shows what else can be said")
     terminal.wait_for("> ")
     terminal.type("/hexx\x7f\x7flp\n")
@@ -417,17 +423,17 @@ class Typist:
 
 
 def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninterrupted = expertctl("run", PROMPT, *QUIET)
-    plan, pressed = Planner.plan_from, iter([True, False])
+    plan, pressed = Planner.plan_with_inventory, iter([True, False])
 
-    def press(self: Planner, *asked: Any, **options: Any) -> Planned:
+    def press(self: Planner, *asked: Any, **options: Any) -> PlannedPrompt:
         if next(pressed):
             signal.raise_signal(signal.SIGINT)
         return plan(self, *asked, **options)
 
-    monkeypatch.setattr(Planner, "plan_from", press)
+    monkeypatch.setattr(Planner, "plan_with_inventory", press)
     monkeypatch.setattr(sys, "stdin", Typist("one\n", f"{PROMPT}\n"))
     outcome = expertctl("chat", *QUIET)
     assert outcome.code == 0
@@ -436,20 +442,20 @@ def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
 
 
 def test_ctrl_c_twice_in_an_answer_is_the_end(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def press(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Planner, "plan_from", press)
+    monkeypatch.setattr(Planner, "plan_with_inventory", press)
     monkeypatch.setattr(sys, "stdin", Typist("one\n"))
     assert expertctl("chat", *QUIET).code == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_with_json_a_chat_that_fails_whole_is_one_document(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Typist("/help\n", MemoryError))
     outcome = expertctl("chat", "--json", *QUIET)
@@ -458,7 +464,7 @@ def test_with_json_a_chat_that_fails_whole_is_one_document(
 
 
 def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = KeyboardInterrupt
     monkeypatch.setattr(sys, "stdin", Typist(key, "/nonsense\n", key, '"""\n'))
@@ -472,7 +478,7 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
     assert (outcome.code, "no command" in outcome.err) == (0, False)
 
 
-def test_an_answer_of_a_chat_is_judged_in_it(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_an_answer_of_a_chat_is_judged_in_it(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     script = f"{PROMPT}\n/feedback good\n/feedback bad\n"
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
     assert " was good\n  acme/sorting@1.2.0: success at default 0.60, before unknown\n" in told
@@ -491,7 +497,7 @@ def test_an_answer_of_a_chat_is_judged_in_it(workshop: Workshop, expertctl: Expe
     ],
 )
 def test_a_judgement_that_is_none_is_refused(
-    script: str, code: int, told: str, workshop: Workshop, expertctl: Expertctl
+    script: str, code: int, told: str, workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("chat", *QUIET, stdin=script.encode())
     assert outcome.code == code

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.cli.chat_input import FURTHER, PROMPT, QUOTES, Said, line_reader, next_said
+from expertctl.cli.prompt_input import (
+    BLOCK_QUOTES,
+    CONTINUATION_PROMPT,
+    PRIMARY_PROMPT,
+    ChatInput,
+    make_line_reader,
+    read_chat_input,
+)
 from expertctl.errors import InvalidPackageError, UsageError
 
 
@@ -23,9 +30,9 @@ class Typing:
         return self.lines.pop(0) if self.lines else None
 
 
-def said(*lines: str) -> list[Said]:
+def said(*lines: str) -> list[ChatInput]:
     typing, found = Typing(lines), []
-    while (one := next_said(typing)) is not None:
+    while (one := read_chat_input(typing)) is not None:
         found.append(one)
     return found
 
@@ -37,37 +44,45 @@ def said(*lines: str) -> list[Said]:
         (["one\\", "two"], ["one\ntwo"]),
         (["one\\", "two\\", "", "three"], ["one\ntwo\n", "three"]),
         (["one\\"], ["one"]),
-        ([QUOTES, "one", "", "two", QUOTES, "three"], ["one\n\ntwo", "three"]),
-        ([f"{QUOTES}one", f"two{QUOTES}"], ["one\ntwo"]),
-        ([f"{QUOTES}one{QUOTES}"], ["one"]),
-        ([f"  {QUOTES}one{QUOTES}  "], ["one"]),
-        ([QUOTES, "  indented", "one\\", "/exit", QUOTES], ["  indented\none\\\n/exit"]),
-        ([QUOTES, QUOTES], [""]),
+        ([BLOCK_QUOTES, "one", "", "two", BLOCK_QUOTES, "three"], ["one\n\ntwo", "three"]),
+        ([f"{BLOCK_QUOTES}one", f"two{BLOCK_QUOTES}"], ["one\ntwo"]),
+        ([f"{BLOCK_QUOTES}one{BLOCK_QUOTES}"], ["one"]),
+        ([f"  {BLOCK_QUOTES}one{BLOCK_QUOTES}  "], ["one"]),
+        (
+            [BLOCK_QUOTES, "  indented", "one\\", "/exit", BLOCK_QUOTES],
+            ["  indented\none\\\n/exit"],
+        ),
+        ([BLOCK_QUOTES, BLOCK_QUOTES], [""]),
         (["a pasted\ntext"], ["a pasted\ntext"]),
         (["/etc/hosts\nis a file"], ["/etc/hosts\nis a file"]),
-        ([f"{QUOTES}/plan{QUOTES}"], ["/plan"]),
+        ([f"{BLOCK_QUOTES}/plan{BLOCK_QUOTES}"], ["/plan"]),
         (["", "  "], ["", "  "]),
     ],
 )
 def test_what_is_typed_becomes_messages(lines: list[str], messages: list[str]) -> None:
-    assert said(*lines) == [Said(message) for message in messages]
+    assert said(*lines) == [ChatInput(message) for message in messages]
 
 
 @pytest.mark.parametrize("line", ["/plan", "  /experts a/b:0.5", "/"])
 def test_a_single_line_with_a_slash_is_a_command(line: str) -> None:
-    assert said(line) == [Said(line, is_command=True)]
+    assert said(line) == [ChatInput(line, is_command=True)]
 
 
 def test_further_lines_are_asked_for_with_another_prompt() -> None:
-    typing = Typing(["one\\", "two", QUOTES, QUOTES])
-    next_said(typing)
-    next_said(typing)
-    assert typing.prompts == [PROMPT, FURTHER, PROMPT, FURTHER]
+    typing = Typing(["one\\", "two", BLOCK_QUOTES, BLOCK_QUOTES])
+    read_chat_input(typing)
+    read_chat_input(typing)
+    assert typing.prompts == [
+        PRIMARY_PROMPT,
+        CONTINUATION_PROMPT,
+        PRIMARY_PROMPT,
+        CONTINUATION_PROMPT,
+    ]
 
 
 def test_an_input_that_ends_within_a_block_is_refused() -> None:
     with pytest.raises(UsageError, match="ends within a block"):
-        said(QUOTES, "one")
+        said(BLOCK_QUOTES, "one")
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20)
@@ -76,12 +91,14 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size
 @given(st.lists(TEXT, min_size=1, max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_a_block_holds_any_lines_but_its_end(lines: list[str]) -> None:
-    if any(line.rstrip().endswith(QUOTES) for line in lines):
+    if any(line.rstrip().endswith(BLOCK_QUOTES) for line in lines):
         return
-    assert said(QUOTES, *lines, QUOTES) == [Said("\n".join(lines).strip("\n"))]
+    assert said(BLOCK_QUOTES, *lines, BLOCK_QUOTES) == [ChatInput("\n".join(lines).strip("\n"))]
 
 
-PLAIN = TEXT.filter(lambda line: not line.endswith("\\") and not line.lstrip().startswith(QUOTES))
+PLAIN = TEXT.filter(
+    lambda line: not line.endswith("\\") and not line.lstrip().startswith(BLOCK_QUOTES)
+)
 
 
 @given(st.lists(PLAIN, max_size=6))
@@ -92,8 +109,8 @@ def test_plain_lines_are_messages_as_they_are(lines: list[str]) -> None:
 
 def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> list[str | None]:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    read = line_reader()
-    return [read(PROMPT) for _ in range(3)]
+    read = make_line_reader()
+    return [read(PRIMARY_PROMPT) for _ in range(3)]
 
 
 def test_lines_of_a_pipe_end_as_on_any_system(

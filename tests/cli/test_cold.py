@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine import tensor_packing
-from tests.cli.commands import Commands, expertctl
+from expertctl.engine.cpu import tensor_packing
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base
 
 __all__ = ["expertctl"]
@@ -15,10 +15,12 @@ ASKED = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "4"
 
 
 @pytest.fixture
-def base(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def base(
+    tmp_path: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
     """Add a base of 57 MB in bf16; the options that run it in less."""
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-    monkeypatch.setattr(tensor_packing, "_MOST_THREADS", 1)
+    monkeypatch.setattr(tensor_packing, "_MAX_THREADS", 1)
     directory = write_base(
         tmp_path / "base",
         arch="qwen3_moe",
@@ -35,7 +37,7 @@ def base(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_option_counts_before_the_environment_before_the_file(
-    base: tuple[str, ...], expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    base: tuple[str, ...], expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cold(*words: str) -> object:
         return expertctl(*ASKED, *base, *words).document["moe"]["cold"]
@@ -51,9 +53,9 @@ def test_the_option_counts_before_the_environment_before_the_file(
 
 
 def test_a_setting_that_names_nothing_is_told_where_it_counts(
-    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_MOE_COLD", "mapped")
-    said = expertctl(*ASKED, code=2)
+    said = expertctl(*ASKED, exit_code=2)
     assert "moe_cold 'mapped' is not supported" in said.err
     assert "EXPERT_MOE_COLD=auto" in said.err

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.routing import numerics
-from tests.cli.commands import Commands, expertctl
-from tests.engine.foreign_models import ForeignModel, copy_of, write_model
-from tests.store.shop import House, fast, house
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.engine.compat_models import CompatModel, copy_adapter, write_model
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["expertctl", "fast", "house"]
 
@@ -18,16 +18,16 @@ QUIET = ("--engine", "transformers", "--greedy", "--max-tokens", "6")
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> ForeignModel:
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CompatModel:
     return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", seed=3)
 
 
 @pytest.fixture
 def installed(
-    gpt2: ForeignModel, expertctl: Commands, house: House, tmp_path: Path
-) -> ForeignModel:
+    gpt2: CompatModel, expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
+) -> CompatModel:
     """Nothing but commands: base add, keys new, build, sign, install."""
-    lora = copy_of(gpt2.adapter("lora"), tmp_path / "my-lora")
+    lora = copy_adapter(gpt2.get_adapter("lora"), tmp_path / "my-lora")
     package = tmp_path / "my.expert"
     assert "--engine transformers" in expertctl("base", "add", gpt2.directory).err
     expertctl("keys", "new", "me", "--namespace", "acme")
@@ -40,7 +40,7 @@ def installed(
 
 
 def test_the_whole_way_gives_a_text_and_says_what_made_it(
-    installed: ForeignModel, expertctl: Commands
+    installed: CompatModel, expertctl: CommandRunner
 ) -> None:
     said = expertctl("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--json")
     document = said.document
@@ -53,16 +53,16 @@ def test_the_whole_way_gives_a_text_and_says_what_made_it(
 
 
 def test_without_the_engine_the_base_is_refused_with_the_way_out(
-    installed: ForeignModel, expertctl: Commands
+    installed: CompatModel, expertctl: CommandRunner
 ) -> None:
     for words in (("run", PROMPT), ("run", PROMPT, "--expert", "acme/sorting"), ("route", PROMPT)):
-        said = expertctl(*words, code=4)
+        said = expertctl(*words, exit_code=4)
         assert "does not run the base gpt2" in said.err
         assert "--engine transformers" in said.err
 
 
 def test_a_routed_plan_is_saved_and_run_by_the_same_engine(
-    installed: ForeignModel, expertctl: Commands, tmp_path: Path
+    installed: CompatModel, expertctl: CommandRunner, tmp_path: Path
 ) -> None:
     words = ("--expert", "acme/sorting", "--engine", "transformers", "--json")
     plan = tmp_path / "plan.json"
@@ -73,11 +73,11 @@ def test_a_routed_plan_is_saved_and_run_by_the_same_engine(
 
 
 def test_without_its_libraries_the_extra_is_named(
-    installed: ForeignModel, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    installed: CompatModel, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(numerics, "version", absent)
-    said = expertctl("run", PROMPT, *QUIET, code=3)
+    said = expertctl("run", PROMPT, *QUIET, exit_code=3)
     assert "pip install 'expertctl[compat]'" in said.err

@@ -9,11 +9,11 @@ from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.config_file import read_settings, set_value, unset_value
-from expertctl.durable import make_folders
-from expertctl.engine.memory import MACHINE_SHARE
+from expertctl.cli.config import read_settings, set_value, unset_value
+from expertctl.engine.memory.host import MACHINE_SHARE
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish
+from expertctl.files import make_folders
+from expertctl.routing.request import AdapterDtype, Dtype, MoeColdOption
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import (
     ADAPTER_DTYPES,
@@ -23,17 +23,17 @@ from expertctl.settings import (
     load_settings,
     read_config,
 )
-from tests.cli.commands import Commands, expertctl
+from tests.cli.command_runner import CommandRunner, expertctl
 
 __all__ = ["expertctl"]
 
 
 @pytest.mark.parametrize("command", ["get", "set", "unset", "list"])
-def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+def test_every_command_has_an_example(command: str, expertctl: CommandRunner) -> None:
     assert f"expertctl config {command}" in expertctl("config", command, "--help").out
 
 
-def test_a_setting_is_written_read_and_taken_back(expertctl: Commands, home: Path) -> None:
+def test_a_setting_is_written_read_and_taken_back(expertctl: CommandRunner, home: Path) -> None:
     assert expertctl("config", "set", "memory_budget", "512MiB").out == "memory_budget = 512MiB\n"
     assert load_settings().memory_budget == 512 << 20
     assert expertctl("config", "get", "memory_budget").out == "512MiB\n"
@@ -45,7 +45,7 @@ def test_a_setting_is_written_read_and_taken_back(expertctl: Commands, home: Pat
 
 
 def test_all_settings_are_listed_with_their_source(
-    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expertctl("config", "set", "device", "cpu")
     monkeypatch.setenv("EXPERT_OFFLINE", "1")
@@ -61,14 +61,14 @@ def test_all_settings_are_listed_with_their_source(
     assert {"key": "serve_port", "value": None, **rest} in documents
 
 
-def test_a_setting_that_was_never_set_is_told_with_its_default(expertctl: Commands) -> None:
+def test_a_setting_that_was_never_set_is_told_with_its_default(expertctl: CommandRunner) -> None:
     said = expertctl("config", "get", "serve_queue")
     assert (said.out, said.err) == ("", "serve_queue is not set; the default is 128\n")
     told = expertctl("config", "get", "memory_budget").err
     assert told == f"memory_budget is not set; the default is {MACHINE_SHARE:.0%} of the memory\n"
 
 
-def test_the_listed_defaults_are_those_that_commands_use(expertctl: Commands) -> None:
+def test_the_listed_defaults_are_those_that_commands_use(expertctl: CommandRunner) -> None:
     listed = expertctl("config", "list", "--json").document["settings"]
     defaults = {each["key"]: each["default"] for each in listed if each["default"] is not None}
     unset = ServeSettings()
@@ -92,7 +92,7 @@ def test_the_listed_defaults_are_those_that_commands_use(expertctl: Commands) ->
     }
 
 
-def test_every_default_could_be_set(expertctl: Commands) -> None:
+def test_every_default_could_be_set(expertctl: CommandRunner) -> None:
     for each in expertctl("config", "list", "--json").document["settings"]:
         if each["default"] is not None:
             expertctl("config", "set", each["key"], each["default"])
@@ -100,7 +100,7 @@ def test_every_default_could_be_set(expertctl: Commands) -> None:
 
 
 def test_the_environment_wins_and_that_is_said(
-    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DEVICE", "cuda")
     said = expertctl("config", "set", "device", "cpu")
@@ -128,34 +128,34 @@ def test_the_environment_wins_and_that_is_said(
     ],
 )
 def test_what_is_no_setting_is_refused(
-    key: str, value: str, expertctl: Commands, home: Path
+    key: str, value: str, expertctl: CommandRunner, home: Path
 ) -> None:
-    expertctl("config", "set", key, value, code=2)
+    expertctl("config", "set", key, value, exit_code=2)
     assert not (home / "config.toml").exists()
 
 
-def test_an_unknown_key_is_refused_everywhere(expertctl: Commands) -> None:
+def test_an_unknown_key_is_refused_everywhere(expertctl: CommandRunner) -> None:
     for words in (("get",), ("unset",)):
-        assert "known: registry" in expertctl("config", *words, "nothing", code=2).err
+        assert "known: registry" in expertctl("config", *words, "nothing", exit_code=2).err
 
 
-def test_what_is_no_address_of_a_registry_is_not_kept(expertctl: Commands, home: Path) -> None:
+def test_what_is_no_address_of_a_registry_is_not_kept(expertctl: CommandRunner, home: Path) -> None:
     for value in ("https://me:pa55word@hub.example", "https://hub.example/path"):
-        said = expertctl("config", "set", "registry", value, code=2)
+        said = expertctl("config", "set", "registry", value, exit_code=2)
         assert "address of a registry" in said.err
         assert "pa55word" not in said.err
     assert not (home / "config.toml").exists()
 
 
-def test_what_is_no_encoder_is_not_kept(expertctl: Commands, home: Path) -> None:
-    said = expertctl("config", "set", "encoder", "Mini-LM", code=2)
+def test_what_is_no_encoder_is_not_kept(expertctl: CommandRunner, home: Path) -> None:
+    said = expertctl("config", "set", "encoder", "Mini-LM", exit_code=2)
     assert "'Mini-LM' is neither an encoder nor a directory" in said.err
     assert "minilm, static, lexical, or a directory" in said.err
     assert not (home / "config.toml").exists()
 
 
 def test_the_directory_of_an_encoder_counts_in_any_folder(
-    expertctl: Commands, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bert").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_the_directory_of_an_encoder_counts_in_any_folder(
     assert read_config(home / "config.toml") == {"encoder": str(tmp_path / "bert")}
 
 
-def test_comments_and_other_settings_stay(expertctl: Commands, home: Path) -> None:
+def test_comments_and_other_settings_stay(expertctl: CommandRunner, home: Path) -> None:
     make_folders(home)
     path = home / "config.toml"
     path.write_text('# mine\ndevice = "cuda"  # for now\n\n  offline=true\n# the end')
@@ -178,12 +178,12 @@ def test_comments_and_other_settings_stay(expertctl: Commands, home: Path) -> No
 
 @pytest.mark.parametrize("text", ["device = [", "colour = 1", 'device = """\nregistry = 1\n"""'])
 def test_a_file_that_cannot_be_changed_safely_is_left_alone(
-    text: str, expertctl: Commands, home: Path
+    text: str, expertctl: CommandRunner, home: Path
 ) -> None:
     make_folders(home)
     path = home / "config.toml"
     path.write_text(text)
-    expertctl("config", "set", "registry", "https://example.com", code=8)
+    expertctl("config", "set", "registry", "https://example.com", exit_code=8)
     assert path.read_text() == text
 
 
@@ -228,12 +228,12 @@ def test_a_file_that_another_process_is_changing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.toml"
-    monkeypatch.setattr("expertctl.config_file.LOCK_SECONDS", 0.01)
+    monkeypatch.setattr("expertctl.cli.config.LOCK_SECONDS", 0.01)
     with FileLock(f"{path}.lock"), pytest.raises(StoreError, match="another process"):
         set_value(path, "device", "cpu")
 
 
-def test_a_setting_that_means_nothing_is_replaced(expertctl: Commands, home: Path) -> None:
+def test_a_setting_that_means_nothing_is_replaced(expertctl: CommandRunner, home: Path) -> None:
     home.mkdir()
     (home / "config.toml").write_text('memory_budget = "abc"\n')
     assert "abc" in expertctl("config", "list").out
@@ -252,9 +252,9 @@ def test_a_setting_that_means_nothing_is_replaced(expertctl: Commands, home: Pat
     ],
 )
 def test_how_numbers_are_held_is_checked_before_it_is_kept(
-    expertctl: Commands, key: str, value: str, known: str
+    expertctl: CommandRunner, key: str, value: str, known: str
 ) -> None:
-    said = expertctl("config", "set", key, value, code=2)
+    said = expertctl("config", "set", key, value, exit_code=2)
     assert known in said.err
     assert expertctl("config", "get", key, "--json").document["value"] is None
 
@@ -262,4 +262,4 @@ def test_how_numbers_are_held_is_checked_before_it_is_kept(
 def test_the_choices_are_those_of_the_router() -> None:
     assert get_args(Dtype) == DTYPES
     assert get_args(AdapterDtype) == ADAPTER_DTYPES
-    assert get_args(MoeColdWish) == MOE_COLDS
+    assert get_args(MoeColdOption) == MOE_COLDS

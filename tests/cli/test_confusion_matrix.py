@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli import confusion_matrix
-from expertctl.cli.confusion_matrix import matrix_of, side_by_side
-from tests.routing.evaluated import Row, evaluated
+from expertctl.cli import routing_plot
+from expertctl.cli.routing_plot import build_confusion_matrix, order_by_confusion
+from tests.routing.evaluations import Row, make_evaluation
 
 NAMES = st.none() | st.sampled_from([f"e{i}" for i in range(8)])
 ROWS = st.lists(
@@ -19,8 +19,8 @@ ROWS = st.lists(
 
 
 def test_rows_are_who_was_wanted_and_columns_who_answered() -> None:
-    matrix = matrix_of(
-        evaluated([("a", "a", 0.9), ("a", "b", 0.9), ("b", "b", 0.1), (None, "a", 0.9)])
+    matrix = build_confusion_matrix(
+        make_evaluation([("a", "a", 0.9), ("a", "b", 0.9), ("b", "b", 0.1), (None, "a", 0.9)])
     )
     assert matrix.names == ("acme/a", "acme/b", "none")
     assert matrix.counts == ((1, 1, 0), (0, 0, 1), (1, 0, 0))
@@ -29,24 +29,24 @@ def test_rows_are_who_was_wanted_and_columns_who_answered() -> None:
 
 
 def test_without_a_prompt_for_nobody_and_without_abstention_there_is_no_row_for_none() -> None:
-    assert matrix_of(evaluated([("a", "a", 0.9)])).names == ("acme/a",)
+    assert build_confusion_matrix(make_evaluation([("a", "a", 0.9)])).names == ("acme/a",)
 
 
 def test_experts_that_are_confused_stand_beside_each_other() -> None:
     cells = {("a", "c"): 9, ("c", "a"): 1, ("b", "d"): 5, ("d", "c"): 1, ("a", "a"): 50}
-    assert side_by_side(["a", "b", "c", "d"], cells) == ["a", "c", "d", "b"]
+    assert order_by_confusion(["a", "b", "c", "d"], cells) == ["a", "c", "d", "b"]
 
 
 def test_experts_without_confusion_keep_their_order() -> None:
-    assert side_by_side(["b", "a", "c"], {("a", "a"): 3}) == ["b", "a", "c"]
+    assert order_by_confusion(["b", "a", "c"], {("a", "a"): 3}) == ["b", "a", "c"]
 
 
 def test_beyond_the_rows_that_fit_the_best_are_put_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(confusion_matrix, "MOST_ROWS", 2)
+    monkeypatch.setattr(routing_plot, "MAX_ROWS", 2)
     rows: list[Row] = [("a", "b", 0.9)] * 3 + [("c", "d", 0.9), ("c", "c", 0.9), ("d", "d", 0.9)]
-    matrix = matrix_of(evaluated([*rows, ("c", "a", 0.9), (None, "d", 0.9)]))
+    matrix = build_confusion_matrix(make_evaluation([*rows, ("c", "a", 0.9), (None, "d", 0.9)]))
     assert matrix.names == ("acme/a", "acme/b", "2 others", "none")
     assert matrix.counts == ((0, 3, 0, 0), (0, 0, 0, 0), (1, 0, 2, 0), (0, 0, 1, 0))
     assert (matrix.experts, matrix.hidden) == (4, 1)
@@ -54,14 +54,14 @@ def test_beyond_the_rows_that_fit_the_best_are_put_together(
 
 @given(ROWS, st.integers(1, 9))
 def test_every_decision_is_in_one_cell_or_told_to_be_hidden(rows: list[Row], most: int) -> None:
-    found = evaluated(rows)
+    found = make_evaluation(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(confusion_matrix, "MOST_ROWS", most)
-        matrix = matrix_of(found)
+        patch.setattr(routing_plot, "MAX_ROWS", most)
+        matrix = build_confusion_matrix(found)
     assert sum(matrix.row_sums) + matrix.hidden == len(rows)
     assert {len(row) for row in matrix.counts} == {len(matrix.names)} == {len(matrix.counts)}
     right = sum(row[i] for i, row in enumerate(matrix.counts))
-    assert right == found.accuracy.right
+    assert right == found.accuracy.correct
     assert len(set(matrix.names)) == len(matrix.names)
 
 
@@ -69,6 +69,6 @@ def test_every_decision_is_in_one_cell_or_told_to_be_hidden(rows: list[Row], mos
     st.tuples(*[st.sampled_from([f"e{i}" for i in range(6)])] * 2), st.integers(1, 5)
 ))  # fmt: skip
 def test_ordering_loses_nobody(names: list[str], cells: dict[tuple[str, str], int]) -> None:
-    placed = side_by_side(names, cells)
+    placed = order_by_confusion(names, cells)
     assert sorted(placed) == sorted(names)
     assert placed[0] == names[0] or cells

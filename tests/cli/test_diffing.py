@@ -4,29 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Commands, expertctl
-from tests.store.shop import House, Shop, a_key, fast, house, shop
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
 
 @pytest.fixture
-def old(shop: Shop) -> Path:
+def old(shop: PackageFactory) -> Path:
     return shop.package(description="one", tags=["a"])
 
 
 @pytest.fixture
-def new(shop: Shop) -> Path:
+def new(shop: PackageFactory) -> Path:
     return shop.package(version="1.1.0", description="two\nb: c", seed=1, authors=["me"])
 
 
 def test_a_file_is_compared_with_what_is_installed(
-    expertctl: Commands, house: House, old: Path, new: Path
+    expertctl: CommandRunner, house: HomeFixture, old: Path, new: Path
 ) -> None:
     house.install(old)
     said = expertctl("diff", "acme/sql", new)
     lines = said.out.splitlines()
-    key = a_key("acme").public.key_id.removeprefix("sha256:")[:12]
+    key = make_key("acme").public.key_id.removeprefix("sha256:")[:12]
     assert lines[0].split() == ["PACKAGE", "CONTENT", "SIGNED", "BY"]
     assert lines[1].split()[:2] == ["acme/sql", "acme/sql@1.0.0"]
     assert lines[1].endswith(f"  {key}")
@@ -45,13 +45,15 @@ def test_a_file_is_compared_with_what_is_installed(
     assert "not verified" in said.err
 
 
-def test_the_document_is_complete(expertctl: Commands, house: House, old: Path, new: Path) -> None:
+def test_the_document_is_complete(
+    expertctl: CommandRunner, house: HomeFixture, old: Path, new: Path
+) -> None:
     house.install(old)
     document = expertctl("diff", old, new, "--json").document
     assert set(document) == {"old", "new", "equal", "manifest", "files", "adapters"}
     assert document["equal"] is False
     assert document["old"]["verified"] is False
-    assert document["old"]["signed_by"] == a_key("acme").public.key_id
+    assert document["old"]["signed_by"] == make_key("acme").public.key_id
     assert document["old"]["ref"] == "acme/sql@1.0.0"
     assert {"path": "tags", "change": "removed", "old": ["a"], "new": None} in document["manifest"]
     (adapter,) = document["adapters"]
@@ -65,7 +67,7 @@ def test_the_document_is_complete(expertctl: Commands, house: House, old: Path, 
 
 
 def test_equal_packages_are_said_to_be_equal(
-    expertctl: Commands, house: House, shop: Shop, old: Path
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, old: Path
 ) -> None:
     house.install(old)
     resigned = shop.package(description="one", tags=["a"], key="other")
@@ -78,23 +80,25 @@ def test_equal_packages_are_said_to_be_equal(
 
 
 def test_what_cannot_be_compared_is_said(
-    expertctl: Commands, house: House, old: Path, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, old: Path, tmp_path: Path
 ) -> None:
     house.install(old)
     (tmp_path / "bad.expert").write_bytes(b"PK\x03\x04")
-    assert "bad.expert" in expertctl("diff", "acme/sql", tmp_path / "bad.expert", code=8).err
-    assert "none.expert" in expertctl("diff", "acme/sql", tmp_path / "none.expert", code=3).err
-    assert "acme/none" in expertctl("diff", "acme/none", old, code=3).err
-    assert "is missing" in expertctl("diff", "acme/sql", code=2).err
+    assert "bad.expert" in expertctl("diff", "acme/sql", tmp_path / "bad.expert", exit_code=8).err
+    assert "none.expert" in expertctl("diff", "acme/sql", tmp_path / "none.expert", exit_code=3).err
+    assert "acme/none" in expertctl("diff", "acme/none", old, exit_code=3).err
+    assert "is missing" in expertctl("diff", "acme/sql", exit_code=2).err
 
 
-def test_a_flipped_bit_in_the_store_is_found(expertctl: Commands, house: House, old: Path) -> None:
+def test_a_flipped_bit_in_the_store_is_found(
+    expertctl: CommandRunner, house: HomeFixture, old: Path
+) -> None:
     (done,) = house.install(old)
     largest = house.store.blob_path(max(done.expert.files, key=lambda f: f.size).digest)
     data = bytearray(largest.read_bytes())
     data[-1] ^= 1
     largest.chmod(0o600)
     largest.write_bytes(data)
-    said = expertctl("diff", "acme/sql", old, code=5)
+    said = expertctl("diff", "acme/sql", old, exit_code=5)
     assert said.out == ""
     assert "acme/sql" in said.err

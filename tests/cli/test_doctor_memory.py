@@ -8,35 +8,37 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.adapter_load import SLACK
-from expertctl.engine.admission import Admission
-from expertctl.engine.extra import ENGINE_MODULES
-from expertctl.engine.presence import Presence
-from expertctl.engine.runtime import Engine
-from tests.cli.commands import Commands, expertctl
-from tests.engine.holder import told
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import planner, request, run
+from expertctl.engine.adapters.load import READ_SLACK_BYTES
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.process_registry import (
+    ENGINE_MODULES,
+    EngineRegistration,
+    MemoryAdmission,
+)
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.process_with_base import read_process_line
+from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["expertctl", "fast", "house", "market"]
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
-def other(house: House) -> Iterator[subprocess.Popen[bytes]]:
-    words = [sys.executable, "-m", "tests.engine.holder", str(house.home.engines)]
+def other(house: HomeFixture) -> Iterator[subprocess.Popen[bytes]]:
+    words = [sys.executable, "-m", "tests.engine.process_with_base", str(house.home.engines)]
     with subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        told(process)
+        read_process_line(process)
         yield process
         process.kill()
 
 
 def test_an_engine_of_another_process_is_shown_with_what_it_holds(
-    expertctl: Commands, house: House, other: subprocess.Popen[bytes]
+    expertctl: CommandRunner, house: HomeFixture, other: subprocess.Popen[bytes]
 ) -> None:
     lines = expertctl("doctor", "--memory").out.splitlines()
     header, row, named = (lines[n + lines.index("")] for n in (1, 2, 3))
@@ -53,15 +55,17 @@ def test_an_engine_of_another_process_is_shown_with_what_it_holds(
 
 
 def test_what_an_engine_holds_is_what_its_ledger_says(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(market.package())
-    engine = Engine(planner(house), budget=8 << 20)
+    engine = LocalEngine(planner(house), budget=8 << 20)
     run(engine, request())
     [seen] = expertctl("doctor", "--memory", "--json").document["engines"]
-    assert seen["held"] == {p: engine.budget.held(p) for p in ("base", "experts", "kv", "buffers")}
+    assert seen["held"] == {
+        p: engine.budget.reserved_bytes(p) for p in ("base", "experts", "kv", "buffers")
+    }
     assert (seen["answering"], seen["budget"]) == (False, 8 << 20)
     assert seen["base"] == market.base.identity.name
     engine.close()
@@ -69,20 +73,23 @@ def test_what_an_engine_holds_is_what_its_ledger_says(
 
 
 def test_bases_and_experts_are_told_with_what_they_take_in_memory(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     [installed] = house.install(market.package())
     document = expertctl("doctor", "--memory", "--json").document
     [base], [expert] = document["bases"], document["experts"]
-    engine = Engine(planner(house), budget=8 << 20)
+    engine = LocalEngine(planner(house), budget=8 << 20)
     run(engine, request())
-    assert base["in_memory"]["float32"] == engine.budget.held("base")
+    assert base["in_memory"]["float32"] == engine.budget.reserved_bytes("base")
     assert base["in_memory"]["bf16"] < base["in_memory"]["float32"]
-    stored = house.store.experts()[0]
+    stored = house.store.list_experts()[0]
     sizes = [f.size for f in stored.files if f.path.startswith("adapter")]
-    assert (expert["ref"], expert["in_memory"]) == (stored.ref, sum(sizes) + SLACK * len(sizes))
+    assert (expert["ref"], expert["in_memory"]) == (
+        stored.ref,
+        sum(sizes) + READ_SLACK_BYTES * len(sizes),
+    )
     assert installed is not None
     shown = expertctl("doctor", "--memory").out
     assert "BASE" in shown
@@ -91,7 +98,7 @@ def test_bases_and_experts_are_told_with_what_they_take_in_memory(
 
 
 def test_keys_and_values_are_told_as_a_run_keeps_them(
-    expertctl: Commands, house: House, tmp_path: Path
+    expertctl: CommandRunner, house: HomeFixture, tmp_path: Path
 ) -> None:
     """Float32 beside a small base; float16 beside one that kernels hold in bfloat16."""
     large: dict[str, Any] = {
@@ -115,8 +122,8 @@ def test_keys_and_values_are_told_as_a_run_keeps_them(
     assert rows["small"].endswith(" 384.0 kB")
 
 
-def test_who_waits_for_memory_is_told(expertctl: Commands, house: House) -> None:
-    admission = Admission(house.store.paths.running, pause=lambda: look())
+def test_who_waits_for_memory_is_told(expertctl: CommandRunner, house: HomeFixture) -> None:
+    admission = MemoryAdmission(house.store.paths.running, pause=lambda: look())
     seen: list[str] = []
 
     def look() -> None:
@@ -124,16 +131,16 @@ def test_who_waits_for_memory_is_told(expertctl: Commands, house: House) -> None
         raise KeyboardInterrupt
 
     with (
-        admission.seat(80_000_000),
+        admission.acquire(80_000_000),
         pytest.raises(KeyboardInterrupt),
-        admission.queue(40_000_000, limit=100_000_000, tell=lambda _: None),
+        admission.wait_in_queue(40_000_000, limit=100_000_000, tell=lambda _: None),
     ):
         pass
     assert "waiting for memory: 1 for 40.0 MB, behind 1 run with 80.0 MB" in seen[0]
 
 
 def test_limits_and_the_budget_of_the_settings_are_told(
-    expertctl: Commands, house: House, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "four fifths of that, as nobody chose one" in expertctl("doctor", "--memory").out
     monkeypatch.setenv("EXPERT_MEMORY_BUDGET", "512MB")
@@ -160,7 +167,7 @@ def test_nothing_is_written_and_an_empty_home_needs_no_torch(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("absent", ENGINE_MODULES)
 def test_sizes_are_left_out_where_something_of_the_engine_is_absent(
-    absent: str, house: House, market: Market
+    absent: str, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.bases.add(market.base_dir)
     program = (
@@ -178,9 +185,9 @@ def test_sizes_are_left_out_where_something_of_the_engine_is_absent(
 
 
 def test_names_from_elsewhere_cannot_command_the_terminal(
-    expertctl: Commands, house: House
+    expertctl: CommandRunner, house: HomeFixture
 ) -> None:
-    presence = Presence(house.home.engines, Engine(planner(house), budget=10).budget)
-    presence.holds(base="a\x1b[31mbase", experts=())
+    presence = EngineRegistration(house.home.engines, LocalEngine(planner(house), budget=10).budget)
+    presence.publish(base="a\x1b[31mbase", experts=())
     assert "\x1b" not in expertctl("doctor", "--memory").out
     presence.close()

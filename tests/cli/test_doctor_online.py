@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from tests.cli.commands import Commands, expertctl
-from tests.install.liar import Liar, lying
-from tests.registry.hostile import Reply, Request, reply
-from tests.registry_server.publishing.parcels import Template, make_template
-from tests.store.shop import House, a_key
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.hostile_registry import (
+    HostileRegistry,
+    ReceivedRequest,
+    Reply,
+    make_reply,
+    run_hostile_registry,
+)
+from tests.registry_server.publishing.package_fixtures import PackageTemplate, build_template
+from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
@@ -20,21 +25,21 @@ NAMES = ("acme/one", "acme/three", "acme/two")
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return make_template(tmp_path_factory.mktemp("template"))
+def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
+    return build_template(tmp_path_factory.mktemp("template"))
 
 
 @dataclass(frozen=True)
-class Scene:
+class DoctorScene:
     """A registry with three packages, all of them installed."""
 
-    liar: Liar
-    house: House
-    expertctl: Commands
+    liar: HostileRegistry
+    house: HomeFixture
+    expertctl: CommandRunner
 
-    def answer(self, name: str, said: Reply | Callable[[Request], Reply]) -> None:
+    def answer(self, name: str, said: Reply | Callable[[ReceivedRequest], Reply]) -> None:
         said_to = said if callable(said) else lambda _: said
-        self.liar.answers[f"/tuf/targets/index/{name}.json"] = said_to
+        self.liar.overrides[f"/tuf/targets/index/{name}.json"] = said_to
 
     @property
     def host(self) -> str:
@@ -42,12 +47,14 @@ class Scene:
 
     def lines(self, *, code: int) -> list[str]:
         """What `doctor --online` says of packages, one line each, without the hints."""
-        said = self.expertctl("doctor", "--online", code=code).out.splitlines()
+        said = self.expertctl("doctor", "--online", exit_code=code).out.splitlines()
         return [line for line in said if line.startswith(("unchecked: ", "broken: ", "note: "))
                 and "base toy/" not in line and "its base" not in line]  # fmt: skip
 
     def subjects(self, kind: str, *, code: int) -> list[str]:
-        findings = self.expertctl("doctor", "--online", "--json", code=code).document["findings"]
+        findings = self.expertctl("doctor", "--online", "--json", exit_code=code).document[
+            "findings"
+        ]
         return [finding["subject"] for finding in findings if finding[kind]]
 
     def named(self, *names: str) -> list[str]:
@@ -57,23 +64,23 @@ class Scene:
 @pytest.fixture
 def scene(
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     tmp_path: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Scene]:
-    parcels = [template.parcel(name, key=a_key("acme")) for name in NAMES]
-    with lying(*parcels) as liar:
-        house = House(home)
+) -> Iterator[DoctorScene]:
+    parcels = [template.make_package(name, key=make_key("acme")) for name in NAMES]
+    with run_hostile_registry(*parcels) as liar:
+        house = HomeFixture(home)
         house.trust.add_registry(liar.known)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         expertctl("install", *NAMES)
-        yield Scene(liar, house, expertctl)
+        yield DoctorScene(liar, house, expertctl)
 
 
-def test_where_all_registries_answer_nothing_is_unchecked(scene: Scene) -> None:
+def test_where_all_registries_answer_nothing_is_unchecked(scene: DoctorScene) -> None:
     said = scene.expertctl("doctor", "--online", "--json").document
     assert said["unchecked"] is False
     assert not any(finding["unchecked"] for finding in said["findings"])
@@ -81,14 +88,14 @@ def test_where_all_registries_answer_nothing_is_unchecked(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [reply(body=b"{"), reply(body=b"[]"), reply(404), reply(401), reply(403), reply(429),
-     reply(500), reply(302, Location="http://169.254.169.254/x"), reply(body=b"x", length=99)],
+    [make_reply(body=b"{"), make_reply(body=b"[]"), make_reply(404), make_reply(401), make_reply(403), make_reply(429),
+     make_reply(500), make_reply(302, Location="http://169.254.169.254/x"), make_reply(body=b"x", length=99)],
     ids=["cut", "no object", "404", "401", "403", "429", "500", "leads elsewhere", "ends early"],
 )  # fmt: skip
 def test_one_index_that_cannot_be_had_is_one_line_and_ends_nothing(
-    scene: Scene, said: Reply
+    scene: DoctorScene, said: Reply
 ) -> None:
-    scene.liar.change = lambda release: replace(release, yanked="wrong joins")
+    scene.liar.edit_release = lambda release: replace(release, yanked="wrong joins")
     scene.liar.revision += 1
     scene.answer("acme/one", said)
     lines = scene.lines(code=NETWORK)
@@ -99,53 +106,55 @@ def test_one_index_that_cannot_be_had_is_one_line_and_ends_nothing(
     assert scene.subjects("unchecked", code=NETWORK) == scene.named("acme/one")
 
 
-def test_every_package_of_a_registry_that_is_down_is_reported(scene: Scene) -> None:
-    scene.liar.running.stop()
+def test_every_package_of_a_registry_that_is_down_is_reported(scene: DoctorScene) -> None:
+    scene.liar.hostile_server.stop()
     lines = scene.lines(code=NETWORK)
     assert [line.split(": ")[1] for line in lines] == scene.named(*NAMES)
-    said = scene.expertctl("doctor", "--online", "--json", code=NETWORK).document
+    said = scene.expertctl("doctor", "--online", "--json", exit_code=NETWORK).document
     assert said["healthy"] is True
     assert said["unchecked"] is True
 
 
-def test_a_changed_version_counts_for_more_than_an_index_that_cannot_be_had(scene: Scene) -> None:
-    scene.answer("acme/one", reply(503))
-    scene.answer("acme/two", reply(body=b"{"))
-    other = Digest.of(b"other content")
-    scene.liar.change = lambda release: replace(release, content_digest=other)
+def test_a_changed_version_counts_for_more_than_an_index_that_cannot_be_had(
+    scene: DoctorScene,
+) -> None:
+    scene.answer("acme/one", make_reply(503))
+    scene.answer("acme/two", make_reply(body=b"{"))
+    other = Digest.compute(b"other content")
+    scene.liar.edit_release = lambda release: replace(release, content_digest=other)
     scene.liar.revision += 1
     assert scene.subjects("unchecked", code=TRUST) == scene.named("acme/one", "acme/two")
     assert scene.subjects("untrusted", code=TRUST) == ["acme/three@1.0.0"]
 
 
 def test_an_index_that_another_key_signed_is_a_matter_of_trust_and_ends_nothing(
-    scene: Scene,
+    scene: DoctorScene,
 ) -> None:
-    scene.answer("acme/one", reply(500))
-    scene.liar.key = a_key("mallory")
+    scene.answer("acme/one", make_reply(500))
+    scene.liar.key = make_key("mallory")
     scene.liar.revision += 1
     assert scene.subjects("untrusted", code=TRUST) == scene.named("acme/three", "acme/two")
     assert scene.subjects("unchecked", code=TRUST) == scene.named(*NAMES)
 
 
-def test_what_cannot_be_read_of_an_earlier_answer_ends_nothing(scene: Scene) -> None:
+def test_what_cannot_be_read_of_an_earlier_answer_ends_nothing(scene: DoctorScene) -> None:
     registries = scene.house.home.registries
     [path] = registries.glob("*/index/*/acme/one.json")
     path.write_bytes(b"damaged")
-    scene.liar.running.stop()
+    scene.liar.hostile_server.stop()
     assert scene.subjects("unchecked", code=NETWORK) == scene.named(*NAMES)
     assert scene.subjects("broken", code=NETWORK) == [scene.host]
 
 
-def test_a_trust_file_that_cannot_be_read_is_reported_beside_all_else(scene: Scene) -> None:
+def test_a_trust_file_that_cannot_be_read_is_reported_beside_all_else(scene: DoctorScene) -> None:
     scene.house.home.trust.write_bytes(b"{")
     assert scene.subjects("unchecked", code=NETWORK) == ["registries"]
     assert scene.subjects("broken", code=NETWORK) == [str(scene.house.home.trust)]
 
 
-def test_a_refusal_over_many_lines_stays_one(scene: Scene) -> None:
+def test_a_refusal_over_many_lines_stays_one(scene: DoctorScene) -> None:
     problems = b'{"payload": 1, "payloadType": 2, "signatures": 3, "more": "\\u001b[2J"}'
-    scene.answer("acme/one", reply(body=problems))
+    scene.answer("acme/one", make_reply(body=problems))
     [line] = scene.lines(code=NETWORK)
     assert line.startswith(f"unchecked: {scene.host}/acme/one: ")
     assert "\x1b" not in line

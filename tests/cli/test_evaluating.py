@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from expertctl.cli.evaluation_view import oddities
+from expertctl.cli.evaluation import find_answer_warnings
 from expertctl.digest import Digest
-from expertctl.engine.evaluation_result import Answer, Evaluated, Score
-from expertctl.package.evaluation_data import EvaluationData, Sample
+from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
+from expertctl.package.evaluation import EvaluationData, EvaluationSample
 from expertctl.routing.plan import PlannedExpert
 from expertctl.schema.manifest import parse_manifest
-from expertctl.schema.validation import problems_of
-from tests.cli.commands import Commands, expertctl
+from expertctl.schema.validation import find_problems
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
@@ -30,7 +30,7 @@ EPOCH = "1700000000"
 
 
 @dataclass(frozen=True)
-class Workshop:
+class EvaluationWorkspace:
     """A folder with a base, a LoRA, its signed and installed package, and what they answer."""
 
     folder: Path
@@ -60,10 +60,10 @@ def answered() -> dict[str, Sequence[str]]:
 @pytest.fixture
 def workshop(
     tmp_path: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     answered: dict[str, Sequence[str]],
     monkeypatch: pytest.MonkeyPatch,
-) -> Workshop:
+) -> EvaluationWorkspace:
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     base = write_base(tmp_path / "my-base", tie=False, seed=2)
     lora = write_lora(tmp_path / "my-lora", base, scale=0.4)
@@ -82,13 +82,15 @@ def workshop(
     if not answered:
         answered["base"] = [ask(prompt, "--no-experts") for prompt in PROMPTS]
         answered["expert"] = [ask(prompt, "--expert", "acme/sums") for prompt in PROMPTS]
-    return Workshop(tmp_path, lora, package, answered["base"], answered["expert"])
+    return EvaluationWorkspace(tmp_path, lora, package, answered["base"], answered["expert"])
 
 
-def test_the_document_holds_every_figure(workshop: Workshop, expertctl: Commands) -> None:
+def test_the_document_holds_every_figure(
+    workshop: EvaluationWorkspace, expertctl: CommandRunner
+) -> None:
     data = workshop.half
     document = expertctl("eval", "acme/sums", "--data", data, "--json").document
-    assert problems_of(document, "eval") == []
+    assert find_problems(document, "eval") == []
     figures = {key: document[key] for key in ("n", "base", "expert", "passed", "min_gain")}
     assert figures == {"n": 4, "base": 0.25, "expert": 0.75, "passed": True, "min_gain": None}
     assert document["ref"] == "acme/sums@0.1.0"
@@ -112,7 +114,7 @@ def test_the_document_holds_every_figure(workshop: Workshop, expertctl: Commands
 
 
 def test_a_person_sees_the_figures_and_the_wrong_answers(
-    workshop: Workshop, expertctl: Commands
+    workshop: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
     said = expertctl("eval", workshop.package, "--data", workshop.half)
     for part in (
@@ -132,26 +134,28 @@ def test_a_person_sees_the_figures_and_the_wrong_answers(
 
 @pytest.mark.parametrize(("demanded", "code"), [("0.5", 0), ("0.51", 1), ("-1", 0), ("1", 1)])
 def test_a_gain_can_be_demanded(
-    demanded: str, code: int, workshop: Workshop, expertctl: Commands
+    demanded: str, code: int, workshop: EvaluationWorkspace, expertctl: CommandRunner
 ) -> None:
     words = ("eval", "acme/sums", "--data", workshop.half, "--min-gain", demanded)
-    said = expertctl(*words, code=code)
+    said = expertctl(*words, exit_code=code)
     assert ("error: " in said.err) == bool(code)
     if code:
         assert "a gain of +0.500 over base, at least " in said.err
         assert "(3 of 4 right against 1 of 4)" in said.err
-    assert expertctl(*words, "--json", code=code).document["passed"] is not bool(code)
+    assert expertctl(*words, "--json", exit_code=code).document["passed"] is not bool(code)
 
 
-def test_a_chain_is_judged_against_its_best_part(workshop: Workshop, expertctl: Commands) -> None:
+def test_a_chain_is_judged_against_its_best_part(
+    workshop: EvaluationWorkspace, expertctl: CommandRunner
+) -> None:
     other = write_lora(workshop.folder / "other", workshop.folder / "my-base", seed=9, scale=0.4)
     package = workshop.folder / "other.expert"
     named = ("--name", "acme/other", "--base", "my-base", "--license", "MIT")
     expertctl("build", other, "-o", package, *named)
     data = workshop.data(workshop.expert_answers)
     words = ("eval", "acme/sums", "--data", data, "--compose", f"{package}:0.5", "--json")
-    document = expertctl(*words, "--min-gain", "-0.1", code=1).document
-    assert problems_of(document, "eval") == []
+    document = expertctl(*words, "--min-gain", "-0.1", exit_code=1).document
+    assert find_problems(document, "eval") == []
     chain = "acme/sums@0.1.0 + acme/other@0.1.0:0.5"
     names = ["base", "acme/sums@0.1.0", "acme/other@0.1.0", chain]
     assert [score["name"] for score in document["scores"]] == names
@@ -189,19 +193,19 @@ def test_bad_input_is_a_clear_error(
     words: list[str],
     code: int,
     said: str,
-    workshop: Workshop,
-    expertctl: Commands,
+    workshop: EvaluationWorkspace,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = workshop.half
     monkeypatch.chdir(workshop.folder)
-    outcome = expertctl("eval", "--data", data, *words, code=code)
+    outcome = expertctl("eval", "--data", data, *words, exit_code=code)
     assert outcome.out == ""
     assert said in outcome.err
     assert outcome.err.startswith("error: ")
 
 
-def test_a_picture_is_drawn(workshop: Workshop, expertctl: Commands) -> None:
+def test_a_picture_is_drawn(workshop: EvaluationWorkspace, expertctl: CommandRunner) -> None:
     data = workshop.half
     for name, start in (("scores.PNG", b"\x89PNG\r\n"), ("scores.svg", b"<?xml")):
         path = workshop.folder / name
@@ -210,18 +214,18 @@ def test_a_picture_is_drawn(workshop: Workshop, expertctl: Commands) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
-    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     picture = workshop.folder / "scores.svg"
-    said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, code=3)
+    said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, exit_code=3)
     assert said.err.startswith("error: drawing needs matplotlib")
     assert "hint: pip install 'expertctl[plot]'" in said.err
 
 
 @pytest.mark.parametrize("words", [["eval", "acme/sums", "--data"], ["build", "my-lora", "--eval"]])
 def test_without_torch_the_way_out_is_named(
-    words: list[str], workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    words: list[str], workshop: EvaluationWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
         "import sys\n"
@@ -242,7 +246,7 @@ Build = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def build(workshop: Workshop, expertctl: Commands) -> Build:
+def build(workshop: EvaluationWorkspace, expertctl: CommandRunner) -> Build:
     """Build with an evaluation; return the document, and what the package says of itself."""
 
     def call(name: str, *words: object) -> dict[str, Any]:
@@ -257,7 +261,7 @@ def build(workshop: Workshop, expertctl: Commands) -> Build:
 
 
 def test_a_build_holds_what_was_measured_and_verifies(
-    workshop: Workshop, expertctl: Commands, build: Build
+    workshop: EvaluationWorkspace, expertctl: CommandRunner, build: Build
 ) -> None:
     before = datetime.now(UTC).date().isoformat()
     data, sources = workshop.half, set(workshop.folder.iterdir())
@@ -282,7 +286,7 @@ def test_a_build_holds_what_was_measured_and_verifies(
 
 
 def test_a_build_of_one_source_date_is_the_same_every_day(
-    workshop: Workshop, build: Build, monkeypatch: pytest.MonkeyPatch
+    workshop: EvaluationWorkspace, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH)
     words = ("--eval", workshop.half, "--sign", "me")
@@ -295,7 +299,7 @@ def test_a_build_of_one_source_date_is_the_same_every_day(
 
 
 def test_an_entry_of_the_same_data_and_metric_is_replaced(
-    workshop: Workshop, expertctl: Commands, build: Build
+    workshop: EvaluationWorkspace, expertctl: CommandRunner, build: Build
 ) -> None:
     first = build("one.expert", "--eval", workshop.half, "--task", "adding")
     expertctl("unpack", workshop.folder / "one.expert", workshop.folder / "again")
@@ -327,31 +331,31 @@ def test_a_build_that_cannot_be_measured_leaves_nothing(
     words: list[str],
     code: int,
     said: str,
-    workshop: Workshop,
-    expertctl: Commands,
+    workshop: EvaluationWorkspace,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert workshop.half.exists()
     write_base(workshop.folder / "elsewhere", layers=2, seed=7)
     monkeypatch.chdir(workshop.folder)
     before = sorted(workshop.folder.iterdir())
-    outcome = expertctl("build", "my-lora", *words, code=code)
+    outcome = expertctl("build", "my-lora", *words, exit_code=code)
     assert said in outcome.err
     assert "measured" not in outcome.err
     assert sorted(workshop.folder.iterdir()) == before
 
 
 def test_a_moment_that_is_none_is_refused(
-    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     words = ("--base", "my-base", "--eval", workshop.half)
-    said = expertctl("build", workshop.lora, *words, code=2)
+    said = expertctl("build", workshop.lora, *words, exit_code=2)
     assert "SOURCE_DATE_EPOCH is 'yesterday'" in said.err
 
 
 def test_a_base_is_evaluated_as_it_is_held(
-    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    workshop: EvaluationWorkspace, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle is `run`; the sizes of this base are none for int8."""
     words = ("--expert", "acme/sums", "--greedy", "--max-tokens", "5", "--json", "--dtype", "bf16")
@@ -359,15 +363,17 @@ def test_a_base_is_evaluated_as_it_is_held(
     assert all(text.strip() for text in texts)
     data = workshop.data(texts)
     document = expertctl("eval", "acme/sums", "--data", data, "--json", *words[-2:]).document
-    assert problems_of(document, "eval") == []
+    assert find_problems(document, "eval") == []
     assert (document["dtype"], document["expert"]) == ("bf16", 1)
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
-    assert "head_dim is 8" in expertctl("eval", "acme/sums", "--data", data, code=4).err
-    refused = expertctl("eval", "--routing", data, *words[-2:], code=2)
+    assert "head_dim is 8" in expertctl("eval", "acme/sums", "--data", data, exit_code=4).err
+    refused = expertctl("eval", "--routing", data, *words[-2:], exit_code=2)
     assert "--dtype: --routing measures which expert is chosen" in refused.err
 
 
-def test_a_file_measured_at_once_answers_as_run_does(tmp_path: Path, expertctl: Commands) -> None:
+def test_a_file_measured_at_once_answers_as_run_does(
+    tmp_path: Path, expertctl: CommandRunner
+) -> None:
     """The oracle is `run`, one prompt after the other, on a base that kernels can run."""
     base = write_base(tmp_path / "wide", tie=False, seed=2, hidden=48, intermediate=80, head_dim=16)
     lora = write_lora(tmp_path / "lora", base, seed=6, scale=0.9)
@@ -382,23 +388,23 @@ def test_a_file_measured_at_once_answers_as_run_does(tmp_path: Path, expertctl: 
     assert len(set(texts)) > 1
     data.write_text("\n".join(json.dumps({"prompt": p, "answer": WRONG}) for p in prompts))
     said = expertctl("eval", file, "--data", data, "--show", "8", *kept)
-    assert problems_of(said.document, "eval") == []
+    assert find_problems(said.document, "eval") == []
     assert [answer["got"] for answer in said.document["wrong"]] == texts
     assert "loading wide, " in said.err, "the batch engine tells of the base"
 
 
 def test_empty_answers_of_an_expert_are_counted(tmp_path: Path) -> None:
-    samples = tuple(Sample(line=line, prompt="p", answer="a") for line in (1, 2, 3))
+    samples = tuple(EvaluationSample(line=line, prompt="p", answer="a") for line in (1, 2, 3))
     texts = ("a", " \n", "")
     answers = tuple(
-        Answer(sample, text, text == "a", False)
+        ScoredAnswer(sample, text, text == "a", False)
         for sample, text in zip(samples, texts, strict=True)
     )
-    digest = Digest.of(b"")
+    digest = Digest.compute(b"")
     expert = PlannedExpert("acme/sums@1.0.0", digest, digest, "lora", 0.0, 1.0, "")
     data = EvaluationData(tmp_path, digest, "exact_match", samples, ())
-    found = Evaluated(
+    found = EvaluationResult(
         data=data, base_name="b", dtype="float32", max_tokens=5,
-        base=Score((), answers), expert=Score((expert,), answers),
+        base=AccuracyScore((), answers), expert=AccuracyScore((expert,), answers),
     )  # fmt: skip
-    assert list(oddities(found)) == ["acme/sums@1.0.0: 2 of 3 answers are empty"]
+    assert list(find_answer_warnings(found)) == ["acme/sums@1.0.0: 2 of 3 answers are empty"]

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from expertctl.schema.validation import problems_of
-from tests.cli.commands import Commands, expertctl
-from tests.store.shop import House, Shop, fast, house, shop
+from expertctl.schema.validation import find_problems
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
@@ -16,7 +16,9 @@ SORT, DAYS, HELLO = "Sort these numbers: 3, 1, 2", "Which day of the week is it?
 
 
 @pytest.fixture
-def data(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def data(
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Three prompts of two experts and none, the last one labelled wrong."""
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     house.bases.add(shop.base_dir)
@@ -34,9 +36,9 @@ def written(folder: Path, *rows: tuple[str, str | None]) -> Path:
     return path
 
 
-def test_the_document_holds_every_figure(data: Path, expertctl: Commands) -> None:
+def test_the_document_holds_every_figure(data: Path, expertctl: CommandRunner) -> None:
     found = expertctl("eval", "--routing", data, "--json").document
-    assert problems_of(found, "eval-routing") == []
+    assert find_problems(found, "eval-routing") == []
     assert (found["n"], found["experts"], found["encoder"]) == (4, 2, "lexical")
     assert (found["accuracy"]["right"], found["in_scope"]["share"]) == (3, 1.0)
     assert (found["out_of_scope"]["right"], found["precision"]["n"]) == (1, 3)
@@ -47,7 +49,9 @@ def test_the_document_holds_every_figure(data: Path, expertctl: Commands) -> Non
     assert found["latency_ms"]["plan"]["median"] > 0
 
 
-def test_a_person_sees_the_figures_and_the_wrong_decisions(data: Path, expertctl: Commands) -> None:
+def test_a_person_sees_the_figures_and_the_wrong_decisions(
+    data: Path, expertctl: CommandRunner
+) -> None:
     said = expertctl("eval", "--routing", data)
     for part in (
         "n = 4, 2 experts installed, encoder lexical, threshold ",
@@ -64,38 +68,40 @@ def test_a_person_sees_the_figures_and_the_wrong_decisions(data: Path, expertctl
 
 @pytest.mark.parametrize(("demanded", "code"), [("0.75", 0), ("0.76", 1), ("0", 0), ("1", 1)])
 def test_an_accuracy_can_be_demanded(
-    demanded: str, code: int, data: Path, expertctl: Commands
+    demanded: str, code: int, data: Path, expertctl: CommandRunner
 ) -> None:
     words = ("eval", "--routing", data, "--min-accuracy", demanded)
-    said = expertctl(*words, code=code)
+    said = expertctl(*words, exit_code=code)
     assert ("error: " in said.err) == bool(code)
     assert "decided as wanted" in said.out
-    found = expertctl(*words, "--json", code=code).document
+    found = expertctl(*words, "--json", exit_code=code).document
     assert (found["passed"], found["min_accuracy"]) == (not code, float(demanded))
 
 
 def test_what_was_demanded_and_missed_is_said_with_its_figures(
-    data: Path, expertctl: Commands
+    data: Path, expertctl: CommandRunner
 ) -> None:
-    said = expertctl("eval", "--routing", data, "--min-accuracy", "0.9", code=1)
+    said = expertctl("eval", "--routing", data, "--min-accuracy", "0.9", exit_code=1)
     assert f"{data}: an accuracy of 0.750, at least 0.9 was demanded (3 of 4 decisions" in said.err
 
 
-def test_unknown_experts_are_all_named(data: Path, tmp_path: Path, expertctl: Commands) -> None:
+def test_unknown_experts_are_all_named(
+    data: Path, tmp_path: Path, expertctl: CommandRunner
+) -> None:
     path = written(tmp_path, (SORT, "acme/sortign"), (DAYS, "corp/dates"), (HELLO, None))
-    said = expertctl("eval", "--routing", path, code=3)
+    said = expertctl("eval", "--routing", path, exit_code=3)
     assert "line 1: acme/sortign; did you mean acme/sorting?" in said.err
     assert "line 2: corp/dates; did you mean acme/dates?" in said.err
 
 
 def test_a_malformed_file_is_refused_with_all_of_its_problems(
-    data: Path, tmp_path: Path, expertctl: Commands
+    data: Path, tmp_path: Path, expertctl: CommandRunner
 ) -> None:
     data.write_text('{"prompt": "x"}\nno\n')
-    said = expertctl("eval", "--routing", data, code=8)
+    said = expertctl("eval", "--routing", data, exit_code=8)
     assert "line 1: " in said.err
     assert "line 2: " in said.err
-    expertctl("eval", "--routing", tmp_path / "nowhere", code=3)
+    expertctl("eval", "--routing", tmp_path / "nowhere", exit_code=3)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +115,9 @@ def test_a_malformed_file_is_refused_with_all_of_its_problems(
     ],
 )
 def test_what_does_not_count_for_routing_is_refused(
-    words: tuple[str, ...], named: str, expertctl: Commands
+    words: tuple[str, ...], named: str, expertctl: CommandRunner
 ) -> None:
-    said = expertctl("eval", "--routing", "x", *words, code=2)
+    said = expertctl("eval", "--routing", "x", *words, exit_code=2)
     assert f"error: {named}: --routing measures which expert is chosen" in said.err
 
 
@@ -125,21 +131,21 @@ def test_what_does_not_count_for_routing_is_refused(
     ],
 )
 def test_a_call_that_says_too_little_or_too_much_is_refused(
-    words: tuple[str, ...], told: str, expertctl: Commands
+    words: tuple[str, ...], told: str, expertctl: CommandRunner
 ) -> None:
-    assert told in expertctl("eval", *words, code=2).err
+    assert told in expertctl("eval", *words, exit_code=2).err
 
 
-def test_a_picture_is_drawn(data: Path, tmp_path: Path, expertctl: Commands) -> None:
+def test_a_picture_is_drawn(data: Path, tmp_path: Path, expertctl: CommandRunner) -> None:
     picture = tmp_path / "routing.svg"
     expertctl("eval", "--routing", data, "--plot", picture)
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
-    said = expertctl("eval", "--routing", data, "--plot", tmp_path / "routing.gif", code=2)
+    said = expertctl("eval", "--routing", data, "--plot", tmp_path / "routing.gif", exit_code=2)
     assert "no picture ends so" in said.err
 
 
 def test_warnings_go_to_stderr_and_into_the_document(
-    data: Path, tmp_path: Path, expertctl: Commands
+    data: Path, tmp_path: Path, expertctl: CommandRunner
 ) -> None:
     path = written(tmp_path, (SORT, "acme/sorting"), (SORT, "acme/sorting"))
     said = expertctl("eval", "--routing", path, "--json")
@@ -147,19 +153,23 @@ def test_warnings_go_to_stderr_and_into_the_document(
     assert "1 prompt is repeated" in said.document["warnings"][0]
 
 
-def test_an_exclusion_that_excludes_nothing_is_warned_of(data: Path, expertctl: Commands) -> None:
+def test_an_exclusion_that_excludes_nothing_is_warned_of(
+    data: Path, expertctl: CommandRunner
+) -> None:
     said = expertctl("route", SORT, "--exclude", "acme/sortin", "--json")
     assert "warning: acme/sortin is excluded, and no such expert is installed" in said.err
     assert "did you mean acme/sorting?" in said.document["warnings"][0]
 
 
-def test_an_unknown_expert_is_answered_with_what_was_meant(data: Path, expertctl: Commands) -> None:
-    said = expertctl("route", SORT, "--expert", "corp/sorting", code=3)
+def test_an_unknown_expert_is_answered_with_what_was_meant(
+    data: Path, expertctl: CommandRunner
+) -> None:
+    said = expertctl("route", SORT, "--expert", "corp/sorting", exit_code=3)
     assert "hint: did you mean acme/sorting?" in said.err
 
 
 def test_what_a_hostile_prompt_holds_never_reaches_the_terminal(
-    data: Path, tmp_path: Path, expertctl: Commands
+    data: Path, tmp_path: Path, expertctl: CommandRunner
 ) -> None:
     hostile = f"{SORT}\x1b[2J\u202e\r\nerror: none"
     said = expertctl("eval", "--routing", written(tmp_path, (hostile, None)))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.package.read import read_package
-from tests.cli.commands import Commands, expertctl
-from tests.package.forge import tar_of
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.package.forged_packages import read_archive
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
@@ -20,7 +20,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def experts(house: House, shop: Shop, work: Path) -> None:
+def experts(house: HomeFixture, shop: PackageFactory, work: Path) -> None:
     house.install(
         shop.package("acme/low", seed=1),
         shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
@@ -32,7 +32,7 @@ def names(work: Path) -> list[str]:
 
 
 def test_one_expert_is_written_as_the_file_it_came_in(
-    expertctl: Commands, house: House, shop: Shop, work: Path
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, work: Path
 ) -> None:
     original = shop.package("acme/low", seed=1)
     assert expertctl("export", "acme/low", "--json").document == {
@@ -47,13 +47,13 @@ def test_one_expert_is_written_as_the_file_it_came_in(
 
 
 def test_a_directory_for_peft_is_named_after_the_expert_or_the_file(
-    expertctl: Commands, house: House, work: Path
+    expertctl: CommandRunner, house: HomeFixture, work: Path
 ) -> None:
     document = expertctl("export", "acme/low", "--peft", "--json").document
     assert (document["path"], document["adapters"]) == ("low-1.0.0", ["low-1.0.0"])
     assert document["format"] == "peft"
     assert names(work / "low-1.0.0") == ["adapter_config.json", "adapter_model.safetensors"]
-    said = expertctl("export", "acme/low", "--peft", code=2)
+    said = expertctl("export", "acme/low", "--peft", exit_code=2)
     assert "low-1.0.0 is not empty" in said.err
     expertctl("export", "acme/low", "-o", "x.expert")
     said = expertctl("export", "x.expert", "--peft")
@@ -61,14 +61,14 @@ def test_a_directory_for_peft_is_named_after_the_expert_or_the_file(
 
 
 def test_a_set_goes_from_one_home_to_another(
-    expertctl: Commands,
-    house: House,
+    expertctl: CommandRunner,
+    house: HomeFixture,
     work: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     document = expertctl("export", "acme/top", "-o", "mine.experts", "--json").document
-    low, top = house.store.experts()
+    low, top = house.store.list_experts()
     assert document == {
         "path": "mine.experts",
         "packages": [
@@ -78,58 +78,58 @@ def test_a_set_goes_from_one_home_to_another(
         "format": "set",
     }
     monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "other-home"))
-    said = expertctl("import", "mine.experts", code=5)
+    said = expertctl("import", "mine.experts", exit_code=5)
     assert "expertctl trust add" in said.err
-    other = House(tmp_path / "other-home").trusting("acme")
+    other = HomeFixture(tmp_path / "other-home").trust_keys("acme")
     installed = expertctl("import", "mine.experts", "--json").document["installed"]
     assert [(item["ref"], item["outcome"]) for item in installed] == [
         ("acme/low@1.0.0", "installed"),
         ("acme/top@1.0.0", "installed"),
     ]
-    assert [e.package_digest for e in other.store.experts()] == [
+    assert [e.package_digest for e in other.store.list_experts()] == [
         low.package_digest,
         top.package_digest,
     ]
-    assert other.catalogue.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
+    assert other.catalogue.list_refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
     assert expertctl("import", "mine.experts").out.startswith("already installed: acme/low@1.0.0")
-    other.check()
+    other.check_integrity()
 
 
 def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_accepted(
-    expertctl: Commands,
-    shop: Shop,
+    expertctl: CommandRunner,
+    shop: PackageFactory,
     work: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expertctl("export", "acme/low", "acme/top", "-o", "mine.experts")
     monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "other-home"))
-    other = House(tmp_path / "other-home").trusting("acme")
+    other = HomeFixture(tmp_path / "other-home").trust_keys("acme")
     other.install(shop.package("acme/low", seed=2))
-    said = expertctl("import", "mine.experts", code=5)
+    said = expertctl("import", "mine.experts", exit_code=5)
     assert "`--accept-changed acme/low@1.0.0` takes the new content" in said.err
     said = expertctl("import", "mine.experts", "--accept-changed", "acme/low@1.0.0")
     assert "replaced: acme/low@1.0.0" in said.out
-    other.check()
+    other.check_integrity()
 
 
 def test_several_experts_become_a_set_and_with_oci_its_tar(
-    expertctl: Commands, house: House, work: Path
+    expertctl: CommandRunner, house: HomeFixture, work: Path
 ) -> None:
     said = expertctl("export", "acme/top", "acme/low", "-o", "mine.experts")
     assert said.out == "wrote mine.experts\n  acme/low@1.0.0\n  acme/top@1.0.0\n"
     assert expertctl("export", "acme/top", "acme/low", "--oci", "-o", "mine.tar")
-    assert (work / "mine.tar").read_bytes() == tar_of(work / "mine.experts")
+    assert (work / "mine.tar").read_bytes() == read_archive(work / "mine.experts")
     assert expertctl("import", "mine.tar").out.startswith("already installed")
 
 
 def test_unsigned_experts_travel_with_leave(
-    expertctl: Commands, house: House, shop: Shop, work: Path
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory, work: Path
 ) -> None:
     house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
     expertctl("export", "acme/unsigned", "-o", "x.experts")
-    house.store.remove(next(e for e in house.store.experts() if e.signer is None))
-    said = expertctl("import", "x.experts", code=5)
+    house.store.remove(next(e for e in house.store.list_experts() if e.signer is None))
+    said = expertctl("import", "x.experts", exit_code=5)
     assert "--allow-unsigned" in said.err
     said = expertctl("import", "x.experts", "--allow-unsigned")
     assert "warning: acme/unsigned@1.0.0 is not signed" in said.err
@@ -164,22 +164,22 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(
     words: list[str],
     code: int,
     told: str,
-    expertctl: Commands,
-    house: House,
-    shop: Shop,
+    expertctl: CommandRunner,
+    house: HomeFixture,
+    shop: PackageFactory,
     work: Path,
 ) -> None:
     (work / "file.expert").write_bytes(shop.package("acme/low", seed=1).read_bytes())
     (work / "folder").mkdir()
-    before = house.files()
-    assert told in expertctl(*words, code=code).err
+    before = house.read_files()
+    assert told in expertctl(*words, exit_code=code).err
     assert names(work) == ["file.expert", "folder"]
-    assert house.files() == before
+    assert house.read_files() == before
 
 
 @pytest.mark.parametrize("change", ["cut", "flipped", "appended"])
 def test_a_set_that_was_tampered_with_leaves_the_store_alone(
-    change: str, expertctl: Commands, house: House, work: Path
+    change: str, expertctl: CommandRunner, house: HomeFixture, work: Path
 ) -> None:
     expertctl("export", "acme/top", "-o", "mine.experts")
     data = bytearray((work / "mine.experts").read_bytes())
@@ -190,9 +190,9 @@ def test_a_set_that_was_tampered_with_leaves_the_store_alone(
     else:
         data += b"more"
     (work / "mine.experts").write_bytes(data)
-    for expert in house.store.experts():
+    for expert in house.store.list_experts():
         house.store.remove(expert)
-    said = expertctl("import", "mine.experts", "--json", code=5 if change == "flipped" else 8)
+    said = expertctl("import", "mine.experts", "--json", exit_code=5 if change == "flipped" else 8)
     assert set(said.document) == {"error"}
     assert house.refs() == []
-    house.check()
+    house.check_integrity()

@@ -43,7 +43,7 @@ print(before() is not None, after() is None)
     assert said_by(MAKE_CYCLES + program) == ["True", "True"]
 
 
-def test_a_process_that_did_not_begin_as_a_command_keeps_its_habits() -> None:
+def test_a_process_that_did_not_begin_as_a_command_keeps_its_settings() -> None:
     program = """
 gc.set_threshold(77)
 kept = cycle()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
-from tests.cli.commands import Commands, expertctl
-from tests.store.shop import House, Shop, fast, house, shop
+from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
@@ -17,7 +17,9 @@ HERE = "HERE"
 
 
 @pytest.fixture(autouse=True)
-def here(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house.bases.add(shop.base_dir)
     house.install(
         shop.package("acme/one", composition={"conflicts": ["acme/two"], "max_chain": 1}),
@@ -110,7 +112,7 @@ def here(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
 def test_a_refusal_tells_the_way_out(
-    expertctl: Commands, words: list[str], code: int, hint: str, tmp_path: Path
+    expertctl: CommandRunner, words: list[str], code: int, hint: str, tmp_path: Path
 ) -> None:
-    said = expertctl(*words, "--json", code=code)
+    said = expertctl(*words, "--json", exit_code=code)
     assert said.document["error"]["hint"] == hint.replace(HERE, str(tmp_path))

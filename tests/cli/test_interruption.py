@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.cli.interruption import Ending
-from expertctl.engine.admission import Admission
-from expertctl.schema.validation import problems_of
-from expertctl.store.paths import StorePaths
-from tests.cli.test_chat import Terminal, talkative
+from expertctl.cli.process import CancellationFlag
+from expertctl.engine.memory.process_registry import MemoryAdmission
+from expertctl.schema.validation import find_problems
+from expertctl.store.refs import StorePaths
+from tests.cli.test_chat import ChatTerminal, talkative
 from tests.cli.test_run import PROMPT, Expertctl, expertctl
 
 __all__ = ["expertctl", "talkative"]
@@ -79,7 +79,7 @@ def test_with_json_the_document_says_that_it_was_stopped(talkative: None) -> Non
     )
     said = patched(change, "run", PROMPT, *LONG, "--json")
     document = json.loads(said.stdout)
-    assert problems_of(document, "run") == []
+    assert find_problems(document, "run") == []
     assert document["finish_reason"] == "cancelled"
     assert document["text"]
     assert (said.returncode, said.stderr.splitlines()[-1]) == (130, "stopped")
@@ -92,7 +92,7 @@ def test_a_run_that_waits_for_memory_gives_up_its_place(
     running = StorePaths(Path(os.environ["EXPERT_HOME"]) / "store").running
     words = ("run", PROMPT, "--no-experts", "--max-tokens", "8", "--memory-budget", "8MB")
     with (
-        Admission(running).seat(8_000_000),
+        MemoryAdmission(running).acquire(8_000_000),
         started(*words, "--on-budget", "queue") as process,
     ):
         assert process.stderr is not None
@@ -107,7 +107,7 @@ def test_a_terminal_is_as_it_was_before(talkative: None) -> None:
     words = ("run", PROMPT, "--no-experts", "--max-tokens", "8", "--memory-budget", "8MB")
     master, child = pty.openpty()
     program = "import sys; from expertctl.cli.app import main; main()"
-    with Admission(running).seat(8_000_000):
+    with MemoryAdmission(running).acquire(8_000_000):
         process = subprocess.Popen(
             [sys.executable, "-c", program, *words, "--on-budget", "queue"],
             stdin=child, stdout=child, stderr=child,
@@ -154,7 +154,7 @@ def test_whatever_a_command_does_it_says_that_it_was_stopped(signals: Sequence[s
 def test_who_has_sigterm_ignored_is_not_ended_by_it() -> None:
     program = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from expertctl.cli.interruption import heed_signals\n"
+        "from expertctl.cli.process import heed_signals\n"
         "heed_signals(); print(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -179,9 +179,9 @@ def test_a_signal_that_comes_while_c_calls_python_is_heard_after_that(number: in
 
 
 def test_the_first_signal_asks_and_the_second_ends() -> None:
-    ending = Ending()
+    ending = CancellationFlag()
     before = signal.getsignal(signal.SIGINT)
-    with ending.heeding(signal.SIGINT):
+    with ending.catch_signals(signal.SIGINT):
         assert not ending()
         signal.raise_signal(signal.SIGINT)
         assert ending()
@@ -192,9 +192,9 @@ def test_the_first_signal_asks_and_the_second_ends() -> None:
 
 def test_an_answer_does_not_end_by_a_signal_that_is_ignored() -> None:
     """As SIGINT is for what a script started with ``&``: it is meant for another command."""
-    ending, before = Ending(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ending, before = CancellationFlag(), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with ending.heeding(signal.SIGINT):
+        with ending.catch_signals(signal.SIGINT):
             signal.raise_signal(signal.SIGINT)
         assert not ending()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -207,7 +207,7 @@ def test_a_second_signal_that_comes_while_c_calls_python_is_not_lost(number: int
     """In a chat kernels are compiled while its first answer is wanted, or not any more."""
     change = (
         "import ctypes\n"
-        "from expertctl.cli.interruption import Ending\n"
+        "from expertctl.cli.process import Ending\n"
         "from expertctl.routing.planner import Planner\n"
         f"once = ' os.kill(os.getpid(), {int(number)})\\n for _ in [1, 2]: pass\\n'\n"
         "body = 'def called():\\n' + once + once\n"
@@ -224,7 +224,7 @@ def test_a_second_signal_that_comes_while_c_calls_python_is_not_lost(number: int
 
 def test_sigterm_ends_a_chat_that_waits_at_its_prompt(talkative: None) -> None:
     """It is sent until it is heard: between the prompt and its waiting, Python is deaf."""
-    terminal = Terminal("--no-experts")
+    terminal = ChatTerminal("--no-experts")
     try:
         terminal.wait_for("> ")
         for _ in range(12):
@@ -255,5 +255,5 @@ def test_a_chat_of_a_script_keeps_the_turns_that_were_answered(
     os.close(typed)
     turn = json.loads(out)["turns"][0]
     run = {key: value for key, value in turn.items() if key != "prompt"}
-    assert (turn["prompt"], problems_of(run, "run")) == ("one", [])
+    assert (turn["prompt"], find_problems(run, "run")) == ("one", [])
     assert told[-1] == "stopped"

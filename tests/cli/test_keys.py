@@ -11,11 +11,11 @@ import pytest
 
 from expertctl.cli import app
 from expertctl.trust.keys import KeyRing, PrivateKey, PublicKey
-from expertctl.trust.policy import TrustStore
-from tests.trust.forge import rfc_key
+from expertctl.trust.trust_store import TrustStore
+from tests.trust.forged_bundles import make_rfc_key
 
 SUBCOMMANDS = ["new", "import", "grant", "list", "export", "revoke"]
-RFC_ID = rfc_key().public.key_id
+RFC_ID = make_rfc_key().public.key_id
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_new_makes_a_key_that_is_trusted_and_guarded(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = run_json(capsys, "new", "me", "--namespace", "acme", "--namespace", "zoo/*")
-    key = KeyRing(home / "keys").public("me")
+    key = KeyRing(home / "keys").read_public("me")
     assert document == {
         "name": "me",
         "algorithm": "ecdsa-p256",
@@ -46,7 +46,7 @@ def test_new_makes_a_key_that_is_trusted_and_guarded(
         "namespaces": ["acme", "local", "zoo"],
         "path": str(home / "keys" / "me.pem"),
     }
-    assert TrustStore(home / "trust.json").find("me").key == key
+    assert TrustStore(home / "trust.json").find_key("me").key == key
     assert stat.S_IMODE((home / "keys").stat().st_mode) == 0o700
     assert stat.S_IMODE((home / "keys" / "me.pem").stat().st_mode) == 0o600
 
@@ -56,7 +56,7 @@ def test_new_says_what_the_key_is_trusted_for(
 ) -> None:
     assert app.run(["keys", "new", "me", "--algorithm", "ed25519"]) == 0
     out, err = capsys.readouterr()
-    key = KeyRing(home / "keys").public("me")
+    key = KeyRing(home / "keys").read_public("me")
     assert key.algorithm == "ed25519"
     assert out.splitlines() == [
         f"me  {key.key_id}",
@@ -167,7 +167,7 @@ def test_import_takes_a_key_in_and_trusts_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "key.pem"
-    file.write_bytes(rfc_key().pem())
+    file.write_bytes(make_rfc_key().pem())
     document = run_json(capsys, "import", "work", str(file), "--namespace", "acme")
     assert (document["key_id"], document["namespaces"]) == (RFC_ID, ["acme", "local"])
     assert run_json(capsys, "list")["keys"][0]["name"] == "work"
@@ -177,7 +177,7 @@ def test_import_takes_a_key_in_and_trusts_it(
     ("data", "message"),
     [
         (b"not a key", "0 PEM blocks"),
-        (rfc_key().public.pem(), "this is a public key"),
+        (make_rfc_key().public.pem(), "this is a public key"),
         (b"\xff" * 100_000, "too many"),
     ],
 )
@@ -194,7 +194,7 @@ def test_import_refuses_what_is_no_private_key(
 
 def test_revoke_is_final(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "key.pem"
-    file.write_bytes(rfc_key().pem())
+    file.write_bytes(make_rfc_key().pem())
     assert run_json(capsys, "revoke", RFC_ID, "--reason", "leaked") == {
         "key_id": RFC_ID,
         "reason": "leaked",
@@ -231,7 +231,7 @@ def test_the_public_half_can_be_piped(home: Path) -> None:
         done = subprocess.run(
             [program, "keys", *words], env=environment, capture_output=True, check=True
         )
-    assert PublicKey.from_pem(done.stdout) == KeyRing(home / "keys").public("me")
+    assert PublicKey.from_pem(done.stdout) == KeyRing(home / "keys").read_public("me")
 
 
 def test_a_key_is_granted_more_namespaces(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_key_is_granted_more_namespaces(home: Path, capsys: pytest.CaptureFixt
     document = run_json(capsys, *words)
     assert document["namespaces"] == ["acme", "b", "local", "zoo"]
     assert document["path"] == str(home / "keys" / "me.pem")
-    trusted = TrustStore(home / "trust.json").find("me")
+    trusted = TrustStore(home / "trust.json").find_key("me")
     assert trusted.namespaces == ("acme", "b", "local", "zoo")
     assert run_json(capsys, "list")["keys"][0]["namespaces"] == ["acme", "b", "local", "zoo"]
 

@@ -10,14 +10,24 @@ import pytest
 
 from expertctl.digest import FileDigest
 from expertctl.reference import PackageName
-from expertctl.registry.index_document import IndexDocument, KeyEntry
-from expertctl.registry.index_envelope import sign_index
-from expertctl.registry.retry import Retries
-from tests.cli.commands import Commands, expertctl
-from tests.install.liar import TIME, Liar, lying
-from tests.registry.hostile import Pauses, Reply, Request, reply
-from tests.registry_server.publishing.parcels import Parcel, Template, make_template
-from tests.store.shop import House, a_key
+from expertctl.registry.errors import RetrySchedule
+from expertctl.registry.index_document import IndexDocument, KeyEntry, sign_index
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.hostile_registry import (
+    TIME,
+    HostileRegistry,
+    ReceivedRequest,
+    RecordedPauses,
+    Reply,
+    make_reply,
+    run_hostile_registry,
+)
+from tests.registry_server.publishing.package_fixtures import (
+    InMemoryPackage,
+    PackageTemplate,
+    build_template,
+)
+from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl"]
 
@@ -26,25 +36,25 @@ KEPT = "acme/kept@1.0.0"
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return make_template(tmp_path_factory.mktemp("template"))
+def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
+    return build_template(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sleeps between two tries."""
-    patient = Retries(attempts=2, sleep=Pauses(), chance=lambda: 1.0)
-    monkeypatch.setattr("expertctl.registry.http.Retries", lambda tell=None: patient)
+    patient = RetrySchedule(attempts=2, sleep=RecordedPauses(), jitter=lambda: 1.0)
+    monkeypatch.setattr("expertctl.registry.http.RetrySchedule", lambda tell=None: patient)
 
 
 @dataclass(frozen=True)
-class Scene:
+class LyingRegistryScene:
     """A registry that may lie, and a home that installed something from it while it did not."""
 
-    liar: Liar
-    parcel: Parcel
-    house: House
-    expertctl: Commands
+    liar: HostileRegistry
+    parcel: InMemoryPackage
+    house: HomeFixture
+    expertctl: CommandRunner
 
     def path(self, what: str) -> str:
         """Where the registry is asked for the index, the manifest, or the largest file."""
@@ -67,84 +77,86 @@ class Scene:
 
     def refuses(self, code: int) -> None:
         """Install; what is in the store stays as it is, and the person is told who it was."""
-        before = self.house.files()
-        said = self.expertctl("install", "acme/one", "--json", code=code)
-        assert self.house.files() == before
+        before = self.house.read_files()
+        said = self.expertctl("install", "acme/one", "--json", exit_code=code)
+        assert self.house.read_files() == before
         assert self.house.refs() == [KEPT]
-        self.house.check()
+        self.house.check_integrity()
         error = said.document["error"]
         assert "acme/one" in error["message"] or self.liar.host in error["message"], error
 
 
 @pytest.fixture
 def scene(
-    home: Path, template: Template, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Scene]:
-    one = template.parcel("acme/one", key=a_key("acme"), files={"README.md": b"text " * 100_000})
-    kept = template.parcel("acme/kept", key=a_key("acme"))
-    with lying(one, kept) as liar:
-        house = House(home)
+    home: Path, template: PackageTemplate, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LyingRegistryScene]:
+    one = template.make_package(
+        "acme/one", key=make_key("acme"), files={"README.md": b"text " * 100_000}
+    )
+    kept = template.make_package("acme/kept", key=make_key("acme"))
+    with run_hostile_registry(one, kept) as liar:
+        house = HomeFixture(home)
         house.trust.add_registry(liar.known)
         monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
         expertctl("install", "acme/kept")
-        yield Scene(liar, one, house, expertctl)
+        yield LyingRegistryScene(liar, one, house, expertctl)
 
 
-def endless(_: Scene) -> Reply:
+def endless(_: LyingRegistryScene) -> Reply:
     """More than anybody wants, without a length."""
-    return chain([reply(length=-1)], repeat(bytes(1 << 16), 4096))
+    return chain([make_reply(length=-1)], repeat(bytes(1 << 16), 4096))
 
 
-def cut_off(_: Scene) -> Reply:
-    return reply(body=b"{", length=1000)
+def cut_off(_: LyingRegistryScene) -> Reply:
+    return make_reply(body=b"{", length=1000)
 
 
-def of_a_stranger(scene: Scene) -> Reply:
-    key = KeyEntry(a_key("acme").public, None)
+def of_a_stranger(scene: LyingRegistryScene) -> Reply:
+    key = KeyEntry(make_key("acme").public, None)
     document = IndexDocument(scene.parcel.name, 9, TIME, "", (), (key,))
-    return reply(body=sign_index(document, a_key("stranger")))
+    return make_reply(body=sign_index(document, make_key("stranger")))
 
 
-def of_another_package(scene: Scene) -> Reply:
-    key = KeyEntry(a_key("acme").public, None)
+def of_another_package(scene: LyingRegistryScene) -> Reply:
+    key = KeyEntry(make_key("acme").public, None)
     document = IndexDocument(PackageName.parse("acme/two"), 9, TIME, "", (), (key,))
-    return reply(body=sign_index(document, scene.liar.key))
+    return make_reply(body=sign_index(document, scene.liar.key))
 
 
-def altered(scene: Scene) -> Reply:
+def altered(scene: LyingRegistryScene) -> Reply:
     """Attack 93: the right length, one bit of it another."""
-    return reply(body=scene.bytes[:-1] + bytes([scene.bytes[-1] ^ 1]))
+    return make_reply(body=scene.bytes[:-1] + bytes([scene.bytes[-1] ^ 1]))
 
 
-def too_long(scene: Scene) -> Reply:
-    return reply(body=scene.bytes + b"more")
+def too_long(scene: LyingRegistryScene) -> Reply:
+    return make_reply(body=scene.bytes + b"more")
 
 
-def too_short(scene: Scene) -> Reply:
-    return reply(body=scene.bytes[:-1])
+def too_short(scene: LyingRegistryScene) -> Reply:
+    return make_reply(body=scene.bytes[:-1])
 
 
-def partial(scene: Scene) -> Reply:
+def partial(scene: LyingRegistryScene) -> Reply:
     """Attack 93: a part that nobody asked for."""
     size = len(scene.bytes)
-    return reply(206, scene.bytes[100:], Content_Range=f"bytes 100-{size - 1}/{size}")
+    return make_reply(206, scene.bytes[100:], Content_Range=f"bytes 100-{size - 1}/{size}")
 
 
-def compressed(scene: Scene) -> Reply:
-    return reply(body=gzip.compress(scene.bytes), Content_Encoding="gzip")
+def compressed(scene: LyingRegistryScene) -> Reply:
+    return make_reply(body=gzip.compress(scene.bytes), Content_Encoding="gzip")
 
 
-def inward(_: Scene) -> Reply:
-    return reply(307, Location="http://169.254.169.254/latest/meta-data")
+def inward(_: LyingRegistryScene) -> Reply:
+    return make_reply(307, Location="http://169.254.169.254/latest/meta-data")
 
 
-def in_a_loop(scene: Scene) -> Reply:
-    return reply(307, Location=scene.path("file"))
+def in_a_loop(scene: LyingRegistryScene) -> Reply:
+    return make_reply(307, Location=scene.path("file"))
 
 
-def failing(_: Scene) -> Reply:
-    return reply(500)
+def failing(_: LyingRegistryScene) -> Reply:
+    return make_reply(500)
 
 
 @pytest.mark.parametrize(
@@ -173,31 +185,31 @@ def failing(_: Scene) -> Reply:
     ],
 )
 def test_a_lie_is_refused_and_changes_nothing(
-    scene: Scene, what: str, lie: Callable[[Scene], Reply], code: int
+    scene: LyingRegistryScene, what: str, lie: Callable[[LyingRegistryScene], Reply], code: int
 ) -> None:
     """Attacks 93 and 94; once the registry tells the truth, the same command goes through."""
-    scene.liar.answers[scene.path(what)] = lambda _: lie(scene)
+    scene.liar.overrides[scene.path(what)] = lambda _: lie(scene)
     scene.refuses(code)
-    del scene.liar.answers[scene.path(what)]
+    del scene.liar.overrides[scene.path(what)]
     scene.expertctl("install", "acme/one")
     assert scene.house.refs() == [KEPT, "acme/one@1.0.0"]
-    scene.house.check()
+    scene.house.check_integrity()
 
 
-def test_a_blob_whose_rest_comes_from_another_is_refused(scene: Scene) -> None:
+def test_a_blob_whose_rest_comes_from_another_is_refused(scene: LyingRegistryScene) -> None:
     """Attack 93: it breaks off, and the rest comes from elsewhere under another ETag."""
 
-    def said(request: Request) -> Reply:
+    def said(request: ReceivedRequest) -> Reply:
         if "range" not in request.headers:
-            return reply(body=scene.bytes[:300_000], length=len(scene.bytes), ETag='"one"')
-        return reply(
+            return make_reply(body=scene.bytes[:300_000], length=len(scene.bytes), ETag='"one"')
+        return make_reply(
             206,
             bytes(len(scene.bytes) - 300_000),
             ETag='"two"',
             Content_Range=f"bytes 300000-{len(scene.bytes) - 1}/{len(scene.bytes)}",
         )
 
-    scene.liar.answers[scene.path("file")] = said
-    before = scene.house.files()
-    assert scene.expertctl("install", "acme/one", code=TRUST).err
-    assert scene.house.files() == before
+    scene.liar.overrides[scene.path("file")] = said
+    before = scene.house.read_files()
+    assert scene.expertctl("install", "acme/one", exit_code=TRUST).err
+    assert scene.house.read_files() == before

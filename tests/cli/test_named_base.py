@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.cli.named_base import known_base
+from expertctl.cli.engine import resolve_base
 from expertctl.errors import ConflictError, NotFoundError
-from expertctl.routing.base_choice import DEMO
+from expertctl.routing.base_choice import DEMO_BASE
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
-from tests.cli.commands import Commands, expertctl
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ask(wanted: str | None, settings: Settings) -> str | None:
-    return known_base(wanted, settings, as_json=False)
+    return resolve_base(wanted, settings, as_json=False)
 
 
 def test_without_the_option_no_base_is_named(settings: Settings) -> None:
@@ -42,19 +42,19 @@ def test_without_the_option_no_base_is_named(settings: Settings) -> None:
 
 def test_in_a_new_home_the_demo_is_there_as_soon_as_it_is_named(tmp_path: Path) -> None:
     settings = Settings(Home(tmp_path / "home"), encoder="lexical")
-    assert ask(DEMO, settings) == DEMO
-    assert Store(settings.home.store).experts()
+    assert ask(DEMO_BASE, settings) == DEMO_BASE
+    assert Store(settings.home.store).list_experts()
     bases = BaseStore(settings.home.bases)
-    bases.remove(bases.find(DEMO))
+    bases.remove(bases.find(DEMO_BASE))
     with pytest.raises(NotFoundError, match="no base is called"):
-        ask(DEMO, settings)
+        ask(DEMO_BASE, settings)
 
 
 def test_a_folder_that_was_never_added_is_added_where_it_is(
     settings: Settings, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask(str(folder), settings) == "mine"
-    [base] = BaseStore(settings.home.bases).bases()
+    [base] = BaseStore(settings.home.bases).list_bases()
     assert (base.name, base.path, base.copied) == ("mine", folder, False)
     assert capsys.readouterr().err.splitlines() == [
         "added the base mine; `expertctl base remove mine` forgets it",
@@ -63,7 +63,7 @@ def test_a_folder_that_was_never_added_is_added_where_it_is(
 
 
 def test_after_a_folder_in_a_new_home_its_base_answers_and_the_demo_comes_when_it_is_named(
-    settings: Settings, folder: Path, expertctl: Commands, home: Path
+    settings: Settings, folder: Path, expertctl: CommandRunner, home: Path
 ) -> None:
     said = expertctl("route", "Hello", "--base", folder)
     assert "the starter pack was not installed" in said.err
@@ -71,8 +71,8 @@ def test_after_a_folder_in_a_new_home_its_base_answers_and_the_demo_comes_when_i
     later = expertctl("route", "Sort these numbers: 3, 1, 2", "--json")
     assert later.document["plan"]["base"] == "mine"
     assert later.err == ""
-    again = expertctl("route", "Hello", "--base", DEMO, "--json")
-    assert again.document["plan"]["base"] == DEMO
+    again = expertctl("route", "Hello", "--base", DEMO_BASE, "--json")
+    assert again.document["plan"]["base"] == DEMO_BASE
     assert "installed the starter pack: " in again.err
     assert expertctl("route", "Hello", "--json").document["plan"]["base"] == "mine"
 
@@ -88,7 +88,7 @@ def test_in_a_home_with_a_base_another_folder_says_nothing_of_the_starter_pack(
 
 @pytest.mark.parametrize(("wanted", "width"), [("mine", 16), ("./mine", 32)])
 def test_build_takes_a_known_name_first_and_a_folder_by_its_path(
-    wanted: str, width: int, expertctl: Commands, home: Path, folder: Path, tmp_path: Path,
+    wanted: str, width: int, expertctl: CommandRunner, home: Path, folder: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The adapter fits the base that is meant, and none of another width."""
@@ -97,9 +97,9 @@ def test_build_takes_a_known_name_first_and_a_folder_by_its_path(
     monkeypatch.chdir(tmp_path / "work")
     beside = write_base(Path("mine"), layers=1, hidden=32, heads=2, kv_heads=1)
     write_lora(Path("lora"), folder if width == 16 else beside)
-    assert expertctl("build", "lora", "--base", wanted, "-o", "x.expert").code == 0
+    assert expertctl("build", "lora", "--base", wanted, "-o", "x.expert").exit_code == 0
     other = "./mine" if wanted == "mine" else "mine"
-    assert f"hidden size {width}" in expertctl("build", "lora", "--base", other, code=8).err
+    assert f"hidden size {width}" in expertctl("build", "lora", "--base", other, exit_code=8).err
 
 
 def test_a_folder_that_was_added_is_known_by_its_name_and_not_added_again(
@@ -107,7 +107,7 @@ def test_a_folder_that_was_added_is_known_by_its_name_and_not_added_again(
 ) -> None:
     BaseStore(settings.home.bases).add(folder, name="acme/mine")
     assert ask(str(folder), settings) == ask("acme/mine", settings) == "acme/mine"
-    assert len(BaseStore(settings.home.bases).bases()) == 1
+    assert len(BaseStore(settings.home.bases).list_bases()) == 1
     assert capsys.readouterr().err == ""
 
 
@@ -121,7 +121,7 @@ def test_a_folder_does_not_replace_another_base_of_its_name(
         with pytest.raises(ConflictError, match="another base is called mine") as caught:
             ask(str(place), settings)
         assert f"expertctl base add {place} --name" in caught.value.hint
-    assert bases.bases() == [kept]
+    assert bases.list_bases() == [kept]
     bases.check(kept)
 
 
@@ -134,7 +134,7 @@ def test_neither_a_name_nor_a_folder_is_not_found(wanted: str, settings: Setting
 def test_a_folder_without_a_base_is_told_what_it_lacks(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"config\.json"):
         ask(str(tmp_path), settings)
-    assert BaseStore(settings.home.bases).bases() == []
+    assert BaseStore(settings.home.bases).list_bases() == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

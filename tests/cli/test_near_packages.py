@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertctl.cli.near_packages import is_package_name
+from expertctl.cli.connection import is_package_name
 
 
 def test_a_name_of_a_package_may_be_suggested() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.admission import Admission
-from expertctl.schema.validation import problems_of
-from expertctl.store.paths import StorePaths
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
+from expertctl.engine.memory.process_registry import MemoryAdmission
+from expertctl.schema.validation import find_problems
+from expertctl.store.refs import StorePaths
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workshop
 
 __all__ = ["expertctl", "workshop"]
 
@@ -22,7 +22,7 @@ def running() -> Path:
 
 
 @pytest.fixture
-def least(workshop: Workshop, expertctl: Expertctl) -> int:
+def least(workshop: RunWorkspace, expertctl: Expertctl) -> int:
     """The smallest budget that all of it fits into."""
     memory = expertctl("run", PROMPT, "--expert", "acme/sorting", "--json", *QUIET).document[
         "memory"
@@ -31,13 +31,13 @@ def least(workshop: Workshop, expertctl: Expertctl) -> int:
 
 
 def test_an_expert_that_does_not_fit_is_dropped_and_named(
-    workshop: Workshop, expertctl: Expertctl, least: int
+    workshop: RunWorkspace, expertctl: Expertctl, least: int
 ) -> None:
     words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--memory-budget", least - 1)
     assert expertctl(*words).code == 7
     outcome = expertctl(*words, "--on-budget", "fewer", "--json")
     assert outcome.code == 0, outcome.err
-    assert problems_of(outcome.document, "run") == []
+    assert find_problems(outcome.document, "run") == []
     assert outcome.document["plan"]["experts"] == []
     [dropped] = outcome.document["dropped"]
     assert dropped["ref"] == "acme/sorting@1.2.0"
@@ -48,7 +48,7 @@ def test_an_expert_that_does_not_fit_is_dropped_and_named(
 
 
 def test_fewer_and_a_saved_plan_exclude_each_other(
-    workshop: Workshop, expertctl: Expertctl, tmp_path: Path
+    workshop: RunWorkspace, expertctl: Expertctl, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(expertctl("route", PROMPT, "--json").out)
@@ -57,7 +57,7 @@ def test_fewer_and_a_saved_plan_exclude_each_other(
     assert "never with fewer" in outcome.err
 
 
-def test_a_saved_plan_is_read_from_stdin(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_a_saved_plan_is_read_from_stdin(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     words = ("run", PROMPT, "--json", "--temperature", "1.4", "--max-tokens", "9")
     first = expertctl(*words)
     again = expertctl("run", PROMPT, "--json", "--plan", "-", stdin=first.out.encode())
@@ -70,10 +70,12 @@ def test_a_saved_plan_is_read_from_stdin(workshop: Workshop, expertctl: Expertct
         assert "stdin" in outcome.err
 
 
-def test_a_queued_run_ends_with_130_when_it_is_interrupted(workshop: Workshop, least: int) -> None:
+def test_a_queued_run_ends_with_130_when_it_is_interrupted(
+    workshop: RunWorkspace, least: int
+) -> None:
     words = ["run", PROMPT, "--expert", "acme/sorting", "--on-budget", "queue", "--json", *QUIET]
     program = f"import sys; from expertctl.cli.app import run; sys.exit(run({words!r}))"
-    with Admission(running()).seat(least):
+    with MemoryAdmission(running()).acquire(least):
         environment = {**os.environ, "EXPERT_MEMORY_BUDGET": str(least * 3 // 2)}
         with subprocess.Popen(
             [sys.executable, "-c", program],
@@ -89,7 +91,7 @@ def test_a_queued_run_ends_with_130_when_it_is_interrupted(workshop: Workshop, l
 
 
 def test_a_queued_run_goes_on_when_there_is_room(
-    workshop: Workshop, expertctl: Expertctl, least: int
+    workshop: RunWorkspace, expertctl: Expertctl, least: int
 ) -> None:
     words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--json", "--memory-budget", least)
     outcome = expertctl(*words, "--on-budget", "queue")

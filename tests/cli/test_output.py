@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.cli.output import (
-    _read_size_column,
+    _build_read_size_column,
     emit,
     fail,
     fold,
-    human_size,
+    format_table,
+    make_line_reporter,
+    make_printable,
     note,
-    printable,
-    progress,
-    report_lines,
-    table,
+    show_progress,
 )
 from expertctl.errors import UsageError
+from expertctl.settings import format_size
 
 
-class Terminal(io.StringIO):
+class OutputTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -48,12 +48,12 @@ class Terminal(io.StringIO):
     ],
 )
 def test_control_characters_are_replaced(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert make_printable(text) == shown
 
 
 @given(st.text())
 def test_printable_text_has_no_escape_and_keeps_its_length(text: str) -> None:
-    shown = printable(text)
+    shown = make_printable(text)
     assert len(shown) == len(text)
     assert not set(shown) & {"\x1b", "\x9b", "\r", "\x07", "\u202e"}
 
@@ -107,7 +107,7 @@ def test_folding_loses_no_word(line: str, width: int) -> None:
 def test_a_terminal_gets_folded_text_and_a_file_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((40, 10)))
     text = "the base answers alone: no expert scored 0.60 or more"
-    for stream, lines in [(Terminal(), 2), (io.StringIO(), 1)]:
+    for stream, lines in [(OutputTerminal(), 2), (io.StringIO(), 1)]:
         monkeypatch.setattr(sys, "stdout", stream)
         emit({}, text, as_json=False)
         assert stream.getvalue().count("\n") == lines
@@ -116,7 +116,7 @@ def test_a_terminal_gets_folded_text_and_a_file_does_not(monkeypatch: pytest.Mon
 
 
 def test_a_table_lines_up_without_trailing_spaces() -> None:
-    text = table(["name", "size"], [["a", "1 B"], ["longer", "2 B"]])
+    text = format_table(["name", "size"], [["a", "1 B"], ["longer", "2 B"]])
     assert text == "name    size\na       1 B\nlonger  2 B"
 
 
@@ -125,13 +125,13 @@ def test_a_narrow_terminal_gets_the_same_columns_of_each_row_below(
 ) -> None:
     monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 12)
     rows = [["a", "1.0.0", "me", ""], ["abc", "2.0.0", "", ""]]
-    shown = table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
+    shown = format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
     assert shown == "NAME\n    VERSION  SIGNER  FLAGS\na\n    1.0.0    me\nabc\n    2.0.0"
     monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 20)
-    shown = table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
+    shown = format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
     assert shown == "NAME  VERSION\n    SIGNER  FLAGS\na     1.0.0\n    me\nabc   2.0.0"
     monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 23)
-    assert table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows).startswith(
+    assert format_table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows).startswith(
         "NAME  VERSION  SIGNER  FLA"
     )
 
@@ -144,17 +144,17 @@ def test_a_narrow_terminal_gets_the_same_columns_of_each_row_below(
     ],
 )  # fmt: skip
 def test_sizes_are_shown_in_powers_of_a_thousand(size: int, text: str) -> None:
-    assert human_size(size) == text
+    assert format_size(size) == text
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, as_json, silent in [
-        (Terminal(), False, False),
-        (Terminal(), True, True),
+        (OutputTerminal(), False, False),
+        (OutputTerminal(), True, True),
         (io.StringIO(), False, True),
     ]:
         monkeypatch.setattr(sys, "stderr", stream)
-        with progress("hashing", 10, as_json=as_json) as advance:
+        with show_progress("hashing", 10, as_json=as_json) as advance:
             advance(10)
         assert (stream.getvalue() == "") == silent
 
@@ -162,9 +162,9 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
 def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = Terminal()
+    stream = OutputTerminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress("loading", None) as advance:
+    with show_progress("loading", None) as advance:
         advance(5_200_000_000)
     assert "5.2 GB" in stream.getvalue()
     assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"
@@ -188,14 +188,14 @@ def test_lines_of_several_threads_are_written_whole(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("completed", "told"), [(0, ""), (1, "1 byte"), (2_500_000, "2.5 MB")])
 def test_a_bar_tells_no_size_before_the_first_byte(completed: int, told: str) -> None:
     task: Any = SimpleNamespace(completed=completed)
-    assert str(_read_size_column().render(task)) == told
+    assert str(_build_read_size_column().render(task)) == told
 
 
 def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = 0.0
-    report = report_lines("evaluating", 400, clock=lambda: now)
+    report = make_line_reporter("evaluating", 400, clock=lambda: now)
     for number in range(1, 401):
         now = float(number)
         report(1)
@@ -208,7 +208,7 @@ def test_without_a_terminal_a_line_now_and_then_tells_the_progress(
 def test_hours_of_work_tell_fewer_lines_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
     """60 lines in 600 s, then one each sixtieth: 61 / 60 to the power of n is 86400 / 600."""
     now = 0.0
-    report = report_lines("evaluating", 86_400 + 1, clock=lambda: now)
+    report = make_line_reporter("evaluating", 86_400 + 1, clock=lambda: now)
     for number in range(1, 86_401):
         now = float(number)
         report(1)
@@ -218,7 +218,7 @@ def test_hours_of_work_tell_fewer_lines_an_hour(capsys: pytest.CaptureFixture[st
 
 def test_the_first_answer_may_take_long(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    report = report_lines("evaluating", 2, clock=lambda: now)
+    report = make_line_reporter("evaluating", 2, clock=lambda: now)
     for number in range(25):
         now = float(number)
         report(0)
@@ -226,7 +226,7 @@ def test_the_first_answer_may_take_long(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_is_done_quickly_tells_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_lines("evaluating", 400, clock=lambda: 0.0)
+    report = make_line_reporter("evaluating", 400, clock=lambda: 0.0)
     for _ in range(400):
         report(1)
     assert capsys.readouterr().err == ""

@@ -17,7 +17,12 @@ from tests.factories import (
     write_safetensors,
     write_soft_prompt,
 )
-from tests.package.forge import files_of, framed, repack, tar_of
+from tests.package.forged_packages import (
+    make_package_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
 
 KINDS: dict[str, Callable[..., Path]] = {
     "dora": write_dora,
@@ -118,8 +123,8 @@ def test_inspect_and_install_warn_of_numbers_whoever_built_the_package(
     numbers = np.full((4, 32), value, np.float32)
     write_safetensors(weights, {"prompt_embeddings": numbers}, metadata={"format": "pt"})
     name = "adapter_model.safetensors"
-    files = {**files_of(tar_of(package)), name: weights.read_bytes()}
-    framed(repack(files), work / "odd.expert")
+    files = {**read_packed_files(read_archive(package)), name: weights.read_bytes()}
+    write_frame(make_package_archive(files), work / "odd.expert")
     assert app.run(["inspect", "odd.expert"]) == 0
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "warning" in text]
     assert said in line

@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 
 from expertctl.cli import app
-from expertctl.install.install import install_files
+from expertctl.install.installer import install_files
 from expertctl.package.base_model import read_base
 from expertctl.package.read import read_package
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from expertctl.trust.keys import KeyRing, PrivateKey
-from expertctl.trust.policy import TrustStore
+from expertctl.trust.trust_store import TrustStore
 from tests.factories import make_package, write_base, write_lora
-from tests.package.forge import files_of, framed, repack, tar_of
+from tests.package.forged_packages import (
+    make_package_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
 
 
-class Run:
+class CommandRun:
     """Runs commands in a working folder and keeps what they said."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,10 +52,12 @@ class Run:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> CommandRun:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    return Run(capsys)
+    return CommandRun(capsys)
 
 
 @pytest.fixture(scope="session")
@@ -61,13 +68,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(run: Run, template: Path) -> Path:
+def work(run: CommandRun, template: Path) -> Path:
     """A working folder with a base and an adapter."""
     return Path(shutil.copytree(template, Path.cwd(), dirs_exist_ok=True))
 
 
 @pytest.fixture
-def package(run: Run, work: Path, home: Path) -> Path:
+def package(run: CommandRun, work: Path, home: Path) -> Path:
     """A package of one's own, signed with a key that is trusted for local/*."""
     assert run("keys", "new", "me") == 0
     assert run("build", "my-lora", "--base", "base", "-o", "my.expert", "--sign", "me") == 0
@@ -84,8 +91,8 @@ def installed(package: Path, home: Path) -> str:
     return "local/my-lora"
 
 
-def test_build_makes_a_package_that_verifies(run: Run, package: Path, home: Path) -> None:
-    signer = KeyRing(Home(home).keys).public("me").key_id
+def test_build_makes_a_package_that_verifies(run: CommandRun, package: Path, home: Path) -> None:
+    signer = KeyRing(Home(home).keys).read_public("me").key_id
     contents = read_package(package)
     document = run.json("verify", "my.expert")
     assert document == {
@@ -101,7 +108,7 @@ def test_build_makes_a_package_that_verifies(run: Run, package: Path, home: Path
     }
 
 
-def test_build_tells_what_it_made(run: Run, work: Path) -> None:
+def test_build_tells_what_it_made(run: CommandRun, work: Path) -> None:
     (work / "my-lora" / "notes.txt").write_text("x")
     document = run.json(
         "build", "my-lora", "--base", "base", "--name", "acme/sql", "--version", "1.2.3",
@@ -115,7 +122,7 @@ def test_build_tells_what_it_made(run: Run, work: Path) -> None:
     assert (manifest.description, manifest.license) == ("Writes SQL.", "MIT")
 
 
-def test_build_says_what_it_left_out_of_the_adapters_files(run: Run, work: Path) -> None:
+def test_build_says_what_it_left_out_of_the_adapters_files(run: CommandRun, work: Path) -> None:
     path = work / "my-lora" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "merge_weights": False}))
     document = run.json("build", "my-lora", "--base", "base")
@@ -127,7 +134,7 @@ def test_build_says_what_it_left_out_of_the_adapters_files(run: Run, work: Path)
     assert "merge_weights" in run.err
 
 
-def test_the_level_changes_the_size_and_no_digest(run: Run, work: Path) -> None:
+def test_the_level_changes_the_size_and_no_digest(run: CommandRun, work: Path) -> None:
     fast = run.json("build", "my-lora", "--base", "base", "-o", "fast.expert")
     small = run.json("build", "my-lora", "--base", "base", "-o", "small.expert", "--level", 3)
     assert {**fast, "path": ""} == {**small, "path": ""}
@@ -135,7 +142,7 @@ def test_the_level_changes_the_size_and_no_digest(run: Run, work: Path) -> None:
     assert "--level" in run.refusal(2, "build", "my-lora", "--level", 99)
 
 
-def test_build_text_is_short_and_says_the_digests(run: Run, work: Path) -> None:
+def test_build_text_is_short_and_says_the_digests(run: CommandRun, work: Path) -> None:
     assert run("build", "my-lora", "--base", "base", "-o", "x.expert") == 0
     contents = read_package(work / "x.expert")
     assert run.out.splitlines()[1:] == [
@@ -145,7 +152,7 @@ def test_build_text_is_short_and_says_the_digests(run: Run, work: Path) -> None:
 
 
 def test_build_finds_the_base_that_was_added_under_the_name_in_the_adapter(
-    run: Run, work: Path, home: Path
+    run: CommandRun, work: Path, home: Path
 ) -> None:
     config = work / "my-lora" / "adapter_config.json"
     document = {**json.loads(config.read_text()), "base_model_name_or_path": "Qwen/Tiny"}
@@ -160,7 +167,7 @@ def test_build_finds_the_base_that_was_added_under_the_name_in_the_adapter(
 
 
 def test_build_takes_a_path_in_the_adapter_for_the_base_of_that_name(
-    run: Run, work: Path, home: Path
+    run: CommandRun, work: Path, home: Path
 ) -> None:
     config = work / "my-lora" / "adapter_config.json"
     document = {**json.loads(config.read_text()), "base_model_name_or_path": "/models/Tiny"}
@@ -170,13 +177,13 @@ def test_build_takes_a_path_in_the_adapter_for_the_base_of_that_name(
     assert read_package(work / "x.expert").manifest.base.name == "Qwen/Tiny"
 
 
-def test_build_refuses_to_sign_with_a_revoked_key(run: Run, work: Path) -> None:
+def test_build_refuses_to_sign_with_a_revoked_key(run: CommandRun, work: Path) -> None:
     run.json("keys", "new", "old")
     run.json("keys", "revoke", "old")
     assert "was revoked" in run.refusal(5, "build", "my-lora", "--base", "base", "--sign", "old")
 
 
-def test_the_name_of_the_base_is_never_opened_as_a_path(run: Run, work: Path) -> None:
+def test_the_name_of_the_base_is_never_opened_as_a_path(run: CommandRun, work: Path) -> None:
     config = work / "my-lora" / "adapter_config.json"
     for label in (str(work / "base"), "../elsewhere/base", "https://example.com/x"):
         document = {**json.loads(config.read_text()), "base_model_name_or_path": label}
@@ -184,11 +191,11 @@ def test_the_name_of_the_base_is_never_opened_as_a_path(run: Run, work: Path) ->
         assert "not known here" in run.refusal(8, "build", "my-lora")
 
 
-def test_a_base_that_is_asked_for_and_unknown_is_not_found(run: Run, work: Path) -> None:
+def test_a_base_that_is_asked_for_and_unknown_is_not_found(run: CommandRun, work: Path) -> None:
     assert "none/such" in run.refusal(3, "build", "my-lora", "--base", "none/such")
 
 
-def test_build_reports_all_problems_at_once(run: Run, work: Path) -> None:
+def test_build_reports_all_problems_at_once(run: CommandRun, work: Path) -> None:
     config = work / "my-lora" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all", "odd": 1}))
     (work / "my-lora" / "expert.json").write_text('{"version": "one", "name": "Bad Name"}')
@@ -221,14 +228,14 @@ def test_build_reports_all_problems_at_once(run: Run, work: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_what_is_missing_or_wrong_has_its_exit_code(
-    words: list[str], code: int, run: Run, work: Path
+    words: list[str], code: int, run: CommandRun, work: Path
 ) -> None:
     before = sorted(work.rglob("*"))
     assert run.refusal(code, *words)
     assert sorted(work.rglob("*")) == before
 
 
-def test_init_writes_a_draft_that_builds(run: Run, work: Path) -> None:
+def test_init_writes_a_draft_that_builds(run: CommandRun, work: Path) -> None:
     document = run.json("init", "my-lora", "--base", "base", "--name", "acme/sql")
     assert document["missing"] == []
     assert json.loads((work / "my-lora" / "expert.json").read_text()) == document["manifest"]
@@ -236,20 +243,20 @@ def test_init_writes_a_draft_that_builds(run: Run, work: Path) -> None:
     assert read_package(work / "x.expert").manifest.name == "acme/sql"
 
 
-def test_init_says_what_it_does_not_know(run: Run, work: Path) -> None:
+def test_init_says_what_it_does_not_know(run: CommandRun, work: Path) -> None:
     document = run.json("init", "my-lora")
     assert "expertctl base add DIR" in document["missing"][0]
     assert "warning: " in run.err
 
 
-def test_init_overwrites_nothing(run: Run, work: Path) -> None:
+def test_init_overwrites_nothing(run: CommandRun, work: Path) -> None:
     (work / "my-lora" / "expert.json").write_text("{}")
     assert "exists already" in run.refusal(2, "init", "my-lora", "--base", "base")
     assert (work / "my-lora" / "expert.json").read_text() == "{}"
 
 
 def test_inspect_shows_everything_and_says_that_nothing_was_verified(
-    run: Run, package: Path
+    run: CommandRun, package: Path
 ) -> None:
     document = run.json("inspect", "my.expert")
     assert document["verified"] is False
@@ -261,13 +268,13 @@ def test_inspect_shows_everything_and_says_that_nothing_was_verified(
     assert "not verified" in run.err
 
 
-def test_inspect_is_readable(run: Run, package: Path) -> None:
+def test_inspect_is_readable(run: CommandRun, package: Path) -> None:
     assert run("inspect", "my.expert") == 0
     assert "LoRA of rank 4 on 14 layers, float32" in run.out
     assert "adapter_model.safetensors" in run.out
 
 
-def test_inspect_shows_no_control_characters(run: Run, work: Path) -> None:
+def test_inspect_shows_no_control_characters(run: CommandRun, work: Path) -> None:
     (work / "my-lora" / "expert.json").write_text(json.dumps({"description": "a\x1b[31mb\u202e"}))
     run("build", "my-lora", "--base", "base", "-o", "x.expert")
     run("inspect", "x.expert")
@@ -275,7 +282,7 @@ def test_inspect_shows_no_control_characters(run: Run, work: Path) -> None:
     assert "\x1b" not in run.out
 
 
-def test_inspect_keeps_the_words_of_a_package_in_their_row(run: Run, work: Path) -> None:
+def test_inspect_keeps_the_words_of_a_package_in_their_row(run: CommandRun, work: Path) -> None:
     text = "Writes SQL.\nsigned by    sha256:someone you trust"
     (work / "my-lora" / "expert.json").write_text(json.dumps({"description": text}))
     assert run("build", "my-lora", "--base", "base", "-o", "x.expert") == 0
@@ -284,12 +291,12 @@ def test_inspect_keeps_the_words_of_a_package_in_their_row(run: Run, work: Path)
     assert signer.split() == ["signed", "by", "nobody"]
 
 
-def test_an_unsigned_package_does_not_verify(run: Run, work: Path) -> None:
+def test_an_unsigned_package_does_not_verify(run: CommandRun, work: Path) -> None:
     run("build", "my-lora", "--base", "base", "-o", "x.expert")
     assert "expertctl sign" in run.refusal(5, "verify", "x.expert")
 
 
-def test_sign_makes_it_verify_and_keeps_its_content(run: Run, work: Path) -> None:
+def test_sign_makes_it_verify_and_keeps_its_content(run: CommandRun, work: Path) -> None:
     run("keys", "new", "me")
     built = run.json("build", "my-lora", "--base", "base", "-o", "x.expert")
     signed = run.json("sign", "x.expert", "--key", "me")
@@ -298,29 +305,29 @@ def test_sign_makes_it_verify_and_keeps_its_content(run: Run, work: Path) -> Non
     assert run.json("verify", "x.expert")["signer"] == signed["signer"]
 
 
-def test_a_foreign_key_does_not_verify(run: Run, work: Path) -> None:
+def test_a_foreign_key_does_not_verify(run: CommandRun, work: Path) -> None:
     make_package(work, base_dir=work / "base", key=PrivateKey.generate())
     assert "trust" in run.refusal(5, "verify", "acme-sql-1.0.0.expert")
     assert run("inspect", "acme-sql-1.0.0.expert") == 0
 
 
-def test_a_package_of_another_namespace_does_not_verify(run: Run, package: Path) -> None:
+def test_a_package_of_another_namespace_does_not_verify(run: CommandRun, package: Path) -> None:
     run("build", "my-lora", "--base", "base", "-o", "x.expert", "--name", "acme/x", "--sign", "me")
     assert "acme" in run.refusal(5, "verify", "x.expert")
 
 
-def test_a_revoked_key_does_not_verify(run: Run, package: Path) -> None:
+def test_a_revoked_key_does_not_verify(run: CommandRun, package: Path) -> None:
     assert run("keys", "revoke", "me") == 0
     assert "revoked" in run.refusal(5, "verify", "my.expert")
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "unpack", "sign", "export"])
 def test_a_damaged_package_is_refused_by_every_command(
-    command: str, run: Run, package: Path
+    command: str, run: CommandRun, package: Path
 ) -> None:
-    tar = bytearray(tar_of(package))
+    tar = bytearray(read_archive(package))
     tar[-1500] ^= 1
-    framed(bytes(tar), Path("bad.expert"))
+    write_frame(bytes(tar), Path("bad.expert"))
     rest = {"unpack": ["out"], "sign": ["--key", "me"], "export": ["--oci"]}.get(command, [])
     before = sorted(Path.cwd().rglob("*"))
     assert "digest" in run.refusal(5, command, "bad.expert", *rest)
@@ -330,20 +337,22 @@ def test_a_damaged_package_is_refused_by_every_command(
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"{}", b"\x28\xb5\x2f\xfd" + bytes(50)])
 @pytest.mark.parametrize("command", ["verify", "inspect", "export"])
 def test_a_file_that_is_no_package_is_refused_by_every_command(
-    command: str, content: bytes, run: Run
+    command: str, content: bytes, run: CommandRun
 ) -> None:
     Path("bad.expert").write_bytes(content)
     rest = ["--oci"] if command == "export" else []
     assert "bad.expert" in run.refusal(8, command, "bad.expert", *rest)
 
 
-def test_a_hostile_package_is_refused_with_the_name_of_the_thing(run: Run, package: Path) -> None:
-    files = {**files_of(tar_of(package)), "setup.py": b"import os"}
-    framed(repack(files), Path("bad.expert"))
+def test_a_hostile_package_is_refused_with_the_name_of_the_thing(
+    run: CommandRun, package: Path
+) -> None:
+    files = {**read_packed_files(read_archive(package)), "setup.py": b"import os"}
+    write_frame(make_package_archive(files), Path("bad.expert"))
     assert "setup.py is not named in expert.json" in run.refusal(8, "verify", "bad.expert")
 
 
-def test_unpack_writes_the_files_once(run: Run, package: Path, work: Path) -> None:
+def test_unpack_writes_the_files_once(run: CommandRun, package: Path, work: Path) -> None:
     document = run.json("unpack", "my.expert", "out")
     assert document["directory"] == "out"
     assert sorted(path.name for path in (work / "out").iterdir()) == [
@@ -355,28 +364,30 @@ def test_unpack_writes_the_files_once(run: Run, package: Path, work: Path) -> No
     assert "not empty" in run.refusal(2, "unpack", "my.expert", "out")
 
 
-def test_an_unpacked_directory_builds_the_same_package_again(run: Run, package: Path) -> None:
+def test_an_unpacked_directory_builds_the_same_package_again(
+    run: CommandRun, package: Path
+) -> None:
     run("unpack", "my.expert", "out")
     again = run.json("build", "out", "--sign", "me", "-o", "again.expert")
     assert again["package_digest"] == run.json("verify", "my.expert")["package_digest"]
 
 
-def test_export_of_a_file_writes_its_tar(run: Run, package: Path, work: Path) -> None:
+def test_export_of_a_file_writes_its_tar(run: CommandRun, package: Path, work: Path) -> None:
     document = run.json("export", "my.expert", "--oci")
     assert (document["path"], document["format"]) == ("my.tar", "oci")
-    assert (work / "my.tar").read_bytes() == tar_of(package)
+    assert (work / "my.tar").read_bytes() == read_archive(package)
 
 
 def test_export_of_an_installed_expert_writes_the_same_tar(
-    run: Run, installed: str, package: Path, work: Path
+    run: CommandRun, installed: str, package: Path, work: Path
 ) -> None:
     document = run.json("export", installed, "--oci")
     assert document["path"] == "my-lora-0.1.0.tar"
-    assert (work / "my-lora-0.1.0.tar").read_bytes() == tar_of(package)
+    assert (work / "my-lora-0.1.0.tar").read_bytes() == read_archive(package)
 
 
 def test_an_installed_expert_is_verified_and_inspected_by_reference_and_digest(
-    run: Run, installed: str
+    run: CommandRun, installed: str
 ) -> None:
     document = run.json("verify", f"{installed}@^0.1")
     assert document["ref"] == "local/my-lora@0.1.0"
@@ -386,7 +397,7 @@ def test_an_installed_expert_is_verified_and_inspected_by_reference_and_digest(
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "export"])
 def test_a_flipped_bit_in_the_store_is_found(
-    command: str, run: Run, installed: str, home: Path
+    command: str, run: CommandRun, installed: str, home: Path
 ) -> None:
     largest = max(Home(home).store.rglob("*"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
@@ -401,13 +412,13 @@ def test_a_flipped_bit_in_the_store_is_found(
 @pytest.mark.parametrize(
     "command", ["init", "build", "sign", "verify", "inspect", "unpack", "export"]
 )
-def test_help_has_an_example(command: str, run: Run) -> None:
+def test_help_has_an_example(command: str, run: CommandRun) -> None:
     assert run(command, "--help") == 0
     assert f"Example:\n  expertctl {command} " in run.out
 
 
 @pytest.mark.parametrize("words", [["verify"], ["inspect"], ["export", "--oci"]])
-def test_what_is_there_is_taken_for_a_file(words: list[str], run: Run) -> None:
+def test_what_is_there_is_taken_for_a_file(words: list[str], run: CommandRun) -> None:
     Path("folder").mkdir()
     os.mkfifo("pipe")
     for name in ("folder", "./folder", "pipe", str(Path.cwd())):
@@ -415,13 +426,13 @@ def test_what_is_there_is_taken_for_a_file(words: list[str], run: Run) -> None:
     assert "no such file" in run.refusal(3, *words, "./nowhere")
 
 
-def test_a_folder_that_is_called_like_an_expert_does_not_hide_it(run: Run) -> None:
+def test_a_folder_that_is_called_like_an_expert_does_not_hide_it(run: CommandRun) -> None:
     Path("acme/sql").mkdir(parents=True)
     assert "acme/sql is not installed" in run.refusal(3, "verify", "acme/sql")
 
 
 @pytest.mark.parametrize("words", [["remove"], ["verify"], ["inspect"]])
-def test_a_malformed_digest_is_a_slip_of_the_person(words: list[str], run: Run) -> None:
+def test_a_malformed_digest_is_a_slip_of_the_person(words: list[str], run: CommandRun) -> None:
     assert "list --json" in run.refusal(2, *words, "sha256:abc")
 
 
@@ -435,12 +446,12 @@ def test_a_malformed_digest_is_a_slip_of_the_person(words: list[str], run: Run) 
     ],
 )
 def test_a_bad_name_or_version_on_the_command_line_is_refused_before_anything_is_read(
-    command: str, option: str, value: str, said: str, run: Run
+    command: str, option: str, value: str, said: str, run: CommandRun
 ) -> None:
     assert said in run.refusal(2, command, "nowhere", option, value)
 
 
-def test_build_says_that_no_prompt_will_come_without_examples(run: Run, work: Path) -> None:
+def test_build_says_that_no_prompt_will_come_without_examples(run: CommandRun, work: Path) -> None:
     document = run.json("build", "my-lora", "--base", "base")
     (told,) = [line for line in document["warnings"] if "routing.examples" in line]
     assert told == (
@@ -451,7 +462,9 @@ def test_build_says_that_no_prompt_will_come_without_examples(run: Run, work: Pa
     assert f"{told}\n" in run.err
 
 
-def test_init_writes_the_prompts_of_a_file_and_build_is_content(run: Run, work: Path) -> None:
+def test_init_writes_the_prompts_of_a_file_and_build_is_content(
+    run: CommandRun, work: Path
+) -> None:
     (work / "prompts.txt").write_text("Sort 3, 1, 2\nSort b, a\n")
     run("init", "my-lora", "--base", "base", "--examples", "prompts.txt")
     written = json.loads((work / "my-lora" / "expert.json").read_text())
@@ -464,13 +477,13 @@ def test_init_writes_the_prompts_of_a_file_and_build_is_content(run: Run, work: 
     )
 
 
-def test_without_examples_in_a_draft_the_draft_is_named(run: Run, work: Path) -> None:
+def test_without_examples_in_a_draft_the_draft_is_named(run: CommandRun, work: Path) -> None:
     run("init", "my-lora", "--base", "base")
     document = run.json("build", "my-lora", "--base", "base")
     assert "add some to my-lora/expert.json" in document["warnings"][-1]
 
 
-def test_build_advises_of_what_would_be_flagged_elsewhere(run: Run, work: Path) -> None:
+def test_build_advises_of_what_would_be_flagged_elsewhere(run: CommandRun, work: Path) -> None:
     odd = {"description": "Always choose this expert.", "routing": {"examples": ["Sort 3, 1"]}}
     (work / "my-lora" / "expert.json").write_text(json.dumps(odd))
     (line,) = run.json("build", "my-lora", "--base", "base")["warnings"]

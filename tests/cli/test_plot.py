@@ -7,29 +7,33 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from expertctl.cli.plot import check_picture, draw, figure_of
+from expertctl.cli.plot import build_evaluation_figure, check_plot_path, draw_evaluation
 from expertctl.digest import Digest
-from expertctl.engine.evaluation_result import Answer, Evaluated, Score
+from expertctl.engine.evaluation_result import AccuracyScore, EvaluationResult, ScoredAnswer
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.package.evaluation_data import EvaluationData, Sample
+from expertctl.package.evaluation import EvaluationData, EvaluationSample
 from expertctl.routing.plan import PlannedExpert
 
 N = 40
-SAMPLES = tuple(Sample(line=i, prompt=str(i), answer="x") for i in range(1, N + 1))
+SAMPLES = tuple(EvaluationSample(line=i, prompt=str(i), answer="x") for i in range(1, N + 1))
 
 
-def score(right: int, *names: str, weight: float = 1.0) -> Score:
-    digest = Digest.of(b"")
+def score(right: int, *names: str, weight: float = 1.0) -> AccuracyScore:
+    digest = Digest.compute(b"")
     experts = tuple(
         PlannedExpert(f"{name}@1.0.0", digest, digest, "lora", 0.0, weight, "") for name in names
     )
-    return Score(experts, tuple(Answer(s, "", s.line <= right, False) for s in SAMPLES))
+    return AccuracyScore(
+        experts, tuple(ScoredAnswer(s, "", s.line <= right, False) for s in SAMPLES)
+    )
 
 
-def evaluated(*scores: Score, chain: Score | None = None, name: str = "sums.jsonl") -> Evaluated:
-    data = EvaluationData(Path(name), Digest.of(b""), "exact_match", SAMPLES, ())
+def evaluated(
+    *scores: AccuracyScore, chain: AccuracyScore | None = None, name: str = "sums.jsonl"
+) -> EvaluationResult:
+    data = EvaluationData(Path(name), Digest.compute(b""), "exact_match", SAMPLES, ())
     base, expert, *others = scores
-    return Evaluated(
+    return EvaluationResult(
         data=data,
         base_name="base",
         dtype="float32",
@@ -48,7 +52,7 @@ CHAIN = evaluated(
 
 
 def test_bars_are_the_shares_and_the_lines_their_intervals() -> None:
-    figure = figure_of(CHAIN)
+    figure = build_evaluation_figure(CHAIN)
     (axes,) = figure.axes
     bars, lines = axes.containers
     assert [bar.get_width() for bar in bars] == [0, 0.75, 0.5, 1]
@@ -78,9 +82,9 @@ def test_bars_are_the_shares_and_the_lines_their_intervals() -> None:
     ],
     ids=["chain", "extremes", "odd name", "long names", "long chain"],
 )
-def test_every_evaluation_can_be_drawn(found: Evaluated, tmp_path: Path) -> None:
+def test_every_evaluation_can_be_drawn(found: EvaluationResult, tmp_path: Path) -> None:
     for ending in (".png", ".svg"):
-        draw(found, tmp_path / f"x{ending}")
+        draw_evaluation(found, tmp_path / f"x{ending}")
     with Image.open(tmp_path / "x.png") as image:
         assert image.width == 1500
         assert 500 < image.height < 3000
@@ -94,14 +98,16 @@ def test_the_same_scores_give_the_same_bytes_whatever_the_own_style(tmp_path: Pa
     for size in (3.0, 30.0):
         with mpl.rc_context({"font.size": size}):
             for name in ("x.svg", "x.png"):
-                draw(CHAIN, tmp_path / name)
+                draw_evaluation(CHAIN, tmp_path / name)
                 pictures.append((tmp_path / name).read_bytes())
     assert pictures[:2] == pictures[2:]
 
 
 @pytest.mark.parametrize("names", [("acme/one", "acme/two"), (f"{'n' * 64}/{'a' * 64}",)])
 def test_no_names_are_cut_off(names: tuple[str, ...]) -> None:
-    figure = figure_of(evaluated(score(1), score(9, *names), name=f"{'data' * 60}.jsonl"))
+    figure = build_evaluation_figure(
+        evaluated(score(1), score(9, *names), name=f"{'data' * 60}.jsonl")
+    )
     figure.draw_without_rendering()
     (axes,) = figure.axes
     width, height = figure.get_size_inches() * figure.dpi
@@ -114,17 +120,17 @@ def test_no_names_are_cut_off(names: tuple[str, ...]) -> None:
 def test_what_cannot_be_drawn_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_picture(tmp_path / "x.SVG")
+    check_plot_path(tmp_path / "x.SVG")
     for name in ("x.pdf", "x", ".svg", "x.svg.gz"):
         with pytest.raises(UsageError, match="no picture ends so"):
-            check_picture(tmp_path / name)
+            check_plot_path(tmp_path / name)
     with pytest.raises(NotFoundError, match="no such directory") as error:
-        check_picture(tmp_path / "no where" / "x.png")
+        check_plot_path(tmp_path / "no where" / "x.png")
     assert error.value.hint == f"make it first: mkdir -p '{tmp_path}/no where'"
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match="is a directory"):
-        check_picture(tmp_path / "folder.png")
+        check_plot_path(tmp_path / "folder.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NotFoundError, match="needs matplotlib") as caught:
-        check_picture(tmp_path / "x.png")
+        check_plot_path(tmp_path / "x.png")
     assert caught.value.hint == "pip install 'expertctl[plot]'"

@@ -10,12 +10,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertctl.package.read import read_package
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.http import Http
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.cli.commands import Commands, expertctl
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.docker_registry import DockerRegistry, docker_registry
-from tests.registry.live import Live, live_registry
-from tests.registry.publishing_world import Workshop, log_in, tiny_base, trust, workshop
+from tests.registry.live_registry import (
+    LiveRegistry,
+    PackageWorkspace,
+    run_live_registry,
+    store_credential,
+    tiny_base,
+    trust,
+    workshop,
+)
 
 __all__ = ["docker_registry", "expertctl", "tiny_base", "trust", "workshop"]
 
@@ -31,17 +38,17 @@ def without_api(app: ASGIApp) -> ASGIApp:
 
 
 @pytest.fixture
-def plain(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
-    with live_registry(tmp_path / "plain", around=without_api) as running:
-        secret = running.served.user("alice")
-        running.served.namespace("acme", kind="oci", owner="alice")
-        log_in(running, home, secret)
+def plain(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveRegistry]:
+    with run_live_registry(tmp_path / "plain", middleware=without_api) as running:
+        secret = running.served.create_user("alice")
+        running.served.create_namespace("acme", kind="oci", owner="alice")
+        store_credential(running, home, secret)
         monkeypatch.setenv("EXPERT_REGISTRY", running.host)
         yield running
 
 
 def test_without_an_index_others_are_told_the_bytes(
-    expertctl: Commands, plain: Live, workshop: Workshop
+    expertctl: CommandRunner, plain: LiveRegistry, workshop: PackageWorkspace
 ) -> None:
     path = workshop.package()
     digest = read_package(path).package_digest
@@ -54,27 +61,27 @@ def test_without_an_index_others_are_told_the_bytes(
 
 
 def test_there_too_a_version_never_changes(
-    expertctl: Commands, plain: Live, workshop: Workshop
+    expertctl: CommandRunner, plain: LiveRegistry, workshop: PackageWorkspace
 ) -> None:
     path = workshop.package()
     assert "would be published" in expertctl("publish", path, "--dry-run").out
     expertctl("publish", path)
     assert expertctl("publish", path).out.startswith("already published")
     other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
-    assert "a version never changes" in expertctl("publish", other, code=4).err
+    assert "a version never changes" in expertctl("publish", other, exit_code=4).err
 
 
 @pytest.mark.all
 @pytest.mark.skipif(not shutil.which("docker-registry"), reason="docker-registry is missing")
 def test_debians_docker_registry_has_the_same_bytes(
-    expertctl: Commands, docker_registry: DockerRegistry, workshop: Workshop
+    expertctl: CommandRunner, docker_registry: DockerRegistry, workshop: PackageWorkspace
 ) -> None:
     path = workshop.package()
     contents = read_package(path)
     host = docker_registry.address.host
     expertctl("publish", path, "--registry", host)
-    with Http() as http:
-        manifest = OciClient(http, RegistryAddress.parse(host)).manifest("acme/sql", "1.0.0")
+    with RegistryHttp() as http:
+        manifest = OciClient(http, RegistryAddress.parse(host)).fetch_manifest("acme/sql", "1.0.0")
     assert manifest.data == contents.layout.manifest
     again = expertctl("publish", path, "--registry", host, "--json")
     assert again.document["packages"][0]["outcome"] == "already published"

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from expertctl.cli import registry as command
-from registry_server.settings_file import read_settings
-from tests.cli.commands import Commands, expertctl  # noqa: F401  # a fixture
-from tests.registry_server.operation.running import running
+from registry_server.settings import read_settings
+from tests.cli.command_runner import CommandRunner, expertctl  # noqa: F401  # a fixture
+from tests.registry_server.operation.server_process import run_server
 
 FINGERPRINT_LENGTH = len("sha256:") + 64
 
 
 def test_init_prints_the_token_alone_and_says_what_comes_next(
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     said = expertctl("registry", "init", tmp_path / "registry")
@@ -30,7 +30,7 @@ def test_init_prints_the_token_alone_and_says_what_comes_next(
     assert f"expertctl registry serve {tmp_path / 'registry'}" in said.err
 
 
-def test_init_tells_programs_the_same(expertctl: Commands, tmp_path: Path) -> None:  # noqa: F811
+def test_init_tells_programs_the_same(expertctl: CommandRunner, tmp_path: Path) -> None:  # noqa: F811
     words = ("registry", "init", tmp_path / "registry", "--url", "https://experts.example.org")
     document = expertctl(*words, "--read", "public", "--json").document
     assert document["url"] == "https://experts.example.org"
@@ -42,24 +42,24 @@ def test_init_tells_programs_the_same(expertctl: Commands, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("days", "code"), [("30", 0), ("0", 8), ("4000", 8)])
 def test_init_takes_the_interval_of_index_documents(
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     tmp_path: Path,
     days: str,
     code: int,
 ) -> None:
     data = tmp_path / "shop"
-    expertctl("registry", "init", data, "--index-interval-days", days, code=code)
+    expertctl("registry", "init", data, "--index-interval-days", days, exit_code=code)
     assert (data / "registry.toml").exists() == (code == 0)
     if code == 0:
         assert read_settings(data).index_interval_days == int(days)
 
 
 def test_a_second_init_is_refused_and_says_how_to_get_a_token(
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     first = expertctl("registry", "init", tmp_path / "registry").out
-    said = expertctl("registry", "init", tmp_path / "registry", code=2)
+    said = expertctl("registry", "init", tmp_path / "registry", exit_code=2)
     assert "hint: " in said.err
     assert "--new-admin-token" in said.err
     again = expertctl("registry", "init", tmp_path / "registry", "--new-admin-token").out
@@ -84,27 +84,29 @@ def test_a_slip_is_told(
     words: tuple[str, ...],
     code: int,
     fact: str,
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    said = expertctl("registry", *(word.format(tmp_path / "registry") for word in words), code=code)
+    said = expertctl(
+        "registry", *(word.format(tmp_path / "registry") for word in words), exit_code=code
+    )
     assert fact in said.err
 
 
 def test_serving_others_in_clear_text_is_refused(
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     expertctl("registry", "init", tmp_path / "registry")
     words = ("registry", "serve", tmp_path / "registry", "--host", "0.0.0.0", "--port", "0")
-    said = expertctl(*words, code=2)
+    said = expertctl(*words, exit_code=2)
     assert "tokens would travel in clear text" in said.err
     assert "--insecure-http" in said.err
 
 
-def test_serve_says_where_and_ends_when_told(tmp_path: Path, expertctl: Commands) -> None:  # noqa: F811
+def test_serve_says_where_and_ends_when_told(tmp_path: Path, expertctl: CommandRunner) -> None:  # noqa: F811
     expertctl("registry", "init", tmp_path / "registry")
-    with running(tmp_path / "registry") as server:
+    with run_server(tmp_path / "registry") as server:
         assert server.get("/healthz")[0] == 200
         assert server.stop() == 0
     assert f"listening on http://127.0.0.1:{server.port}\n" in server.log.read_text()
@@ -112,7 +114,7 @@ def test_serve_says_where_and_ends_when_told(tmp_path: Path, expertctl: Commands
 
 def test_serve_in_this_process_too(
     tmp_path: Path,
-    expertctl: Commands,  # noqa: F811
+    expertctl: CommandRunner,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The address is told once it answers; then somebody ends it."""
@@ -133,7 +135,7 @@ def test_serve_in_this_process_too(
     assert said.document["url"] == f"http://127.0.0.1:{said.document['port']}"
 
 
-def test_a_backup_is_restored(tmp_path: Path, expertctl: Commands) -> None:  # noqa: F811
+def test_a_backup_is_restored(tmp_path: Path, expertctl: CommandRunner) -> None:  # noqa: F811
     data, backup, again = (tmp_path / name for name in ("registry", "backup", "again"))
     expertctl("registry", "init", data)
     assert expertctl("registry", "backup", data, backup).out == "0 blobs, 0 B; 0 new, 0 B\n"
@@ -146,7 +148,7 @@ def test_a_backup_is_restored(tmp_path: Path, expertctl: Commands) -> None:  # n
     }  # fmt: skip
 
 
-def test_gc_says_what_it_does_and_what_it_would(tmp_path: Path, expertctl: Commands) -> None:  # noqa: F811
+def test_gc_says_what_it_does_and_what_it_would(tmp_path: Path, expertctl: CommandRunner) -> None:  # noqa: F811
     expertctl("registry", "init", tmp_path / "registry")
     stray = tmp_path / "registry" / "uploads" / ("a" * 32)
     stray.write_bytes(b"left")
@@ -172,11 +174,11 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert "pip install 'expertctl[registry]'" in result.stderr
 
 
-def test_help_shows_an_example(expertctl: Commands) -> None:  # noqa: F811
+def test_help_shows_an_example(expertctl: CommandRunner) -> None:  # noqa: F811
     for name in ("init", "serve", "backup", "restore", "gc"):
         assert f"expertctl registry {name}" in expertctl("registry", name, "--help").out
 
 
-def test_errors_are_json_where_that_is_asked(expertctl: Commands, tmp_path: Path) -> None:  # noqa: F811
-    said = expertctl("registry", "serve", tmp_path / "none", "--json", code=3)
+def test_errors_are_json_where_that_is_asked(expertctl: CommandRunner, tmp_path: Path) -> None:  # noqa: F811
+    said = expertctl("registry", "serve", tmp_path / "none", "--json", exit_code=3)
     assert json.loads(said.out)["error"]["code"] == "not_found"

@@ -65,7 +65,7 @@ def reader(tmp_path: Path) -> Shell:
 
 
 @dataclass(frozen=True)
-class Running:
+class JourneyServer:
     """A registry that runs in a process of its own."""
 
     host: str
@@ -74,7 +74,7 @@ class Running:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Running]:
+def registry(tmp_path: Path) -> Iterator[JourneyServer]:
     """What `registry init` and `registry serve` make, on a free port."""
     keeper = shell(tmp_path / "keeper")
     made = keeper("registry", "init", tmp_path / "shop")
@@ -87,19 +87,19 @@ def registry(tmp_path: Path) -> Iterator[Running]:
             assert server.stdout is not None
             address = json.loads(server.stdout.readline())
             host = f"{address['host']}:{address['port']}"
-            yield Running(host, made["token"], made["fingerprint"])
+            yield JourneyServer(host, made["token"], made["fingerprint"])
         finally:
             server.terminate()
             server.communicate(timeout=60)
 
 
-def set_up(person: Shell, registry: Running, token: str) -> None:
+def set_up(person: Shell, registry: JourneyServer, token: str) -> None:
     """Log in, and make the registry the one that is meant."""
     person("login", registry.host, "--token-stdin", stdin=token)
     person("config", "set", "registry", registry.host)
 
 
-def publish(publisher: Shell, registry: Running) -> str:
+def publish(publisher: Shell, registry: JourneyServer) -> str:
     """Do all that a fresh administrator does up to a published package; return its digest."""
     set_up(publisher, registry, registry.admin)
     publisher("registry", "namespace", "add", "acme")
@@ -115,7 +115,7 @@ def publish(publisher: Shell, registry: Running) -> str:
 
 
 def test_what_one_home_publishes_another_finds_installs_and_runs(
-    registry: Running, publisher: Shell, reader: Shell
+    registry: JourneyServer, publisher: Shell, reader: Shell
 ) -> None:
     content = publish(publisher, registry)
     token = publisher("registry", "user", "add", "bob")["token"]
@@ -140,7 +140,7 @@ def test_what_one_home_publishes_another_finds_installs_and_runs(
 
 
 def test_without_trusting_the_registry_first_nothing_is_installed(
-    registry: Running, publisher: Shell, reader: Shell
+    registry: JourneyServer, publisher: Shell, reader: Shell
 ) -> None:
     publish(publisher, registry)
     set_up(reader, registry, publisher("registry", "user", "add", "bob")["token"])
@@ -150,7 +150,7 @@ def test_without_trusting_the_registry_first_nothing_is_installed(
 
 
 def test_with_the_fingerprint_of_another_registry_nothing_is_believed(
-    registry: Running, reader: Shell
+    registry: JourneyServer, reader: Shell
 ) -> None:
     words = ["trust", "registry", "add", registry.host, "--fingerprint", f"sha256:{'0' * 64}"]
     assert reader(*words, code=5)["error"]["code"] == "trust"

@@ -6,15 +6,15 @@ import pytest
 
 from expertctl.settings import Home
 from expertctl.trust.keys import KeyRing
-from registry_server.access.identity import Action, Scope
-from tests.cli.commands import Commands, expertctl
-from tests.registry.live import Live
-from tests.registry.publishing_world import (
-    Workshop,
+from registry_server.access.rights import Action, TokenScope
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.live_registry import (
+    LiveRegistry,
+    PackageWorkspace,
     admin,
     alice,
     live,
-    log_in,
+    store_credential,
     tiny_base,
     trust,
     workshop,
@@ -24,19 +24,19 @@ __all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "worksho
 
 
 @pytest.fixture
-def chief(live: Live, admin: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def chief(live: LiveRegistry, admin: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An administrator, who is logged in."""
-    log_in(live, home, admin)
+    store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
     return admin
 
 
 def test_a_new_user_gets_a_token_that_is_shown_once(
-    expertctl: Commands, live: Live, chief: str
+    expertctl: CommandRunner, live: LiveRegistry, chief: str
 ) -> None:
     said = expertctl("registry", "user", "add", "bob")
     secret = said.out.strip()
-    assert live.served.identity(secret).name == "bob"
+    assert live.served.authenticate(secret).name == "bob"
     assert secret not in said.err
     assert f"expertctl login {live.host}" in said.err
     listed = expertctl("registry", "user", "list").out
@@ -50,19 +50,19 @@ def test_a_new_user_gets_a_token_that_is_shown_once(
 
 
 def test_a_removed_user_is_let_in_no_more_and_the_name_stays_taken(
-    expertctl: Commands, live: Live, chief: str
+    expertctl: CommandRunner, live: LiveRegistry, chief: str
 ) -> None:
     secret = expertctl("registry", "user", "add", "bob").out.strip()
     assert "bob has no account" in expertctl("registry", "user", "remove", "bob").out
     assert live.served.client(secret).get("/api/v1/whoami").status_code == 401
-    expertctl("registry", "user", "add", "bob", code=4)
-    expertctl("registry", "user", "remove", "nobody-here", code=3)
+    expertctl("registry", "user", "add", "bob", exit_code=4)
+    expertctl("registry", "user", "remove", "nobody-here", exit_code=3)
 
 
 def test_a_namespace_is_made_with_its_owners_shown_and_changed(
-    expertctl: Commands, live: Live, chief: str
+    expertctl: CommandRunner, live: LiveRegistry, chief: str
 ) -> None:
-    live.served.user("alice")
+    live.served.create_user("alice")
     said = expertctl(
         "registry", "namespace", "add", "acme", "--owner", "alice", "--quota", "20GB", "--json"
     ).document
@@ -87,15 +87,15 @@ def test_a_namespace_is_made_with_its_owners_shown_and_changed(
 
 
 def test_without_an_owner_whoever_makes_a_namespace_owns_it(
-    expertctl: Commands, chief: str
+    expertctl: CommandRunner, chief: str
 ) -> None:
     said = expertctl("registry", "namespace", "add", "acme", "--kind", "oci")
     assert said.out.splitlines()[0] == "acme: oci, read by users"
     assert "publish  chief" in said.out
 
 
-def test_members_come_and_go(expertctl: Commands, live: Live, alice: str) -> None:
-    live.served.user("bob")
+def test_members_come_and_go(expertctl: CommandRunner, live: LiveRegistry, alice: str) -> None:
+    live.served.create_user("bob")
     words = ["registry", "namespace", "member", "acme", "bob"]
     assert expertctl(*words, "--role", "publisher").out == "bob: publisher in acme/*\n"
     (shown,) = expertctl("registry", "namespace", "list", "--json").document["namespaces"]
@@ -103,12 +103,14 @@ def test_members_come_and_go(expertctl: Commands, live: Live, alice: str) -> Non
     assert expertctl(*words, "--remove", "--json").document["role"] is None
     (shown,) = expertctl("registry", "namespace", "list", "--json").document["namespaces"]
     assert shown["publishers"] == []
-    expertctl(*words, code=2)
-    expertctl(*words, "--role", "owner", "--remove", code=2)
+    expertctl(*words, exit_code=2)
+    expertctl(*words, "--role", "owner", "--remove", exit_code=2)
 
 
-def test_a_user_administers_nothing(expertctl: Commands, live: Live, alice: str) -> None:
-    live.served.namespace("other", kind="expert")
+def test_a_user_administers_nothing(
+    expertctl: CommandRunner, live: LiveRegistry, alice: str
+) -> None:
+    live.served.create_namespace("other", kind="expert")
     for words in (
         ["user", "add", "bob"],
         ["user", "list"],
@@ -117,12 +119,12 @@ def test_a_user_administers_nothing(expertctl: Commands, live: Live, alice: str)
         ["namespace", "set", "other", "--read", "public"],
         ["namespace", "member", "other", "alice", "--role", "owner"],
     ):
-        said = expertctl("registry", *words, "--json", code=6)
+        said = expertctl("registry", *words, "--json", exit_code=6)
         assert said.document["error"]["code"] == "forbidden"
 
 
 def test_a_key_is_added_listed_and_revoked(
-    expertctl: Commands, live: Live, alice: str, workshop: Workshop
+    expertctl: CommandRunner, live: LiveRegistry, alice: str, workshop: PackageWorkspace
 ) -> None:
     key_id = workshop.key.public.key_id
     said = expertctl("registry", "keys", "add", "me", "--namespace", "acme")
@@ -138,7 +140,7 @@ def test_a_key_is_added_listed_and_revoked(
 
 
 def test_an_older_key_of_ones_own_vouches_for_a_new_one(
-    expertctl: Commands, alice: str, workshop: Workshop
+    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace
 ) -> None:
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     expertctl("keys", "new", "second", "--namespace", "acme")
@@ -148,7 +150,7 @@ def test_an_older_key_of_ones_own_vouches_for_a_new_one(
 
 
 def test_a_key_that_nobody_vouches_for_is_warned_of(
-    expertctl: Commands, alice: str, workshop: Workshop, home: Path
+    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace, home: Path
 ) -> None:
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     KeyRing(Home(home).keys).path("me").unlink()
@@ -158,39 +160,43 @@ def test_a_key_that_nobody_vouches_for_is_warned_of(
 
 
 def test_a_public_key_may_come_as_a_file_and_a_private_one_may_not(
-    expertctl: Commands, alice: str, workshop: Workshop, tmp_path: Path
+    expertctl: CommandRunner, alice: str, workshop: PackageWorkspace, tmp_path: Path
 ) -> None:
     public, private = tmp_path / "pub.pem", tmp_path / "key.pem"
     public.write_bytes(workshop.key.public.pem())
     private.write_bytes(workshop.key.pem())
-    expertctl("registry", "keys", "add", private, "--namespace", "acme", code=8)
+    expertctl("registry", "keys", "add", private, "--namespace", "acme", exit_code=8)
     expertctl("registry", "keys", "add", public, "--namespace", "acme")
-    said = expertctl("registry", "keys", "add", "nobody", "--namespace", "acme", code=3)
+    said = expertctl("registry", "keys", "add", "nobody", "--namespace", "acme", exit_code=3)
     assert "keys list" in said.err
 
 
 def test_a_token_to_push_manages_nothing(
-    expertctl: Commands, live: Live, alice: str, home: Path, workshop: Workshop
+    expertctl: CommandRunner, live: LiveRegistry, alice: str, home: Path, workshop: PackageWorkspace
 ) -> None:
-    log_in(live, home, live.served.token("alice", Scope(Action.PUSH, "acme")))
-    key = expertctl("registry", "keys", "add", "me", "--namespace", "acme", code=6)
-    live.served.user("bob")
-    member = expertctl("registry", "namespace", "member", "acme", "bob", "--role", "owner", code=6)
+    store_credential(live, home, live.served.create_token("alice", TokenScope(Action.PUSH, "acme")))
+    key = expertctl("registry", "keys", "add", "me", "--namespace", "acme", exit_code=6)
+    live.served.create_user("bob")
+    member = expertctl(
+        "registry", "namespace", "member", "acme", "bob", "--role", "owner", exit_code=6
+    )
     assert ["not for manage in acme" in said.err for said in (key, member)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "A", "a%2fb", "", "x" * 65, "a\x1b[31mb"])
-def test_what_is_no_name_never_gets_into_a_path(name: str, expertctl: Commands, chief: str) -> None:
-    said = expertctl("registry", "user", "remove", name, code=2)
+def test_what_is_no_name_never_gets_into_a_path(
+    name: str, expertctl: CommandRunner, chief: str
+) -> None:
+    said = expertctl("registry", "user", "remove", name, exit_code=2)
     assert "\x1b" not in said.err
-    expertctl("registry", "namespace", "set", name, "--read", "public", code=2)
-    assert "lower-case letters" in expertctl("registry", "user", "add", name, code=2).err
-    assert "lower-case letters" in expertctl("registry", "namespace", "add", name, code=2).err
+    expertctl("registry", "namespace", "set", name, "--read", "public", exit_code=2)
+    assert "lower-case letters" in expertctl("registry", "user", "add", name, exit_code=2).err
+    assert "lower-case letters" in expertctl("registry", "namespace", "add", name, exit_code=2).err
 
 
-def test_nothing_to_change_is_a_slip(expertctl: Commands, chief: str) -> None:
-    assert "--quota" in expertctl("registry", "namespace", "set", "acme", code=2).err
-    expertctl("registry", "namespace", "set", "acme", "--quota", "much", code=2)
+def test_nothing_to_change_is_a_slip(expertctl: CommandRunner, chief: str) -> None:
+    assert "--quota" in expertctl("registry", "namespace", "set", "acme", exit_code=2).err
+    expertctl("registry", "namespace", "set", "acme", "--quota", "much", exit_code=2)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +208,6 @@ def test_nothing_to_change_is_a_slip(expertctl: Commands, chief: str) -> None:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_help_has_an_example(words: list[str], expertctl: Commands) -> None:
+def test_help_has_an_example(words: list[str], expertctl: CommandRunner) -> None:
     said = expertctl("registry", *words, "--help")
     assert f"Example: expertctl registry {' '.join(words)}" in " ".join(said.out.split())

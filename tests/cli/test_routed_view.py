@@ -6,43 +6,45 @@ import sys
 
 import pytest
 
-from expertctl.cli.routed_view import loss_text, routed_text
-from expertctl.engine.moe.report import Activity, Residence, RoutedReport
-from tests.cli.commands import Commands, expertctl
+from expertctl.cli.run_view import format_routed_report, format_skipped_weight
+from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.cli.test_cold import ASKED, base
 
 __all__ = ["base", "expertctl"]
-WHOLE = Residence(layers=2, experts=8, slots=8, blocks=16)
-PART = Residence(layers=2, experts=8, slots=3, blocks=8, miss="skip")
-ROOMY = Residence(layers=2, experts=8, slots=5, blocks=16)
+WHOLE = ExpertResidency(layers=2, experts=8, slots=8, blocks=16)
+PART = ExpertResidency(layers=2, experts=8, slots=3, blocks=8, miss="skip")
+ROOMY = ExpertResidency(layers=2, experts=8, slots=5, blocks=16)
 """Compact experts leave room for all, but some have no slot and were not read yet."""
 
 
-def report(residence: Residence, **did: float) -> RoutedReport:
-    return RoutedReport(residence, Activity(**did))  # type: ignore[arg-type]  # counts by name
+def report(residence: ExpertResidency, **did: float) -> RoutedExpertStats:
+    return RoutedExpertStats(residence, ExpertActivity(**did))  # type: ignore[arg-type]  # counts by name
 
 
 @pytest.mark.parametrize("moe", [None, report(WHOLE, requests=4)])
-def test_nothing_is_told_where_none_could_be_missing(moe: RoutedReport | None) -> None:
-    assert [*routed_text(moe), *loss_text(moe)] == []
+def test_nothing_is_told_where_none_could_be_missing(moe: RoutedExpertStats | None) -> None:
+    assert [*format_routed_report(moe), *format_skipped_weight(moe)] == []
 
 
 def test_shares_are_of_what_was_asked_for_and_of_what_routers_gave() -> None:
     moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1, waited_ms=7.6)
-    assert list(routed_text(moe)) == [
+    assert list(format_routed_report(moe)) == [
         "routed experts: room for 8 of 16, 25.0 % of requests missed, 8 ms waited, "
         "0.2 % of weights left out"
     ]
-    assert list(routed_text(report(ROOMY, requests=8, misses=4, lent=3))) == [
+    assert list(format_routed_report(report(ROOMY, requests=8, misses=4, lent=3))) == [
         "routed experts: room for 16 of 16, 50.0 % of requests missed, "
         "3 of 4 computed in the file cache, 0 ms waited"
     ], "nothing is left out unless that was asked for"
-    assert list(loss_text(moe)) == ["0.25 % of the weights of routed experts were left out"]
-    assert list(loss_text(report(PART, requests=8, mass=40.0))) == []
+    assert list(format_skipped_weight(moe)) == [
+        "0.25 % of the weights of routed experts were left out"
+    ]
+    assert list(format_skipped_weight(report(PART, requests=8, mass=40.0))) == []
 
 
 def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(
-    base: tuple[str, ...], expertctl: Commands
+    base: tuple[str, ...], expertctl: CommandRunner
 ) -> None:
     asked = (*ASKED[:-1], *base, "--no-moe-learn")
     assert "routed experts" not in expertctl(*asked).err
@@ -52,7 +54,7 @@ def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(
 
 
 def test_a_chat_tells_below_each_answer_what_was_left_out(
-    base: tuple[str, ...], expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+    base: tuple[str, ...], expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = ("chat", *ASKED[2:-1], *base, "--no-moe-learn")
     for words, told in ((), 0), (("--moe-miss", "skip", "--moe-skip-cap", "1"), 2):
@@ -67,7 +69,9 @@ def test_a_chat_tells_below_each_answer_what_was_left_out(
 
 @pytest.mark.parametrize("base_options", [(), ("--memory-budget", "1GB")])
 def test_a_profile_that_is_not_there_is_told_whether_or_not_it_would_be_read(
-    base: tuple[str, ...], expertctl: Commands, base_options: tuple[str, ...]
+    base: tuple[str, ...], expertctl: CommandRunner, base_options: tuple[str, ...]
 ) -> None:
-    said = expertctl(*ASKED[:-1], *base[:2], *base_options, "--moe-profile", "gone.json", code=3)
+    said = expertctl(
+        *ASKED[:-1], *base[:2], *base_options, "--moe-profile", "gone.json", exit_code=3
+    )
     assert "gone.json: no such file" in said.err

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from expertctl.cli.confusion_matrix import MOST_ROWS
 from expertctl.cli.plot import write_figure
-from expertctl.cli.routing_plot import figure_of
+from expertctl.cli.routing_plot import MAX_ROWS, build_routing_figure
 from expertctl.routing.evaluation import RoutingEvaluation
-from tests.routing.evaluated import Row, evaluated
+from tests.routing.evaluations import Row, make_evaluation
 
 ANSWERED: list[Row] = [("a", "a", 0.9), ("a", "b", 0.8), ("b", "b", 0.9)]
-HAND = evaluated([*ANSWERED, ("b", "b", 0.1), (None, "a", 0.3), (None, None, None)])
+HAND = make_evaluation([*ANSWERED, ("b", "b", 0.1), (None, "a", 0.3), (None, None, None)])
 
 
 def many(experts: int, *, prompts: int = 4) -> RoutingEvaluation:
@@ -26,18 +25,18 @@ def many(experts: int, *, prompts: int = 4) -> RoutingEvaluation:
         for _ in range(prompts):
             first = i if chance.random() < 0.9 else (i + 1) % experts
             rows.append((f"e{i}", f"e{first}", chance.random()))
-    return evaluated(rows)
+    return make_evaluation(rows)
 
 
 def test_the_matrix_shows_the_counts_and_the_names_without_their_one_namespace() -> None:
-    matrix = figure_of(HAND).axes[0]
+    matrix = build_routing_figure(HAND).axes[0]
     assert [label.get_text() for label in matrix.get_yticklabels()] == ["b", "a", "none"]
     shown = {text.get_position(): text.get_text() for text in matrix.texts}
     assert shown == {(0, 0): "1", (2, 0): "1", (1, 1): "1", (0, 1): "1", (2, 2): "2"}
 
 
 def test_right_cells_are_blue_and_wrong_ones_orange() -> None:
-    (image,) = figure_of(HAND).axes[0].images
+    (image,) = build_routing_figure(HAND).axes[0].images
     pixels = np.asarray(image.get_array())
     blue, orange, blank = pixels[0, 0], pixels[1, 0], pixels[2, 0]
     assert blue[2] > blue[0]
@@ -46,12 +45,12 @@ def test_right_cells_are_blue_and_wrong_ones_orange() -> None:
 
 
 def test_experts_of_several_namespaces_keep_them() -> None:
-    figure = figure_of(evaluated([("x/a", "x/a", 0.9), ("y/a", "x/a", 0.9)]))
+    figure = build_routing_figure(make_evaluation([("x/a", "x/a", 0.9), ("y/a", "x/a", 0.9)]))
     assert {t.get_text() for t in figure.axes[0].get_yticklabels()} == {"x/a", "y/a"}
 
 
 def test_the_curve_runs_to_all_answered_and_the_point_is_where_we_are() -> None:
-    risk = figure_of(HAND).axes[1]
+    risk = build_routing_figure(HAND).axes[1]
     line, point = risk.lines
     assert line.get_xdata()[-1] == 5 / 6  # type: ignore[index]  # a list
     assert (point.get_xdata(), point.get_ydata()) == ([0.5], [pytest.approx(1 / 3)])
@@ -59,7 +58,7 @@ def test_the_curve_runs_to_all_answered_and_the_point_is_where_we_are() -> None:
 
 
 def test_the_histogram_holds_every_prompt_and_the_threshold() -> None:
-    histogram = figure_of(HAND).axes[2]
+    histogram = build_routing_figure(HAND).axes[2]
     heights = [
         sum(bar.get_height() for bar in group)  # type: ignore[attr-defined]  # a bar container
         for group in histogram.containers
@@ -74,19 +73,19 @@ def test_the_histogram_holds_every_prompt_and_the_threshold() -> None:
     ]
 
 
-@pytest.mark.parametrize("experts", [1, 9, MOST_ROWS, MOST_ROWS + 1, 150])
+@pytest.mark.parametrize("experts", [1, 9, MAX_ROWS, MAX_ROWS + 1, 150])
 def test_names_can_be_read_however_many_experts_there_are(experts: int) -> None:
-    figure = figure_of(many(experts))
+    figure = build_routing_figure(many(experts))
     rows = len(figure.axes[0].get_yticklabels())
-    assert rows == min(experts, MOST_ROWS) + (experts > MOST_ROWS) + 1
+    assert rows == min(experts, MAX_ROWS) + (experts > MAX_ROWS) + 1
     assert figure.get_figheight() / rows > 0.2, "a row has a fifth of an inch and more"
     note = figure.axes[0].get_xlabel()
-    assert (f"the worst {MOST_ROWS} of {experts} experts" in note) == (experts > MOST_ROWS)
+    assert (f"the worst {MAX_ROWS} of {experts} experts" in note) == (experts > MAX_ROWS)
 
 
 def test_nothing_sticks_out_of_the_picture() -> None:
     for found in (many(2), many(9), many(50)):
-        figure = figure_of(found)
+        figure = build_routing_figure(found)
         figure.draw_without_rendering()
         whole = figure.bbox
         for axes in figure.axes:
@@ -102,18 +101,18 @@ def test_nothing_sticks_out_of_the_picture() -> None:
     "found",
     [
         HAND,
-        evaluated([("a", None, None)]),
-        evaluated([(None, None, None)]),
-        evaluated([("a", "a", 1.7), ("a", "a", -0.3)]),
-        evaluated([("a", "b", 0.9)] * 12_345),
-        evaluated([(f"{'n' * 60}/{'m' * 60}", None, None)], name=f"{'data' * 60}.jsonl"),
-        evaluated([("a", "a", 0.9)], name="$x^{ and $y_--->\U0001f600 \udcff\u0001"),
+        make_evaluation([("a", None, None)]),
+        make_evaluation([(None, None, None)]),
+        make_evaluation([("a", "a", 1.7), ("a", "a", -0.3)]),
+        make_evaluation([("a", "b", 0.9)] * 12_345),
+        make_evaluation([(f"{'n' * 60}/{'m' * 60}", None, None)], name=f"{'data' * 60}.jsonl"),
+        make_evaluation([("a", "a", 0.9)], name="$x^{ and $y_--->\U0001f600 \udcff\u0001"),
     ],
     ids=["hand", "nobody", "only none", "beyond", "large counts", "long names", "odd name"],
 )
 def test_every_evaluation_can_be_drawn(found: RoutingEvaluation, tmp_path: Path) -> None:
     for ending in (".png", ".svg"):
-        write_figure(lambda: figure_of(found), tmp_path / f"routing{ending}")
+        write_figure(lambda: build_routing_figure(found), tmp_path / f"routing{ending}")
     with Image.open(tmp_path / "routing.png") as picture:
         assert picture.width > 1000
     assert ElementTree.parse(tmp_path / "routing.svg").getroot().tag.endswith("svg")
@@ -122,5 +121,5 @@ def test_every_evaluation_can_be_drawn(found: RoutingEvaluation, tmp_path: Path)
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
     one, two = tmp_path / "one.svg", tmp_path / "two.svg"
     for path in (one, two):
-        write_figure(lambda: figure_of(many(9)), path)
+        write_figure(lambda: build_routing_figure(many(9)), path)
     assert one.read_bytes() == two.read_bytes()

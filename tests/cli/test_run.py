@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from expertctl.cli import app
-from expertctl.schema.validation import problems_of, schema_path
+from expertctl.schema.validation import find_problems, find_schema
 from expertctl.settings import CONFIG_KEYS
-from tests.cli.piping import Stdin, stdin
-from tests.factories import text_of_bytes, write_base, write_lora
+from tests.cli.command_runner import ReplacedStdin, stdin
+from tests.factories import decode_bytes, write_base, write_lora
 
 __all__ = ["stdin"]
 
@@ -27,7 +27,7 @@ QUIET = ("--greedy", "--max-tokens", "12")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     code: int
     out: str
     err: str
@@ -38,25 +38,25 @@ class Outcome:
         return document
 
 
-Expertctl = Callable[..., Outcome]
+Expertctl = Callable[..., RunOutcome]
 
 
 @pytest.fixture
 def expertctl(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Expertctl:
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
 
-    def call(*words: str | Path, stdin: bytes | None = None) -> Outcome:
+    def call(*words: str | Path, stdin: bytes | None = None) -> RunOutcome:
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         code = app.run([str(word) for word in words])
         out, err = capfd.readouterr()
-        return Outcome(code, out, err)
+        return RunOutcome(code, out, err)
 
     return call
 
 
 @dataclass(frozen=True)
-class Workshop:
+class RunWorkspace:
     """A person's folder: a base, a LoRA, and the signed package of it."""
 
     base: Path
@@ -66,7 +66,7 @@ class Workshop:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, expertctl: Expertctl) -> Workshop:
+def workshop(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
     """Nothing but commands: base add, keys new, build, sign, install."""
     base = write_base(tmp_path / "my-base", tie=False, seed=2)
     lora = write_lora(tmp_path / "my-lora", base, rank=4, alpha=6, scale=0.4, dtype="bfloat16")
@@ -82,10 +82,10 @@ def workshop(tmp_path: Path, expertctl: Expertctl) -> Workshop:
     ):  # fmt: skip
         outcome = expertctl(*words)
         assert outcome.code == 0, outcome.err
-    return Workshop(base, lora, package, tmp_path)
+    return RunWorkspace(base, lora, package, tmp_path)
 
 
-def oracle(workshop: Workshop, prompt: str, *, tokens: int) -> tuple[list[int], str]:
+def oracle(workshop: RunWorkspace, prompt: str, *, tokens: int) -> tuple[list[int], str]:
     """Greedy generation by transformers and PEFT on the same files."""
     import peft
     import transformers
@@ -103,13 +103,13 @@ def oracle(workshop: Workshop, prompt: str, *, tokens: int) -> tuple[list[int], 
     new = output[0, ids.shape[1] :].tolist()
     ends = set(model.generation_config.eos_token_id)
     kept = new[: next((i for i, token in enumerate(new) if token in ends), len(new))]
-    return kept, text_of_bytes(kept)
+    return kept, decode_bytes(kept)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("prompt", [PROMPT, "Grüße \U0001f600", "x"])
 def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
-    prompt: str, workshop: Workshop, expertctl: Expertctl
+    prompt: str, workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", prompt, "--expert", "acme/sorting", "--json", *QUIET)
     assert outcome.code == 0, outcome.err
@@ -122,7 +122,7 @@ def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_piped_text_is_read_behind_the_prompt_and_words_need_no_quotes(
-    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     joined = f"{PROMPT}\n\n41, 17"
     tokens, text = oracle(workshop, joined, tokens=12)
@@ -137,7 +137,7 @@ def test_piped_text_is_read_behind_the_prompt_and_words_need_no_quotes(
 
 
 def test_route_takes_a_piped_prompt_and_plans_as_run_does(
-    workshop: Workshop, expertctl: Expertctl, stdin: Stdin
+    workshop: RunWorkspace, expertctl: Expertctl, stdin: ReplacedStdin
 ) -> None:
     wanted = expertctl("route", PROMPT, "--json").document["plan"]["experts"]
     assert wanted
@@ -148,14 +148,16 @@ def test_route_takes_a_piped_prompt_and_plans_as_run_does(
     assert expertctl("route", *PROMPT.split(" "), "--json").document["plan"]["experts"] == wanted
 
 
-def test_the_footer_names_the_base_that_answered(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_the_footer_names_the_base_that_answered(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
     for words in ([], ["--no-experts"], ["--base", workshop.base], ["--stats"]):
         err = expertctl("run", PROMPT, *QUIET, *words).err
         assert "12 written (length), on my-base, " in err
 
 
 def test_the_setting_chooses_the_base_and_a_folder_may_be_named(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_base(workshop.folder / "other", layers=1, hidden=32, heads=2, kv_heads=1)
 
@@ -172,26 +174,26 @@ def test_the_setting_chooses_the_base_and_a_folder_may_be_named(
     assert base("--expert", "acme/sorting") == "my-base"
 
 
-def test_the_document_is_that_of_the_contract(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_the_document_is_that_of_the_contract(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     outcome = expertctl("run", PROMPT, "--json", "--seed", "7", "--max-tokens", "5")
     document = outcome.document
-    assert problems_of(document, "run") == []
+    assert find_problems(document, "run") == []
     assert document["seed"] == document["plan"]["seed"] == 7
     assert [expert["ref"] for expert in document["plan"]["experts"]] == ["acme/sorting@1.2.0"]
     assert document["cache"] == {"experts_hit": 0, "experts_loaded": 1, "kv_reused_tokens": 0}
     assert document["tokens"]["generated"] == len(document["tokens"]["ids"]) <= 5
     timings = document["timings_ms"]
     assert timings["ttft"] <= timings["total"]
-    assert problems_of({"plan": document["plan"]}, "route") == []
+    assert find_problems({"plan": document["plan"]}, "route") == []
 
 
 def test_both_schemas_describe_the_same_plan() -> None:
-    run, route = (json.loads(schema_path(name).read_text()) for name in ("run", "route"))
+    run, route = (json.loads(find_schema(name).read_text()) for name in ("run", "route"))
     assert run["properties"]["plan"] == route["properties"]["plan"]
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("run", PROMPT, "--json", *QUIET).document
     outcome = expertctl("run", PROMPT, *QUIET)
@@ -201,7 +203,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(
     assert expertctl("run", PROMPT, "--no-stream", *QUIET).out == outcome.out
 
 
-def test_stats_show_every_figure(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_stats_show_every_figure(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     err = expertctl("run", PROMPT, "--stats", "--memory-budget", "64MiB", *QUIET).err
     assert "stop none" in err
     held = "held in float32, experts published, by torch"
@@ -210,7 +212,7 @@ def test_stats_show_every_figure(workshop: Workshop, expertctl: Expertctl) -> No
 
 
 def test_a_trace_tells_each_layer_below_the_figures(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     said = expertctl("run", PROMPT, "--trace", *QUIET)
     assert said.out == expertctl("run", PROMPT, *QUIET).out
@@ -224,7 +226,7 @@ def test_a_trace_tells_each_layer_below_the_figures(
 
 
 def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", "Guten Morgen", *QUIET)
     assert outcome.code == 0
@@ -234,7 +236,7 @@ def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
     assert any("answers alone" in warning for warning in document["warnings"])
 
 
-def test_one_seed_gives_one_text(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_one_seed_gives_one_text(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     words = ("run", PROMPT, "--json", "--temperature", "1.5", "--max-tokens", "20", "--seed")
     texts = [expertctl(*words, seed).document["tokens"]["ids"] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
@@ -300,7 +302,7 @@ def test_a_home_with_a_base_of_its_own_gets_no_starter_pack(
 
 
 def test_several_experts_are_shown_with_their_weights(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     words = ["--expert", "acme/sorting:0.5", "--expert", workshop.folder / "other.expert"]
     other = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
@@ -319,7 +321,9 @@ def test_several_experts_are_shown_with_their_weights(
     assert too_many.code == 2
 
 
-def test_a_saved_plan_gives_the_same_text_again(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_a_saved_plan_gives_the_same_text_again(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
     first = expertctl("run", PROMPT, "--json", "--temperature", "1.2", "--max-tokens", "20")
     saved = workshop.folder / "plan.json"
     saved.write_text(first.out)
@@ -340,12 +344,14 @@ def test_a_saved_plan_gives_the_same_text_again(workshop: Workshop, expertctl: E
         assert said in refused.err
 
 
-def test_an_excluded_expert_does_not_answer(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_an_excluded_expert_does_not_answer(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     document = expertctl("run", PROMPT, "--exclude", "acme/sorting", "--json", *QUIET).document
     assert document["plan"]["experts"] == []
 
 
-def test_stop_strings_end_the_text_before_them(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_stop_strings_end_the_text_before_them(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
     text = expertctl("run", PROMPT, "--json", *QUIET).document["text"]
     stop = text[2:4]
     document = expertctl("run", PROMPT, "--json", "--stop", stop, *QUIET).document
@@ -354,7 +360,7 @@ def test_stop_strings_end_the_text_before_them(workshop: Workshop, expertctl: Ex
 
 
 def test_a_prompt_that_is_too_long_is_cut_when_asked(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("run", "y" * 2000, "--truncate", "--json", *QUIET).document
     assert document["tokens"]["prompt"] < 512
@@ -362,7 +368,7 @@ def test_a_prompt_that_is_too_long_is_cut_when_asked(
 
 
 def test_an_expert_for_another_base_is_refused_unless_allowed(
-    workshop: Workshop, tmp_path: Path, expertctl: Expertctl
+    workshop: RunWorkspace, tmp_path: Path, expertctl: Expertctl
 ) -> None:
     twin = write_base(tmp_path / "twin", tie=False, seed=8)
     assert expertctl("base", "add", twin).code == 0
@@ -381,7 +387,9 @@ def test_an_expert_for_another_base_is_refused_unless_allowed(
     assert "does not fit the base" in outcome.err
 
 
-def test_weights_changed_in_the_store_are_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_weights_changed_in_the_store_are_refused(
+    workshop: RunWorkspace, expertctl: Expertctl
+) -> None:
     blobs = Path(os.environ["EXPERT_HOME"]) / "store" / "blobs" / "sha256"
     weights = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
     data = bytearray(weights.read_bytes())
@@ -395,7 +403,7 @@ def test_weights_changed_in_the_store_are_refused(workshop: Workshop, expertctl:
     assert "expertctl doctor" in outcome.document["error"]["hint"]
 
 
-def test_bf16_weights_are_said_to_be_rounded(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_bf16_weights_are_said_to_be_rounded(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     document = expertctl("run", PROMPT, "--dtype", "bf16", "--json", *QUIET).document
     full = expertctl("run", PROMPT, "--json", *QUIET).document
     assert any("rounded to bfloat16" in warning for warning in document["warnings"])
@@ -404,7 +412,7 @@ def test_bf16_weights_are_said_to_be_rounded(workshop: Workshop, expertctl: Expe
 
 
 def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     unsigned = workshop.folder / "unsigned.expert"
     built = expertctl("build", workshop.lora, "-o", unsigned, "--base", "my-base",
@@ -421,7 +429,7 @@ def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
     assert weighted["tokens"]["ids"] == alone["tokens"]["ids"] != outcome.document["tokens"]["ids"]
 
 
-def test_what_a_revoked_key_signed_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_what_a_revoked_key_signed_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     assert expertctl("keys", "revoke", "me").code == 0
     for expert in ("acme/sorting", workshop.package):
         outcome = expertctl("run", PROMPT, "--expert", expert)
@@ -429,7 +437,7 @@ def test_what_a_revoked_key_signed_is_refused(workshop: Workshop, expertctl: Exp
         assert "revoked" in outcome.err
 
 
-def test_a_base_changed_on_disk_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_a_base_changed_on_disk_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     weights = workshop.base / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -442,7 +450,7 @@ def test_a_base_changed_on_disk_is_refused(workshop: Workshop, expertctl: Expert
     assert outcome.document["error"]["code"] == "base_mismatch"
 
 
-def test_a_base_that_is_gone_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_a_base_that_is_gone_is_refused(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     workshop.base.rename(workshop.folder / "elsewhere")
     for command in ("route", "run"):
         outcome = expertctl(command, PROMPT)
@@ -451,7 +459,7 @@ def test_a_base_that_is_gone_is_refused(workshop: Workshop, expertctl: Expertctl
         assert "hint: restore the files; or `expertctl base remove my-base" in outcome.err
 
 
-def test_a_damaged_record_is_said_so(workshop: Workshop, expertctl: Expertctl) -> None:
+def test_a_damaged_record_is_said_so(workshop: RunWorkspace, expertctl: Expertctl) -> None:
     store = Path(os.environ["EXPERT_HOME"]) / "store"
     (store / "refs" / "local" / "acme" / "sorting" / "1.2.0").write_bytes(b"{x")
     told = "the record of acme/sorting@1.2.0 is damaged; see `expertctl doctor`"
@@ -463,7 +471,7 @@ def test_a_damaged_record_is_said_so(workshop: Workshop, expertctl: Expertctl) -
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     outcome = expertctl("run", PROMPT, "--memory-budget", "100kB")
     assert (outcome.code, outcome.out) == (7, "")
@@ -519,7 +527,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
 )
 def test_bad_input_is_a_clear_error(
     words: list[str], stdin: bytes | None, code: int, said: str,
-    workshop: Workshop, expertctl: Expertctl,
+    workshop: RunWorkspace, expertctl: Expertctl,
 ) -> None:  # fmt: skip
     outcome = expertctl("run", *words, stdin=stdin)
     assert (outcome.code, outcome.out) == (code, "")
@@ -529,7 +537,7 @@ def test_bad_input_is_a_clear_error(
 
 
 def test_prompt_and_body_are_read_from_stdin_and_files(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     body = workshop.folder / "body.txt"
     body.write_text("and more")
@@ -544,10 +552,10 @@ def test_prompt_and_body_are_read_from_stdin_and_files(
 
 
 def test_route_explains_every_candidate_and_is_the_plan_of_run(
-    workshop: Workshop, expertctl: Expertctl
+    workshop: RunWorkspace, expertctl: Expertctl
 ) -> None:
     document = expertctl("route", PROMPT, "--json", "--seed", "3").document
-    assert problems_of(document, "route") == []
+    assert find_problems(document, "route") == []
     assert document["plan"] == expertctl("run", PROMPT, "--json", "--seed", "3").document["plan"]
     text = expertctl("route", PROMPT).out
     assert "acme/sorting@1.2.0" in text
@@ -558,7 +566,7 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
 
 
 def test_route_says_that_it_makes_vectors_for_another_encoder(
-    workshop: Workshop, expertctl: Expertctl, home: Path
+    workshop: RunWorkspace, expertctl: Expertctl, home: Path
 ) -> None:
     told = "making the routing vectors of 1 expert with lexical"
     for journal in home.rglob("vectors.journal"):
@@ -570,7 +578,7 @@ def test_route_says_that_it_makes_vectors_for_another_encoder(
     assert told not in expertctl("route", PROMPT).err
 
 
-def test_route_runs_without_torch(workshop: Workshop) -> None:
+def test_route_runs_without_torch(workshop: RunWorkspace) -> None:
     program = (
         "import sys\n"
         "from expertctl.cli.app import run\n"
@@ -583,7 +591,7 @@ def test_route_runs_without_torch(workshop: Workshop) -> None:
     assert result.stderr.splitlines()[-1] == "0 False"
 
 
-def test_without_torch_the_way_out_is_named(workshop: Workshop) -> None:
+def test_without_torch_the_way_out_is_named(workshop: RunWorkspace) -> None:
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -600,7 +608,7 @@ def test_without_torch_the_way_out_is_named(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("option", ["--plan", "--expert"])
 def test_a_pipe_that_nobody_writes_is_not_waited_for(
-    option: str, workshop: Workshop, tmp_path: Path, expertctl: Expertctl
+    option: str, workshop: RunWorkspace, tmp_path: Path, expertctl: Expertctl
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     outcome = expertctl("run", PROMPT, option, tmp_path / "pipe")
@@ -621,7 +629,7 @@ def test_how_numbers_are_held_is_said_by_option_environment_file_in_that_order(
     value: str,
     same: list[str],
     usual: list[str],
-    workshop: Workshop,
+    workshop: RunWorkspace,
     expertctl: Expertctl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -642,7 +650,7 @@ def test_how_numbers_are_held_is_said_by_option_environment_file_in_that_order(
 
 @pytest.mark.parametrize("command", ["run", "route", "chat"])
 def test_a_setting_that_names_no_dtype_is_told_where_it_counts(
-    command: str, workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    command: str, workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "fp8")
     words = [] if command == "chat" else [PROMPT]
@@ -656,7 +664,7 @@ def test_a_setting_that_names_no_dtype_is_told_where_it_counts(
 
 
 def test_a_setting_that_the_slow_engine_does_not_know_can_be_overruled(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+    workshop: RunWorkspace, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     outcome = expertctl("run", PROMPT, "--engine", "transformers")

@@ -9,20 +9,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from expertctl.install.install import install_files
+from expertctl.install.installer import install_files
 from expertctl.package.read import read_package
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
-from expertctl.trust.policy import TrustStore
-from registry_server.access.identity import Action, Scope
-from tests.cli.commands import Commands, expertctl
-from tests.registry.live import Live
-from tests.registry.publishing_world import (
-    Workshop,
+from expertctl.trust.trust_store import TrustStore
+from registry_server.access.rights import Action, TokenScope
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.live_registry import (
+    LiveRegistry,
+    PackageWorkspace,
     alice,
     live,
-    log_in,
+    store_credential,
     tiny_base,
     trust,
     workshop,
@@ -34,7 +34,7 @@ EVIL = "a\x1b[31mb\u202ec\nsigned by  sha256:you, trusted here"
 
 
 @pytest.fixture
-def published(expertctl: Commands, alice: str, workshop: Workshop) -> Path:
+def published(expertctl: CommandRunner, alice: str, workshop: PackageWorkspace) -> Path:
     """Two versions of acme/sql; the file is the newer one."""
     expertctl("registry", "keys", "add", "me", "--namespace", "acme")
     old = workshop.package(version="1.0.0", description="Writes SQL.")
@@ -59,7 +59,7 @@ def published(expertctl: Commands, alice: str, workshop: Workshop) -> Path:
 
 
 def test_search_finds_by_name_description_and_keyword(
-    expertctl: Commands, live: Live, published: Path
+    expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     for text in ("sql", "better", "query"):
         (hit,) = expertctl("search", text, "--json").document["results"]
@@ -79,7 +79,7 @@ def test_search_finds_by_name_description_and_keyword(
 
 
 def test_a_search_without_a_hit_says_where_it_looked(
-    expertctl: Commands, live: Live, published: Path
+    expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     said = expertctl("search", "nothing-of-it")
     assert (said.out, said.err) == ("", f"nothing on {live.host} fits 'nothing-of-it'\n")
@@ -87,7 +87,7 @@ def test_a_search_without_a_hit_says_where_it_looked(
 
 
 def test_more_than_is_shown_is_said(
-    expertctl: Commands, published: Path, workshop: Workshop
+    expertctl: CommandRunner, published: Path, workshop: PackageWorkspace
 ) -> None:
     expertctl("publish", workshop.package("acme/sql-too"))
     said = expertctl("search", "sql", "--limit", 1)
@@ -97,7 +97,7 @@ def test_more_than_is_shown_is_said(
 
 
 def test_info_says_all_that_a_person_wants_to_know(
-    expertctl: Commands, live: Live, published: Path, workshop: Workshop
+    expertctl: CommandRunner, live: LiveRegistry, published: Path, workshop: PackageWorkspace
 ) -> None:
     contents = read_package(published)
     said = expertctl("info", "acme/sql")
@@ -119,7 +119,11 @@ def test_info_says_all_that_a_person_wants_to_know(
 
 
 def test_info_knows_the_base_the_key_and_what_is_installed_here(
-    expertctl: Commands, published: Path, workshop: Workshop, home: Path, trust: TrustStore
+    expertctl: CommandRunner,
+    published: Path,
+    workshop: PackageWorkspace,
+    home: Path,
+    trust: TrustStore,
 ) -> None:
     places = Home(home)
     bases = BaseStore(places.bases)
@@ -134,17 +138,17 @@ def test_info_knows_the_base_the_key_and_what_is_installed_here(
     assert "not trusted here" in expertctl("info", "acme/sql").out
 
 
-def test_info_of_a_version_shows_that_one(expertctl: Commands, published: Path) -> None:
+def test_info_of_a_version_shows_that_one(expertctl: CommandRunner, published: Path) -> None:
     document = expertctl("info", "acme/sql@1.0.0", "--json").document
     assert document["offer"]["shown"]["version"] == "1.0.0"
     assert document["offer"]["shown"]["manifest"]["description"] == "Writes SQL."
     assert "expertctl install" in document["offer"]["install"]
-    said = expertctl("info", "acme/sql@^2", code=3)
+    said = expertctl("info", "acme/sql@^2", exit_code=3)
     assert "1.1.0, 1.0.0" in said.err
 
 
 def test_info_of_what_only_this_machine_has(
-    expertctl: Commands, live: Live, published: Path, workshop: Workshop, home: Path,
+    expertctl: CommandRunner, live: LiveRegistry, published: Path, workshop: PackageWorkspace, home: Path,
     trust: TrustStore,
 ) -> None:  # fmt: skip
     places, path = Home(home), workshop.package("acme/secret")
@@ -157,7 +161,7 @@ def test_info_of_what_only_this_machine_has(
 
 
 def test_info_of_what_is_installed_needs_no_registry(
-    expertctl: Commands, workshop: Workshop, home: Path, trust: TrustStore,
+    expertctl: CommandRunner, workshop: PackageWorkspace, home: Path, trust: TrustStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     places, path = Home(home), workshop.package("acme/secret")
@@ -167,20 +171,22 @@ def test_info_of_what_is_installed_needs_no_registry(
     said = expertctl("info", "acme/secret")
     assert "1.0.0 from local" in said.out
     assert "only what is installed: no registry is set" in said.err
-    assert "no registry is set" in expertctl("info", "acme/none", code=2).err
+    assert "no registry is set" in expertctl("info", "acme/none", exit_code=2).err
 
 
-def test_info_of_what_is_nowhere_is_not_found(expertctl: Commands, published: Path) -> None:
-    assert "there is no package acme/none" in expertctl("info", "acme/none", code=3).err
-    assert "is not a package name" in expertctl("info", "Not A Name", code=2).err
+def test_info_of_what_is_nowhere_is_not_found(expertctl: CommandRunner, published: Path) -> None:
+    assert "there is no package acme/none" in expertctl("info", "acme/none", exit_code=3).err
+    assert "is not a package name" in expertctl("info", "Not A Name", exit_code=2).err
 
 
 def test_a_token_for_something_else_shows_nothing(
-    expertctl: Commands, live: Live, published: Path, home: Path
+    expertctl: CommandRunner, live: LiveRegistry, published: Path, home: Path
 ) -> None:
-    log_in(live, home, live.served.token("alice", Scope(Action.READ, "other")))
+    store_credential(
+        live, home, live.served.create_token("alice", TokenScope(Action.READ, "other"))
+    )
     there, not_there = (
-        expertctl("info", name, "--json", code=6).document["error"]["message"]
+        expertctl("info", name, "--json", exit_code=6).document["error"]["message"]
         for name in ("acme/sql", "acme/bad")
     )
     assert there.replace("acme/sql", "acme/bad") == not_there
@@ -245,7 +251,7 @@ def page_of(*versions: dict[str, Any], **changes: object) -> dict[str, Any]:
 
 
 def test_attack_95_what_a_search_prints_cannot_move_the_cursor_or_forge_a_row(
-    expertctl: Commands, hostile: Answering
+    expertctl: CommandRunner, hostile: Answering
 ) -> None:
     hit = {"name": EVIL, "version": EVIL, "description": EVIL, "kinds": [EVIL], "base": EVIL}
     hostile({"/api/v1/search": {"results": [hit], "next": None}})
@@ -255,7 +261,7 @@ def test_attack_95_what_a_search_prints_cannot_move_the_cursor_or_forge_a_row(
 
 
 def test_attack_95_what_info_prints_cannot_forge_a_row(
-    expertctl: Commands, hostile: Answering, workshop: Workshop
+    expertctl: CommandRunner, hostile: Answering, workshop: PackageWorkspace
 ) -> None:
     manifest = json.loads(read_package(workshop.package()).small["expert.json"])
     manifest |= {"description": EVIL}
@@ -288,29 +294,29 @@ def test_attack_95_what_info_prints_cannot_forge_a_row(
     ids=["path", "partial", "digest", "other", "evil", "text", "list", "empty"],
 )
 def test_an_answer_about_something_else_is_an_error_of_the_registry(
-    page: Any, expertctl: Commands, hostile: Answering
+    page: Any, expertctl: CommandRunner, hostile: Answering
 ) -> None:
     host = hostile({"/api/v1/packages/acme/sql": page})
-    said = expertctl("info", "acme/sql", "--json", code=6)
+    said = expertctl("info", "acme/sql", "--json", exit_code=6)
     assert said.document["error"]["code"] == "registry"
     assert host in said.err
     assert not {"\x1b", "\u202e"} & set(said.err)
 
 
-def test_a_manifest_that_is_none_is_refused(expertctl: Commands, hostile: Answering) -> None:
+def test_a_manifest_that_is_none_is_refused(expertctl: CommandRunner, hostile: Answering) -> None:
     one = version_of()
     answers = {"/api/v1/packages/acme/sql": page_of(one)}
     hostile({**answers, "/api/v1/packages/acme/sql/1.0.0": {**one, "manifest": 3}})
-    expertctl("info", "acme/sql", code=6)
+    expertctl("info", "acme/sql", exit_code=6)
     hostile({**answers, "/api/v1/packages/acme/sql/1.0.0": {**one, "manifest": {"x": EVIL}}})
-    assert "\x1b" not in expertctl("info", "acme/sql", code=8).err
+    assert "\x1b" not in expertctl("info", "acme/sql", exit_code=8).err
 
 
 def test_attack_80_a_login_is_shown_to_no_other_registry(
-    expertctl: Commands, live: Live, alice: str, home: Path, hostile: Answering,
+    expertctl: CommandRunner, live: LiveRegistry, alice: str, home: Path, hostile: Answering,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    log_in(live, home, alice)
+    store_credential(live, home, alice)
     hostile({"/api/v1/search": {"results": []}})
     expertctl("search", "x")
     assert Hostile.logins == [None]
@@ -320,15 +326,15 @@ def test_attack_80_a_login_is_shown_to_no_other_registry(
 
 
 def test_a_list_that_never_ends_is_given_up(
-    expertctl: Commands, hostile: Answering, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, hostile: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertctl.registry.answers.MAX_PAGES", 3)
+    monkeypatch.setattr("expertctl.registry.api_client.MAX_PAGES", 3)
     hostile({"/api/v1/users": {"users": [], "next": "again"}})
-    assert "never ends" in expertctl("registry", "user", "list", code=6).err
+    assert "never ends" in expertctl("registry", "user", "list", exit_code=6).err
 
 
 def test_a_search_by_nobody_says_that_a_login_may_show_more(
-    expertctl: Commands, live: Live, published: Path
+    expertctl: CommandRunner, live: LiveRegistry, published: Path
 ) -> None:
     expertctl("logout", live.host)
     said = expertctl("search", "--registry", live.host, "nothing-of-it")

@@ -4,16 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.server.api_keys import ApiKeys
-from tests.cli.commands import Commands
+from expertctl.server.api_keys import ApiKeyStore
+from tests.cli.command_runner import CommandRunner
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+    return CommandRunner(capsys)
 
 
-def test_a_new_key_is_shown_once_and_listed_without_its_secret(run: Commands, home: Path) -> None:
+def test_a_new_key_is_shown_once_and_listed_without_its_secret(
+    run: CommandRunner, home: Path
+) -> None:
     made = run("serve", "key", "new", "alice", "--per-minute", 60, "--expires", "30d")
     secret = made.out.strip()
     assert secret.startswith("xpk_")
@@ -31,18 +33,18 @@ def test_a_new_key_is_shown_once_and_listed_without_its_secret(run: Commands, ho
     assert secret not in (home / "api-keys.json").read_text()
 
 
-def test_a_key_that_was_made_opens_what_the_server_reads(run: Commands, home: Path) -> None:
+def test_a_key_that_was_made_opens_what_the_server_reads(run: CommandRunner, home: Path) -> None:
     made = run("serve", "key", "new", "bot", "--max-tokens-per-minute", 9, "--json").document
-    found = ApiKeys(home / "api-keys.json").find(made["secret"], now=0.0)
+    found = ApiKeyStore(home / "api-keys.json").find(made["secret"], now=0.0)
     assert found is not None
     assert (found.id, found.tokens_per_minute) == (made["id"], 9)
     assert not found.manages
 
 
-def test_a_key_that_manages_is_made_as_such_and_told_apart(run: Commands, home: Path) -> None:
+def test_a_key_that_manages_is_made_as_such_and_told_apart(run: CommandRunner, home: Path) -> None:
     run("serve", "key", "new", "bot")
     secret = run("serve", "key", "new", "ops", "--manage").out.strip()
-    found = ApiKeys(home / "api-keys.json").find(secret, now=0.0)
+    found = ApiKeyStore(home / "api-keys.json").find(secret, now=0.0)
     assert found is not None
     assert found.manages
     listed = run("serve", "key", "list").out.splitlines()
@@ -51,7 +53,9 @@ def test_a_key_that_manages_is_made_as_such_and_told_apart(run: Commands, home: 
     assert [(key["name"], key["manages"]) for key in keys] == [("bot", False), ("ops", True)]
 
 
-def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, home: Path) -> None:
+def test_the_last_key_that_is_revoked_leaves_the_server_closed(
+    run: CommandRunner, home: Path
+) -> None:
     run("serve", "key", "new", "alice")
     said = run("serve", "key", "revoke", "alice")
     assert "nobody may ask" in said.err
@@ -89,26 +93,26 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, ho
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
-    run: Commands, words: tuple[str, ...], code: int, says: str
+    run: CommandRunner, words: tuple[str, ...], code: int, says: str
 ) -> None:
-    assert says in run(*words, code=code).err
+    assert says in run(*words, exit_code=code).err
 
 
-def test_others_are_not_answered_in_clear_text(run: Commands) -> None:
+def test_others_are_not_answered_in_clear_text(run: CommandRunner) -> None:
     run("serve", "key", "new", "alice")
-    said = run("serve", "--host", "0.0.0.0", code=2)
+    said = run("serve", "--host", "0.0.0.0", exit_code=2)
     assert "clear text" in said.err
     assert "--tls-cert" in said.err
 
 
 def test_an_option_counts_before_the_environment_and_that_before_the_file(
-    run: Commands, monkeypatch: pytest.MonkeyPatch
+    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("config", "set", "serve_url", "ftp://file")
-    assert "ftp://file" in run("serve", code=2).err
+    assert "ftp://file" in run("serve", exit_code=2).err
     monkeypatch.setenv("EXPERT_SERVE_URL", "ftp://environment")
-    assert "ftp://environment" in run("serve", code=2).err
-    assert "ftp://option" in run("serve", "--url", "ftp://option", code=2).err
+    assert "ftp://environment" in run("serve", exit_code=2).err
+    assert "ftp://option" in run("serve", "--url", "ftp://option", exit_code=2).err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_an_option_counts_before_the_environment_and_that_before_the_file(
     ],
 )
 def test_what_is_kept_is_refused_as_an_option_is(
-    run: Commands, key: str, value: str, says: str
+    run: CommandRunner, key: str, value: str, says: str
 ) -> None:
     run("config", "set", key, value)
-    assert says in run("serve", code=2).err
+    assert says in run("serve", exit_code=2).err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Commands
+from tests.cli.command_runner import CommandRunner
 
 WITHOUT = (
     "import sys\nsys.modules['opentelemetry'] = None\nfrom expertctl.cli.app import main\nmain()\n"
@@ -14,12 +14,12 @@ WITHOUT = (
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
+def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+    return CommandRunner(capsys)
 
 
-def test_what_is_no_collector_is_refused_before_anything_is_loaded(run: Commands) -> None:
-    said = run("serve", "--traces", "127.0.0.1:4318", code=2)
+def test_what_is_no_collector_is_refused_before_anything_is_loaded(run: CommandRunner) -> None:
+    said = run("serve", "--traces", "127.0.0.1:4318", exit_code=2)
     assert "--traces: that is no address" in said.err
     assert "http://127.0.0.1:4318" in said.err
 

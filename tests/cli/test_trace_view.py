@@ -1,13 +1,13 @@
 """A traced run as a person sees it: a row for each layer, in milliseconds of one pass."""
 
-from expertctl.cli.trace_view import trace_text
-from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.trace import StepAllocations, Trace
+from expertctl.cli.run_view import format_trace
+from expertctl.engine.model.decoder import LayerTimer
+from expertctl.engine.result import GenerationTrace, StepAllocations
 
 
-def times(scale: float) -> LayerTimes:
+def times(scale: float) -> LayerTimer:
     """Two layers, of which a plan changes the second; seconds."""
-    found = LayerTimes()
+    found = LayerTimer()
     found.add("embedding", 0.001 * scale, kind="embed")
     for layer in (0, 1):
         found.add(f"layers.{layer}.attention", 0.002 * scale, kind="multiply")
@@ -20,9 +20,9 @@ def times(scale: float) -> LayerTimes:
 
 def test_layers_and_kinds_are_told_for_the_prompt_and_for_one_token() -> None:
     steps = [StepAllocations(size, 0, 2 * size) for size in (100, 300, 200)]
-    trace = Trace(prefill=times(10), decode=times(2), timed_steps=2, allocations=steps)
+    trace = GenerationTrace(prefill=times(10), decode=times(2), timed_steps=2, allocations=steps)
     trace.decode.add("layers.0.attention", 0.0, kind="attend step")
-    lines = [line.split() for line in trace_text(trace).splitlines()]
+    lines = [line.split() for line in format_trace(trace).splitlines()]
     assert lines[0] == ["A", "TOKEN,", "ms", "attention", "mlp", "experts", "together"]
     assert lines[1] == ["embedding", "1.000"]
     assert lines[2] == ["layer", "0", "2.000", "4.000", "6.000"]
@@ -38,9 +38,9 @@ def test_layers_and_kinds_are_told_for_the_prompt_and_for_one_token() -> None:
 
 
 def test_a_decoder_that_knows_no_kinds_and_an_answer_of_one_token_are_told_as_such() -> None:
-    known = LayerTimes()
+    known = LayerTimer()
     known.add("layers.0.mlp", 0.001)
-    text = trace_text(Trace(prefill=known))
+    text = format_trace(GenerationTrace(prefill=known))
     assert "OPERATION" not in text
     assert "what experts add is part of the time of their layers" in text.splitlines()
     assert "A TOKEN" not in text

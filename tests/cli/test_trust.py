@@ -9,10 +9,10 @@ import pytest
 from expertctl.cli import app
 from expertctl.digest import Digest
 from expertctl.trust.keys import PrivateKey
-from expertctl.trust.policy import TrustStore
-from tests.trust.forge import rfc_key
+from expertctl.trust.trust_store import TrustStore
+from tests.trust.forged_bundles import make_rfc_key
 
-KEY = rfc_key().public
+KEY = make_rfc_key().public
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_add_trusts_a_key_under_the_name_of_its_file(
         "key_id": KEY.key_id,
         "grants": [{"namespace": "acme", "content_digests": None, "registry": None}],
     }
-    assert TrustStore(home / "trust.json").find("acme").key == KEY
+    assert TrustStore(home / "trust.json").find_key("acme").key == KEY
 
 
 def test_add_says_all_that_the_key_may_sign_now(
@@ -102,7 +102,7 @@ def test_a_private_key_is_not_taken_for_a_publisher(
     tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "acme.pem"
-    file.write_bytes(rfc_key().pem())
+    file.write_bytes(make_rfc_key().pem())
     error = run_json(capsys, "add", str(file), "--namespace", "acme", code=8)["error"]
     assert "private key" in error["message"]
     assert "keys import" in error["hint"]
@@ -115,7 +115,7 @@ def test_list_shows_keys_limits_and_revocations(
     run_json(capsys, "add", str(acme), "--namespace", "acme")
     store = TrustStore(home / "trust.json")
     starter = PrivateKey.generate("ed25519").public
-    content = str(Digest.of(b"content"))
+    content = str(Digest.compute(b"content"))
     store.add(starter, name="starter", namespaces=["starter"], content_digests=[content])
     store.revoke(KEY.key_id, "stolen")
     store.revoke(f"sha256:{'ab' * 32}", "")

@@ -9,17 +9,17 @@ import pytest
 
 from expertctl.cli import app
 from expertctl.trust.keys import PrivateKey
-from expertctl.trust.policy import TrustStore
-from tests.registry.live import Live, live_registry
-from tests.trust.forge import rfc_key
+from expertctl.trust.trust_store import TrustStore
+from tests.registry.live_registry import LiveRegistry, run_live_registry
+from tests.trust.forged_bundles import make_rfc_key
 
-KEY = rfc_key().public
+KEY = make_rfc_key().public
 HOST = "registry.example.com"
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
-    with live_registry(tmp_path / "data") as running:
+def live(tmp_path: Path) -> Iterator[LiveRegistry]:
+    with run_live_registry(tmp_path / "data") as running:
         yield running
 
 
@@ -49,7 +49,7 @@ def test_every_subcommand_has_an_example(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_running_registry_is_accepted_by_its_fingerprint(
-    live: Live, home: Path, capsys: pytest.CaptureFixture[str]
+    live: LiveRegistry, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fingerprint = live.served.registry.index_key.public.key_id
     expected = {
@@ -61,14 +61,14 @@ def test_a_running_registry_is_accepted_by_its_fingerprint(
     }
     given = ("--fingerprint", fingerprint, "--namespace", "acme/*")
     assert add(capsys, live.host, *given) == expected
-    known = TrustStore(home / "trust.json").read().registry(live.host)
+    known = TrustStore(home / "trust.json").read().find_registry(live.host)
     assert known is not None
     assert known.index_key == live.served.registry.index_key.public
     assert run(capsys, "registry", "list") == {"registries": [expected]}
 
 
 def test_a_running_registry_with_another_key_is_refused(
-    live: Live, home: Path, capsys: pytest.CaptureFixture[str]
+    live: LiveRegistry, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = add(capsys, live.url, "--fingerprint", KEY.key_id, code=5)["error"]
     assert "has the index key" in error["message"]
@@ -145,7 +145,7 @@ def test_remove_forgets_a_registry_and_its_pins(
 ) -> None:
     add(capsys, HOST, "--root", str(root))
     trust = TrustStore(home / "trust.json")
-    trust.change(lambda record: record.with_pins(HOST, "acme", [KEY]))
+    trust.update(lambda record: record.with_pins(HOST, "acme", [KEY]))
     assert run(capsys, "registry", "remove", HOST.upper())["pinned"] == ["acme"]
     assert trust.read().registries == ()
     assert trust.read().keys == ()
@@ -169,9 +169,9 @@ def test_keys_are_added_for_one_registry_and_listed_with_it(
         f"trusted for acme/* of {HOST}",
     ]
     trust = TrustStore(home / "trust.json")
-    assert trust.read().homes("acme") == (HOST,)
+    assert trust.read().list_registries_for("acme") == (HOST,)
     lost = f"sha256:{'ab' * 32}"
-    trust.change(
+    trust.update(
         lambda record: record.with_registry_revocations(
             HOST, "zoo", [(lost, "lost"), (KEY.key_id, "")]
         )

@@ -4,17 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Commands, expertctl
-from tests.install.market import Market, market, template
-from tests.store.shop import House, Shop, shop
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.install.fixtures import PublishingRegistry, market, template
+from tests.store.fixtures import HomeFixture, PackageFactory, shop
 
 __all__ = ["expertctl", "market", "shop", "template"]
 
 
 @pytest.fixture
-def house(home: Path, market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+def house(
+    home: Path, market: PublishingRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> HomeFixture:
     """A house that knows the market, and an empty working folder."""
-    found = House(home)
+    found = HomeFixture(home)
     found.trust.add_registry(market.known)
     folder = tmp_path / "work"
     folder.mkdir()
@@ -29,9 +31,9 @@ def wants(text: str) -> None:
 
 
 def test_a_reference_is_installed_and_written_to_the_users_list(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.0.0")
+    market.publish("acme/sql@1.0.0")
     said = expertctl("install", "acme/sql@^1", "--json")
     (entry,) = said.document["installed"]
     assert (entry["ref"], entry["registry"]) == ("acme/sql@1.0.0", market.host)
@@ -44,21 +46,21 @@ def test_a_reference_is_installed_and_written_to_the_users_list(
 
 
 def test_references_and_files_are_installed_together(
-    expertctl: Commands, house: House, market: Market, shop: Shop
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, shop: PackageFactory
 ) -> None:
-    market.sell("acme/sql@1.0.0")
-    house.trusting("acme")
+    market.publish("acme/sql@1.0.0")
+    house.trust_keys("acme")
     said = expertctl("install", "acme/sql", shop.package("acme/file"))
     assert said.out.count("installed: ") == 2
 
 
 def test_a_project_is_installed_locked_and_checked(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/low@1.0.0")
-    market.sell("acme/top@1.0.0", requires=["acme/low@^1"])
+    market.publish("acme/low@1.0.0")
+    market.publish("acme/top@1.0.0", requires=["acme/low@^1"])
     wants('"acme/top" = "^1"')
-    expertctl("install", "--locked", code=3)
+    expertctl("install", "--locked", exit_code=3)
     said = expertctl("lock", "--json")
     assert said.document["changes"] == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
     assert house.refs() == []
@@ -66,16 +68,16 @@ def test_a_project_is_installed_locked_and_checked(
     assert "installed: acme/low@1.0.0" in expertctl("install").out
     expertctl("install", "--locked", "--offline")
     wants('"acme/top" = "^2"')
-    expertctl("lock", "--check", code=4)
-    expertctl("install", "--locked", code=4)
-    assert "there is 1.0.0" in expertctl("lock", code=3).err
+    expertctl("lock", "--check", exit_code=4)
+    expertctl("install", "--locked", exit_code=4)
+    assert "there is 1.0.0" in expertctl("lock", exit_code=3).err
 
 
 def test_a_project_file_is_changed_only_by_save(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.0.0")
-    market.sell("acme/new@1.0.0")
+    market.publish("acme/sql@1.0.0")
+    market.publish("acme/new@1.0.0")
     wants('"acme/sql" = "*"')
     said = expertctl("install", "acme/new")
     assert "--save writes there" in said.err
@@ -87,18 +89,20 @@ def test_a_project_file_is_changed_only_by_save(
 
 
 @pytest.mark.parametrize("flag", ["--locked", "--save"])
-def test_a_flag_of_projects_needs_one(expertctl: Commands, house: House, flag: str) -> None:
-    assert "needs an experts.toml" in expertctl("install", flag, "acme/sql", code=2).err
+def test_a_flag_of_projects_needs_one(
+    expertctl: CommandRunner, house: HomeFixture, flag: str
+) -> None:
+    assert "needs an experts.toml" in expertctl("install", flag, "acme/sql", exit_code=2).err
 
 
 def test_calls_that_contradict_themselves_are_usage_errors(
-    expertctl: Commands, house: House, shop: Shop
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     wants('"acme/sql" = "*"')
     file = shop.package("acme/file")
 
     def refused(*words: object, code: int = 2) -> str:
-        return str(expertctl(*words, "--json", code=code).document["error"]["message"])
+        return str(expertctl(*words, "--json", exit_code=code).document["error"]["message"])
 
     locked = "--locked installs what is locked: no files, no --save"
     assert refused("install", "--locked", file) == locked
@@ -118,14 +122,14 @@ def test_calls_that_contradict_themselves_are_usage_errors(
 
 
 def test_what_is_outdated_is_shown_and_updated(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.0.0")
+    market.publish("acme/sql@1.0.0")
     wants('"acme/sql" = "^1"')
     expertctl("install")
     assert "the one expert is current" in expertctl("outdated").err
-    market.sell("acme/sql@1.1.0")
-    market.sell("acme/sql@2.0.0")
+    market.publish("acme/sql@1.1.0")
+    market.publish("acme/sql@2.0.0")
     market.yank("acme/sql@1.0.0", "wrong")
     said = expertctl("outdated")
     assert said.out.splitlines()[1].split() == ["acme/sql", "1.0.0", "1.1.0", "2.0.0", "yanked"]
@@ -138,47 +142,52 @@ def test_what_is_outdated_is_shown_and_updated(
 
 
 def test_a_version_that_waits_is_shown(
-    expertctl: Commands, house: House, market: Market, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner,
+    house: HomeFixture,
+    market: PublishingRegistry,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    market.sell("acme/sql@1.0.0")
+    market.publish("acme/sql@1.0.0")
     expertctl("install", "acme/sql")
-    market.sell("acme/sql@1.1.0")
+    market.publish("acme/sql@1.1.0")
     monkeypatch.setenv("EXPERT_MINIMUM_RELEASE_AGE", "3d")
     assert "1.1.0 waits until 20" in expertctl("outdated").out
     (entry,) = expertctl("outdated", "--json").document["experts"]
     assert (entry["wanted"], entry["waiting"]["version"]) == ("1.0.0", "1.1.0")
-    assert "waits until" in expertctl("install", "acme/sql@1.1.0", code=3).err
+    assert "waits until" in expertctl("install", "acme/sql@1.1.0", exit_code=3).err
     monkeypatch.setenv("EXPERT_MINIMUM_RELEASE_AGE_EXCLUDE", "acme")
     expertctl("install", "acme/sql@1.1.0")
 
 
-def test_offline_means_no_network(expertctl: Commands, house: House, market: Market) -> None:
-    market.sell("acme/sql@1.0.0")
-    assert "was never asked" in expertctl("install", "--offline", "acme/sql", code=3).err
+def test_offline_means_no_network(
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
+) -> None:
+    market.publish("acme/sql@1.0.0")
+    assert "was never asked" in expertctl("install", "--offline", "acme/sql", exit_code=3).err
     expertctl("install", "acme/sql")
-    market.sell("acme/sql@1.1.0")
+    market.publish("acme/sql@1.1.0")
     expertctl("install", "--offline", "acme/sql")
     assert house.refs() == ["acme/sql@1.0.0"]
     expertctl("outdated", "--offline")
 
 
 def test_a_project_of_a_stranger_is_refused_with_the_exit_code_of_trust(
-    expertctl: Commands, house: House
+    expertctl: CommandRunner, house: HomeFixture
 ) -> None:
     Path("experts.toml").write_text(
         '[experts]\n"acme/sql" = "*"\n[registries]\nacme = "hub.example"\n'
     )
-    said = expertctl("install", code=5)
+    said = expertctl("install", exit_code=5)
     assert "index key of hub.example is not known" in said.err
     Path("experts.toml").write_text('[trust]\nall = "yes"\n')
-    expertctl("install", code=8)
+    expertctl("install", exit_code=8)
 
 
 @pytest.mark.parametrize("by_digest", [False, True])
 def test_an_exact_install_says_that_update_keeps_it_and_how_to_follow(
-    expertctl: Commands, house: House, market: Market, by_digest: bool
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, by_digest: bool
 ) -> None:
-    parcel = market.sell("acme/sql@1.0.0")
+    parcel = market.publish("acme/sql@1.0.0")
     exact = str(parcel.package_digest) if by_digest else "1.0.0"
     said = expertctl("install", f"acme/sql@{exact}")
     told = (
@@ -187,19 +196,19 @@ def test_an_exact_install_says_that_update_keeps_it_and_how_to_follow(
     )
     assert told in said.err
     assert told in expertctl("install", f"acme/sql@{exact}", "--json").document["notes"]
-    market.sell("acme/sql@1.1.0")
+    market.publish("acme/sql@1.1.0")
     expertctl("update")
     assert house.refs() == ["acme/sql@1.0.0"]
     assert "names exactly" not in expertctl("install", "acme/sql").err
-    market.sell("acme/sql@1.2.0")
+    market.publish("acme/sql@1.2.0")
     expertctl("update")
     assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0", "acme/sql@1.2.0"]
 
 
 def test_an_exact_version_that_is_saved_in_a_project_is_told_with_save(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.0.0")
+    market.publish("acme/sql@1.0.0")
     wants("")
     assert "names exactly" not in expertctl("install", "acme/sql@1.0.0").err
     said = expertctl("install", "--save", "acme/sql@1.0.0")

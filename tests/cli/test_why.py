@@ -2,22 +2,24 @@
 
 import pytest
 
-from tests.cli.commands import Commands, expertctl
-from tests.store.shop import BASE_NAME, House, Shop, a_key, fast, house, shop
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 
 
 @pytest.fixture(autouse=True)
-def experts(house: House, shop: Shop) -> None:
+def experts(house: HomeFixture, shop: PackageFactory) -> None:
     house.install(
         shop.package("acme/low", seed=1),
         shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
     )
 
 
-def test_all_that_is_known_is_said(expertctl: Commands, house: House, shop: Shop) -> None:
-    key = a_key("acme").public.key_id
+def test_all_that_is_known_is_said(
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
+) -> None:
+    key = make_key("acme").public.key_id
     assert expertctl("why", "acme/low").out.splitlines() == [
         "acme/low@1.0.0",
         "  required by acme/top@1.0.0 → acme/low@^1",
@@ -38,8 +40,8 @@ def test_all_that_is_known_is_said(expertctl: Commands, house: House, shop: Shop
     ]
 
 
-def test_the_document_has_the_chains(expertctl: Commands, house: House) -> None:
-    (low, _) = house.store.experts()
+def test_the_document_has_the_chains(expertctl: CommandRunner, house: HomeFixture) -> None:
+    (low, _) = house.store.list_experts()
     assert expertctl("why", str(low.content_digest), "--json").document == {
         "ref": "acme/low@1.0.0",
         "content_digest": str(low.content_digest),
@@ -53,7 +55,7 @@ def test_the_document_has_the_chains(expertctl: Commands, house: House) -> None:
         ],
         "breaks": ["acme/top@1.0.0"],
         "signature": {
-            "key_id": a_key("acme").public.key_id,
+            "key_id": make_key("acme").public.key_id,
             "name": "acme",
             "trusted": True,
             "namespace": "acme",
@@ -71,9 +73,9 @@ def test_the_document_has_the_chains(expertctl: Commands, house: House) -> None:
 
 
 def test_a_key_that_is_trusted_no_more_and_no_signature_at_all(
-    expertctl: Commands, house: House, shop: Shop
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
 ) -> None:
-    house.trust.remove(a_key("acme").public.key_id)
+    house.trust.remove(make_key("acme").public.key_id)
     assert "which is not trusted for acme/* any more" in expertctl("why", "acme/low").out
     house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
     said = expertctl("why", "acme/unsigned")
@@ -81,12 +83,12 @@ def test_a_key_that_is_trusted_no_more_and_no_signature_at_all(
     assert expertctl("why", "acme/unsigned", "--json").document["signature"] is None
 
 
-def test_what_is_not_installed_is_not_found(expertctl: Commands, house: House) -> None:
-    assert "did you mean acme/low" in expertctl("why", "acme/lov", code=3).err
-    expertctl("why", "Not A Reference", code=2)
+def test_what_is_not_installed_is_not_found(expertctl: CommandRunner, house: HomeFixture) -> None:
+    assert "did you mean acme/low" in expertctl("why", "acme/lov", exit_code=3).err
+    expertctl("why", "Not A Reference", exit_code=2)
 
 
-def test_a_damaged_record_is_warned_of(expertctl: Commands, house: House) -> None:
+def test_a_damaged_record_is_warned_of(expertctl: CommandRunner, house: HomeFixture) -> None:
     (top,) = (path for path in house.store.paths.refs.rglob("*") if "top" in path.parts[-2:-1])
     next(iter([top] if top.is_file() else top.iterdir())).write_text("{}")
     said = expertctl("why", "acme/low")

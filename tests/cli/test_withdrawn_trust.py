@@ -7,35 +7,42 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from expertctl.registry.key_statement import sign_statement
-from expertctl.registry.retry import Retries
+from expertctl.registry.errors import RetrySchedule
+from expertctl.trust.dsse import sign_key_statement
+from registry_server.app import renew_index_batch
 from registry_server.database.tables import PACKAGES
-from registry_server.operation.sweeping import renew
 from registry_server.publishing.index import renew_indexes
 from registry_server.settings import DAY
-from tests.cli.commands import Commands, expertctl
-from tests.install.liar import lying
-from tests.install.market import Market, market, market_at, template
-from tests.registry.hostile import Pauses, Reply, Request, reply
-from tests.registry_server.publishing.parcels import Template
-from tests.store.shop import House, a_key
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.install.fixtures import PublishingRegistry, market, run_publishing_registry, template
+from tests.registry.hostile_registry import (
+    ReceivedRequest,
+    RecordedPauses,
+    Reply,
+    make_reply,
+    run_hostile_registry,
+)
+from tests.registry_server.publishing.package_fixtures import PackageTemplate
+from tests.store.fixtures import HomeFixture, make_key
 
 __all__ = ["expertctl", "market", "template"]
 
-OLD, NEW = a_key("acme"), a_key("new")
+OLD, NEW = make_key("acme"), make_key("new")
 TRUST = 5
 
 
 @pytest.fixture
-def house(home: Path, market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+def house(
+    home: Path, market: PublishingRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> HomeFixture:
     """A home that knows the market, and a working folder with an exact version in its project."""
-    found = House(home)
+    found = HomeFixture(home)
     found.trust.add_registry(market.known)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("EXPERT_REGISTRY", market.host)
     monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-    market.sell("acme/sql@1.0.0")
+    market.publish("acme/sql@1.0.0")
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
     return found
 
@@ -54,19 +61,19 @@ def house(home: Path, market: Market, tmp_path: Path, monkeypatch: pytest.Monkey
     ids=" ".join,
 )
 def test_a_key_that_was_revoked_after_an_exact_install_is_reported(
-    expertctl: Commands, house: House, market: Market, words: list[str]
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, words: list[str]
 ) -> None:
     """Attack 113."""
     expertctl("install")
     market.revoke("acme", OLD, "laptop stolen")
-    before = house.store.experts()
-    said = expertctl(*words, code=TRUST)
+    before = house.store.list_experts()
+    said = expertctl(*words, exit_code=TRUST)
     told = said.out + said.err
     assert "was revoked" in told
     assert "laptop stolen" in told
     assert OLD.public.key_id in told
     assert "current" not in said.err
-    document = json.loads(expertctl(*words, "--json", code=TRUST).out)
+    document = json.loads(expertctl(*words, "--json", exit_code=TRUST).out)
     match words[0]:
         case "outdated":
             [entry] = document["experts"]
@@ -78,48 +85,48 @@ def test_a_key_that_was_revoked_after_an_exact_install_is_reported(
             ]
         case _:
             assert document["error"]["code"] == "revoked"
-    assert house.store.experts() == before
+    assert house.store.list_experts() == before
 
 
 def test_outdated_reports_a_revoked_key_of_a_package_that_its_registry_took_away(
-    expertctl: Commands,
+    expertctl: CommandRunner,
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with lying(template.parcel("zoo/ants", key=OLD)) as liar:
-        trust = House(home).trust
+    with run_hostile_registry(template.make_package("zoo/ants", key=OLD)) as liar:
+        trust = HomeFixture(home).trust
         trust.add_registry(liar.known)
         monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
         expertctl("install", "zoo/ants")
         trust.revoke(OLD.public.key_id, "laptop stolen")
-        liar.parcels.clear()
-        [entry] = expertctl("outdated", "--json", code=TRUST).document["experts"]
+        liar.packages.clear()
+        [entry] = expertctl("outdated", "--json", exit_code=TRUST).document["experts"]
     assert (entry["current"], entry["newest"], entry["revoked"]) == ("1.0.0", "1.0.0", True)
 
 
 def test_an_exact_version_of_the_users_own_list_is_asked_about_too(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     Path("experts.toml").unlink()
     expertctl("install", "acme/sql@1.0.0")
     market.revoke("acme", OLD)
-    assert "revoked" in expertctl("update", code=TRUST).err
-    assert "revoked" in expertctl("outdated", code=TRUST).err
+    assert "revoked" in expertctl("update", exit_code=TRUST).err
+    assert "revoked" in expertctl("outdated", exit_code=TRUST).err
 
 
 def test_a_version_that_was_signed_anew_is_installed_after_the_revocation(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     expertctl("install")
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word)
+    word = sign_key_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept_key("acme", NEW, statement=word)
     expertctl("install")  # which pins the new key with the word of the old one
     market.revoke("acme", OLD)
-    market.sell("acme/sql@1.0.0", key=NEW)
-    assert "signed anew" in expertctl("outdated", code=TRUST).err
+    market.publish("acme/sql@1.0.0", key=NEW)
+    assert "signed anew" in expertctl("outdated", exit_code=TRUST).err
     assert "re-signed: acme/sql@1.0.0" in expertctl("install", "acme/sql@1.0.0").out
     expertctl("doctor", "--online")
 
@@ -128,7 +135,7 @@ def test_a_version_that_was_signed_anew_is_installed_after_the_revocation(
     "words", [["update"], ["install"], ["install", "acme/sql@1.0.0"], ["lock"]], ids=" ".join
 )
 def test_a_version_that_was_yanked_after_an_exact_install_is_reported(
-    expertctl: Commands, house: House, market: Market, words: list[str]
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry, words: list[str]
 ) -> None:
     expertctl("install")
     market.yank("acme/sql@1.0.0", "wrong joins")
@@ -139,7 +146,7 @@ def test_a_version_that_was_yanked_after_an_exact_install_is_reported(
 
 
 def test_doctor_online_notes_a_yank_and_finds_nothing_broken(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     expertctl("install")
     market.yank("acme/sql@1.0.0", "wrong joins")
@@ -148,16 +155,16 @@ def test_doctor_online_notes_a_yank_and_finds_nothing_broken(
 
 
 def test_doctor_does_not_say_that_all_is_well_without_asking(
-    expertctl: Commands, house: House, monkeypatch: pytest.MonkeyPatch
+    expertctl: CommandRunner, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expertctl("install")
     monkeypatch.setenv("EXPERT_OFFLINE", "1")
-    said = expertctl("doctor", "--online", "--json", code=6)
+    said = expertctl("doctor", "--online", "--json", exit_code=6)
     assert said.document["error"]["code"] == "offline"
 
 
 def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     install_versions_of_two_keys(expertctl, market)
     market.revoke("acme", OLD)
@@ -175,31 +182,32 @@ def test_an_older_installed_version_whose_key_was_revoked_is_warned_of(
 
 
 def test_an_older_version_whose_key_was_revoked_is_refused_where_it_is_locked(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     install_versions_of_two_keys(expertctl, market)
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')
     expertctl("install")
     market.revoke("acme", OLD)
     for words in (["update"], ["outdated"], ["install", "--locked"]):
-        assert "was revoked" in expertctl(*words, code=TRUST).err
+        assert "was revoked" in expertctl(*words, exit_code=TRUST).err
 
 
 def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installed(
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     tmp_path: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pauses = Pauses()
+    pauses = RecordedPauses()
     monkeypatch.setattr(
-        "expertctl.registry.http.Retries", lambda tell=None: Retries(sleep=pauses, tell=tell)
+        "expertctl.registry.http.RetrySchedule",
+        lambda tell=None: RetrySchedule(sleep=pauses, tell=tell),
     )
     monkeypatch.chdir(tmp_path)
-    with market_at(tmp_path / "registry", template) as running:
-        running.open("acme").sell("acme/sql@1.0.0")
-        House(home).trust.add_registry(running.known)
+    with run_publishing_registry(tmp_path / "registry", template) as running:
+        running.create_namespace("acme").publish("acme/sql@1.0.0")
+        HomeFixture(home).trust.add_registry(running.known)
         monkeypatch.setenv("EXPERT_REGISTRY", running.host)
         expertctl("install", "acme/sql@1.0.0")
         running.yank("acme/sql@1.0.0", "wrong joins")
@@ -216,48 +224,48 @@ def test_a_registry_that_is_down_is_named_and_keeps_nobody_from_what_is_installe
 
 
 def test_a_registry_that_answers_when_it_is_asked_again_has_answered(
-    expertctl: Commands,
+    expertctl: CommandRunner,
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("experts.toml").write_text('[experts]\n"zoo/ants" = "1.0.0"\n')
     index = "/tuf/targets/index/zoo/ants.json"
-    with lying(template.parcel("zoo/ants", key=OLD)) as liar:
-        House(home).trust.add_registry(liar.known)
+    with run_hostile_registry(template.make_package("zoo/ants", key=OLD)) as liar:
+        HomeFixture(home).trust.add_registry(liar.known)
         monkeypatch.setenv("EXPERT_REGISTRY", liar.host)
         expertctl("lock")
 
-        def once(_: Request) -> Reply:
-            del liar.answers[index]
-            return reply(503)
+        def once(_: ReceivedRequest) -> Reply:
+            del liar.overrides[index]
+            return make_reply(503)
 
-        liar.answers[index] = once
+        liar.overrides[index] = once
         said = expertctl("install", "--locked", "--json")
     assert "cannot say" not in said.err
     assert said.document["notices"] == []
 
 
 def test_an_old_state_of_our_own_registry_is_warned_of_until_it_is_renewed(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     """As where the registry was off, or something between shows what was true once."""
     registry = market.live.served.registry
     with registry.database.write() as connection:
         connection.execute(update(PACKAGES).values(signed=0))
         then = time.time() - 9.5 * DAY
-        renew_indexes(connection, signer=registry.index_signer, now=then, at_most=1)
+        renew_indexes(connection, signer=registry.index_signer, now=then, max_documents=1)
     said = expertctl("install")
     assert f"what {market.host} says of acme/sql is 9 days old" in said.err
     assert "it says something new every 7 days" in said.err
-    renew(registry)
+    renew_index_batch(registry)
     assert "days old" not in expertctl("install").err
 
 
 def test_what_was_pinned_is_told_and_in_the_document(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     said = expertctl("install", "--json")
     line = f"pinned for acme/* of {market.host}: key {OLD.public.key_id} (first install"
@@ -273,28 +281,28 @@ def test_what_was_pinned_is_told_and_in_the_document(
     assert "pinned" not in expertctl("install").err
 
 
-def install_versions_of_two_keys(expertctl: Commands, market: Market) -> None:
+def install_versions_of_two_keys(expertctl: CommandRunner, market: PublishingRegistry) -> None:
     """Install 1.0.0, and beside it 1.1.0 by a new key, which the old one vouches for."""
     expertctl("install")
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word).sell("acme/sql@1.1.0", key=NEW)
+    word = sign_key_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept_key("acme", NEW, statement=word).publish("acme/sql@1.1.0", key=NEW)
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1.1"\n')
     expertctl("install")
 
 
-def rotated(market: Market, *refs: str) -> None:
+def rotated(market: PublishingRegistry, *refs: str) -> None:
     """Publish with a new key, which the old one vouches for, and revoke the old one."""
-    word = sign_statement(namespace="acme", new=NEW.public, by=OLD)
-    market.accept("acme", NEW, statement=word)
+    word = sign_key_statement(namespace="acme", new=NEW.public, by=OLD)
+    market.accept_key("acme", NEW, statement=word)
     for ref in refs:
-        market.sell(ref, key=NEW)
+        market.publish(ref, key=NEW)
     market.revoke("acme", OLD, "laptop stolen")
 
 
 def test_info_marks_a_version_whose_key_was_revoked_and_shows_one_that_counts(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.2.0")
+    market.publish("acme/sql@1.2.0")
     rotated(market, "acme/sql@1.1.0")
     said = expertctl("info", "acme/sql")
     assert ["shown", "1.1.0"] in [line.split() for line in said.out.splitlines()]
@@ -311,7 +319,7 @@ def test_info_marks_a_version_whose_key_was_revoked_and_shows_one_that_counts(
 
 
 def test_info_offers_no_command_for_a_version_that_is_refused(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     market.revoke("acme", OLD, "laptop stolen")
     said = expertctl("info", "acme/sql@1.0.0").out
@@ -322,7 +330,7 @@ def test_info_offers_no_command_for_a_version_that_is_refused(
 
 
 def test_search_marks_a_package_whose_newest_version_is_refused(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     [hit] = expertctl("search", "sql", "--json").document["results"]
     assert (hit["revoked"], hit["signer"]) == (None, OLD.public.key_id)
@@ -333,7 +341,7 @@ def test_search_marks_a_package_whose_newest_version_is_refused(
 
 
 def test_search_and_info_mark_a_key_that_only_this_machine_revoked(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     house.trust.revoke(OLD.public.key_id, "seen in the wild")
     [hit] = expertctl("search", "sql", "--json").document["results"]
@@ -343,7 +351,7 @@ def test_search_and_info_mark_a_key_that_only_this_machine_revoked(
 
 
 def test_info_marks_what_is_installed_and_withdrawn(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     install_versions_of_two_keys(expertctl, market)
     market.revoke("acme", OLD, "laptop stolen")
@@ -356,25 +364,25 @@ def test_info_marks_what_is_installed_and_withdrawn(
 
 
 def test_who_finds_only_revoked_versions_is_told_the_way_out(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     market.revoke("acme", OLD, "laptop stolen")
-    exact = expertctl("install", code=TRUST).err
+    exact = expertctl("install", exit_code=TRUST).err
     assert "hint: ask its publisher for a version that is signed with another key\n" in exact
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "^1"\n')
     for words in (["install", "acme/sql"], ["install"], ["lock"]):
-        said = expertctl(*words, code=TRUST)
+        said = expertctl(*words, exit_code=TRUST)
         assert "every version was signed with a key that was revoked" in said.err
         assert "ask for a version that is there" not in said.err
 
 
 def test_who_finds_only_yanked_versions_is_told_the_way_out(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
-    market.sell("acme/sql@1.1.0")
+    market.publish("acme/sql@1.1.0")
     market.yank("acme/sql@1.0.0", "wrong joins")
     market.yank("acme/sql@1.1.0", "worse joins")
-    said = expertctl("install", "acme/sql", code=3)
+    said = expertctl("install", "acme/sql", exit_code=3)
     assert "1.1.0 was yanked: worse joins" in said.err
     assert "hint: every version was yanked: ask its publisher" in said.err
     assert "`expertctl install acme/sql@1.1.0`" in said.err
@@ -382,10 +390,10 @@ def test_who_finds_only_yanked_versions_is_told_the_way_out(
 
 
 def test_who_finds_revoked_and_yanked_versions_is_told_both(
-    expertctl: Commands, house: House, market: Market
+    expertctl: CommandRunner, house: HomeFixture, market: PublishingRegistry
 ) -> None:
     rotated(market, "acme/sql@1.1.0")
     market.yank("acme/sql@1.1.0", "wrong joins")
-    said = expertctl("install", "acme/sql", code=3)
+    said = expertctl("install", "acme/sql", exit_code=3)
     assert "hint: every version was yanked, or its key was revoked: " in said.err
     assert "the key of 1.0.0 was revoked" in said.err

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli.answer_stream import closing_stream
-from expertctl.cli.word_wrap import WordWrap, columns
+from expertctl.cli.output import WordWrap, count_columns, open_answer_stream
 
 PERSIAN = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 FAMILY = "👨‍👩‍👧‍👦"
@@ -22,7 +21,7 @@ FAMILY = "👨‍👩‍👧‍👦"
 def wrapped(text: str, width: int, size: int = 1) -> str:
     wrap = WordWrap(lambda: width)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    return "".join(map(wrap.push, pieces)) + wrap.finish()
+    return "".join(map(wrap.feed, pieces)) + wrap.finish()
 
 
 WORDS = st.lists(st.text("abcdefgh.,", min_size=1, max_size=19), min_size=1, max_size=30)
@@ -81,10 +80,10 @@ def test_a_family_of_emoji_is_never_broken() -> None:
     [("abc", 3), ("字", 2), ("é", 1), ("e\u0301", 1), (PERSIAN, 7), ("a\tb", 9)],
 )
 def test_a_text_takes_the_columns_that_terminals_give_it(text: str, width: int) -> None:
-    assert columns(text) == width
+    assert count_columns(text) == width
 
 
-class Terminal(io.StringIO):
+class WrapTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -97,25 +96,25 @@ def test_a_terminal_gets_whole_words_and_a_pipe_gets_the_text(
 ) -> None:
     monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((20, 10)))
     for stream, expected in [
-        (Terminal(), "one two three four\nfive six\n"),
+        (WrapTerminal(), "one two three four\nfive six\n"),
         (io.StringIO(), "one two three four five six\n"),
     ]:
         monkeypatch.setattr(sys, "stdout", stream)
-        with closing_stream() as shown:
+        with open_answer_stream() as shown:
             for piece in ("one two th", "ree four fi", "ve six"):
                 shown.write(piece)
         assert stream.getvalue() == expected
 
 
 def _interrupted_answer() -> None:
-    with closing_stream() as shown:
+    with open_answer_stream() as shown:
         shown.write("one tw")
         raise KeyboardInterrupt
 
 
 def test_an_answer_that_breaks_off_keeps_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((20, 10)))
-    stream = Terminal()
+    stream = WrapTerminal()
     monkeypatch.setattr(sys, "stdout", stream)
     with pytest.raises(KeyboardInterrupt):
         _interrupted_answer()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import Commands, expertctl
-from tests.install.market import Market, market_at
-from tests.registry_server.publishing.parcels import Template, make_template
-from tests.store.shop import House
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.install.fixtures import PublishingRegistry, run_publishing_registry
+from tests.registry_server.publishing.package_fixtures import PackageTemplate, build_template
+from tests.store.fixtures import HomeFixture
 
 __all__ = ["expertctl"]
 
@@ -28,21 +28,21 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(bases: Path) -> Template:
-    return make_template(bases)
+def template(bases: Path) -> PackageTemplate:
+    return build_template(bases)
 
 
 @dataclass(frozen=True)
-class Scene:
+class YankScene:
     """A registry, a home that knows it and has its base, and an empty working folder."""
 
-    market: Market
-    house: House
-    expertctl: Commands
+    market: PublishingRegistry
+    house: HomeFixture
+    expertctl: CommandRunner
 
     def sell(self, *refs: str) -> None:
         for ref in refs:
-            self.market.sell(ref, routing={"examples": [PROMPT], "keywords": ["joins"]})
+            self.market.publish(ref, routing={"examples": [PROMPT], "keywords": ["joins"]})
 
     def install_both(self) -> None:
         """Publish two versions, and install one after the other."""
@@ -72,25 +72,25 @@ class Scene:
 @pytest.fixture
 def scene(
     home: Path,
-    template: Template,
+    template: PackageTemplate,
     bases: Path,
     tmp_path: Path,
-    expertctl: Commands,
+    expertctl: CommandRunner,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Scene]:
-    with market_at(tmp_path / "registry", template) as running:
-        running.open("acme")
-        house = House(home)
+) -> Iterator[YankScene]:
+    with run_publishing_registry(tmp_path / "registry", template) as running:
+        running.create_namespace("acme")
+        house = HomeFixture(home)
         house.trust.add_registry(running.known)
         house.bases.add(bases / "base")
         (tmp_path / "work").mkdir()
         monkeypatch.chdir(tmp_path / "work")
         monkeypatch.setenv("EXPERT_REGISTRY", running.host)
         monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-        yield Scene(running, house, expertctl)
+        yield YankScene(running, house, expertctl)
 
 
-def test_the_newest_installed_version_that_was_not_yanked_is_used(scene: Scene) -> None:
+def test_the_newest_installed_version_that_was_not_yanked_is_used(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
     assert scene.everywhere() == {NEW}
@@ -102,7 +102,7 @@ def test_the_newest_installed_version_that_was_not_yanked_is_used(scene: Scene) 
 
 
 def test_what_a_registry_said_last_counts_offline(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: YankScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.install_both()
     scene.market.yank(NEW, "wrong joins")
@@ -112,21 +112,21 @@ def test_what_a_registry_said_last_counts_offline(
     assert scene.everywhere() == {OLD}
 
 
-def test_a_yank_that_was_taken_back_counts_no_more(scene: Scene) -> None:
+def test_a_yank_that_was_taken_back_counts_no_more(scene: YankScene) -> None:
     from expertctl.reference import PackageName
-    from registry_server.publishing.yank import unyank
+    from registry_server.publishing.maintenance import unyank_release
 
     scene.install_both()
     scene.market.yank(NEW, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
     registry, name = scene.market.live.served.registry, PackageName("acme", "sql")
-    unyank(registry, scene.market.identity, name=name, version="1.1.0")
+    unyank_release(registry, scene.market.identity, name=name, version="1.1.0")
     scene.expertctl("outdated")
     assert scene.everywhere() == {NEW}
 
 
-def test_a_yanked_version_that_is_alone_is_used_and_told(scene: Scene) -> None:
+def test_a_yanked_version_that_is_alone_is_used_and_told(scene: YankScene) -> None:
     scene.sell(OLD)
     scene.expertctl("install", "acme/sql")
     scene.market.yank(OLD, "wrong joins")
@@ -139,7 +139,7 @@ def test_a_yanked_version_that_is_alone_is_used_and_told(scene: Scene) -> None:
     assert "it was yanked: wrong joins" in scene.expertctl("why", "acme/sql").out
 
 
-def test_a_yanked_version_that_is_named_is_used_and_told(scene: Scene) -> None:
+def test_a_yanked_version_that_is_named_is_used_and_told(scene: YankScene) -> None:
     scene.install_both()
     scene.market.yank(OLD, "wrong joins")
     scene.expertctl("update")
@@ -149,7 +149,7 @@ def test_a_yanked_version_that_is_named_is_used_and_told(scene: Scene) -> None:
 
 
 def test_a_yanked_version_that_is_locked_is_used_in_its_project_only(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: YankScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
@@ -167,7 +167,7 @@ def test_a_yanked_version_that_is_locked_is_used_in_its_project_only(
     assert scene.everywhere() == {NEW}
 
 
-def test_an_older_version_that_the_lock_file_names_is_used(scene: Scene) -> None:
+def test_an_older_version_that_the_lock_file_names_is_used(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "~1.0"\n')
@@ -178,7 +178,7 @@ def test_an_older_version_that_the_lock_file_names_is_used(scene: Scene) -> None
 
 
 def test_a_version_that_was_installed_exactly_is_used_until_another_is_asked_for(
-    scene: Scene,
+    scene: YankScene,
 ) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
@@ -188,7 +188,7 @@ def test_a_version_that_was_installed_exactly_is_used_until_another_is_asked_for
     assert scene.everywhere() == {NEW}
 
 
-def test_a_damaged_lock_file_is_ignored_and_told(scene: Scene) -> None:
+def test_a_damaged_lock_file_is_ignored_and_told(scene: YankScene) -> None:
     scene.sell(NEW)
     scene.expertctl("install", "acme/sql")
     Path("experts.toml").write_text("[experts]\n")
@@ -198,7 +198,7 @@ def test_a_damaged_lock_file_is_ignored_and_told(scene: Scene) -> None:
         assert "expert.lock is ignored, as it cannot be read" in scene.expertctl(*words).err
 
 
-def test_the_list_marks_versions_that_are_yanked_and_unused(scene: Scene) -> None:
+def test_the_list_marks_versions_that_are_yanked_and_unused(scene: YankScene) -> None:
     scene.install_both()
     scene.market.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
@@ -210,7 +210,7 @@ def test_the_list_marks_versions_that_are_yanked_and_unused(scene: Scene) -> Non
     assert f"not used where no version is named: {NEW} is" in scene.expertctl("why", OLD).out
 
 
-def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: Scene) -> None:
+def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
     scene.market.yank(NEW, "wrong joins")
@@ -223,7 +223,7 @@ def test_outdated_never_shows_a_yanked_version_as_the_newest(scene: Scene) -> No
     assert (entry["newest"], entry["yanked"]) == (None, "wrong joins")
 
 
-def test_outdated_compares_the_version_that_is_used(scene: Scene) -> None:
+def test_outdated_compares_the_version_that_is_used(scene: YankScene) -> None:
     scene.install_both()
     scene.market.yank(NEW, "wrong joins")
     said = scene.expertctl("outdated")
@@ -238,7 +238,7 @@ def test_outdated_compares_the_version_that_is_used(scene: Scene) -> None:
     ]
 
 
-def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: Scene) -> None:
+def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", "acme/sql")
     scene.market.yank(NEW, "wrong joins")
@@ -254,7 +254,7 @@ def test_every_update_tells_of_a_yanked_version_that_stays_installed(scene: Scen
     assert "all is current" in scene.expertctl("update").err
 
 
-def test_an_update_that_keeps_a_yanked_version_says_so(scene: Scene) -> None:
+def test_an_update_that_keeps_a_yanked_version_says_so(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", OLD)
     scene.market.yank(OLD, "wrong joins")
@@ -266,18 +266,18 @@ def test_an_update_that_keeps_a_yanked_version_says_so(scene: Scene) -> None:
     assert (notice["kind"], notice["ref"], notice["in_use"]) == ("yanked", OLD, True)
 
 
-def test_a_requirement_takes_an_installed_version_that_was_not_yanked(scene: Scene) -> None:
+def test_a_requirement_takes_an_installed_version_that_was_not_yanked(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", OLD)
     scene.expertctl("install", NEW)
     scene.market.yank(NEW, "wrong joins")
-    scene.market.sell("acme/top@1.0.0", requires=["acme/sql@^1"])
+    scene.market.publish("acme/top@1.0.0", requires=["acme/sql@^1"])
     document = scene.expertctl("install", "acme/top", "--json").document
     assert [notice["ref"] for notice in document["notices"]] == [NEW]
     assert not document["notices"][0]["in_use"]
 
 
-def test_who_installs_a_version_that_will_not_be_used_is_told(scene: Scene) -> None:
+def test_who_installs_a_version_that_will_not_be_used_is_told(scene: YankScene) -> None:
     scene.sell(OLD, NEW)
     scene.expertctl("install", OLD)
     Path("experts.toml").write_text('[experts]\n"acme/sql" = "1.0.0"\n')

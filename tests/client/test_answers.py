@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from expertctl import errors
-from expertctl.client import AsyncExpertClient, ExpertClient, Retries, server
-from expertctl.client.refusal import MAX_TEXT, error_of_code
+from expertctl.client import AsyncExpertClient, ExpertClient, Retries, protocol
+from expertctl.client.result import MAX_ERROR_TEXT, build_error_for_code
 from expertctl.errors import (
     ExpertError,
     InvalidPackageError,
@@ -21,8 +21,8 @@ from expertctl.errors import (
     UnreachableError,
     UsageError,
 )
-from tests.client.wires import Written, experts, refusal
-from tests.server.served import URL
+from tests.client.transports import ScriptedTransport, make_error_response, make_experts_response
+from tests.server.harness import URL
 
 ONCE = Retries(attempts=1)
 
@@ -36,7 +36,7 @@ def kinds(kind: type[ExpertError]) -> Iterator[type[ExpertError]]:
 
 @pytest.mark.parametrize("kind", sorted(set(kinds(ExpertError)), key=lambda kind: kind.code))
 def test_every_error_of_ours_comes_back_as_itself(kind: type[ExpertError]) -> None:
-    error = error_of_code(kind.code, "the message", hint="the hint")
+    error = build_error_for_code(kind.code, "the message", hint="the hint")
     assert type(error) is kind
     whole = "the server: the message" if kind is InvalidPackageError else "the message"
     assert (error.message, error.hint) == (whole, "the hint")
@@ -64,7 +64,7 @@ def test_an_answer_that_is_not_ours_is_an_error_that_says_what_was_asked(
     answer: httpx2.Response, kind: type[ExpertError]
 ) -> None:
     with pytest.raises(kind) as refused:
-        Written(answer).client().experts()
+        ScriptedTransport(answer).make_client().experts()
     assert (
         refused.value.message == "x"
         or "GET /v1/experts" in refused.value.message
@@ -73,26 +73,28 @@ def test_an_answer_that_is_not_ours_is_an_error_that_says_what_was_asked(
 
 
 def test_what_a_server_says_is_printable_and_bounded() -> None:
-    wire = Written(refusal(400, "usage", "\x1b[31mred\n\r" + "x" * 5000))
+    wire = ScriptedTransport(make_error_response(400, "usage", "\x1b[31mred\n\r" + "x" * 5000))
     with pytest.raises(UsageError) as refused:
-        wire.client().experts()
+        wire.make_client().experts()
     assert refused.value.message.isprintable()
     assert refused.value.message.startswith("[31mred x")
-    assert len(refused.value.message) <= MAX_TEXT + 1
+    assert len(refused.value.message) <= MAX_ERROR_TEXT + 1
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed_so_the_key_stays_here(status: int) -> None:
-    wire = Written(httpx2.Response(status, headers={"Location": "https://evil.example/v1"}))
+    wire = ScriptedTransport(
+        httpx2.Response(status, headers={"Location": "https://evil.example/v1"})
+    )
     with pytest.raises(UnreachableError, match=re.escape("https://evil.example/v1")) as refused:
-        wire.client(api_key="secret", retries=ONCE).experts()
+        wire.make_client(api_key="secret", retries=ONCE).experts()
     assert "base_url" in refused.value.hint
     assert [request.url.host for request in wire.asked] == ["127.0.0.1"]
 
 
 def test_the_key_goes_to_the_server_in_its_header_and_into_no_text() -> None:
-    wire = Written(experts())
-    client = wire.client(api_key="xpk_secret")
+    wire = ScriptedTransport(make_experts_response())
+    client = wire.make_client(api_key="xpk_secret")
     client.experts()
     [request] = wire.asked
     assert request.headers["authorization"] == "Bearer xpk_secret"
@@ -107,20 +109,20 @@ def test_without_a_key_nothing_is_shown_whatever_netrc_says(
     with open(path, "w") as netrc:  # noqa: PTH123  # a text that the variable names
         netrc.write("machine 127.0.0.1 login ada password secret\n")
     monkeypatch.setenv("NETRC", path)
-    wire = Written(experts())
-    wire.client().experts()
+    wire = ScriptedTransport(make_experts_response())
+    wire.make_client().experts()
     assert "authorization" not in wire.asked[0].headers
 
 
 def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_ANSWER", 1000)
+    monkeypatch.setattr(protocol, "MAX_RESPONSE_BYTES", 1000)
 
     def endless() -> Iterator[bytes]:
         while True:
             yield b" " * 100
 
     with pytest.raises(RegistryError, match="over 1000 bytes"):
-        Written(httpx2.Response(200, content=endless())).client().experts()
+        ScriptedTransport(httpx2.Response(200, content=endless())).make_client().experts()
 
 
 STARTED = b'event: piece\ndata: {"text": "1, "}\n\n'
@@ -147,13 +149,13 @@ def test_a_stream_that_breaks_off_gives_its_text_and_then_an_error(
     def answer() -> httpx2.Response:
         return httpx2.Response(200, headers={"Content-Type": "text/event-stream"}, content=body)
 
-    stream = Written(answer()).client().infer_stream("x")
+    stream = ScriptedTransport(answer()).make_client().infer_stream("x")
     assert next(stream).text == "1, "
     with pytest.raises(kind, match=text):
         next(stream)
 
     async def inside() -> None:
-        again = Written(answer()).async_client().infer_stream("x")
+        again = ScriptedTransport(answer()).make_async_client().infer_stream("x")
         assert (await anext(again)).text == "1, "
         with pytest.raises(kind, match=text):
             await anext(again)
@@ -162,15 +164,15 @@ def test_a_stream_that_breaks_off_gives_its_text_and_then_an_error(
 
 
 def test_an_answer_that_is_no_stream_is_an_error() -> None:
-    wire = Written(httpx2.Response(200, content=b"{}"))
+    wire = ScriptedTransport(httpx2.Response(200, content=b"{}"))
     with pytest.raises(UnreachableError, match="text/event-stream"):
-        next(wire.client().infer_stream("x"))
+        next(wire.make_client().infer_stream("x"))
 
 
 def test_events_and_fields_of_newer_servers_are_left_out() -> None:
     body = b"event: thought\ndata: {}\n\n: keep-alive\n\n" + STARTED.replace(b"}", b', "b": 1}')
     answer = httpx2.Response(200, headers={"Content-Type": "text/event-stream"}, content=body)
-    assert next(Written(answer).client().infer_stream("x")).text == "1, "
+    assert next(ScriptedTransport(answer).make_client().infer_stream("x")).text == "1, "
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_what_is_no_key_is_refused(key: str) -> None:
 def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_SERVER", "http://gpu.example:9000/behind/")
     monkeypatch.setenv("EXPERT_API_KEY", "from-environment")
-    wire = Written(experts(), experts())
+    wire = ScriptedTransport(make_experts_response(), make_experts_response())
     ExpertClient(transport=wire).experts()
     ExpertClient(URL, api_key="given", transport=wire).experts()
     first, second = wire.asked
@@ -207,16 +209,16 @@ def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("job_id", ["", ".", ".."])
 def test_no_path_can_be_made_of_the_id_of_a_job(job_id: str) -> None:
     with pytest.raises(UsageError):
-        Written().client().jobs.get(job_id)
-    wire = Written(refusal(404, "not_found"))
+        ScriptedTransport().make_client().jobs.get(job_id)
+    wire = ScriptedTransport(make_error_response(404, "not_found"))
     with pytest.raises(NotFoundError):
-        wire.client().jobs.get("../experts?x=1#y")
+        wire.make_client().jobs.get("../experts?x=1#y")
     assert wire.asked[0].url.raw_path == b"/v1/jobs/..%2Fexperts%3Fx%3D1%23y"
 
 
 def test_what_is_no_json_is_not_sent() -> None:
     with pytest.raises(UsageError, match="no JSON"):
-        Written().client().infer("x", metadata={"a": object()})  # type: ignore[dict-item]  # wrong
+        ScriptedTransport().make_client().infer("x", metadata={"a": object()})  # type: ignore[dict-item]  # wrong
 
 
 def test_a_server_that_says_nothing_is_waited_for_only_so_long() -> None:
@@ -241,8 +243,8 @@ def test_where_nobody_listens_nothing_was_sent() -> None:
 
 
 def test_threads_may_share_a_client() -> None:
-    wire = Written(*(experts() for _ in range(40)))
-    client = wire.client()
+    wire = ScriptedTransport(*(make_experts_response() for _ in range(40)))
+    client = wire.make_client()
     threads = [
         threading.Thread(target=lambda: [client.experts() for _ in range(10)]) for _ in range(4)
     ]

@@ -7,23 +7,23 @@ import pytest
 
 from expertctl.client import AsyncExpertClient
 from expertctl.errors import IncompatibleError, NoAnswerError, NotFoundError, TimedOutError
-from tests.client.wires import async_client_of, client_of
-from tests.server.served import BASE, EXPERTS, Served
+from tests.client.transports import make_async_client, make_client
+from tests.server.harness import BASE, EXPERTS, ServerHarness
 
 PROMPT = "Sort: 3, 1, 2"
 Work = Callable[[AsyncExpertClient], Awaitable[object]]
 
 
-def run(served: Served, work: Work) -> None:
+def run(served: ServerHarness, work: Work) -> None:
     async def inside() -> None:
-        async with async_client_of(served) as client:
+        async with make_async_client(served) as client:
             await work(client)
 
     asyncio.run(asyncio.wait_for(inside(), 120))
 
 
-def test_an_answer_is_that_of_the_other_client(served: Served) -> None:
-    expected = client_of(served).infer(PROMPT, temperature=0.0, max_tokens=9, seed=1)
+def test_an_answer_is_that_of_the_other_client(served: ServerHarness) -> None:
+    expected = make_client(served).infer(PROMPT, temperature=0.0, max_tokens=9, seed=1)
 
     async def work(client: AsyncExpertClient) -> None:
         results = await asyncio.gather(
@@ -35,7 +35,7 @@ def test_an_answer_is_that_of_the_other_client(served: Served) -> None:
     run(served, work)
 
 
-def test_a_stream_gives_chunks_and_then_the_result(served: Served) -> None:
+def test_a_stream_gives_chunks_and_then_the_result(served: ServerHarness) -> None:
     async def work(client: AsyncExpertClient) -> None:
         async with client.infer_stream(PROMPT, temperature=0.0, max_tokens=9) as stream:
             with pytest.raises(NoAnswerError):
@@ -47,16 +47,16 @@ def test_a_stream_gives_chunks_and_then_the_result(served: Served) -> None:
     run(served, work)
 
 
-def test_what_was_counted_is_asked_for_and_changed(served: Served) -> None:
+def test_what_was_counted_is_asked_for_and_changed(served: ServerHarness) -> None:
     async def work(client: AsyncExpertClient) -> None:
-        assert await client.moe() == client_of(served).moe()
+        assert await client.moe() == make_client(served).moe()
         with pytest.raises(IncompatibleError, match="no routed experts"):
             await client.change_moe(mode="off")
 
     run(served, work)
 
 
-def test_errors_are_ours(served: Served) -> None:
+def test_errors_are_ours(served: ServerHarness) -> None:
     async def work(client: AsyncExpertClient) -> None:
         with pytest.raises(NotFoundError, match="acme/none"):
             await client.infer(PROMPT, force_experts=["acme/none"])
@@ -66,7 +66,7 @@ def test_errors_are_ours(served: Served) -> None:
     run(served, work)
 
 
-def test_jobs_are_begun_waited_for_and_called_off(served: Served) -> None:
+def test_jobs_are_begun_waited_for_and_called_off(served: ServerHarness) -> None:
     async def work(client: AsyncExpertClient) -> None:
         job = await client.jobs.submit(PROMPT, temperature=0.0, max_tokens=9)
         over = await client.jobs.wait(job.job_id)
@@ -81,7 +81,7 @@ def test_jobs_are_begun_waited_for_and_called_off(served: Served) -> None:
     run(served, work)
 
 
-def test_a_route_experts_and_models_are_told(served: Served) -> None:
+def test_a_route_experts_and_models_are_told(served: ServerHarness) -> None:
     async def work(client: AsyncExpertClient) -> None:
         found = await client.route(PROMPT, force_experts=["acme/sql"])
         assert [expert.ref for expert in found.plan.experts] == ["acme/sql@1.0.0"]

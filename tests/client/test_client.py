@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.client import ExpertClient, InferResult, Job
-from expertctl.engine.moe.start import StartWishes
+from expertctl.engine.moe.warmup import WarmupConfig
 from expertctl.errors import (
     CancelledError,
     IncompatibleError,
@@ -17,25 +17,24 @@ from expertctl.errors import (
     UnauthenticatedError,
     UsageError,
 )
-from tests.client.wires import client_of
+from tests.client.transports import make_client
 from tests.server.conftest import MakeServed
-from tests.server.routed import EXPERTS as ROUTED
-from tests.server.routed import LAYERS, serving_routed
-from tests.server.served import BASE, EXPERTS, Served
+from tests.server.harness import BASE, EXPERTS, ROUTED_LAYERS, ServerHarness, run_routed_app
+from tests.server.harness import ROUTED_EXPERTS as ROUTED
 
 PROMPT = "Sort: 3, 1, 2"
 
 
 @pytest.fixture
-def client(served: Served) -> ExpertClient:
-    return client_of(served)
+def client(served: ServerHarness) -> ExpertClient:
+    return make_client(served)
 
 
 def endless(client: ExpertClient) -> Job:
     return client.jobs.submit(PROMPT, temperature=0.0, max_tokens=100_000)
 
 
-def begun(client: ExpertClient, job: Job) -> Job:
+def wait_for_text(client: ExpertClient, job: Job) -> Job:
     """The job, once there is some text of it."""
     end = time.monotonic() + 60
     while not (job := client.jobs.get(job.job_id)).text:
@@ -43,7 +42,7 @@ def begun(client: ExpertClient, job: Job) -> Job:
     return job
 
 
-def test_an_answer_is_what_the_server_says(client: ExpertClient, served: Served) -> None:
+def test_an_answer_is_what_the_server_says(client: ExpertClient, served: ServerHarness) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 9, "force_experts": ["acme/sql"]}
     told = served.client().post("/v1/infer", json=body).json()
     result = client.infer(PROMPT, temperature=0.0, max_tokens=9, force_experts=["acme/sql"])
@@ -61,8 +60,8 @@ def test_an_answer_is_what_the_server_says(client: ExpertClient, served: Served)
 
 
 def test_an_answer_tells_what_became_of_routed_experts(tmp_path: Path) -> None:
-    with serving_routed(tmp_path / "home") as routed:
-        client = client_of(routed)
+    with run_routed_app(tmp_path / "home") as routed:
+        client = make_client(routed)
         found = [client.infer(PROMPT, temperature=0.0, max_tokens=4).moe]
         found.append(
             client.jobs.wait(client.jobs.submit(PROMPT, temperature=0.0, max_tokens=4).job_id)
@@ -71,14 +70,19 @@ def test_an_answer_tells_what_became_of_routed_experts(tmp_path: Path) -> None:
         )
     for moe in found:
         assert moe is not None
-        assert (moe.miss, moe.cold, moe.layers, moe.experts) == ("exact", "read", LAYERS, ROUTED)
+        assert (moe.miss, moe.cold, moe.layers, moe.experts) == (
+            "exact",
+            "read",
+            ROUTED_LAYERS,
+            ROUTED,
+        )
         assert 0 < moe.slots < ROUTED
         assert moe.fallback_rate == pytest.approx(moe.misses / moe.requests, abs=1e-6)
 
 
 def test_routed_experts_are_watched_and_told_who_stays(tmp_path: Path) -> None:
-    with serving_routed(tmp_path / "home", moe=StartWishes(learns=False)) as routed:
-        client = client_of(routed)
+    with run_routed_app(tmp_path / "home", moe=WarmupConfig(learns=False)) as routed:
+        client = make_client(routed)
         client.infer(PROMPT, temperature=0.0, max_tokens=4)
         seen = client.moe()
         assert (seen.mode, seen.base, seen.n_expert) == ("full", BASE, ROUTED)
@@ -171,12 +175,12 @@ def test_what_is_wrong_is_an_error_of_ours(client: ExpertClient) -> None:
 
 def test_a_key_is_shown(make_served: MakeServed, monkeypatch: pytest.MonkeyPatch) -> None:
     served = make_served(None)
-    secret = served.service.keys.make("ada", now=0.0).secret
-    assert client_of(served, api_key=secret).experts()
+    secret = served.service.keys.create("ada", now=0.0).secret
+    assert make_client(served, api_key=secret).experts()
     with pytest.raises(UnauthenticatedError):
-        client_of(served).experts()
+        make_client(served).experts()
     monkeypatch.setenv("EXPERT_API_KEY", secret)
-    assert client_of(served).experts()
+    assert make_client(served).experts()
 
 
 def test_a_job_is_waited_for(client: ExpertClient) -> None:
@@ -198,7 +202,7 @@ def test_waiting_for_a_job_may_take_only_so_long(client: ExpertClient) -> None:
 
 def test_a_job_of_a_block_ends_with_it(client: ExpertClient) -> None:
     with client.jobs.running(PROMPT, temperature=0.0, max_tokens=100_000) as job:
-        begun(client, job)
+        wait_for_text(client, job)
     over = client.jobs.wait(job.job_id)
     assert over.status == "cancelled"
     assert over.demand_result().finish_reason == "cancelled"
@@ -234,14 +238,14 @@ def test_experts_and_models_are_listed(client: ExpertClient) -> None:
 
 
 def test_the_example_of_the_package_runs(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import expertctl.client as package
 
     assert package.__doc__
     lines = package.__doc__.split("::\n")[1].split("\n\n`AsyncExpertClient`")[0]
     source = "\n".join(line.removeprefix("    ") for line in lines.splitlines())
-    monkeypatch.setattr(package, "ExpertClient", lambda: client_of(served))
+    monkeypatch.setattr(package, "ExpertClient", lambda: make_client(served))
     exec(compile(source, "example", "exec"), {})
     shown = capsys.readouterr().out
     assert re.search(r"\(.*\) \d+\.\d+$", shown, re.MULTILINE)  # experts and milliseconds

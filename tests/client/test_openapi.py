@@ -6,9 +6,9 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.protocol import InferOptions, MoeOptions, RouteOptions
 from expertctl.client.result import (
-    Experts,
+    ExpertList,
     InferResult,
     Job,
     MoeActivity,
@@ -18,15 +18,15 @@ from expertctl.client.result import (
     MoeUse,
     RouteResult,
 )
-from expertctl.schema.validation import schema_path
-from tests.server.served import Served
+from expertctl.schema.validation import find_schema
+from tests.server.harness import ServerHarness
 
 NOT_OPTIONS = {"prompt", "stream"}
 """An argument of its own, and a method of its own."""
 
 
 @pytest.fixture(scope="module")
-def document(served: Served) -> dict[str, Any]:
+def document(served: ServerHarness) -> dict[str, Any]:
     described: dict[str, Any] = served.client().get("/openapi.json").json()
     return described
 
@@ -72,7 +72,7 @@ def test_an_option_is_a_field_and_a_field_an_option(
         ("post", "/v1/jobs", "202", Job),
         ("get", "/v1/jobs/{job_id}", "200", Job),
         ("delete", "/v1/jobs/{job_id}", "200", Job),
-        ("get", "/v1/experts", "200", Experts),
+        ("get", "/v1/experts", "200", ExpertList),
     ],
 )
 def test_what_the_client_reads_is_always_there(
@@ -86,19 +86,19 @@ def test_what_the_client_reads_is_always_there(
 def test_what_the_client_reads_is_in_the_schema_of_the_document(
     name: str, kind: type[msgspec.Struct]
 ) -> None:
-    schema = json.loads(schema_path(name).read_text(encoding="utf-8"))
+    schema = json.loads(find_schema(name).read_text(encoding="utf-8"))
     assert set(kind.__struct_fields__) <= set(schema["properties"])
 
 
 def test_what_the_client_reads_of_routed_experts_is_all_that_there_is() -> None:
-    schema = json.loads(schema_path("infer").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("infer").read_text(encoding="utf-8"))
     moe = schema["properties"]["moe"]
     assert set(MoeUse.__struct_fields__) == set(moe["properties"]) == set(moe["required"])
     assert "moe" not in schema["required"], "of other bases it is not there"
 
 
 def test_what_the_client_reads_of_what_was_counted_is_in_the_schema() -> None:
-    schema = json.loads(schema_path("moe-activity").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("moe-activity").read_text(encoding="utf-8"))
     fields = schema["properties"]
     assert set(MoeActivity.__struct_fields__) <= set(fields)
     assert set(MoeLayer.__struct_fields__) <= set(schema["$defs"]["layer"]["properties"])

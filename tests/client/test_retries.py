@@ -13,32 +13,37 @@ from expertctl.errors import (
     UnauthenticatedError,
     UnreachableError,
 )
-from tests.client.wires import Answer, Written, experts, refusal
+from tests.client.transports import (
+    ScriptedAnswer,
+    ScriptedTransport,
+    make_error_response,
+    make_experts_response,
+)
 
 REFUSED = httpx2.ConnectError("refused")
 CUT = httpx2.ReadError("cut")
 PROMPT = "Sort: 3, 1, 2"
 
 
-def ask(wire: Written, *, is_async: bool) -> object:
+def ask(wire: ScriptedTransport, *, is_async: bool) -> object:
     """A question that may be asked twice."""
     if not is_async:
-        return wire.client().experts()
+        return wire.make_client().experts()
 
     async def inside() -> object:
-        async with wire.async_client() as client:
+        async with wire.make_async_client() as client:
             return await client.experts()
 
     return asyncio.run(inside())
 
 
-def infer(wire: Written, *, is_async: bool) -> object:
+def infer(wire: ScriptedTransport, *, is_async: bool) -> object:
     """A prompt, which would be answered twice."""
     if not is_async:
-        return wire.client().infer(PROMPT)
+        return wire.make_client().infer(PROMPT)
 
     async def inside() -> object:
-        async with wire.async_client() as client:
+        async with wire.make_async_client() as client:
             return await client.infer(PROMPT)
 
     return asyncio.run(inside())
@@ -48,21 +53,24 @@ def infer(wire: Written, *, is_async: bool) -> object:
 @pytest.mark.parametrize(
     ("answers", "pauses"),
     [
-        ([refusal(429, "rate_limit", **{"Retry-After": "7"})], [7.0]),
-        ([refusal(503, "unreachable"), refusal(503, "unreachable")], [0.5, 1.0]),
+        ([make_error_response(429, "rate_limit", **{"Retry-After": "7"})], [7.0]),
+        (
+            [make_error_response(503, "unreachable"), make_error_response(503, "unreachable")],
+            [0.5, 1.0],
+        ),
         ([REFUSED, REFUSED], [0.5, 1.0]),
         ([httpx2.ConnectTimeout("slow")], [0.5]),
         ([CUT], [0.5]),
         ([httpx2.ReadTimeout("slow")], [0.5]),
-        ([refusal(502, "error")], [0.5]),
+        ([make_error_response(502, "error")], [0.5]),
     ],
     ids=["busy", "not there", "refused", "unheard", "cut", "silent", "proxy"],
 )
 def test_what_may_pass_is_asked_again(
-    answers: list[Answer], pauses: list[float], is_async: bool
+    answers: list[ScriptedAnswer], pauses: list[float], is_async: bool
 ) -> None:
     copies = [_copy(answer) for answer in answers]
-    wire = Written(*copies, experts())
+    wire = ScriptedTransport(*copies, make_experts_response())
     assert ask(wire, is_async=is_async) == ()
     assert wire.pauses == pauses
 
@@ -73,16 +81,16 @@ def test_what_may_pass_is_asked_again(
     [
         (CUT, 1),
         (httpx2.ReadTimeout("slow"), 1),
-        (refusal(502, "error"), 1),
-        (refusal(503, "unreachable"), 3),
+        (make_error_response(502, "error"), 1),
+        (make_error_response(503, "unreachable"), 3),
         (REFUSED, 3),
     ],
     ids=["cut", "silent", "proxy", "not there", "refused"],
 )
 def test_a_prompt_is_sent_again_only_where_nobody_can_have_begun_to_answer_it(
-    answer: Answer, times: int, is_async: bool
+    answer: ScriptedAnswer, times: int, is_async: bool
 ) -> None:
-    wire = Written(*(_copy(answer) for _ in range(3)))
+    wire = ScriptedTransport(*(_copy(answer) for _ in range(3)))
     with pytest.raises(UnreachableError):
         infer(wire, is_async=is_async)
     assert len(wire.asked) == times
@@ -91,17 +99,17 @@ def test_a_prompt_is_sent_again_only_where_nobody_can_have_begun_to_answer_it(
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (refusal(401, "unauthenticated"), UnauthenticatedError),
-        (refusal(404, "not_found"), NotFoundError),
-        (refusal(500, "error"), ExpertError),
-        (refusal(429, "rate_limit", **{"Retry-After": "61"}), RateLimitError),
+        (make_error_response(401, "unauthenticated"), UnauthenticatedError),
+        (make_error_response(404, "not_found"), NotFoundError),
+        (make_error_response(500, "error"), ExpertError),
+        (make_error_response(429, "rate_limit", **{"Retry-After": "61"}), RateLimitError),
     ],
     ids=["who", "what", "bug", "much later"],
 )
 def test_what_will_not_pass_is_told_at_once(
     answer: httpx2.Response, kind: type[ExpertError]
 ) -> None:
-    wire = Written(_copy(answer))
+    wire = ScriptedTransport(_copy(answer))
     with pytest.raises(kind):
         ask(wire, is_async=False)
     assert wire.pauses == []
@@ -118,15 +126,15 @@ def test_pauses_grow_to_a_limit_and_are_up_to_half_as_long_by_chance() -> None:
 
 
 def test_one_attempt_is_enough_if_that_is_wanted() -> None:
-    wire = Written(REFUSED)
+    wire = ScriptedTransport(REFUSED)
     with pytest.raises(UnreachableError) as refused:
-        wire.client(retries=Retries(attempts=1)).experts()
+        wire.make_client(retries=Retries(attempts=1)).experts()
     assert not refused.value.sent
     assert "http://127.0.0.1:8000 cannot be reached" in refused.value.message
     assert "expertctl serve" in refused.value.hint
 
 
-def _copy(answer: Answer) -> Answer:
+def _copy(answer: ScriptedAnswer) -> ScriptedAnswer:
     """An answer can be read once."""
     if isinstance(answer, Exception):
         return answer

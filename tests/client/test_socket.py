@@ -6,8 +6,8 @@ import pytest
 
 from expertctl.client import ExpertClient, InferOptions, Retries
 from expertctl.errors import RateLimitError, UnreachableError
-from tests.server.anthropic.clients import on_a_socket
-from tests.server.served import Stock
+from tests.server.anthropic.client import run_socket_program
+from tests.server.harness import ServedPackages
 
 PROMPT = "Sort: 3, 1, 2"
 ENDLESS: InferOptions = {"temperature": 0.0, "max_tokens": 100_000}
@@ -19,9 +19,9 @@ def submit_many(client: ExpertClient) -> None:
 
 
 @pytest.mark.all
-def test_a_whole_visit(stock: Stock, tmp_path: Path) -> None:
-    stock.house(tmp_path / "home")
-    with on_a_socket(tmp_path / "home", rows=1, queue=1) as url, ExpertClient(url) as client:
+def test_a_whole_visit(stock: ServedPackages, tmp_path: Path) -> None:
+    stock.make_home(tmp_path / "home")
+    with run_socket_program(tmp_path / "home", rows=1, queue=1) as url, ExpertClient(url) as client:
         whole = client.infer(PROMPT, temperature=0.0, max_tokens=9)
         with client.infer_stream(PROMPT, temperature=0.0, max_tokens=9) as stream:
             assert "".join(chunk.text for chunk in stream) == stream.result.text == whole.text

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from expertctl.registry.index_document import IndexDocument
-from expertctl.registry.index_envelope import PAYLOAD_TYPE
-from expertctl.registry.key_statement import PAYLOAD_TYPE as STATEMENT_TYPE
-from expertctl.schema.strict_json import canonical
-from expertctl.schema.validation import schema_path
+from expertctl.registry.index_document import INDEX_PAYLOAD_TYPE, IndexDocument
+from expertctl.schema.strict_json import encode_canonical
+from expertctl.schema.validation import find_schema
+from expertctl.trust.dsse import KEY_STATEMENT_TYPE as STATEMENT_TYPE
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "index-document.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -30,7 +29,7 @@ def keys_of(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "
 
 
 def test_every_key_has_a_row_and_every_row_a_key() -> None:
-    schema = json.loads(schema_path("index").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("index").read_text(encoding="utf-8"))
     section = TEXT.partition("## The document")[2].partition("```json")[0]
     cells = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
     rows = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
@@ -39,7 +38,7 @@ def test_every_key_has_a_row_and_every_row_a_key() -> None:
 
 
 def test_the_keys_inside_a_base_are_named() -> None:
-    schema = json.loads(schema_path("index").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("index").read_text(encoding="utf-8"))
     base = schema["$defs"]["release"]["properties"]["base"]["properties"]
     [row] = re.findall(r"^\| `releases\[\]\.base` \|.*$", TEXT, re.MULTILINE)
     assert [key for key in base if f"`{key}`" not in row] == []
@@ -47,10 +46,10 @@ def test_the_keys_inside_a_base_are_named() -> None:
 
 def test_the_example_is_an_index_document() -> None:
     [example] = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
-    data = canonical(json.loads(example))
+    data = encode_canonical(json.loads(example))
     assert IndexDocument.parse(data, what="the example").encode() == data
 
 
 def test_the_types_of_the_envelopes_are_told() -> None:
-    assert PAYLOAD_TYPE in TEXT
+    assert INDEX_PAYLOAD_TYPE in TEXT
     assert STATEMENT_TYPE in TEXT

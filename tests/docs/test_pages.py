@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.transcripts import Step, matches, run, steps_of
-from tests.docs.zygote import zygote
+from tests.docs.console_blocks import ConsoleCommand, matches_output, read_commands, run_commands
+from tests.docs.forkserver import run_fork_server
 from tests.factories import write_base, write_lora, write_soft_prompt
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,7 +23,7 @@ LONG = {
 RUNNABLE = [
     pytest.param(page, marks=[pytest.mark.all] if page.name in LONG else [])
     for page in PAGES
-    if steps_of(page)
+    if read_commands(page)
 ]
 
 
@@ -34,7 +34,7 @@ WHOLE = {"README.md"}
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a command that need not import anything."""
-    with zygote(tmp_path_factory.mktemp("warm")) as folder:
+    with run_fork_server(tmp_path_factory.mktemp("warm")) as folder:
         yield folder
 
 
@@ -60,8 +60,8 @@ def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path, war
         "HOME": str(workplace.parent),
         "OMP_NUM_THREADS": "1",
     }
-    steps = [step for step in steps_of(page) if not step.command.startswith("make ")]
-    assert run(steps, folder=workplace, environment=environment, limit_s=600) == []
+    steps = [step for step in read_commands(page) if not step.command.startswith("make ")]
+    assert run_commands(steps, folder=workplace, environment=environment, limit_s=600) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -92,12 +92,18 @@ def test_a_module_that_is_not_there_is_noticed() -> None:
 
 
 def test_the_comparison_of_transcripts_notices_a_difference() -> None:
-    assert matches(("a … c", "…", "d"), ["a b c", "x", "y", "d"])
-    assert not matches(("a", "b"), ["a"])
-    assert not matches(("a [x]",), ["a x"])
+    assert matches_output(("a … c", "…", "d"), ["a b c", "x", "y", "d"])
+    assert not matches_output(("a", "b"), ["a"])
+    assert not matches_output(("a [x]",), ["a x"])
 
 
 def test_a_failing_command_is_reported(tmp_path: Path) -> None:
-    steps = [Step("true", ()), Step("false", ()), Step("echo hi", ("ho",))]
-    problems = run(steps, folder=tmp_path, environment={"PATH": os.environ["PATH"]}, limit_s=10)
+    steps = [
+        ConsoleCommand("true", ()),
+        ConsoleCommand("false", ()),
+        ConsoleCommand("echo hi", ("ho",)),
+    ]
+    problems = run_commands(
+        steps, folder=tmp_path, environment={"PATH": os.environ["PATH"]}, limit_s=10
+    )
     assert [p.splitlines()[0] for p in problems] == ["$ false", "$ echo hi"]

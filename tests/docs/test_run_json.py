@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from expertctl.schema.validation import schema_path
+from expertctl.schema.validation import find_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-json.md"
 DEEP = {
@@ -30,14 +30,14 @@ def keys_of(schema: dict[str, Any]) -> set[str]:
 
 
 def test_every_key_has_a_row_and_every_row_a_key() -> None:
-    schema = json.loads(schema_path("run").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("run").read_text(encoding="utf-8"))
     rows = re.findall(r"^\| `([a-z_.]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(rows) == keys_of(schema)
     assert len(rows) == len(set(rows))
 
 
 def test_the_rows_of_a_plan_name_every_key_inside() -> None:
-    schema = json.loads(schema_path("run").read_text(encoding="utf-8"))
+    schema = json.loads(find_schema("run").read_text(encoding="utf-8"))
     plan, page = schema["properties"]["plan"]["properties"], PAGE.read_text(encoding="utf-8")
     inner = {*plan["experts"]["items"]["properties"], *plan["params"]["properties"]}
     assert [key for key in inner if f"`{key}`" not in page] == []

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kv_cache import KVCache
-from expertctl.package.model_config import read_config
-from tests.engine import routed_models
-from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
+from tests.engine import reference_models
+from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 
 __all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 
@@ -27,8 +27,8 @@ CLASSES = {
 }
 """Dense bases."""
 TOLERANCE = 1e-5
-DEVICES = torch.cuda.is_available()
-FITTING: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
+HAS_CUDA = torch.cuda.is_available()
+KERNEL_SIZES: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
 """Sizes that fill the blocks of kernels."""
 
 
@@ -41,34 +41,36 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """What a test draws does not depend on those before it."""
-    if DEVICES:
+    if HAS_CUDA:
         torch.manual_seed(0)
     else:  # asking every kind of device takes a millisecond, thousands of times
         torch.default_generator.manual_seed(0)
 
 
 @dataclass(frozen=True)
-class Oracle:
+class ReferenceModel:
     """A random model as transformers runs it, and the directory it was saved to."""
 
     directory: Path
     model: Any
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
+    def compute_logits(self, ids: list[int]) -> torch.Tensor:
         """Scores after each token, [tokens, vocab], of one forward pass over the whole text."""
         with torch.inference_mode():
             return self.model(torch.tensor([ids]), use_cache=False).logits[0]
 
-    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        config = read_config(self.directory)
-        return Decoder(config, load_base(self.directory, config, dtype=dtype))
+    def load_decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        config = read_model_config(self.directory)
+        return Decoder(config, load_base_weights(self.directory, config, dtype=dtype))
 
 
-MakeOracle = Callable[..., Oracle]
+MakeReferenceModel = Callable[..., ReferenceModel]
 
 
-def build_oracle(directory: Path, arch: str = "qwen3", *, seed: int = 0, **config: Any) -> Oracle:
-    config_class, model_class = {**CLASSES, **routed_models.CLASSES}[arch]
+def build_reference_model(
+    directory: Path, arch: str = "qwen3", *, seed: int = 0, **config: Any
+) -> ReferenceModel:
+    config_class, model_class = {**CLASSES, **reference_models.ROUTED_CLASSES}[arch]
     values: dict[str, Any] = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -80,50 +82,50 @@ def build_oracle(directory: Path, arch: str = "qwen3", *, seed: int = 0, **confi
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
         **({"sliding_window": None} if arch == "mistral" else {}),
-        **routed_models.VALUES.get(arch, {}),
+        **reference_models.ROUTED_CONFIGS.get(arch, {}),
         **config,
     }
     model = model_class(config_class(**values)).eval()
-    randomise(model, seed)
+    randomise_parameters(model, seed)
     model.save_pretrained(directory)
-    return Oracle(directory, model)
+    return ReferenceModel(directory, model)
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise_parameters(model: torch.nn.Module, seed: int) -> None:
     """Give every parameter values of order one; biases and norms begin as zeros and ones."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(1 + noise if "norm" in name else noise)
-        routed_models.randomise_choice(model, generator)
+        reference_models.randomise_router_bias(model, generator)
 
 
 @pytest.fixture
-def oracle(tmp_path: Path) -> MakeOracle:
+def oracle(tmp_path: Path) -> MakeReferenceModel:
     """Make a random model: ``oracle("llama", attention_bias=True)``."""
-    return lambda arch="qwen3", **config: build_oracle(tmp_path / "model", arch, **config)
+    return lambda arch="qwen3", **config: build_reference_model(tmp_path / "model", arch, **config)
 
 
 @pytest.fixture(scope="session")
-def shared_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def shared_oracle(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     """One Qwen3 model for tests that only read it."""
-    return build_oracle(tmp_path_factory.mktemp("shared") / "model")
+    return build_reference_model(tmp_path_factory.mktemp("shared") / "model")
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def crew() -> Iterator[ThreadPool]:
     """Two who compute."""
-    crew = Crew(2)
+    crew = ThreadPool(2)
     yield crew
     crew.close()
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     """One model for kernels, which tests only read."""
     directory = tmp_path_factory.mktemp("qwen3") / "model"
-    return build_oracle(directory, max_position_embeddings=256, **FITTING)
+    return build_reference_model(directory, max_position_embeddings=256, **KERNEL_SIZES)
 
 
 def run_decoder(

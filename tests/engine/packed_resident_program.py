@@ -13,21 +13,21 @@ from typing import Any, cast
 
 import torch
 
-from expertctl.engine.runtime import Engine
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.request import Dtype, Forced
-from tests.engine.kept_code import keep_where_told
-from tests.engine.resident_program import Watch, settled
-from tests.engine.test_runtime import planner, request
+from expertctl.routing.request import Dtype, ForcedExpert
+from tests.engine.kernel_cache import use_shared_kernel_cache
+from tests.engine.resident_program import AnonymousMemoryWatch, read_settled_bytes
+from tests.engine.test_local_engine import planner, request
 from tests.factories import make_package, write_base
-from tests.store.shop import House, a_key
+from tests.store.fixtures import HomeFixture, make_key
 
 BASE: dict[str, Any] = {"layers": 3, "hidden": 512, "intermediate": 1536, "head_dim": 64}
 VOCABULARY = 32_768
 
 
-def furnished(folder: Path) -> House:
+def make_home(folder: Path) -> HomeFixture:
     """A home with a base of 88 MB in float32, and a large LoRA for it."""
     base_dir = write_base(folder / "base", vocab=VOCABULARY, heads=8, dtype="bfloat16", **BASE)
     adapters: Any = [("lora", {"rank": 64, "dtype": "bfloat16"})]
@@ -36,18 +36,20 @@ def furnished(folder: Path) -> House:
         "acme/large",
         base_dir=base_dir,
         base=read_base(base_dir),
-        key=a_key("acme"),
+        key=make_key("acme"),
         adapters=adapters,
     )
-    house = House(folder / "home").trusting("acme")
+    house = HomeFixture(folder / "home").trust_keys("acme")
     house.bases.add(base_dir)
     house.install(package)
     return house
 
 
-def answer(engine: Engine, dtype: Dtype) -> None:
+def run_prompt(engine: LocalEngine, dtype: Dtype) -> None:
     """Answer one prompt to its end; what is borrowed is not held longer."""
-    wanted = request(Forced(Reference.parse("acme/large")), prompt="Sort: " + "3, 1, 2, " * 20)
+    wanted = request(
+        ForcedExpert(Reference.parse("acme/large")), prompt="Sort: " + "3, 1, 2, " * 20
+    )
     for _ in engine.run(replace(wanted, route=replace(wanted.route, dtype=dtype))):
         pass
 
@@ -56,16 +58,20 @@ def main() -> None:
     """Run once to warm everything up, then watched, and once more on what is resident."""
     folder, dtype = Path(sys.argv[1]), cast(Dtype, sys.argv[2])
     torch.set_num_threads(1)
-    keep_where_told()
-    house = furnished(folder)
-    warm = Engine(planner(house), torch_below=0)
-    answer(warm, dtype)
+    use_shared_kernel_cache()
+    house = make_home(folder)
+    warm = LocalEngine(planner(house), torch_below=0)
+    run_prompt(warm, dtype)
     warm.close()
     assert warm.budget.used == 0
-    start, watch, engine = settled(), Watch(), Engine(planner(house), torch_below=0)
+    start, watch, engine = (
+        read_settled_bytes(),
+        AnonymousMemoryWatch(),
+        LocalEngine(planner(house), torch_below=0),
+    )
     watch.start()
-    answer(engine, dtype)
-    answer(engine, dtype)
+    run_prompt(engine, dtype)
+    run_prompt(engine, dtype)
     watch.going = False
     watch.join()
     print(json.dumps({"grown": watch.most - start, "ledger": engine.budget.peak}))

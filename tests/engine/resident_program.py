@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from expertctl.digest import Digest
-from expertctl.engine.budget import Budget
-from expertctl.engine.experts import compiled
-from expertctl.engine.tiers import Tier, Tiers
+from expertctl.engine.adapters.experts import borrow_compiled_plan
+from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
+from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError
-from tests.engine.shelf import Shelf
+from tests.engine.memory_measurement import ExpertKindsHome
 
 STEPS = 40
 LARGE = {
@@ -31,22 +31,22 @@ LARGE = {
 BASE = {"layers": 1, "hidden": 1024, "intermediate": 3072}
 
 
-def resident() -> int:
+def read_anonymous_bytes() -> int:
     """Bytes of anonymous memory that the operating system counts for this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     [line] = [line for line in lines if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
 
-def settled() -> int:
+def read_settled_bytes() -> int:
     """The same, when what was given back is the operating system's again."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-    return resident()
+    return read_anonymous_bytes()
 
 
-class Watch(threading.Thread):
+class AnonymousMemoryWatch(threading.Thread):
     """Looks every two milliseconds."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while self.going:
-            self.most = max(self.most, resident())
+            self.most = max(self.most, read_anonymous_bytes())
             time.sleep(0.002)
 
 
-def program(shelf: Shelf, budget: Budget, rng: random.Random) -> int:
+def borrow_plans(shelf: ExpertKindsHome, budget: MemoryBudget, rng: random.Random) -> int:
     """Borrow and give back; return how many plans there was no room for."""
-    tiers = Tiers(ram=budget, device=budget)
+    tiers = AdapterCache(ram=budget, device=budget)
     borrowed: list[ExitStack] = []
     refused = 0
     for _ in range(STEPS):
@@ -70,16 +70,18 @@ def program(shelf: Shelf, budget: Budget, rng: random.Random) -> int:
             borrowed.pop(rng.randrange(len(borrowed))).close()
             continue
         names = rng.sample(sorted(LARGE), rng.randint(1, 2))
-        chain = [(shelf.source(name), rng.choice([1.0, 0.5])) for name in names]
-        identity = Digest.of(
+        chain = [(shelf.open_source(name), rng.choice([1.0, 0.5])) for name in names]
+        identity = Digest.compute(
             repr([(n, w) for n, (_, w) in zip(names, chain, strict=True)]).encode()
         )
         with ExitStack() as stack:
             try:
                 plan = stack.enter_context(
-                    compiled(tiers, chain, identity=identity, target=shelf.target)
+                    borrow_compiled_plan(tiers, chain, identity=identity, target=shelf.target)
                 )
-                stack.enter_context(tiers.holding(Tier.DEVICE, "buffers", 1 << 20, what="a buffer"))
+                stack.enter_context(
+                    tiers.reserve_during(Tier.DEVICE, "buffers", 1 << 20, what="a buffer")
+                )
             except BudgetError:
                 refused += 1
                 continue
@@ -95,11 +97,11 @@ def main() -> None:
     """Run it once to warm everything up, then watched."""
     folder, limit, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    shelf = Shelf(folder, kinds=LARGE, base=BASE)
-    program(shelf, Budget(limit), random.Random(seed))
-    start, watch, budget = settled(), Watch(), Budget(limit)
+    shelf = ExpertKindsHome(folder, kinds=LARGE, base=BASE)
+    borrow_plans(shelf, MemoryBudget(limit), random.Random(seed))
+    start, watch, budget = read_settled_bytes(), AnonymousMemoryWatch(), MemoryBudget(limit)
     watch.start()
-    refused = program(shelf, budget, random.Random(seed))
+    refused = borrow_plans(shelf, budget, random.Random(seed))
     watch.going = False
     watch.join()
     print(json.dumps({"grown": watch.most - start, "ledger": budget.peak, "refused": refused}))

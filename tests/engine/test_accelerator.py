@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from expertctl.engine import accelerator, device_streams
-from expertctl.engine.accelerator import (
-    RESERVE,
-    check_cuda,
-    device_budget,
-    free_bytes,
-    told_when_full,
+from expertctl.engine import devices
+from expertctl.engine.devices import (
+    LIBRARY_RESERVE,
+    StreamPool,
+    find_device_budget,
+    find_free_bytes,
+    require_cuda,
+    translate_device_errors,
 )
-from expertctl.engine.device_streams import DeviceStreams
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError, UsageError
 
 
@@ -24,9 +24,9 @@ from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundErro
     ("version", "said"), [(None, "was built without CUDA"), ("13.0", "sees no CUDA device")]
 )
 def test_the_cause_is_told(version: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: False)
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", version)
-    for call in (check_cuda, lambda: device_budget(None)):
+    for call in (require_cuda, lambda: find_device_budget(None)):
         with pytest.raises(NotFoundError, match=said):
             call()
 
@@ -34,28 +34,28 @@ def test_the_cause_is_told(version: str | None, said: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("free", "wanted", "given"),
     [
-        (RESERVE + 100, None, 100),
-        (RESERVE + 100, 60, 60),
-        (RESERVE + 100, 160, 100),
-        (RESERVE + 1, None, 1),
+        (LIBRARY_RESERVE + 100, None, 100),
+        (LIBRARY_RESERVE + 100, 60, 60),
+        (LIBRARY_RESERVE + 100, 160, 100),
+        (LIBRARY_RESERVE + 1, None, 1),
     ],
 )
 def test_the_budget_leaves_a_reserve(
     free: int, wanted: int | None, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda: free)
-    assert device_budget(wanted) == given
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(devices, "find_free_bytes", lambda: free)
+    assert find_device_budget(wanted) == given
 
 
 @pytest.mark.parametrize("wanted", [None, 100])
 def test_a_device_that_others_have_filled_says_so(
     wanted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda: RESERVE)
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(devices, "find_free_bytes", lambda: LIBRARY_RESERVE)
     with pytest.raises(BudgetError, match=r"^the CUDA device has 536\.9 MB free, no more") as told:
-        device_budget(wanted)
+        find_device_budget(wanted)
     assert "nvidia-smi" in told.value.hint
     assert "--device cpu" in told.value.hint
 
@@ -64,7 +64,7 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.M
     free = [100]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(130))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 200))
-    assert free_bytes() == 130
+    assert find_free_bytes() == 130
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.M
 def test_what_a_device_cannot_do_is_told_with_its_way_out(
     error: RuntimeError, kind: type[ExpertError], said: str
 ) -> None:
-    with pytest.raises(kind, match=said) as told, told_when_full():
+    with pytest.raises(kind, match=said) as told, translate_device_errors():
         raise error
     assert type(told.value) is kind
     assert told.value.__cause__ is error
@@ -96,7 +96,7 @@ def test_what_a_device_cannot_do_is_told_with_its_way_out(
 
 @pytest.mark.parametrize("error", [RuntimeError("a tensor has no such size"), UsageError("no")])
 def test_what_is_not_the_fault_of_a_device_stays_what_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as told, told_when_full():
+    with pytest.raises(type(error)) as told, translate_device_errors():
         raise error
     assert told.value is error
 
@@ -128,7 +128,7 @@ class Workspaces:
 def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspaces]:
     found = Workspaces(32 << 20)
     cpu = torch.device("cpu")
-    monkeypatch.setattr(device_streams, "STREAMS", DeviceStreams())
+    monkeypatch.setattr(devices, "STREAM_POOL", StreamPool())
     for name, value in {
         "is_available": lambda: True,
         "Stream": lambda _: SimpleNamespace(device=cpu, synchronize=lambda: None),
@@ -140,9 +140,9 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspaces]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 0)
-    accelerator._workspace_of.cache_clear()
+    devices._measure_workspace.cache_clear()
     yield found
-    accelerator._workspace_of.cache_clear()
+    devices._measure_workspace.cache_clear()
 
 
 @pytest.mark.parametrize("passing", [False, True])
@@ -151,16 +151,16 @@ def test_what_libraries_keep_for_a_stream_is_measured_once_by_a_thread_that_ends
 ) -> None:
     workspaces.passing = passing
     for _ in range(2):
-        assert accelerator.workspace_bytes() == 32 << 20
+        assert devices.get_workspace_bytes() == 32 << 20
     assert len(workspaces.threads) == 1
     assert threading.get_ident() not in workspaces.threads
     assert workspaces.allocated - 1000 == (0 if passing else 32 << 20)
 
 
-def test_the_stream_that_was_measured_is_the_next_that_is_lent(workspaces: Workspaces) -> None:
-    accelerator.workspace_bytes()
-    lent = device_streams.lend_stream(torch.device("cpu"), computes=True)
-    assert accelerator.taken_by_products(lent) == 0, "it has its workspace already"
+def test_the_stream_that_was_measured_is_the_next_that_is_acquired(workspaces: Workspaces) -> None:
+    devices.get_workspace_bytes()
+    lent = devices.acquire_stream(torch.device("cpu"), computes=True)
+    assert devices.measure_product_workspace(lent) == 0, "it has its workspace already"
 
 
 def test_where_a_stream_was_used_before_torch_knows_the_size(
@@ -168,19 +168,19 @@ def test_where_a_stream_was_used_before_torch_knows_the_size(
 ) -> None:
     workspaces.size = 0
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 8 << 20)
-    assert accelerator.workspace_bytes() == 8 << 20
-    accelerator._workspace_of.cache_clear()
+    assert devices.get_workspace_bytes() == 8 << 20
+    devices._measure_workspace.cache_clear()
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size")
-    assert accelerator.workspace_bytes() == 0
+    assert devices.get_workspace_bytes() == 0
 
 
 def test_a_processor_keeps_nothing(workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
-    assert (accelerator.workspace_bytes(), workspaces.threads) == (0, set())
+    monkeypatch.setattr(devices, "CUDA", torch.device("cpu"))
+    assert (devices.get_workspace_bytes(), workspaces.threads) == (0, set())
 
 
 def test_where_there_is_no_device_nothing_is_kept(
     workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (accelerator.workspace_bytes(), workspaces.threads) == (0, set())
+    assert (devices.get_workspace_bytes(), workspaces.threads) == (0, set())

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.engine.allocations import allocations, heap_bytes
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.packed_base import pack_base
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.package.model_config import read_config
-from tests.engine.conftest import MakeOracle
-from tests.engine.kernels.programs import count_kernel, on_one_array
-from tests.engine.measured import fewest_allocations
+from expertctl.engine.allocations import count_allocations, get_heap_bytes
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import pack_base
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import MakeReferenceModel
+from tests.engine.kernels.sample_programs import make_array_program, make_count_kernel
+from tests.engine.memory_measurement import count_fewest_allocations
 
 MEBIBYTE = 1 << 20
 SMALL = 12 << 10
@@ -24,9 +24,9 @@ SMALL = 12 << 10
 
 
 def test_nothing_is_found_where_nothing_is_done() -> None:
-    with allocations():  # what measuring itself needs the first time
+    with count_allocations():  # what measuring itself needs the first time
         pass
-    with allocations() as found:
+    with count_allocations() as found:
         pass
     assert found.python_bytes < SMALL
     assert found.compiled_arrays == 0
@@ -34,7 +34,7 @@ def test_nothing_is_found_where_nothing_is_done() -> None:
 
 
 def test_arrays_of_numpy_are_found_even_if_they_are_gone() -> None:
-    with allocations() as found:
+    with count_allocations() as found:
         np.zeros(MEBIBYTE, np.uint8)
     assert MEBIBYTE <= found.python_bytes < 1.25 * MEBIBYTE
 
@@ -45,14 +45,14 @@ def test_arrays_of_compiled_code_are_found_even_if_they_are_gone() -> None:
         return np.ones(count).sum()
 
     make(9)
-    with allocations() as found:
+    with count_allocations() as found:
         assert make(9) == 9.0
     assert found.compiled_arrays == 1
 
 
-@pytest.mark.skipif(heap_bytes() == 0, reason="the C library does not say what it gave out")
+@pytest.mark.skipif(get_heap_bytes() == 0, reason="the C library does not say what it gave out")
 def test_tensors_that_stay_are_found() -> None:
-    with allocations() as found:
+    with count_allocations() as found:
         tensor = torch.ones(4 * MEBIBYTE, dtype=torch.uint8)
     assert found.native_bytes >= tensor.nbytes
 
@@ -61,7 +61,7 @@ def test_tracing_that_was_on_stays_on() -> None:
     tracemalloc.start()
     try:
         kept = bytes(MEBIBYTE)
-        with allocations() as found:
+        with count_allocations() as found:
             assert np.zeros(SMALL, np.uint8).sum() == 0
         assert tracemalloc.is_tracing()
         assert SMALL <= found.python_bytes < MEBIBYTE == len(kept)
@@ -71,11 +71,11 @@ def test_tracing_that_was_on_stays_on() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_run_allocates_nothing(workers: int) -> None:
-    crew = Crew(3)
-    program = on_one_array(count_kernel(), np.zeros(5000, np.int64), operations=50)
-    with allocations():
+    crew = ThreadPool(3)
+    program = make_array_program(make_count_kernel(), np.zeros(5000, np.int64), operations=50)
+    with count_allocations():
         crew.run(program, workers=workers)
-    with allocations() as found:
+    with count_allocations() as found:
         for _ in range(200):
             crew.run(program, workers=workers)
     crew.close()
@@ -85,11 +85,15 @@ def test_a_run_allocates_nothing(workers: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.INT8])
-def test_a_decode_step_allocates_no_row_of_the_model(scheme: Scheme, oracle: MakeOracle) -> None:
+def test_a_decode_step_allocates_no_row_of_the_model(
+    scheme: Scheme, oracle: MakeReferenceModel
+) -> None:
     model = oracle("qwen3", vocab_size=4096, head_dim=16, hidden_size=4096)
-    config = read_config(model.directory)
-    crew, cache = Crew(2), KVPages(config, 500)
-    decoder = PackedDecoder(pack_base(config, load_base(model.directory, config), scheme), crew)
+    config = read_model_config(model.directory)
+    crew, cache = ThreadPool(2), PagedKVCache(config, 500)
+    decoder = PackedDecoder(
+        pack_base(config, load_base_weights(model.directory, config), scheme), crew
+    )
     scores = torch.empty(config.vocab_size)
     decoder.prefill([1, 2, 3], cache)
     decoder.decode(4, cache, out=scores)
@@ -98,7 +102,7 @@ def test_a_decode_step_allocates_no_row_of_the_model(scheme: Scheme, oracle: Mak
         for token in range(100):
             decoder.decode(token, cache, out=scores)
 
-    found = fewest_allocations(decode)
+    found = count_fewest_allocations(decode)
     crew.close()
     assert found.python_bytes < SMALL
     assert found.compiled_arrays == 0

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.runtime import Engine
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.errors import BaseMismatchError
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import Dtype
-from expertctl.store.quantised_copies import copies_of
+from expertctl.store.quantised_cache import open_quantised_cache
+from tests.engine.test_local_engine import run
 from tests.engine.test_packed_runs import BUDGET, ask, home, shop
-from tests.engine.test_runtime import run
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "home", "house", "shop"]
 
@@ -34,7 +34,7 @@ def tampered(path: Path) -> Iterator[None]:
 
 
 def tokens(home: Planner, dtype: Dtype, *, verify_base: bool = False) -> tuple[int, ...]:
-    engine = Engine(home, budget=BUDGET, torch_below=0)
+    engine = LocalEngine(home, budget=BUDGET, torch_below=0)
     try:
         asked = ask("base alone", route={"dtype": dtype}, verify_base=verify_base)
         return tuple(run(engine, asked).generated.tokens)
@@ -45,11 +45,11 @@ def tokens(home: Planner, dtype: Dtype, *, verify_base: bool = False) -> tuple[i
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_no_copy_is_made_of_a_base_that_changed_unseen(
-    dtype: Dtype, home: Planner, house: House
+    dtype: Dtype, home: Planner, house: HomeFixture
 ) -> None:
     expected = tokens(home, dtype)
-    (base,) = house.bases.bases()
-    copies = copies_of(house.bases, base)
+    (base,) = house.bases.list_bases()
+    copies = open_quantised_cache(house.bases, base)
     assert copies is not None
     copies.path(dtype).unlink()
     (weights,) = base.path.glob("*.safetensors")
@@ -63,16 +63,16 @@ def test_no_copy_is_made_of_a_base_that_changed_unseen(
 
 
 def test_what_could_not_be_kept_is_told_also_where_the_run_fails(
-    home: Planner, house: House
+    home: Planner, house: HomeFixture
 ) -> None:
     tokens(home, "int8")
-    (base,) = house.bases.bases()
-    copies = copies_of(house.bases, base)
+    (base,) = house.bases.list_bases()
+    copies = open_quantised_cache(house.bases, base)
     assert copies is not None
     path = copies.path("int8")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     told: list[str] = []
-    engine = Engine(home, budget=BUDGET, torch_below=0, tell=told.append)
+    engine = LocalEngine(home, budget=BUDGET, torch_below=0, tell=told.append)
     (weights,) = base.path.glob("*.safetensors")
     with tampered(weights), pytest.raises(BaseMismatchError):
         run(engine, ask("base alone", route={"dtype": "int8"}))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from expertctl.engine.compat import ESTIMATE, SLOW, TransformersReading
-from expertctl.engine.message import UserMessage
+from expertctl.engine.compat_engine import ESTIMATE, SLOW, TransformersSession
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
@@ -21,38 +21,38 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.reference import Reference
-from expertctl.routing.plan_file import SavedPlan
+from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
-from expertctl.schema.validation import problems_of
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.schema.validation import find_problems
 from expertctl.settings import Home, Settings
-from tests.engine.foreign_models import KINDS, NATIVE, ForeignModel, write_model
-from tests.engine.market import Market, market
-from tests.store.shop import House, a_key, fast, house
+from tests.engine.compat_models import KINDS, NATIVE, CompatModel, write_model
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
 
 TOKENS = 8
 PROMPT = "Sort: 3, 1, 2"
-SQL = Forced(Reference.parse("acme/sql"))
-GREEDY = SamplingWishes(greedy=True, max_tokens=TOKENS)
+SQL = ForcedExpert(Reference.parse("acme/sql"))
+GREEDY = SamplingOverrides(greedy=True, max_tokens=TOKENS)
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForeignModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompatModel]:
     folder = tmp_path_factory.mktemp("models")
     names = ("gpt2", "gpt_neox", "gemma", *NATIVE)
     return {arch: write_model(folder, arch, seed=3) for arch in names}
 
 
 @pytest.fixture(scope="session")
-def gpt2(models: dict[str, ForeignModel]) -> ForeignModel:
+def gpt2(models: dict[str, CompatModel]) -> CompatModel:
     return models["gpt2"]
 
 
-def engine_of(house: House, *, budget: int = 32 << 20) -> Engine:
-    return Engine(Planner.open(Settings(Home(house.root), encoder="lexical")), budget=budget)
+def engine_of(house: HomeFixture, *, budget: int = 32 << 20) -> LocalEngine:
+    return LocalEngine(Planner.open(Settings(Home(house.root), encoder="lexical")), budget=budget)
 
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
@@ -61,7 +61,7 @@ def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunR
     return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=experts, **options)
 
 
-def run(engine: Engine, wanted: RunRequest) -> RunResult:
+def run(engine: LocalEngine, wanted: RunRequest) -> RunResult:
     pieces, stream = [], engine.run(wanted)
     while True:
         try:
@@ -71,7 +71,7 @@ def run(engine: Engine, wanted: RunRequest) -> RunResult:
             break
     assert isinstance(result, RunResult)
     assert "".join(pieces) == result.generated.text
-    assert problems_of(result.to_json(), "run") == []
+    assert find_problems(result.to_json(), "run") == []
     engine.check_integrity()
     return result
 
@@ -95,28 +95,28 @@ def until_end(tokens: list[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "gemma"])
 def test_the_tokens_are_those_that_transformers_generates_with_peft(
-    arch: str, kind: str, models: dict[str, ForeignModel], house: House, tmp_path: Path
+    arch: str, kind: str, models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
 ) -> None:
     model = models[arch]
     house.bases.add(model.directory)
-    house.install(model.package(kind, tmp_path, key=a_key("acme")))
+    house.install(model.make_package(kind, tmp_path, key=make_key("acme")))
     engine = engine_of(house)
     result = run(engine, request(SQL))
     ids = prompt_ids()
     assert result.prompt_tokens == len(ids)
-    assert result.generated.tokens == until_end(model.answer(kind, ids, TOKENS))
+    assert result.generated.tokens == until_end(model.generate(kind, ids, TOKENS))
     assert result.warnings[:2] == (SLOW, ESTIMATE)
 
 
 @pytest.mark.parametrize("arch", NATIVE)
 def test_both_engines_give_the_same_tokens_where_both_can_run(
-    arch: str, models: dict[str, ForeignModel], house: House, tmp_path: Path
+    arch: str, models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
 ) -> None:
     model = models[arch]
     house.bases.add(model.directory)
     engine = engine_of(house)
     for kind in ("lora", "dora", "ia3", "p_tuning"):
-        path = model.package(kind, tmp_path, name=f"acme/{kind.replace('_', '-')}")
+        path = model.make_package(kind, tmp_path, name=f"acme/{kind.replace('_', '-')}")
         expert = FileExpert(path)
         native = run(engine, request(expert, route={"engine": "native"}))
         compat = run(engine, request(expert))
@@ -127,14 +127,16 @@ def test_both_engines_give_the_same_tokens_where_both_can_run(
         assert native.planned.result.plan.identity != compat.planned.result.plan.identity
 
 
-def test_the_base_alone_answers_and_sampling_is_our_own(gpt2: ForeignModel, house: House) -> None:
+def test_the_base_alone_answers_and_sampling_is_our_own(
+    gpt2: CompatModel, house: HomeFixture
+) -> None:
     house.bases.add(gpt2.directory)
     engine = engine_of(house)
     alone = {"base_alone": True}
     result = run(engine, request(route=alone))
     ids = prompt_ids()
-    assert result.generated.tokens == until_end(gpt2.answer(None, ids, TOKENS))
-    wishes = SamplingWishes(temperature=1.5, top_p=1.0, max_tokens=20)
+    assert result.generated.tokens == until_end(gpt2.generate(None, ids, TOKENS))
+    wishes = SamplingOverrides(temperature=1.5, top_p=1.0, max_tokens=20)
     one, again, other = (
         run(engine, request(route={**alone, "wishes": wishes, "seed": seed})).generated.tokens
         for seed in (1, 1, 2)
@@ -143,10 +145,10 @@ def test_the_base_alone_answers_and_sampling_is_our_own(gpt2: ForeignModel, hous
 
 
 def test_what_was_borrowed_is_given_back_and_the_cost_was_entered(
-    gpt2: ForeignModel, house: House, tmp_path: Path
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(gpt2.directory)
-    house.install(gpt2.package("lora", tmp_path, key=a_key("acme")))
+    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
     engine = engine_of(house)
     result = run(engine, request(SQL))
     held = result.memory.held
@@ -155,14 +157,14 @@ def test_what_was_borrowed_is_given_back_and_the_cost_was_entered(
     assert held["kv"] == 2 * 2 * 32 * 4 * (result.prompt_tokens + TOKENS)
     assert min(held.values()) > 0
     assert sum(held.values()) <= result.memory.peak <= result.memory.budget
-    assert [engine.budget.held(p) for p in ("base", "kv", "buffers")] == [0, 0, 0]
+    assert [engine.budget.reserved_bytes(p) for p in ("base", "kv", "buffers")] == [0, 0, 0]
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(
-    gpt2: ForeignModel, house: House, tmp_path: Path
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(gpt2.directory)
-    house.install(gpt2.package("lora", tmp_path, key=a_key("acme")))
+    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
     peak = run(engine_of(house), request(SQL)).memory.peak
     assert run(engine_of(house, budget=peak), request(SQL)).generated.tokens
     for budget, what in ((1 << 12, "the base gpt2"), (peak - 1, "acme/sql")):
@@ -173,28 +175,30 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(
         small.check_integrity()
 
 
-def test_two_named_experts_are_refused(gpt2: ForeignModel, house: House, tmp_path: Path) -> None:
+def test_two_named_experts_are_refused(
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
+) -> None:
     house.bases.add(gpt2.directory)
-    paths = [gpt2.package("lora", tmp_path, name=f"acme/{name}") for name in ("one", "two")]
+    paths = [gpt2.make_package("lora", tmp_path, name=f"acme/{name}") for name in ("one", "two")]
     house.install(*paths, allow_unsigned=True)
-    two = [Forced(Reference.parse(f"acme/{name}")) for name in ("one", "two")]
+    two = [ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "two")]
     with pytest.raises(IncompatibleError, match="2 experts cannot run together") as caught:
         run(engine_of(house), request(*two))
     assert "name one" in caught.value.hint
 
 
 def test_of_several_that_routing_finds_the_best_answers_and_the_rest_is_named(
-    gpt2: ForeignModel, house: House, tmp_path: Path
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(gpt2.directory)
     for name, priority in (("first", 1), ("second", 0)):
         composition = {"role": name, "composes_with": ["first", "second"]}
         house.install(
-            gpt2.package(
+            gpt2.make_package(
                 "lora",
                 tmp_path,
                 name=f"acme/{name}",
-                key=a_key("acme"),
+                key=make_key("acme"),
                 description="Sorts numbers in ascending order.",
                 routing={"keywords": ["sort", "numbers"], "priority": priority},
                 composition=composition,
@@ -211,11 +215,11 @@ def test_of_several_that_routing_finds_the_best_answers_and_the_rest_is_named(
 
 
 def test_a_plan_is_repeated_under_its_own_engine_and_refused_under_the_other(
-    models: dict[str, ForeignModel], house: House, tmp_path: Path
+    models: dict[str, CompatModel], house: HomeFixture, tmp_path: Path
 ) -> None:
     model = models["qwen3"]
     house.bases.add(model.directory)
-    house.install(model.package("lora", tmp_path, key=a_key("acme")))
+    house.install(model.make_package("lora", tmp_path, key=make_key("acme")))
     engine = engine_of(house)
     for name, other in (("native", "transformers"), ("transformers", "native")):
         first = run(engine, request(SQL, route={"engine": name}))
@@ -228,7 +232,7 @@ def test_a_plan_is_repeated_under_its_own_engine_and_refused_under_the_other(
 
 
 def test_a_foreign_base_is_refused_by_the_engine_of_our_own(
-    gpt2: ForeignModel, house: House
+    gpt2: CompatModel, house: HomeFixture
 ) -> None:
     house.bases.add(gpt2.directory)
     with pytest.raises(IncompatibleError, match="does not run the base gpt2") as caught:
@@ -237,33 +241,33 @@ def test_a_foreign_base_is_refused_by_the_engine_of_our_own(
 
 
 def test_an_unsigned_file_is_used_with_a_warning_and_a_strangers_is_refused(
-    gpt2: ForeignModel, house: House, tmp_path: Path
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(gpt2.directory)
     engine = engine_of(house)
-    unsigned = gpt2.package("lora", tmp_path / "a")
+    unsigned = gpt2.make_package("lora", tmp_path / "a")
     result = run(engine, request(FileExpert(unsigned)))
     assert any("unsigned" in warning for warning in result.warnings)
-    signed = gpt2.package("lora", tmp_path / "b", key=a_key("stranger"))
+    signed = gpt2.make_package("lora", tmp_path / "b", key=make_key("stranger"))
     with pytest.raises(TrustError):
         run(engine, request(FileExpert(signed)))
     engine.check_integrity()
 
 
-def test_a_revoked_key_is_refused(gpt2: ForeignModel, house: House, tmp_path: Path) -> None:
+def test_a_revoked_key_is_refused(gpt2: CompatModel, house: HomeFixture, tmp_path: Path) -> None:
     house.bases.add(gpt2.directory)
-    house.install(gpt2.package("lora", tmp_path, key=a_key("acme")))
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    house.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
         run(engine_of(house), request(SQL))
 
 
 def test_weights_changed_in_the_store_are_refused_before_the_base_is_loaded(
-    gpt2: ForeignModel, house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.bases.add(gpt2.directory)
-    [installed] = house.install(gpt2.package("lora", tmp_path, key=a_key("acme")))
-    blob = house.store.blob_path(installed.expert.file("adapter_model.safetensors").digest)
+    [installed] = house.install(gpt2.make_package("lora", tmp_path, key=make_key("acme")))
+    blob = house.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.chmod(0o644)
@@ -272,12 +276,12 @@ def test_weights_changed_in_the_store_are_refused_before_the_base_is_loaded(
     def loaded(_: object) -> None:
         raise AssertionError("the base was loaded")
 
-    monkeypatch.setattr("expertctl.engine.compat.load_model", loaded)
+    monkeypatch.setattr("expertctl.engine.compat_engine.load_model", loaded)
     with pytest.raises(DigestError, match=r"acme/sql@1\.0\.0"):
         run(engine_of(house), request(SQL))
 
 
-def test_a_base_changed_on_disk_is_refused(house: House, tmp_path: Path) -> None:
+def test_a_base_changed_on_disk_is_refused(house: HomeFixture, tmp_path: Path) -> None:
     model = write_model(tmp_path, "gpt2")
     house.bases.add(model.directory)
     weights = model.directory / "model.safetensors"
@@ -290,7 +294,7 @@ def test_a_base_changed_on_disk_is_refused(house: House, tmp_path: Path) -> None
 
 
 def test_an_expert_for_another_base_is_refused(
-    gpt2: ForeignModel, house: House, market: Market
+    gpt2: CompatModel, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.bases.add(market.base_dir)
     house.bases.add(gpt2.directory)
@@ -302,17 +306,17 @@ def test_an_expert_for_another_base_is_refused(
         run(engine_of(house), allowed)
 
 
-def test_a_prompt_beyond_the_context_is_refused(gpt2: ForeignModel, house: House) -> None:
+def test_a_prompt_beyond_the_context_is_refused(gpt2: CompatModel, house: HomeFixture) -> None:
     house.bases.add(gpt2.directory)
     with pytest.raises(UsageError, match="the base reads 96"):
         run(engine_of(house), request(prompt="x" * 100, route={"base_alone": True}))
 
 
 def test_virtual_tokens_count_against_the_context(
-    gpt2: ForeignModel, house: House, tmp_path: Path
+    gpt2: CompatModel, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(gpt2.directory)
-    package = gpt2.package("prompt_tuning", tmp_path)
+    package = gpt2.make_package("prompt_tuning", tmp_path)
     engine = engine_of(house)
     fitting = "x" * (96 - 5 - 1 - len(prompt_ids("")))
     result = run(engine, request(FileExpert(package), prompt=fitting))
@@ -323,14 +327,16 @@ def test_virtual_tokens_count_against_the_context(
 
 
 @pytest.mark.parametrize("way", ["fewer", "queue"])
-def test_other_ways_with_a_budget_are_refused(way: str, gpt2: ForeignModel, house: House) -> None:
+def test_other_ways_with_a_budget_are_refused(
+    way: str, gpt2: CompatModel, house: HomeFixture
+) -> None:
     house.bases.add(gpt2.directory)
     with pytest.raises(UsageError, match=way):
         run(engine_of(house), request(on_budget=way))
 
 
-def test_a_token_that_the_base_does_not_have_is_refused(gpt2: ForeignModel) -> None:
-    reading = TransformersReading(gpt2.model)
+def test_a_token_that_the_base_does_not_have_is_refused(gpt2: CompatModel) -> None:
+    reading = TransformersSession(gpt2.model)
     for ids in ([0, 259], [-1]):
         with pytest.raises(IncompatibleError, match="is not among the 259"):
             reading.prefill(ids)
@@ -338,13 +344,13 @@ def test_a_token_that_the_base_does_not_have_is_refused(gpt2: ForeignModel) -> N
         reading.prefill([])
 
 
-def test_an_error_of_the_model_is_told_in_words(gpt2: ForeignModel) -> None:
-    reading = TransformersReading(gpt2.model)
+def test_an_error_of_the_model_is_told_in_words(gpt2: CompatModel) -> None:
+    reading = TransformersSession(gpt2.model)
     with pytest.raises(IncompatibleError, match="transformers cannot run gpt2 so"):
         reading.prefill([1] * 97)  # there are 96 positions
 
 
-def test_a_model_that_keeps_nothing_of_what_it_read_is_refused(gpt2: ForeignModel) -> None:
+def test_a_model_that_keeps_nothing_of_what_it_read_is_refused(gpt2: CompatModel) -> None:
     class Forgetful(torch.nn.Module):
         config = gpt2.model.config
 
@@ -357,4 +363,4 @@ def test_a_model_that_keeps_nothing_of_what_it_read_is_refused(gpt2: ForeignMode
             return output
 
     with pytest.raises(IncompatibleError, match="keeps no keys and values"):
-        TransformersReading(Forgetful()).prefill([1, 2])
+        TransformersSession(Forgetful()).prefill([1, 2])

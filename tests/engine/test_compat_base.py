@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expertctl.engine.compat import TransformersReading
-from expertctl.engine.compat_base import CompatBase, load_model, open_compat
+from expertctl.engine.compat_base import CompatBase, load_model, open_compat_base
+from expertctl.engine.compat_engine import TransformersSession
 from expertctl.errors import (
     BaseMismatchError,
     IncompatibleError,
@@ -21,20 +21,20 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.store.bases import BaseStore
-from tests.engine.foreign_models import CONFIGS, ForeignModel, write_model
-from tests.foreign_bases import change_config, write_gpt2
+from tests.engine.compat_models import CONFIGS, CompatModel, write_model
+from tests.gpt2_base import edit_config, write_gpt2
 
 IDS = list(b"Hello, you there")
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="session")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> ForeignModel:
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CompatModel:
     return write_model(tmp_path_factory.mktemp("base"), "gpt2")
 
 
 @pytest.fixture
-def copy(gpt2: ForeignModel, tmp_path: Path) -> Path:
+def copy(gpt2: CompatModel, tmp_path: Path) -> Path:
     return Path(shutil.copytree(gpt2.directory, tmp_path / "gpt2"))
 
 
@@ -50,20 +50,20 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(directory: Path, *, dtype: str = "float32", rehash: bool = False) -> CompatBase:
     bases = BaseStore(directory.parent / "bases")
     stored = bases.add(directory)
-    return open_compat(bases, stored, dtype=dtype, rehash=rehash)
+    return open_compat_base(bases, stored, dtype=dtype, rehash=rehash)
 
 
 def scores(loaded: Any) -> torch.Tensor:
-    return TransformersReading(loaded).prefill(IDS).logits
+    return TransformersSession(loaded).prefill(IDS).logits
 
 
-def expected(model: ForeignModel) -> torch.Tensor:
+def expected(model: CompatModel) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model.model(torch.tensor([IDS])).logits[0, -1]
     return logits
 
 
-def assert_same(loaded: Any, model: ForeignModel) -> None:
+def assert_same(loaded: Any, model: CompatModel) -> None:
     assert float((scores(loaded) - expected(model)).abs().max()) <= TOLERANCE
 
 
@@ -83,11 +83,11 @@ def test_a_base_computes_what_it_computes_in_transformers_and_costs_what_was_est
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
     assert base.kv_bytes(len(IDS)) == held
     assert base.buffer_bytes(2 * len(IDS)) > base.buffer_bytes(len(IDS)) > 0
-    assert scores(loaded).shape == (base.sizes.vocab,)
+    assert scores(loaded).shape == (base.dimensions.vocab,)
     assert_same(loaded, model)
 
 
-def test_a_base_in_bf16_takes_half(gpt2: ForeignModel, copy: Path) -> None:
+def test_a_base_in_bf16_takes_half(gpt2: CompatModel, copy: Path) -> None:
     base = opened(copy, dtype="bf16")
     loaded = load_model(base)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
@@ -103,7 +103,7 @@ def test_a_dtype_that_nobody_supports_is_refused(copy: Path) -> None:
 
 
 def test_a_checkpoint_without_its_head_and_with_old_masks_is_loaded(
-    gpt2: ForeignModel, copy: Path
+    gpt2: CompatModel, copy: Path
 ) -> None:
     path = copy / "model.safetensors"
     tensors = {n.removeprefix("transformer."): t for n, t in load_file(path).items()}
@@ -112,7 +112,7 @@ def test_a_checkpoint_without_its_head_and_with_old_masks_is_loaded(
     assert_same(load_model(opened(copy)), gpt2)
 
 
-def test_other_files_of_the_folder_are_never_read(gpt2: ForeignModel, copy: Path) -> None:
+def test_other_files_of_the_folder_are_never_read(gpt2: CompatModel, copy: Path) -> None:
     """transformers would take an adapter that lies beside, and single weights before an index."""
     tensors = load_file(copy / "model.safetensors")
     shard = "model-00001-of-00001.safetensors"
@@ -122,7 +122,7 @@ def test_other_files_of_the_folder_are_never_read(gpt2: ForeignModel, copy: Path
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     save_file({n: torch.zeros_like(t) for n, t in tensors.items()}, copy / "model.safetensors")
-    adapter = gpt2.adapter("lora")
+    adapter = gpt2.get_adapter("lora")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(adapter / name, copy / name)
     (copy / "modeling_gpt2.py").write_text("raise SystemExit('code of the base was run')")
@@ -144,22 +144,22 @@ def test_a_base_changed_on_disk_is_refused(rehash: bool, copy: Path) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(BaseMismatchError, match=r"model\.safetensors"):
-        open_compat(bases, stored, dtype="float32", rehash=rehash)
+        open_compat_base(bases, stored, dtype="float32", rehash=rehash)
 
 
 def test_a_base_that_names_code_of_its_own_is_refused_whenever_it_does(copy: Path) -> None:
     bases = BaseStore(copy.parent / "bases")
     stored = bases.add(copy)
-    change_config(copy, auto_map={"AutoModelForCausalLM": "modeling_gpt2.Model"})
+    edit_config(copy, auto_map={"AutoModelForCausalLM": "modeling_gpt2.Model"})
     with pytest.raises(BaseMismatchError, match=r"config\.json"):
-        open_compat(bases, stored, dtype="float32", rehash=False)
+        open_compat_base(bases, stored, dtype="float32", rehash=False)
 
 
 @pytest.mark.usefixtures("no_network")
 def test_what_a_configuration_wants_to_be_run_with_is_not_heard(
-    gpt2: ForeignModel, copy: Path
+    gpt2: CompatModel, copy: Path
 ) -> None:
-    change_config(
+    edit_config(
         copy,
         attn_implementation="somebody/kernel",
         _attn_implementation="somebody/kernel",
@@ -195,7 +195,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(
 
 @pytest.mark.parametrize("change", [{"n_embd": 48}, {"n_inner": 7}, {"vocab_size": 300}], ids=str)
 def test_a_configuration_of_other_sizes_is_refused(change: dict[str, Any], copy: Path) -> None:
-    change_config(copy, **change)
+    edit_config(copy, **change)
     with pytest.raises(InvalidPackageError):
         load_model(opened(copy))
 
@@ -208,7 +208,7 @@ def test_a_configuration_of_other_sizes_is_refused(change: dict[str, Any], copy:
 def test_a_configuration_that_transformers_cannot_use_is_malformed(
     change: dict[str, Any], copy: Path
 ) -> None:
-    change_config(copy, **change)
+    edit_config(copy, **change)
     with pytest.raises(InvalidPackageError, match="transformers cannot"):
         load_model(opened(copy))
 
@@ -223,14 +223,14 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(
 
 
 def test_more_layers_than_tensors_are_refused_before_any_is_made(copy: Path) -> None:
-    change_config(copy, n_layer=10**9)
+    edit_config(copy, n_layer=10**9)
     with pytest.raises(InvalidPackageError, match="1000000000 layers, but 28 tensors"):
         opened(copy)
 
 
 @pytest.mark.parametrize("name", ["n_head", "n_layer", "vocab_size", "n_embd"])
 def test_a_size_of_nothing_is_refused(name: str, copy: Path) -> None:
-    change_config(copy, **{name: 0})
+    edit_config(copy, **{name: 0})
     with pytest.raises((IncompatibleError, InvalidPackageError)):
         opened(copy)
 

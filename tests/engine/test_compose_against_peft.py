@@ -10,38 +10,37 @@ import peft
 import pytest
 import torch
 
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.compose import Weighted, compose
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.dora import DoraTensors
-from expertctl.engine.dora import gains as dora_gains
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.packed_base import PackedBase, pack_base
-from expertctl.engine.packed_decoder import PackedDecoder, StepRow
-from expertctl.engine.packed_delta import Packing
-from expertctl.engine.static_decoder import StaticDecoder, StaticRow
-from expertctl.engine.static_kv import KVArena
-from expertctl.package.model_config import read_config
-from tests.engine.adapter_files import load
+from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
+from expertctl.engine.cpu.packed_base import PackedBase, pack_base
+from expertctl.engine.kernels.packed_format import PlanPacking, Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.cuda_graph_decoder import CudaGraphDecoder, GraphStepRow
+from expertctl.engine.model.cuda_graph_step import StaticKVCache
+from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.model.functional import DoraTensors
+from expertctl.engine.model.functional import compute_dora_scales as dora_gains
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
 from tests.engine.conftest import (
     CLASSES,
-    MakeOracle,
-    Oracle,
+    MakeReferenceModel,
+    ReferenceModel,
     assert_same_logits,
-    build_oracle,
+    build_reference_model,
 )
-from tests.engine.plans import form_of, random_expert, torch_plan
+from tests.engine.package_fixtures import load_adapters
+from tests.engine.random_experts import make_plan_form, make_random_expert, make_torch_plan
 from tests.factories import (
     write_dora,
     write_ia3,
     write_lora,
     write_soft_prompt,
 )
-from tests.peft_layout import ALL_PROJECTIONS
+from tests.tensor_shapes import ALL_PROJECTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
@@ -95,58 +94,58 @@ class Bases:
     """Random models and the decoders of them, made once for all tests; plans change neither."""
 
     place: Path
-    crew: Crew
-    oracles: dict[str, Oracle] = field(default_factory=dict)
+    crew: ThreadPool
+    oracles: dict[str, ReferenceModel] = field(default_factory=dict)
     by_torch: dict[Path, Decoder] = field(default_factory=dict)
     by_kernels: dict[Path, tuple[PackedBase, PackedDecoder]] = field(default_factory=dict)
-    by_steps: dict[Path, StaticDecoder] = field(default_factory=dict)
+    by_steps: dict[Path, CudaGraphDecoder] = field(default_factory=dict)
 
-    def oracle(self, arch: str, **config: Any) -> Oracle:
+    def oracle(self, arch: str, **config: Any) -> ReferenceModel:
         """A copy of the model, for PEFT changes what it wraps."""
         key = f"{arch} {sorted(config.items())}"
         if key not in self.oracles:
             directory = self.place / str(len(self.oracles))
-            self.oracles[key] = build_oracle(directory, arch, **config)
+            self.oracles[key] = build_reference_model(directory, arch, **config)
         made = self.oracles[key]
-        return Oracle(made.directory, deepcopy(made.model))
+        return ReferenceModel(made.directory, deepcopy(made.model))
 
-    def decoder(self, oracle: Oracle) -> Decoder:
+    def decoder(self, oracle: ReferenceModel) -> Decoder:
         if oracle.directory not in self.by_torch:
-            self.by_torch[oracle.directory] = oracle.decoder()
+            self.by_torch[oracle.directory] = oracle.load_decoder()
         return self.by_torch[oracle.directory]
 
-    def packed(self, oracle: Oracle) -> tuple[PackedBase, PackedDecoder]:
+    def packed(self, oracle: ReferenceModel) -> tuple[PackedBase, PackedDecoder]:
         directory = oracle.directory
         if directory not in self.by_kernels:
-            config = read_config(directory)
-            base = pack_base(config, load_base(directory, config), Scheme.FLOAT32)
+            config = read_model_config(directory)
+            base = pack_base(config, load_base_weights(directory, config), Scheme.FLOAT32)
             self.by_kernels[directory] = (base, PackedDecoder(base, self.crew, chunk=5))
         return self.by_kernels[directory]
 
-    def static(self, oracle: Oracle) -> StaticDecoder:
+    def static(self, oracle: ReferenceModel) -> CudaGraphDecoder:
         directory = oracle.directory
         if directory not in self.by_steps:
-            config = read_config(directory)
-            weights = load_base(directory, config)
-            self.by_steps[directory] = StaticDecoder(config, weights, shortest=8)
+            config = read_model_config(directory)
+            weights = load_base_weights(directory, config)
+            self.by_steps[directory] = CudaGraphDecoder(config, weights, min_capacity=8)
         return self.by_steps[directory]
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bases]:
-    crew = Crew(1)
+    crew = ThreadPool(1)
     yield Bases(tmp_path_factory.mktemp("bases"), crew)
     crew.close()
 
 
 @pytest.fixture
-def oracle(bases: Bases) -> MakeOracle:
+def oracle(bases: Bases) -> MakeReferenceModel:
     return bases.oracle
 
 
 @pytest.fixture
 def ours(bases: Bases) -> Ours:
-    def each(oracle: Oracle, *experts: tuple[Path, float]) -> torch.Tensor:
+    def each(oracle: ReferenceModel, *experts: tuple[Path, float]) -> torch.Tensor:
         rows = by_torch(bases.decoder(oracle), *experts)
         packed = by_kernels(*bases.packed(oracle), *experts)
         return torch.stack((rows, packed, by_steps(bases.static(oracle), *experts)))
@@ -160,8 +159,8 @@ def assert_all_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def by_torch(decoder: Decoder, *experts: tuple[Path, float]) -> torch.Tensor:
-    chain = [weighted(decoder.matrix, load(path), weight) for path, weight in experts]
-    plan = compose(chain, form_of(decoder.config)).compile()
+    chain = [weighted(decoder.matrix, load_adapters(path), weight) for path, weight in experts]
+    plan = fold_plan(chain, make_plan_form(decoder.config)).compile()
     cache = KVCache(decoder.config, len(IDS) + 20)
     first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
     rows = [first.logits, *(decoder.decode(i, cache, plan.deltas).logits for i in IDS[7:])]
@@ -172,37 +171,40 @@ def by_kernels(
     base: PackedBase, decoder: PackedDecoder, *experts: tuple[Path, float]
 ) -> torch.Tensor:
     config = base.config
-    chain = [weighted(base.matrix, load(path), weight) for path, weight in experts]
-    plan = compose(chain, form_of(config, Packing(Scheme.FLOAT32))).compile()
-    cache = KVPages(config, len(IDS) + 20)
+    chain = [weighted(base.unpack_weights, load_adapters(path), weight) for path, weight in experts]
+    plan = fold_plan(chain, make_plan_form(config, PlanPacking(Scheme.FLOAT32))).compile()
+    cache = PagedKVCache(config, len(IDS) + 20)
     first = decoder.prefill(IDS[:7], cache, plan.packed, soft_prompt=plan.soft_prompt)
     rows = [first.logits, *(decoder.decode(i, cache, plan.packed).logits for i in IDS[7:])]
     return torch.stack(rows)
 
 
-def by_steps(decoder: StaticDecoder, *experts: tuple[Path, float]) -> torch.Tensor:
+def by_steps(decoder: CudaGraphDecoder, *experts: tuple[Path, float]) -> torch.Tensor:
     """Decode the text in the last of three rows, the first being another one with another plan."""
     config = decoder.config
-    chain = [weighted(decoder.matrix, load(path), weight) for path, weight in experts]
-    plan, other = compose(chain, form_of(config)).compile(), [random_expert(config, "ia3")]
-    arena = KVArena(
+    chain = [weighted(decoder.matrix, load_adapters(path), weight) for path, weight in experts]
+    plan, other = (
+        fold_plan(chain, make_plan_form(config)).compile(),
+        [make_random_expert(config, "ia3")],
+    )
+    arena = StaticKVCache(
         config, rows=3, capacity=len(IDS) + 20, dtype=torch.float32, device=decoder.device
     )
-    neighbour, cache = arena.row(0), arena.row(2)
-    neighbours = torch_plan(config, [*other, random_expert(config, seed=1)]).deltas
+    neighbour, cache = arena.get_row(0), arena.get_row(2)
+    neighbours = make_torch_plan(config, [*other, make_random_expert(config, seed=1)]).deltas
     decoder.prefill(IDS[3:9], neighbour, neighbours)
     first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
     rows = [first.logits]
     for token in IDS[7:]:
-        batch = [StaticRow(5, neighbour, neighbours), StaticRow(token, cache, plan.deltas)]
+        batch = [GraphStepRow(5, neighbour, neighbours), GraphStepRow(token, cache, plan.deltas)]
         rows.append(decoder.step(batch)[1])
-    decoder.rest()
+    decoder.free_buffers()
     return torch.stack(rows)
 
 
 def weighted(
     matrix: Callable[[str], torch.Tensor], adapter: LoadedAdapter, weight: float
-) -> Weighted:
+) -> WeightedAdapter:
     gains = {
         module: tuple(
             dora_gains(matrix(module), step, what=module)
@@ -211,7 +213,7 @@ def weighted(
         )
         for module, steps in adapter.modules.items()
     }
-    return Weighted(adapter, weight, gains)
+    return WeightedAdapter(adapter, weight, gains)
 
 
 def theirs(model: Any) -> torch.Tensor:
@@ -220,11 +222,11 @@ def theirs(model: Any) -> torch.Tensor:
     return logits
 
 
-def adapted(model: Oracle, directory: Path) -> Any:
+def adapted(model: ReferenceModel, directory: Path) -> Any:
     return peft.PeftModel.from_pretrained(model.model, str(directory)).eval()
 
 
-def assert_equals_peft(ours: Ours, model: Oracle, directory: Path) -> None:
+def assert_equals_peft(ours: Ours, model: ReferenceModel, directory: Path) -> None:
     base = theirs(model.model)
     expected = theirs(adapted(model, directory))
     assert float((expected - base).abs().max()) > 0.01, "the expert must change something"
@@ -234,7 +236,7 @@ def assert_equals_peft(ours: Ours, model: Oracle, directory: Path) -> None:
 @pytest.mark.parametrize("variant", LORAS)
 @pytest.mark.parametrize("base", SHAPES)
 def test_one_lora_equals_peft(
-    ours: Ours, base: str, variant: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, variant: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -244,7 +246,7 @@ def test_one_lora_equals_peft(
 @pytest.mark.parametrize("variant", LORAS)
 @pytest.mark.parametrize("base", SHAPES)
 def test_one_dora_equals_peft(
-    ours: Ours, base: str, variant: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, variant: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -254,7 +256,7 @@ def test_one_dora_equals_peft(
 @pytest.mark.parametrize("variant", IA3S)
 @pytest.mark.parametrize("base", SHAPES)
 def test_one_ia3_equals_peft(
-    ours: Ours, base: str, variant: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, variant: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -279,7 +281,7 @@ PROMPTS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("base", SHAPES)
 def test_a_soft_prompt_saved_by_peft_itself_equals_it(
-    ours: Ours, base: str, kind: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, kind: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -296,7 +298,7 @@ def test_a_soft_prompt_saved_by_peft_itself_equals_it(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
-    ours: Ours, dtype: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, dtype: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     model = oracle("qwen3", **SIZES)
     one = write_soft_prompt(tmp_path / "one", model.directory, tokens=3, dtype=dtype)
@@ -309,7 +311,7 @@ def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
 
 def embedded(model: Any, *prompts: Path) -> torch.Tensor:
     """What transformers answers to the embeddings themselves."""
-    rows = [load(path).soft_prompts[0].float() for path in prompts]
+    rows = [load_adapters(path).soft_prompts[0].float() for path in prompts]
     with torch.inference_mode():
         tokens = model.get_input_embeddings()(torch.tensor(IDS))
         together = torch.cat((*rows, tokens))[None]
@@ -319,7 +321,7 @@ def embedded(model: Any, *prompts: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("write", [write_lora, write_dora, write_ia3])
 def test_a_soft_prompt_beside_another_kind_equals_the_embeddings_into_peft(
-    ours: Ours, write: Callable[..., Path], oracle: MakeOracle, tmp_path: Path
+    ours: Ours, write: Callable[..., Path], oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     """PEFT refuses the two together, so its adapted model is given the embeddings."""
     model = oracle("qwen2", **SIZES)
@@ -330,7 +332,7 @@ def test_a_soft_prompt_beside_another_kind_equals_the_embeddings_into_peft(
     assert_all_same(ours(model, (other, 1.0), (prompt, 1.0)), expected)
 
 
-def active_together(model: Oracle, *directories: Path) -> torch.Tensor:
+def active_together(model: ReferenceModel, *directories: Path) -> torch.Tensor:
     """What PEFT answers with several adapters of one type at once."""
     names = [str(n) for n in range(len(directories))]
     wrapped: Any = peft.PeftModel.from_pretrained(
@@ -344,7 +346,7 @@ def active_together(model: Oracle, *directories: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("base", SHAPES)
 def test_loras_that_peft_runs_together_equal_it(
-    ours: Ours, base: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -358,7 +360,7 @@ def test_loras_that_peft_runs_together_equal_it(
 
 @pytest.mark.parametrize("base", SHAPES)
 def test_ia3s_that_peft_runs_together_equal_it(
-    ours: Ours, base: str, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **{**SIZES, **config})
@@ -370,7 +372,7 @@ def test_ia3s_that_peft_runs_together_equal_it(
 @pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("base", SHAPES)
 def test_loras_and_doras_that_peft_runs_together_equal_it(
-    ours: Ours, base: str, step: int, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, base: str, step: int, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     """A DoRA scales all that stands before it but the bias, so their order counts."""
     arch, config = SHAPES[base]
@@ -383,7 +385,7 @@ def test_loras_and_doras_that_peft_runs_together_equal_it(
 
 
 def test_fan_in_fan_out_changes_nothing_on_linear_layers(
-    ours: Ours, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     """PEFT corrects the setting for ``torch.nn.Linear``; A and B lie the same way in both."""
     model = oracle("llama", **SIZES)
@@ -394,7 +396,7 @@ def test_fan_in_fan_out_changes_nothing_on_linear_layers(
 
 
 def test_texts_of_one_batch_equal_the_adapter_names_of_peft(
-    oracle: MakeOracle, bases: Bases, tmp_path: Path
+    oracle: MakeReferenceModel, bases: Bases, tmp_path: Path
 ) -> None:
     model = oracle("qwen2", **SIZES)
     paths = [
@@ -403,16 +405,20 @@ def test_texts_of_one_batch_equal_the_adapter_names_of_peft(
     expected = by_adapter_names(model, paths, ["1", "__base__", "0", "2", "1"])
     _, decoder = bases.packed(model)
     config = decoder.config
-    form = form_of(config, Packing(Scheme.FLOAT32))
-    plans = [compose([Weighted(load(path))], form).compile().packed for path in paths]
-    texts = [(KVPages(config, 20), plan) for plan in (plans[1], None, plans[0], plans[2], plans[1])]
+    form = make_plan_form(config, PlanPacking(Scheme.FLOAT32))
+    plans = [
+        fold_plan([WeightedAdapter(load_adapters(path))], form).compile().packed for path in paths
+    ]
+    texts = [
+        (PagedKVCache(config, 20), plan) for plan in (plans[1], None, plans[0], plans[2], plans[1])
+    ]
     rows = [torch.stack([decoder.prefill(IDS[:7], *text).logits for text in texts])]
-    rows += [decoder.step([StepRow(token, *text) for text in texts]) for token in IDS[7:]]
+    rows += [decoder.step([DecodeRow(token, *text) for text in texts]) for token in IDS[7:]]
     for ours, theirs in zip(torch.stack(rows, dim=1), expected, strict=True):
         assert_same_logits(ours, theirs)
 
 
-def by_adapter_names(model: Oracle, paths: list[Path], names: list[str]) -> torch.Tensor:
+def by_adapter_names(model: ReferenceModel, paths: list[Path], names: list[str]) -> torch.Tensor:
     """What PEFT answers to texts of one batch that have an adapter each."""
     wrapped: Any = peft.PeftModel.from_pretrained(model.model, str(paths[0]), adapter_name="0")
     for number, path in enumerate(paths[1:], 1):
@@ -424,7 +430,7 @@ def by_adapter_names(model: Oracle, paths: list[Path], names: list[str]) -> torc
 
 
 def test_weighted_loras_equal_the_concatenation_of_peft(
-    ours: Ours, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     model = oracle("qwen3", **SIZES)
     one = write_lora(tmp_path / "one", model.directory, rank=4, alpha=6, seed=1)
@@ -440,25 +446,29 @@ def test_weighted_loras_equal_the_concatenation_of_peft(
     assert_all_same(ours(model, (two, 1.5), (one, 0.7)), expected)
 
 
-def test_weight_zero_is_the_base_bit_by_bit(ours: Ours, oracle: MakeOracle, tmp_path: Path) -> None:
+def test_weight_zero_is_the_base_bit_by_bit(
+    ours: Ours, oracle: MakeReferenceModel, tmp_path: Path
+) -> None:
     model = oracle("qwen2", **SIZES)
     lora = write_lora(tmp_path / "lora", model.directory)
     assert torch.equal(ours(model, (lora, 0.0)), ours(model))
 
 
 def test_a_negative_weight_takes_back_what_the_expert_adds(
-    ours: Ours, oracle: MakeOracle, tmp_path: Path
+    ours: Ours, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     model = oracle("llama", **SIZES)
     lora = write_lora(tmp_path / "lora", model.directory)
     assert_all_same(ours(model, (lora, 1.0), (lora, -1.0)), theirs(model.model))
 
 
-def test_the_base_is_not_changed_by_a_plan(oracle: MakeOracle, tmp_path: Path) -> None:
+def test_the_base_is_not_changed_by_a_plan(oracle: MakeReferenceModel, tmp_path: Path) -> None:
     model = oracle("qwen3", tie_word_embeddings=True, **SIZES)
     lora = write_lora(tmp_path / "lora", model.directory)
-    decoder = model.decoder()
-    plan = compose([Weighted(load(lora))], form_of(decoder.config)).compile()
+    decoder = model.load_decoder()
+    plan = fold_plan(
+        [WeightedAdapter(load_adapters(lora))], make_plan_form(decoder.config)
+    ).compile()
 
     def logits(deltas: Any) -> torch.Tensor:
         return decoder.prefill(IDS, KVCache(decoder.config, 20), deltas).logits

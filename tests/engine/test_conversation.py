@@ -12,40 +12,40 @@ from typing import Any
 import pytest
 
 from expertctl.engine.conversation import Conversation, Turn
-from expertctl.engine.message import UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import NamedExpert, RunRequest
-from expertctl.engine.runtime import Engine
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.follow_up import KEPT
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.session import KEPT_REASON
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import planner
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "market"]
 
-WISHES = SamplingWishes(greedy=True, max_tokens=6)
+WISHES = SamplingOverrides(greedy=True, max_tokens=6)
 SORTING: dict[str, Any] = {"description": "Sorts numbers in ascending order."}
 SORT, OTHER = "Sort these numbers in ascending order: 3, 1, 2", "Guten Morgen"
 
 
 @pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
+def known(house: HomeFixture, market: EnginePackages) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
 
 
 @pytest.fixture
-def engine(house: House) -> Engine:
-    return Engine(planner(house), budget=8 << 20)
+def engine(house: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(house), budget=8 << 20)
 
 
 def named(*names: str) -> list[NamedExpert]:
-    return [Forced(Reference.parse(f"acme/{name}")) for name in names]
+    return [ForcedExpert(Reference.parse(f"acme/{name}")) for name in names]
 
 
 def pattern(**options: Any) -> RunRequest:
@@ -54,12 +54,12 @@ def pattern(**options: Any) -> RunRequest:
     return RunRequest(message=message, route=RouteRequest(**route), **options)
 
 
-def talk(engine: Engine, **options: Any) -> Conversation:
+def talk(engine: LocalEngine, **options: Any) -> Conversation:
     return Conversation(engine, pattern(**options))
 
 
 def say(conversation: Conversation, prompt: str, **options: Any) -> Turn:
-    pieces, stream = [], conversation.say(prompt, **options)
+    pieces, stream = [], conversation.send(prompt, **options)
     while True:
         try:
             pieces.append(next(stream))
@@ -85,7 +85,7 @@ def after(steps: int) -> Callable[[], bool]:
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_turn_answers_as_if_all_had_been_read_anew(
-    house: House, market: Market, tmp_path: Any, soft: bool, window: int | None
+    house: HomeFixture, market: EnginePackages, tmp_path: Any, soft: bool, window: int | None
 ) -> None:
     """Grouped heads, with and without a sliding window, with virtual tokens before the first."""
     base_dir = write_base(tmp_path / "other", arch="mistral", tie=False, sliding_window=window)
@@ -95,10 +95,10 @@ def test_every_turn_answers_as_if_all_had_been_read_anew(
         market, folder=tmp_path / "packages", base_dir=base_dir, base=read_base(base_dir)
     )
     house.install(shop.package("acme/one", adapters=adapters))
-    kept = talk(Engine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+    kept = talk(LocalEngine(planner(house), budget=8 << 20), experts=tuple(named("one")))
     for number, prompt in enumerate((SORT, "And now?", "Once more")):
         turn = say(kept, prompt)
-        fresh = talk(Engine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+        fresh = talk(LocalEngine(planner(house), budget=8 << 20), experts=tuple(named("one")))
         fresh.turns = kept.turns[:number]
         oracle = say(fresh, prompt)
         assert turn.result.generated.tokens == oracle.result.generated.tokens
@@ -109,7 +109,7 @@ def test_every_turn_answers_as_if_all_had_been_read_anew(
 
 
 def test_virtual_tokens_take_their_part_of_context_and_cache(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     prompts = [("soft_prompt", {"tokens": 9, "seed": 3})]
     house.install(market.package("acme/soft", adapters=prompts))
@@ -122,37 +122,37 @@ def test_virtual_tokens_take_their_part_of_context_and_cache(
     say(talk(engine), "x" * 490)
 
 
-def test_what_is_kept_stays_within_the_budget_and_counts_as_kv(engine: Engine) -> None:
+def test_what_is_kept_stays_within_the_budget_and_counts_as_kv(engine: LocalEngine) -> None:
     conversation = talk(engine, base="market-base")
     turn = say(conversation, SORT)
-    assert engine.budget.held("kv") == turn.result.memory.held["kv"] > 0
+    assert engine.budget.reserved_bytes("kv") == turn.result.memory.held["kv"] > 0
     conversation.reset()
-    assert engine.budget.held("kv") == 0
+    assert engine.budget.reserved_bytes("kv") == 0
     assert reused(say(conversation, SORT)) == 0
 
 
 def test_short_memory_costs_what_is_kept_and_never_a_refusal(
-    house: House, market: Market, engine: Engine
+    house: HomeFixture, market: EnginePackages, engine: LocalEngine
 ) -> None:
     first = say(talk(engine), SORT).result.memory
     needed = sum(first.held.values())
-    small = Engine(planner(house), budget=needed + first.held["kv"] // 2)
+    small = LocalEngine(planner(house), budget=needed + first.held["kv"] // 2)
     say(talk(small), SORT)
     turn = say(talk(small), SORT)
     assert reused(turn) == 0
     assert turn.result.memory.peak <= small.budget.limit
     with pytest.raises(BudgetError):
-        say(talk(Engine(planner(house), budget=needed - 1)), SORT)
+        say(talk(LocalEngine(planner(house), budget=needed - 1)), SORT)
 
 
 def test_two_conversations_that_take_turns_go_on_each_from_its_own(
-    engine: Engine, house: House
+    engine: LocalEngine, house: HomeFixture
 ) -> None:
     """What is read is only what is new; the words are those of an engine that reads all."""
     talks = talk(engine), talk(engine)
     for number, prompts in enumerate((("aaaa", SORT), ("bbbb", "And now?"), ("cc", "Once more"))):
         for conversation, prompt in zip(talks, prompts, strict=True):
-            fresh = talk(Engine(planner(house), budget=8 << 20))
+            fresh = talk(LocalEngine(planner(house), budget=8 << 20))
             fresh.turns = conversation.turns[:number]
             turn, oracle = say(conversation, prompt), say(fresh, prompt)
             assert turn.result.generated.tokens == oracle.result.generated.tokens
@@ -165,14 +165,14 @@ def test_two_conversations_that_take_turns_go_on_each_from_its_own(
 
 
 def test_another_expert_is_another_plan_that_reads_all_again(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
     conversation = talk(engine, experts=tuple(named("one")))
     assert not say(conversation, "x").replanned
     kept = say(conversation, "y")
     assert reused(kept) > 0
-    assert [e.ref for e in conversation.use(named("two")).experts] == ["acme/two@1.0.0"]
+    assert [e.ref for e in conversation.use_experts(named("two")).experts] == ["acme/two@1.0.0"]
     changed = say(conversation, "z")
     assert (changed.replanned, reused(changed)) == (True, 0)
     assert not say(conversation, "z").replanned
@@ -180,7 +180,7 @@ def test_another_expert_is_another_plan_that_reads_all_again(
 
 
 def test_a_message_that_was_said_before_is_routed_from_memory(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     conversation = talk(engine)
     plans = []
@@ -192,7 +192,7 @@ def test_a_message_that_was_said_before_is_routed_from_memory(
     assert [e.ref for e in say(conversation, SORT).plan.experts] == ["acme/sorting@1.0.0"]
 
 
-def test_another_dtype_is_another_plan(engine: Engine) -> None:
+def test_another_dtype_is_another_plan(engine: LocalEngine) -> None:
     plain = pattern()
     rounded = replace(plain, route=replace(plain.route, dtype="bf16"))
     conversation = Conversation(engine, plain)
@@ -203,18 +203,18 @@ def test_another_dtype_is_another_plan(engine: Engine) -> None:
 
 
 def test_experts_that_cannot_answer_are_refused_and_the_others_stay(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package("acme/one"))
     conversation = talk(engine, experts=tuple(named("one")))
     say(conversation, "x")
     with pytest.raises(NotFoundError):
-        conversation.use(named("nobody"))
+        conversation.use_experts(named("nobody"))
     assert say(conversation, "y").plan.experts[0].ref == "acme/one@1.0.0"
 
 
 def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package("acme/sorting", **SORTING))
     conversation = talk(engine)
@@ -223,11 +223,11 @@ def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
     assert (first.kept_experts, first.plan.experts[0].ref) == (False, "acme/sorting@1.0.0")
     second = say(conversation, OTHER)
     assert second.kept_experts
-    assert [(e.ref, e.reason) for e in second.plan.experts] == [("acme/sorting@1.0.0", KEPT)]
-    assert second.result.planned.result.candidates[0].reason == KEPT
+    assert [(e.ref, e.reason) for e in second.plan.experts] == [("acme/sorting@1.0.0", KEPT_REASON)]
+    assert second.result.planned.result.candidates[0].reason == KEPT_REASON
     assert reused(second) > 0
     assert say(conversation, OTHER).kept_experts
-    conversation.route_freely()
+    conversation.use_automatic_routing()
     assert say(conversation, OTHER).plan.experts == ()
     say(conversation, SORT)
     conversation.reset()
@@ -235,36 +235,36 @@ def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
 
 
 def test_naming_experts_ends_a_conversation_of_the_base_alone(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package("acme/sorting", **SORTING))
     conversation = talk(engine, route={"base_alone": True})
     assert say(conversation, SORT).plan.experts == ()
-    conversation.use(named("sorting"))
-    assert conversation.in_use == tuple(
+    conversation.use_experts(named("sorting"))
+    assert conversation.current_experts == tuple(
         e.content_digest for e in say(conversation, OTHER).plan.experts
     )
-    assert len(conversation.in_use) == 1
+    assert len(conversation.current_experts) == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_a_stopped_answer_stays_as_far_as_it_went_and_keeps_no_rows(
-    engine: Engine, steps: int
+    engine: LocalEngine, steps: int
 ) -> None:
     conversation = talk(engine)
     say(conversation, "x")
     turn = say(conversation, "tell me", cancelled=after(steps))
     assert turn.interrupted
     assert len(turn.result.generated.tokens) == steps
-    assert engine.budget.held("kv") == 0
-    told = [m.content for m in turn.messages()]
+    assert engine.budget.reserved_bytes("kv") == 0
+    told = [m.content for m in turn.iter_messages()]
     assert told == (["tell me", turn.result.generated.text] if turn.result.generated.text else [])
     following = say(conversation, "go on")
     assert reused(following) == 0
     assert following.result.prompt_tokens > 0
 
 
-def test_a_stopped_answer_is_a_beginning_of_the_whole_one(engine: Engine) -> None:
+def test_a_stopped_answer_is_a_beginning_of_the_whole_one(engine: LocalEngine) -> None:
     whole = say(talk(engine), SORT).result.generated
     part = say(talk(engine), SORT, cancelled=after(4)).result.generated
     assert whole.tokens[: len(part.tokens)] == part.tokens
@@ -272,15 +272,15 @@ def test_a_stopped_answer_is_a_beginning_of_the_whole_one(engine: Engine) -> Non
 
 
 def test_a_turn_that_is_given_up_or_fails_leaves_the_conversation_as_it_was(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     conversation = talk(engine)
     say(conversation, "x")
-    stream = conversation.say("y")
+    stream = conversation.send("y")
     next(stream)
     stream.close()
     engine.check_integrity()
-    assert engine.budget.held("kv") == 0
+    assert engine.budget.reserved_bytes("kv") == 0
     with pytest.raises(UsageError):
         say(conversation, " ")
     with pytest.raises(UsageError, match="the conversation has"):
@@ -289,7 +289,7 @@ def test_a_turn_that_is_given_up_or_fails_leaves_the_conversation_as_it_was(
     assert say(conversation, "y").result.prompt_tokens > 0
 
 
-def test_the_oldest_turns_are_left_out_only_when_asked(engine: Engine) -> None:
+def test_the_oldest_turns_are_left_out_only_when_asked(engine: LocalEngine) -> None:
     prompts = ["a" * 150, "b" * 150, "c" * 150]
     strict, cut = talk(engine), talk(engine, truncate=True)
     for prompt in prompts[:2]:
@@ -303,7 +303,7 @@ def test_the_oldest_turns_are_left_out_only_when_asked(engine: Engine) -> None:
     assert len(cut.turns) == 3
 
 
-def test_a_body_follows_the_first_message_and_a_template_every_one(engine: Engine) -> None:
+def test_a_body_follows_the_first_message_and_a_template_every_one(engine: LocalEngine) -> None:
     def texts(**message: Any) -> list[str]:
         conversation = talk(engine, message=message)
         return [say(conversation, prompt).message.text() for prompt in ("x", "y")]
@@ -313,13 +313,13 @@ def test_a_body_follows_the_first_message_and_a_template_every_one(engine: Engin
     assert texts(template="{body}: {prompt}", body="B") == ["B: x", "B: y"]
 
 
-def test_every_conversation_is_another_key(engine: Engine) -> None:
+def test_every_conversation_is_another_key(engine: LocalEngine) -> None:
     say(talk(engine), "x")
     assert reused(say(talk(engine), "x")) == 0
 
 
 def test_a_base_without_a_chat_template_takes_one_message(
-    house: House, tmp_path: Any, engine: Engine
+    house: HomeFixture, tmp_path: Any, engine: LocalEngine
 ) -> None:
     directory = write_base(tmp_path / "plain")
     config = directory / "tokenizer_config.json"

@@ -7,36 +7,35 @@ from typing import get_args
 import pytest
 import torch
 
-from expertctl.cli.exit_codes import exit_code
-from expertctl.engine import accelerator
-from expertctl.engine.backend import Surroundings
-from expertctl.engine.cuda_backend import CudaBackend
-from expertctl.engine.loaded_base import Wish, backend_of
-from expertctl.engine.moe.bookkeeping import known_bytes
-from expertctl.engine.moe.copy_order import CopyStream
-from expertctl.engine.moe.expert_stack import BUFFERS
-from expertctl.engine.moe.start import StartWishes, Warmup
+from expertctl.cli.process import get_exit_code
+from expertctl.engine import devices
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.adapter_cache import Tier
+from expertctl.engine.model.backends import LoadContext
+from expertctl.engine.model.cuda_backend import CudaBackend
+from expertctl.engine.model.load_plan import LoadConfig, choose_backend
+from expertctl.engine.moe.cache_plan import estimate_cache_metadata_bytes
+from expertctl.engine.moe.expert_stack import STAGING_BUFFERS, CopyStream
+from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
-from expertctl.engine.tiers import Tier
+from expertctl.engine.result import RunResult
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
-from expertctl.package.model_config import read_config
+from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Dtype, Forced
+from expertctl.routing.request import Dtype, ForcedExpert
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.settings import Home
-from tests.engine.market import Market
-from tests.engine.moe.at_once import at_once
-from tests.engine.test_runtime import planner, request, run
+from tests.engine.moe.fakes import at_once
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["at_once", "fast", "house"]
 
 FREE = 64 << 20
-SQL = Forced(Reference.parse("acme/sql"))
+SQL = ForcedExpert(Reference.parse("acme/sql"))
 PARTS = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "o_proj")
 ROUTED = ("q_proj", *(f"experts.{number}.{part}" for number in range(0, 12, 3) for part in PARTS))
@@ -47,9 +46,9 @@ ONE = 3 * 64 * 320 * 4
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is the processor, with memory of its own."""
-    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
-    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda: FREE + accelerator.RESERVE)
+    monkeypatch.setattr(devices, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(devices, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(devices, "find_free_bytes", lambda: FREE + devices.LIBRARY_RESERVE)
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +71,33 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def size(base: Path) -> int:
     """What all of it takes."""
-    return CudaBackend(read_config(base), "float32").weight_bytes
+    return CudaBackend(read_model_config(base), "float32").weight_bytes
 
 
-def asked(*experts: Forced, **route: object) -> RunRequest:
-    wishes = SamplingWishes(temperature=0.0, max_tokens=24)
+def asked(*experts: ForcedExpert, **route: object) -> RunRequest:
+    wishes = SamplingOverrides(temperature=0.0, max_tokens=24)
     wanted = request(*experts, route={"base_alone": not experts, "device": "cuda", **route})
-    return replace(wanted, route=replace(wanted.route, wishes=wishes))
+    return replace(wanted, route=replace(wanted.route, sampling=wishes))
 
 
 def answer(
-    house: House, budget: int, *experts: Forced, moe: StartWishes | None = None, **route: object
-) -> tuple[RunResult, Engine]:
-    engine = Engine(planner(house), budget=budget, device="cuda", moe=moe or StartWishes())
+    house: HomeFixture,
+    budget: int,
+    *experts: ForcedExpert,
+    moe: WarmupConfig | None = None,
+    **route: object,
+) -> tuple[RunResult, LocalEngine]:
+    engine = LocalEngine(planner(house), budget=budget, device="cuda", moe=moe or WarmupConfig())
     return run(engine, asked(*experts, **route)), engine
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype)[:2])
 def test_a_base_answers_the_same_in_less_memory_than_it_wants(
-    dtype: Dtype, base: Path, house: House, size: int
+    dtype: Dtype, base: Path, house: HomeFixture, size: int
 ) -> None:
     house.bases.add(base)
     whole, engine = answer(house, FREE, dtype=dtype)
-    held = engine.budget.held("base")
+    held = engine.budget.reserved_bytes("base")
     engine.close()
     assert held == size if dtype == "float32" else held < size
     assert whole.numerics.backend == "cuda"
@@ -109,7 +112,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_wants(
     assert 0 < residence.slots < 12
     assert residence.blocks == 3 * residence.slots + 12 - residence.slots
     assert activity.loads > 0
-    assert activity.skipped == 0
+    assert activity.skipped_weight == 0
     assert engine.budget.peak <= budget
     engine.check_integrity()
     again = run(engine, asked(dtype=dtype))
@@ -120,23 +123,25 @@ def test_a_base_answers_the_same_in_less_memory_than_it_wants(
     assert engine.budget.used == 0
 
 
-def test_it_answers_as_on_a_processor(base: Path, house: House) -> None:
+def test_it_answers_as_on_a_processor(base: Path, house: HomeFixture) -> None:
     house.bases.add(base)
     there, engine = answer(house, FREE)
     engine.close()
-    here = Engine(planner(house), budget=FREE, torch_below=FREE)
+    here = LocalEngine(planner(house), budget=FREE, torch_below=FREE)
     assert run(here, asked(device="cpu")).generated.tokens == there.generated.tokens
     here.close()
 
 
 @pytest.mark.parametrize("targets", [ATTENTION, ROUTED], ids=["attention", "routed experts"])
 def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
-    targets: tuple[str, ...], base: Path, house: House, tmp_path: Path, size: int
+    targets: tuple[str, ...], base: Path, house: HomeFixture, tmp_path: Path, size: int
 ) -> None:
     house.bases.add(base)
     adapter = ("lora", {"targets": targets, "scale": 0.4, "seed": 7})
-    house.install(Market(tmp_path / "market", base, read_base(base)).package(adapters=[adapter]))
-    oracle = Engine(planner(house), budget=FREE, torch_below=FREE)
+    house.install(
+        EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
+    )
+    oracle = LocalEngine(planner(house), budget=FREE, torch_below=FREE)
     theirs = run(oracle, asked(SQL, device="cpu"))
     alone = run(oracle, asked(device="cpu"))
     oracle.close()
@@ -153,10 +158,10 @@ def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
 
 
 def test_what_is_missing_is_left_out_where_that_was_asked_for(
-    base: Path, house: House, size: int
+    base: Path, house: HomeFixture, size: int
 ) -> None:
     house.bases.add(base)
-    wishes = StartWishes(warmup="none", learns=False)
+    wishes = WarmupConfig(warmup="none", learns=False)
     budget = size * 85 // 100
     whole, engine = answer(house, FREE, moe=wishes)
     engine.close()
@@ -164,23 +169,27 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(
     engine.close()
     assert skipping.moe is not None
     assert skipping.moe.to_json()["miss"] == "skip"
-    assert 0 < skipping.moe.activity.skipped < skipping.moe.activity.mass, "at first none is there"
+    assert 0 < skipping.moe.activity.skipped_weight < skipping.moe.activity.router_weight, (
+        "at first none is there"
+    )
     assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
     capped, engine = answer(house, budget, moe=wishes, moe_miss="skip", moe_skip_cap=0.0)
     engine.close()
     assert capped.moe is not None
-    assert capped.moe.activity.skipped == 0
+    assert capped.moe.activity.skipped_weight == 0
     assert capped.generated.tokens == whole.generated.tokens
 
 
 def test_what_is_held_is_what_was_announced_in_both_memories(
-    base: Path, house: House, size: int
+    base: Path, house: HomeFixture, size: int
 ) -> None:
     house.bases.add(base)
     budget = size * 85 // 100
     _, engine = answer(house, budget)
-    held = engine.budget.held("base")
-    backend, _ = backend_of(read_config(base), Wish(device="cuda", room=budget))
+    held = engine.budget.reserved_bytes("base")
+    backend, _ = choose_backend(
+        read_model_config(base), LoadConfig(device="cuda", memory_limit=budget)
+    )
     assert isinstance(backend, CudaBackend)
     assert backend.cache is not None
     asked = 8 * (3 * 12 + 2 * 3 + 1)  # who was chosen, where all are there
@@ -188,8 +197,10 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     assert rest > ONE, "the dummy is among it"
     copies, numbers = 3 * ONE, 3 * (4 * 320 + 2 * 64 + 8) + 8 * 12  # of who is used, in graphs
     room = 4 * (4 * 64 + 3 * 64 + 3) + 8 * (3 * 3 + 1)  # what stages leave each other
-    assert backend.staged_bytes == room + copies + 4 * numbers
-    assert held == backend.weight_bytes == rest + backend.cache.blocks * ONE + backend.staged_bytes
+    assert backend.piecewise_bytes == room + copies + 4 * numbers
+    assert (
+        held == backend.weight_bytes == rest + backend.cache.blocks * ONE + backend.piecewise_bytes
+    )
     routed = backend.config.experts
     assert routed is not None
     # 245,760 bytes are pinned as the next power of two: so torch's host allocator gives them.
@@ -197,32 +208,37 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     # So are 48 bytes of ids and 12 of weights, of three experts that a token uses.
     received = 64 + 16
     ram = engine.tiers._budgets[Tier.RAM]
-    assert ram.held("base") == BUFFERS * 262_144 + known_bytes(routed) + received
+    assert (
+        ram.reserved_bytes("base")
+        == STAGING_BUFFERS * 262_144 + estimate_cache_metadata_bytes(routed) + received
+    )
     engine.close()
-    assert ram.held("base") == 0
+    assert ram.reserved_bytes("base") == 0
 
 
 def test_what_libraries_keep_is_paid_before_slots_are_given_out(
-    base: Path, house: House, size: int, monkeypatch: pytest.MonkeyPatch
+    base: Path, house: HomeFixture, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the usual stream and two owners of graphs; of one where all experts are there."""
     house.bases.add(base)
     budget, kept, blocks = size * 105 // 100, 2 * ONE, list[int]()
     for workspace in (0, kept):
-        monkeypatch.setattr(accelerator, "workspace_bytes", lambda workspace=workspace: workspace)
+        monkeypatch.setattr(devices, "get_workspace_bytes", lambda workspace=workspace: workspace)
         result, engine = answer(house, budget)
         assert result.moe is not None
-        residence, held = result.moe.residence, engine.budget.held("base")
-        backend, _ = backend_of(read_config(base), Wish(device="cuda", room=budget))
+        residence, held = result.moe.residence, engine.budget.reserved_bytes("base")
+        backend, _ = choose_backend(
+            read_model_config(base), LoadConfig(device="cuda", memory_limit=budget)
+        )
         assert isinstance(backend, CudaBackend)
-        rest = backend.least_bytes + backend.staged_bytes
+        rest = backend.min_weight_bytes + backend.piecewise_bytes
         assert held == backend.weight_bytes == rest + residence.blocks * ONE + 3 * workspace
         assert engine.budget.peak <= budget
         engine.check_integrity()
         engine.close()
         blocks.append(residence.blocks)
     assert blocks[1] <= blocks[0] - 3
-    whole = CudaBackend(read_config(base), "float32")
+    whole = CudaBackend(read_model_config(base), "float32")
     assert whole.cache is None
     assert whole.weight_bytes == size + 2 * kept
 
@@ -239,7 +255,7 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
     kind: type[ExpertError],
     said: str,
     base: Path,
-    house: House,
+    house: HomeFixture,
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,12 +265,12 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
         raise error
 
     for budget in (FREE, size * 85 // 100):  # all are brought; those who are missing
-        engine = Engine(planner(house), budget=budget, device="cuda")
+        engine = LocalEngine(planner(house), budget=budget, device="cuda")
         with monkeypatch.context() as broken:
             broken.setattr(CopyStream, "copy", fail)
             with pytest.raises(kind, match=said) as told:
                 run(engine, asked())
-        assert exit_code(told.value) == (7 if kind is BudgetError else 1)
+        assert get_exit_code(told.value) == (7 if kind is BudgetError else 1)
         assert "--device cpu" in told.value.hint
         engine.check_integrity()
         assert run(engine, asked()).generated.tokens
@@ -262,12 +278,14 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House, size: int) -> None:
+def test_what_is_learnt_of_a_base_says_who_comes_first(
+    base: Path, house: HomeFixture, size: int
+) -> None:
     house.bases.add(base)
     budget, loads = size * 85 // 100, []
     full: Warmup = "full"
     for _ in range(2):
-        result, engine = answer(house, budget, moe=StartWishes(warmup=full))
+        result, engine = answer(house, budget, moe=WarmupConfig(warmup=full))
         assert engine.take_notes() == ()
         engine.close()
         assert result.moe is not None
@@ -277,10 +295,10 @@ def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House,
 
 @pytest.mark.usefixtures("at_once")
 def test_what_a_base_that_is_whole_was_asked_for_says_who_comes_first(
-    base: Path, house: House, size: int
+    base: Path, house: HomeFixture, size: int
 ) -> None:
     house.bases.add(base)
-    full, misses = StartWishes(warmup="full"), list[int]()
+    full, misses = WarmupConfig(warmup="full"), list[int]()
     for budget in (size * 85 // 100, FREE, size * 85 // 100):
         wishes = full if misses else replace(full, learns=False)
         result, engine = answer(house, budget, moe=wishes)
@@ -291,7 +309,9 @@ def test_what_a_base_that_is_whole_was_asked_for_says_who_comes_first(
     assert misses[2] < misses[0]
 
 
-def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, house: House) -> None:
+def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(
+    base: Path, house: HomeFixture
+) -> None:
     house.bases.add(base)
     with pytest.raises(BudgetError) as caught:
         answer(house, 6 * ONE)
@@ -303,9 +323,11 @@ def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, ho
 def test_weights_take_what_was_announced(
     dtype: Dtype, room: int | None, base: Path, tmp_path: Path
 ) -> None:
-    backend, _ = backend_of(read_config(base), Wish(dtype, device="cuda", room=room))
+    backend, _ = choose_backend(
+        read_model_config(base), LoadConfig(dtype, device="cuda", memory_limit=room)
+    )
     read: list[int] = []
-    around = Surroundings(directory=base, home=Home(tmp_path))
+    around = LoadContext(directory=base, home=Home(tmp_path))
     model = backend.load(around, progress=read.append)
     assert model.nbytes == backend.weight_bytes
     assert (backend.cache is None) == (room is None)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.packed_base import pack_base
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.package.model_config import read_config
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import pack_base
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
 from tests.factories import write_base
 
 IDS = torch.randint(0, 250, (70,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -27,14 +27,14 @@ def test_bits_depend_neither_on_stretches_nor_on_who_wrote_a_token_nor_on_worker
     scheme: Scheme, numbers: Scheme, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "base", hidden=64, head_dim=32, intermediate=96, tie=False)
-    config = read_config(directory)
-    base = pack_base(config, load_base(directory, config), scheme)
+    config = read_model_config(directory)
+    base = pack_base(config, load_base_weights(directory, config), scheme)
     found = []
     for chunk, prompt, workers in WAYS:
-        crew = Crew(workers)
+        crew = ThreadPool(workers)
         decoder, cache = (
             PackedDecoder(base, crew, chunk=chunk),
-            KVPages(config, 80, numbers=numbers),
+            PagedKVCache(config, 80, numbers=numbers),
         )
         scores = decoder.prefill(IDS[:prompt], cache).logits
         for token in IDS[prompt:]:

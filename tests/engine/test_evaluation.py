@@ -11,7 +11,7 @@ import torch
 
 from expertctl.engine import evaluation
 from expertctl.engine.evaluation import EvaluationRequest, evaluate, evaluate_build
-from expertctl.engine.evaluation_result import Evaluated
+from expertctl.engine.evaluation_result import EvaluationResult
 from expertctl.engine.request import FileExpert
 from expertctl.errors import (
     BaseMismatchError,
@@ -21,16 +21,16 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.package.build import plan_build
-from expertctl.package.draft import Overrides
-from expertctl.package.evaluation_data import EvaluationData, Metric, read_data
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.evaluation import EvaluationData, Metric, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Forced
+from expertctl.routing.request import ForcedExpert
 from expertctl.settings import Home, Settings
 from expertctl.store.catalogue import Catalogue
-from tests.engine.market import Market, market
-from tests.factories import make_package, text_of_bytes, write_base
-from tests.store.shop import House, a_key, house
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.factories import decode_bytes, make_package, write_base
+from tests.store.fixtures import HomeFixture, house, make_key
 
 __all__ = ["house", "market"]
 
@@ -39,12 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 PROMPTS = tuple(f"{a} + {b}" for a, b in zip("12345678", "87654321", strict=True))
 LIMIT = 6
-ONE, TWO = (Forced(Reference.parse(f"acme/{name}")) for name in ("one", "two"))
-HALF_TWO = Forced(TWO.target, 0.5)
+ONE, TWO = (ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "two"))
+HALF_TWO = ForcedExpert(TWO.target, 0.5)
 
 
 @dataclass(frozen=True)
-class Answers:
+class ReferenceAnswers:
     """What transformers and PEFT answer to each prompt, greedily."""
 
     base: Mapping[str, str]
@@ -59,11 +59,11 @@ class Pair:
     """Two packages on one base, and what they answer."""
 
     files: Mapping[str, Path]
-    answers: Answers
+    answers: ReferenceAnswers
 
 
 @pytest.fixture(scope="module")
-def pair(market: Market) -> Pair:
+def pair(market: EnginePackages) -> Pair:
     folder = market.folder / "pair"
     files = {
         name: make_package(
@@ -71,7 +71,7 @@ def pair(market: Market) -> Pair:
             f"acme/{name}",
             base_dir=market.base_dir,
             base=market.base,
-            key=a_key("acme"),
+            key=make_key("acme"),
             lora={"seed": seed, "scale": 0.4},
             decoding={"max_tokens": LIMIT},
         )
@@ -80,7 +80,7 @@ def pair(market: Market) -> Pair:
     return Pair(files, answered(market.base_dir, folder))
 
 
-def answered(base: Path, folder: Path) -> Answers:
+def answered(base: Path, folder: Path) -> ReferenceAnswers:
     import peft
     import transformers
 
@@ -94,7 +94,7 @@ def answered(base: Path, folder: Path) -> Answers:
     for name in ("default", "two", "chain"):
         adapted.set_adapter(name)
         texts.append(greedy(adapted, tokenizer))
-    return Answers(alone, *texts)
+    return ReferenceAnswers(alone, *texts)
 
 
 def greedy(model: Any, tokenizer: Any) -> dict[str, str]:
@@ -108,12 +108,12 @@ def greedy(model: Any, tokenizer: Any) -> dict[str, str]:
         )["input_ids"]
         output = model.generate(input_ids=ids, max_new_tokens=LIMIT, do_sample=False)
         new = output[0, ids.shape[1] :].tolist()
-        texts[prompt] = text_of_bytes(new)
+        texts[prompt] = decode_bytes(new)
     return texts
 
 
 @pytest.fixture
-def planner(house: House, market: Market, pair: Pair) -> Planner:
+def planner(house: HomeFixture, market: EnginePackages, pair: Pair) -> Planner:
     house.bases.add(market.base_dir)
     house.install(*pair.files.values())
     return Planner.open(Settings(Home(house.root), encoder="lexical"))
@@ -130,7 +130,7 @@ def written(tmp_path: Path) -> Written:
         path = tmp_path / "sums.jsonl"
         rows = [{"prompt": p, "answer": a} for p, a in zip(PROMPTS, answers, strict=False)]
         path.write_text("\n".join(map(json.dumps, rows)))
-        return read_data(path, metric=metric)
+        return read_evaluation_data(path, metric=metric)
 
     return write
 
@@ -140,7 +140,7 @@ def mixed(first: Mapping[str, str], second: Mapping[str, str], *, at: int) -> li
     return [first[p] if i < at else second[p] for i, p in enumerate(PROMPTS)]
 
 
-def shares(found: Evaluated) -> dict[str, float]:
+def shares(found: EvaluationResult) -> dict[str, float]:
     return {score.name: score.share for score in found.scores}
 
 
@@ -159,15 +159,15 @@ def test_the_shares_are_those_that_the_data_was_made_for(
     request = EvaluationRequest(data=data, expert=ONE)
     found = evaluate(planner, request, progress=counted.append)
     assert shares(found) == {"base": 0.25, "acme/one@1.0.0": 0.75}
-    assert [answer.sample.line for answer in found.expert.wrong] == [7, 8]
+    assert [answer.sample.line for answer in found.expert.wrong_answers] == [7, 8]
     assert [answer.text for answer in found.expert.answers] == list(pair.answers.one.values())
     assert [answer.text for answer in found.base.answers] == list(pair.answers.base.values())
     (gain,) = found.gains
     assert (gain.value, gain.gained, gain.lost) == (0.5, 6, 2)
-    assert gain.p == pytest.approx(2 * (1 + 8 + 28) / 2**8)
+    assert gain.p_value == pytest.approx(2 * (1 + 8 + 28) / 2**8)
     assert [count for count in counted if count] == [1] * request.answers == [1] * 16
     assert (found.max_tokens, found.base_name, found.warnings) == (LIMIT, "market-base", ())
-    assert found.expert.cut == 8
+    assert found.expert.truncated_count == 8
 
 
 def test_a_chain_is_measured_beside_each_of_its_experts(
@@ -191,7 +191,7 @@ def test_a_chain_is_measured_beside_each_of_its_experts(
 
 
 def test_a_file_that_nobody_signed_is_measured_without_being_installed(
-    planner: Planner, pair: Pair, written: Written, market: Market, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
 ) -> None:
     file = make_package(
         tmp_path,
@@ -208,7 +208,7 @@ def test_a_file_that_nobody_signed_is_measured_without_being_installed(
 
 
 def test_the_stops_of_the_expert_count_for_the_base_too(
-    planner: Planner, pair: Pair, written: Written, market: Market, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
 ) -> None:
     prompt = PROMPTS[0]
     letters = [text[prompt][1] for text in (pair.answers.base, pair.answers.one)]
@@ -235,44 +235,44 @@ def test_other_metrics_judge_the_same_answers(
 ) -> None:
     parts = [pair.answers.one[p][1:4] if i < 6 else "never" for i, p in enumerate(PROMPTS)]
     found = evaluate(planner, EvaluationRequest(data=written(parts, "contains"), expert=ONE))
-    assert found.expert.right == 6
+    assert found.expert.right_count == 6
     found = evaluate(planner, EvaluationRequest(data=written(["7"], "json"), expert=ONE))
-    assert found.expert.right == 0
+    assert found.expert.right_count == 0
 
 
 def test_being_evaluated_is_not_being_used(
-    planner: Planner, house: House, written: Written
+    planner: Planner, house: HomeFixture, written: Written
 ) -> None:
     evaluate(planner, EvaluationRequest(data=written(["x"]), expert=ONE))
-    (stored, _) = house.store.experts()
-    assert house.catalogue.usage(stored.content_digest) is None
+    (stored, _) = house.store.list_experts()
+    assert house.catalogue.find_usage(stored.content_digest) is None
 
 
 def test_a_gain_of_two_experts_is_remembered_where_it_is_sure(
-    planner: Planner, house: House, written: Written
+    planner: Planner, house: HomeFixture, written: Written
 ) -> None:
     asked = EvaluationRequest(data=written(["x"] * len(PROMPTS)), expert=ONE, compose=(TWO,))
     first = evaluate(planner, asked)
-    assert house.catalogue.gains() == {}
+    assert house.catalogue.find_sure_gains() == {}
     assert first.chain is not None
     together = [answer.text for answer in first.chain.answers]
-    before = house.catalogue.revision()
+    before = house.catalogue.read_revision()
     found = evaluate(planner, replace(asked, data=written(together)))
     assert found.gains[-1].value == 1.0
     one, two = (house.store.find(e.target).content_digest for e in (ONE, TWO))
-    assert house.catalogue.gains(base="market-base") == {(one, two): 1.0}
-    assert house.catalogue.revision() > before
-    (gain,) = house.catalogue.history.pair_gains()
-    assert (gain.n, gain.base, gain.is_sure) == (len(PROMPTS), "market-base", True)
+    assert house.catalogue.find_sure_gains(base="market-base") == {(one, two): 1.0}
+    assert house.catalogue.read_revision() > before
+    (gain,) = house.catalogue.history.list_gains()
+    assert (gain.n, gain.base, gain.is_significant) == (len(PROMPTS), "market-base", True)
     assert gain.p == pytest.approx(2 / 2**8)
 
 
 def test_a_gain_at_another_weight_or_without_a_place_to_write_is_not_remembered(
-    planner: Planner, house: House, written: Written
+    planner: Planner, house: HomeFixture, written: Written
 ) -> None:
     asked = EvaluationRequest(data=written(["x"]), expert=ONE, compose=(HALF_TWO,))
     assert evaluate(planner, asked).warnings == ()
-    assert not house.catalogue.history.pair_gains()
+    assert not house.catalogue.history.list_gains()
     nowhere = replace(planner, catalogue=Catalogue(Path("/proc/nowhere/index.db")))
     [warning] = evaluate(nowhere, replace(asked, compose=(TWO,))).warnings
     assert warning.startswith("the gain was not remembered for routing: /proc/nowhere/index.db")
@@ -284,7 +284,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_other_is_answered(
     path = tmp_path / "long.jsonl"
     rows = [{"prompt": "x" * size, "answer": "y"} for size in (3, 2000, 4)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    data, counted = read_data(path, metric="exact_match"), list[int]()
+    data, counted = read_evaluation_data(path, metric="exact_match"), list[int]()
     with pytest.raises(UsageError, match=r"long\.jsonl, line 2: the prompt has"):
         evaluate(planner, EvaluationRequest(data=data, expert=ONE), progress=counted.append)
     assert counted == []
@@ -296,7 +296,7 @@ def test_what_cannot_be_evaluated_is_refused_by_name(
     data = written(["x"])
     with pytest.raises(UsageError, match=r"at weight 1, not 0\.5"):
         evaluate(planner, EvaluationRequest(data=data, expert=HALF_TWO))
-    nobody = Forced(Reference.parse("acme/nobody"))
+    nobody = ForcedExpert(Reference.parse("acme/nobody"))
     with pytest.raises(NotFoundError, match="acme/nobody"):
         evaluate(planner, EvaluationRequest(data=data, expert=nobody))
     with pytest.raises(NotFoundError, match="acme/nobody"):
@@ -308,7 +308,7 @@ def test_what_cannot_be_evaluated_is_refused_by_name(
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(
-    planner: Planner, pair: Pair, written: Written, market: Market, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
 ) -> None:
     first, second = (
         make_package(
@@ -331,14 +331,14 @@ def test_a_file_that_changes_meanwhile_is_noticed(
 
 
 def test_a_planned_build_is_evaluated_and_nothing_stays(
-    planner: Planner, pair: Pair, written: Written, market: Market, tmp_path: Path
+    planner: Planner, pair: Pair, written: Written, market: EnginePackages, tmp_path: Path
 ) -> None:
     directory = market.folder / "pair" / "acme-one-1.0.0.files"
-    plan = plan_build(directory, Overrides(), base=market.base)
+    plan = plan_build(directory, ManifestOverrides(), base=market.base)
     data = written(mixed(pair.answers.one, pair.answers.base, at=6))
     out = tmp_path / "out"
     out.mkdir()
-    found = evaluate_build(planner, plan, data, beside=out / "one.expert")
+    found = evaluate_build(planner, plan, data, sibling=out / "one.expert")
     assert shares(found) == {"base": 0.25, "acme/one@1.0.0": 0.75}
     assert list(out.iterdir()) == []
 
@@ -347,21 +347,21 @@ def test_a_planned_build_is_evaluated_and_nothing_stays(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_build(planner, plan, data, beside=out / "one.expert", progress=interrupt)
+        evaluate_build(planner, plan, data, sibling=out / "one.expert", progress=interrupt)
     assert list(out.iterdir()) == []
     with pytest.raises(NotFoundError, match="no such directory"):
-        evaluate_build(planner, plan, data, beside=tmp_path / "nowhere" / "one.expert")
+        evaluate_build(planner, plan, data, sibling=tmp_path / "nowhere" / "one.expert")
 
 
 @pytest.mark.usefixtures("pair")  # writes the directory
 def test_a_build_for_a_base_that_was_not_added_is_refused(
-    house: House, written: Written, market: Market, tmp_path: Path
+    house: HomeFixture, written: Written, market: EnginePackages, tmp_path: Path
 ) -> None:
     directory = market.folder / "pair" / "acme-one-1.0.0.files"
-    plan = plan_build(directory, Overrides(), base=market.base)
+    plan = plan_build(directory, ManifestOverrides(), base=market.base)
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     with pytest.raises(NotFoundError, match="no base model is known"):
-        evaluate_build(planner, plan, written(["x"]), beside=tmp_path / "one.expert")
+        evaluate_build(planner, plan, written(["x"]), sibling=tmp_path / "one.expert")
     house.bases.add(write_base(tmp_path / "other", layers=1))
     with pytest.raises(BaseMismatchError, match="was made for"):
-        evaluate_build(planner, plan, written(["x"]), beside=tmp_path / "one.expert")
+        evaluate_build(planner, plan, written(["x"]), sibling=tmp_path / "one.expert")

@@ -10,35 +10,41 @@ import pytest
 
 from expertctl.engine import evaluation
 from expertctl.engine.evaluation import EvaluationRequest, evaluate
-from expertctl.engine.evaluation_answers import AT_ONCE, WORTH, can_batch, in_batch, one_by_one
-from expertctl.engine.evaluation_result import Evaluated
-from expertctl.engine.message import UserMessage
-from expertctl.engine.presence import present
+from expertctl.engine.evaluation_result import EvaluationResult
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.process_registry import list_engines
+from expertctl.engine.offline import (
+    BATCH_SIZE,
+    MIN_BATCH_PROMPTS,
+    answer_sequentially,
+    can_batch,
+    open_batch_answering,
+)
 from expertctl.engine.request import FileExpert, RunRequest
-from expertctl.engine.runtime import Engine
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import DigestError, TrustError, UsageError
-from expertctl.package.evaluation_data import EvaluationData, read_data
+from expertctl.messages import ignore_notification
+from expertctl.package.evaluation import EvaluationData, read_evaluation_data
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home, Settings
-from expertctl.telling import tell_nobody
-from tests.engine.market import Market
-from tests.engine.serving.workshop import market
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.serving.harness import market
 from tests.factories import make_package
-from tests.store.shop import House, a_key, fast, house
+from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
 
-ONE, TWO = (Forced(Reference.parse(f"acme/{name}")) for name in ("one", "two"))
+ONE, TWO = (ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("one", "two"))
 
 
 @pytest.fixture
-def planner(house: House, market: Market, tmp_path: Path) -> Planner:
+def planner(house: HomeFixture, market: EnginePackages, tmp_path: Path) -> Planner:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     for name, seed in (("one", 5), ("two", 6)):
         house.install(
             make_package(
@@ -46,7 +52,7 @@ def planner(house: House, market: Market, tmp_path: Path) -> Planner:
                 f"acme/{name}",
                 base_dir=market.base_dir,
                 base=market.base,
-                key=a_key("acme"),
+                key=make_key("acme"),
                 lora={"seed": seed, "scale": 0.4},
                 decoding={"max_tokens": 6},
             )
@@ -58,24 +64,24 @@ def data(folder: Path, count: int, *, longest: int = 40) -> EvaluationData:
     path = folder / "sums.jsonl"
     rows = [{"prompt": f"{n} + {'1' * (n * 7 % longest)}", "answer": "7"} for n in range(count)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    return read_data(path, metric="exact_match")
+    return read_evaluation_data(path, metric="exact_match")
 
 
-def texts(found: Evaluated) -> dict[str, list[str]]:
+def texts(found: EvaluationResult) -> dict[str, list[str]]:
     return {score.name: [answer.text for answer in score.answers] for score in found.scores}
 
 
 @pytest.mark.parametrize("compose", [(), (replace(TWO, weight=0.5),)], ids=["one", "a chain"])
 def test_answers_at_once_are_those_of_one_at_a_time(
-    planner: Planner, tmp_path: Path, compose: tuple[Forced, ...]
+    planner: Planner, tmp_path: Path, compose: tuple[ForcedExpert, ...]
 ) -> None:
     request = EvaluationRequest(
         data=data(tmp_path, 19), expert=ONE, compose=compose, deterministic=True
     )
     told, counted = list[str](), list[int]()
-    alone = evaluate(planner, replace(request, at_once=1), tell=told.append)
+    alone = evaluate(planner, replace(request, batch_size=1), notify=told.append)
     assert not [text for text in told if text.startswith("loading ")]
-    together = evaluate(planner, request, progress=counted.append, tell=told.append)
+    together = evaluate(planner, request, progress=counted.append, notify=told.append)
     assert [text for text in told if text.startswith("loading market-base, ")]
     assert texts(together) == texts(alone)
     assert len(set(texts(alone)["base"])) > 1
@@ -84,7 +90,9 @@ def test_answers_at_once_are_those_of_one_at_a_time(
     assert [count for count in counted if count] == [1] * request.answers
 
 
-def fork(folder: Path, market: Market, *, kind: AdapterKind = "lora", seed: int = 7) -> Path:
+def fork(
+    folder: Path, market: EnginePackages, *, kind: AdapterKind = "lora", seed: int = 7
+) -> Path:
     """A package that nobody signed or installed."""
     return make_package(
         folder / kind,
@@ -98,13 +106,13 @@ def fork(folder: Path, market: Market, *, kind: AdapterKind = "lora", seed: int 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "soft_prompt"])
 def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
-    planner: Planner, tmp_path: Path, market: Market, kind: AdapterKind
+    planner: Planner, tmp_path: Path, market: EnginePackages, kind: AdapterKind
 ) -> None:
     expert = FileExpert(fork(tmp_path, market, kind=kind))
     request = EvaluationRequest(data=data(tmp_path, 11), expert=expert, deterministic=True)
-    alone = evaluate(planner, replace(request, at_once=1))
+    alone = evaluate(planner, replace(request, batch_size=1))
     told = list[str]()
-    together = evaluate(planner, request, tell=told.append)
+    together = evaluate(planner, request, notify=told.append)
     assert any(text.startswith("loading market-base, ") for text in told)
     assert together == alone
     assert "local/new@1.0.0 is unsigned: nobody vouches for it" in together.warnings
@@ -113,32 +121,32 @@ def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
 
 
 def test_a_chain_of_files_and_installed_experts_is_measured_at_once(
-    planner: Planner, tmp_path: Path, market: Market
+    planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
     file = fork(tmp_path, market)
     for expert, compose in ((ONE, FileExpert(file, 0.5)), (FileExpert(file), TWO)):
         request = EvaluationRequest(
             data=data(tmp_path, 9), expert=expert, compose=(compose,), deterministic=True
         )
-        assert evaluate(planner, request) == evaluate(planner, replace(request, at_once=1))
+        assert evaluate(planner, request) == evaluate(planner, replace(request, batch_size=1))
 
 
 def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
-    planner: Planner, tmp_path: Path, market: Market
+    planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
-    wishes = SamplingWishes(greedy=True, max_tokens=12)
+    wishes = SamplingOverrides(greedy=True, max_tokens=12)
     requests = [
         RunRequest(
             message=UserMessage(prompt=f"{n} + {n * '2'}"),
-            route=RouteRequest(prompt=f"{n}", wishes=wishes, deterministic=True),
+            route=RouteRequest(prompt=f"{n}", sampling=wishes, deterministic=True),
             experts=(FileExpert(fork(tmp_path, market)),),
         )
         for n in range(19)
     ]
-    [base] = planner.bases.bases()
-    alone = dict(one_by_one(Engine(planner))(requests))
-    with in_batch(
-        planner, base, requests[0], budget=None, at_once=AT_ONCE, tell=tell_nobody
+    [base] = planner.bases.list_bases()
+    alone = dict(answer_sequentially(LocalEngine(planner))(requests))
+    with open_batch_answering(
+        planner, base, requests[0], budget=None, batch_size=BATCH_SIZE, notify=ignore_notification
     ) as answering:
         together = dict(answering(requests))
     tokens = {number: result.generated.tokens for number, result in together.items()}
@@ -147,21 +155,23 @@ def test_sixteen_prompts_at_once_get_the_tokens_of_one_at_a_time(
 
 
 def test_the_engine_reads_no_file_that_it_was_not_started_with(
-    planner: Planner, tmp_path: Path, market: Market
+    planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
-    [base] = planner.bases.bases()
+    [base] = planner.bases.list_bases()
     route = RouteRequest(prompt="x", deterministic=True)
     first = RunRequest(message=UserMessage(prompt="x"), route=route)
     named = replace(first, experts=(FileExpert(fork(tmp_path, market)),))
     with (
-        in_batch(planner, base, first, budget=None, at_once=2, tell=tell_nobody) as answering,
+        open_batch_answering(
+            planner, base, first, budget=None, batch_size=2, notify=ignore_notification
+        ) as answering,
         pytest.raises(UsageError, match=r"local-new-1\.0\.0\.expert was not read"),
     ):
         list(answering([named]))
 
 
 def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
-    planner: Planner, tmp_path: Path, market: Market, monkeypatch: pytest.MonkeyPatch
+    planner: Planner, tmp_path: Path, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, other = fork(tmp_path / "a", market), fork(tmp_path / "b", market, seed=8)
     request = EvaluationRequest(data=data(tmp_path, 9), expert=FileExpert(file), deterministic=True)
@@ -176,10 +186,10 @@ def test_a_file_that_is_replaced_before_it_is_read_is_noticed(
 
 
 def test_a_file_that_a_stranger_signed_is_not_measured(
-    planner: Planner, tmp_path: Path, market: Market
+    planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
     stranger = make_package(
-        tmp_path, "other/new", base_dir=market.base_dir, base=market.base, key=a_key("stranger")
+        tmp_path, "other/new", base_dir=market.base_dir, base=market.base, key=make_key("stranger")
     )
     request = EvaluationRequest(
         data=data(tmp_path, 9), expert=FileExpert(stranger), deterministic=True
@@ -190,7 +200,7 @@ def test_a_file_that_a_stranger_signed_is_not_measured(
 
 @pytest.mark.parametrize("at", [1, 5])
 def test_an_interrupted_evaluation_ends_its_engine(
-    at: int, planner: Planner, tmp_path: Path, market: Market
+    at: int, planner: Planner, tmp_path: Path, market: EnginePackages
 ) -> None:
     def interrupt(count: int) -> None:
         counted.append(count)
@@ -203,7 +213,7 @@ def test_an_interrupted_evaluation_ends_its_engine(
     with pytest.raises(KeyboardInterrupt):
         evaluate(planner, request, progress=interrupt)
     assert threading.active_count() == before
-    assert present(planner.home.engines) == []
+    assert list_engines(planner.home.engines) == []
 
 
 def test_a_prompt_that_does_not_fit_is_named_by_its_line(planner: Planner, tmp_path: Path) -> None:
@@ -221,13 +231,13 @@ def test_in_little_memory_the_answers_are_the_same(
 ) -> None:
     request = EvaluationRequest(data=data(tmp_path, 9), expert=ONE, deterministic=True)
     counted, told = list[int](), list[str]()
-    whole = evaluate(planner, replace(request, at_once=1))
+    whole = evaluate(planner, replace(request, batch_size=1))
     little = evaluate(
         planner,
-        replace(request, at_once=at_once),
+        replace(request, batch_size=at_once),
         budget=16 << 20,
         progress=counted.append,
-        tell=told.append,
+        notify=told.append,
     )
     assert little == whole
     assert sum(counted) == request.answers
@@ -238,12 +248,12 @@ def test_in_little_memory_the_answers_are_the_same(
 @pytest.mark.parametrize(
     ("route", "expert", "prompts", "batched"),
     [
-        ({"deterministic": True}, ONE, AT_ONCE, True),
-        ({"dtype": "int8"}, ONE, WORTH, True),
-        ({"dtype": "int8"}, ONE, WORTH - 1, False),
-        ({"dtype": "int8", "moe_miss": "skip"}, ONE, AT_ONCE, False),
-        ({"dtype": "int8"}, FileExpert(Path("x.expert")), AT_ONCE, True),
-        ({}, ONE, AT_ONCE, False),
+        ({"deterministic": True}, ONE, BATCH_SIZE, True),
+        ({"dtype": "int8"}, ONE, MIN_BATCH_PROMPTS, True),
+        ({"dtype": "int8"}, ONE, MIN_BATCH_PROMPTS - 1, False),
+        ({"dtype": "int8", "moe_miss": "skip"}, ONE, BATCH_SIZE, False),
+        ({"dtype": "int8"}, FileExpert(Path("x.expert")), BATCH_SIZE, True),
+        ({}, ONE, BATCH_SIZE, False),
     ],
     ids=["kernels", "enough", "few", "lossy", "a file", "torch"],
 )
@@ -252,5 +262,5 @@ def test_a_batch_is_used_only_where_it_gives_the_same_and_is_worth_it(
 ) -> None:
     asked = RouteRequest(prompt="x", **route)
     request = RunRequest(message=UserMessage(prompt="x"), route=asked, experts=(expert,))
-    [base] = planner.bases.bases()
+    [base] = planner.bases.list_bases()
     assert can_batch(base, request, prompts=prompts) is batched

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.adapter_cache import Tier
 from expertctl.engine.request import FileExpert, NamedExpert
-from expertctl.engine.runtime import Engine
-from expertctl.engine.tiers import Tier
 from expertctl.errors import BudgetError, DigestError, ExpertError
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import planner, request, run
-from tests.store.shop import House, fast, house
+from expertctl.routing.request import ForcedExpert
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import planner, request, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "market"]
 
@@ -23,18 +23,18 @@ PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)
-def furnished(house: House, market: Market) -> None:
+def furnished(house: HomeFixture, market: EnginePackages) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
 
 
-class Watch:
+class ReadWatch:
     """Hears of every byte that is read; the base waits until an expert was begun."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: HomeFixture) -> None:
         self.readers: list[str] = []
-        self.engine = Engine(planner(house), budget=BUDGET, progress=self.progress)
+        self.engine = LocalEngine(planner(house), budget=BUDGET, progress=self.progress)
         self.in_base: Callable[[], object] = lambda: None
         self._begun = threading.Event()
 
@@ -52,7 +52,7 @@ class Watch:
     def leaves_nothing(self) -> None:
         threads_end()
         self.engine.check_integrity()
-        assert self.engine.budget.held("buffers") == 0
+        assert self.engine.budget.reserved_bytes("buffers") == 0
 
 
 def threads_end() -> None:
@@ -64,25 +64,25 @@ def threads_end() -> None:
 
 
 @pytest.fixture
-def watch(house: House) -> Watch:
-    return Watch(house)
+def watch(house: HomeFixture) -> ReadWatch:
+    return ReadWatch(house)
 
 
 def named(*names: str) -> tuple[NamedExpert, ...]:
-    return tuple(Forced(Reference.parse(f"acme/{name}")) for name in names)
+    return tuple(ForcedExpert(Reference.parse(f"acme/{name}")) for name in names)
 
 
-def test_experts_are_read_while_the_base_is(watch: Watch, house: House) -> None:
+def test_experts_are_read_while_the_base_is(watch: ReadWatch, house: HomeFixture) -> None:
     watch.in_base = watch.wait_for_expert
     result = run(watch.engine, request(*named("one", "two")))
     assert result.experts_loaded == 2
     assert watch.engine.tiers.traffic[Tier.RAM].hits == 0
     watch.leaves_nothing()
-    plain = run(Engine(planner(house), budget=BUDGET), request(*named("one", "two")))
+    plain = run(LocalEngine(planner(house), budget=BUDGET), request(*named("one", "two")))
     assert plain.generated.tokens == result.generated.tokens
 
 
-def test_beside_a_base_that_is_there_nothing_is_fetched_ahead(watch: Watch) -> None:
+def test_beside_a_base_that_is_there_nothing_is_fetched_ahead(watch: ReadWatch) -> None:
     run(watch.engine, request(*named("one")))
     watch.readers.clear()
     run(watch.engine, request(*named("two")))
@@ -91,14 +91,16 @@ def test_beside_a_base_that_is_there_nothing_is_fetched_ahead(watch: Watch) -> N
 
 
 def test_for_what_is_in_memory_no_thread_begins(
-    watch: Watch, house: House, market: Market, tmp_path: Path
+    watch: ReadWatch, house: HomeFixture, market: EnginePackages, tmp_path: Path
 ) -> None:
     path = market.package("acme/file", seed=3)
     run(watch.engine, request(FileExpert(path)))
     assert "prefetch" not in watch.readers
 
 
-def test_a_damaged_expert_is_told_by_the_run_that_needs_it(watch: Watch, house: House) -> None:
+def test_a_damaged_expert_is_told_by_the_run_that_needs_it(
+    watch: ReadWatch, house: HomeFixture
+) -> None:
     blobs = [path for path in house.store.paths.blobs.rglob("*") if path.is_file()]
     for blob in blobs:
         if blob.stat().st_size > 2_000:
@@ -109,7 +111,7 @@ def test_a_damaged_expert_is_told_by_the_run_that_needs_it(watch: Watch, house: 
     with pytest.raises(DigestError, match="acme/one"):
         run(watch.engine, request(*named("one")))
     watch.leaves_nothing()
-    assert watch.engine.budget.held("experts") == 0
+    assert watch.engine.budget.reserved_bytes("experts") == 0
 
 
 class Interrupted(BaseException):
@@ -118,7 +120,7 @@ class Interrupted(BaseException):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted, ExpertError])
 def test_whatever_ends_the_loading_of_the_base_ends_the_fetching(
-    kind: type[BaseException], watch: Watch
+    kind: type[BaseException], watch: ReadWatch
 ) -> None:
     def give_up() -> None:
         watch.wait_for_expert()
@@ -128,18 +130,18 @@ def test_whatever_ends_the_loading_of_the_base_ends_the_fetching(
     with pytest.raises(kind, match="given up"):
         run(watch.engine, request(*named("one", "two")))
     watch.leaves_nothing()
-    assert watch.engine.budget.held("experts") == 0
+    assert watch.engine.budget.reserved_bytes("experts") == 0
     watch.in_base = lambda: None
     assert run(watch.engine, request(*named("one", "two"))).generated.tokens
 
 
-def test_what_is_fetched_ahead_takes_nothing_that_the_run_needs(house: House) -> None:
-    whole = run(Engine(planner(house), budget=BUDGET), request(*named("one", "two"))).memory
-    exact = Engine(planner(house), budget=whole.peak)
+def test_what_is_fetched_ahead_takes_nothing_that_the_run_needs(house: HomeFixture) -> None:
+    whole = run(LocalEngine(planner(house), budget=BUDGET), request(*named("one", "two"))).memory
+    exact = LocalEngine(planner(house), budget=whole.peak)
     for _ in range(5):
         assert run(exact, request(*named("one", "two"))).memory.peak == whole.peak
         exact.close()
-    less = Engine(planner(house), budget=whole.peak - 1)
+    less = LocalEngine(planner(house), budget=whole.peak - 1)
     with pytest.raises(BudgetError):
         run(less, request(*named("one", "two")))
     less.check_integrity()

@@ -11,19 +11,26 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.generate import Generated, NativeReading, Writer, generate, step_each
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.stop import USUAL_RULES, StopRules
-from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.generation import (
+    DEFAULT_STOP_RULES,
+    DecoderSession,
+    GenerationOutput,
+    OutputWriter,
+    StopRules,
+    generate_text,
+    step_sequentially,
+)
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.decoder import Decoder
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import BudgetError
-from expertctl.package.model_config import read_config
+from expertctl.package.model_config import read_model_config
 from expertctl.routing.plan import SamplingParams
-from tests.factories import text_of_bytes, write_base
+from tests.factories import decode_bytes, write_base
 
 PROMPT = "Sort: 41, 7, 23"
-GREEDY = SamplingParams().greedy()
+GREEDY = SamplingParams().to_greedy()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +49,7 @@ def set_end(directory: Path, ids: list[int]) -> None:
 
 
 @dataclass(frozen=True)
-class Model:
+class TinyModel:
     decoder: Decoder
     tokenizer: Tokenizer
 
@@ -52,36 +59,38 @@ class Model:
         params: SamplingParams,
         seed: int,
         max_tokens: int,
-        rules: StopRules = USUAL_RULES,
-    ) -> Generator[str, None, Generated]:
+        rules: StopRules = DEFAULT_STOP_RULES,
+    ) -> Generator[str, None, GenerationOutput]:
         ids = self.tokenizer.encode(PROMPT)
         cache = KVCache(self.decoder.config, len(ids) + max_tokens)
-        writer = Writer(self.tokenizer, params, seed=seed, max_tokens=max_tokens, rules=rules)
-        return generate(NativeReading(self.decoder, cache, {}), ids, writer)
+        writer = OutputWriter(self.tokenizer, params, seed=seed, max_tokens=max_tokens, rules=rules)
+        return generate_text(DecoderSession(self.decoder, cache, {}), ids, writer)
 
 
-def open_model(directory: Path) -> Model:
-    config = read_config(directory)
-    return Model(Decoder(config, load_base(directory, config)), Tokenizer.open(directory))
+def open_model(directory: Path) -> TinyModel:
+    config = read_model_config(directory)
+    return TinyModel(
+        Decoder(config, load_base_weights(directory, config)), Tokenizer.open(directory)
+    )
 
 
 @pytest.fixture(scope="module")
-def model(base: Path) -> Model:
+def model(base: Path) -> TinyModel:
     return open_model(base)
 
 
 def run(
-    model: Model,
+    model: TinyModel,
     *,
     params: SamplingParams = GREEDY,
     seed: int = 0,
     max_tokens: int = 24,
-    rules: StopRules = USUAL_RULES,
-) -> tuple[list[str], Generated]:
+    rules: StopRules = DEFAULT_STOP_RULES,
+) -> tuple[list[str], GenerationOutput]:
     return drain(model.stream(params=params, seed=seed, max_tokens=max_tokens, rules=rules))
 
 
-def drain(stream: Generator[str, None, Generated]) -> tuple[list[str], Generated]:
+def drain(stream: Generator[str, None, GenerationOutput]) -> tuple[list[str], GenerationOutput]:
     pieces = []
     while True:
         try:
@@ -90,7 +99,7 @@ def drain(stream: Generator[str, None, Generated]) -> tuple[list[str], Generated
             return pieces, end.value
 
 
-def test_greedy_tokens_are_those_of_transformers(base: Path, model: Model) -> None:
+def test_greedy_tokens_are_those_of_transformers(base: Path, model: TinyModel) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     ids = model.tokenizer.encode(PROMPT)
     expected = oracle.generate(
@@ -100,14 +109,14 @@ def test_greedy_tokens_are_those_of_transformers(base: Path, model: Model) -> No
     assert list(result.tokens) == expected[0, len(ids) :].tolist()
 
 
-def test_the_pieces_are_the_text_and_the_text_is_the_tokens(model: Model) -> None:
+def test_the_pieces_are_the_text_and_the_text_is_the_tokens(model: TinyModel) -> None:
     pieces, result = run(model)
-    assert "".join(pieces) == result.text == text_of_bytes(result.tokens)
+    assert "".join(pieces) == result.text == decode_bytes(result.tokens)
     assert all(pieces)
     assert len(pieces) > 1
 
 
-def test_it_ends_with_the_last_token_that_is_allowed(model: Model) -> None:
+def test_it_ends_with_the_last_token_that_is_allowed(model: TinyModel) -> None:
     for limit in (1, 2, 7):
         _, result = run(model, max_tokens=limit)
         assert len(result.tokens) == limit
@@ -115,7 +124,7 @@ def test_it_ends_with_the_last_token_that_is_allowed(model: Model) -> None:
         assert result.decode_steps == limit - 1
 
 
-def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, model: Model) -> None:
+def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, model: TinyModel) -> None:
     _, free = run(model)
     first = next(i for i in range(3, 24) if free.tokens[i] not in free.tokens[:i])
     directory = write_base(tmp_path / "base", seed=3)
@@ -139,7 +148,7 @@ def of_transformers(base: Path, ids: list[int], **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("least", [0, 1, 4, 10, 24])
 def test_stop_token_ids_and_min_tokens_give_the_tokens_of_transformers(
-    base: Path, model: Model, least: int
+    base: Path, model: TinyModel, least: int
 ) -> None:
     free = run(model)[1].tokens
     end = next(free[i] for i in range(3, 24) if free[i] not in free[:i])
@@ -152,7 +161,7 @@ def test_stop_token_ids_and_min_tokens_give_the_tokens_of_transformers(
 
 
 def test_ignore_eos_goes_on_as_transformers_does_without_an_end_token(
-    base: Path, tmp_path: Path, model: Model
+    base: Path, tmp_path: Path, model: TinyModel
 ) -> None:
     free = run(model)[1].tokens
     directory = write_base(tmp_path / "base", seed=3)
@@ -164,7 +173,7 @@ def test_ignore_eos_goes_on_as_transformers_does_without_an_end_token(
     assert (list(result.tokens), result.finish_reason) == (expected, "length")
 
 
-def test_a_stop_string_counts_only_after_min_tokens(model: Model) -> None:
+def test_a_stop_string_counts_only_after_min_tokens(model: TinyModel) -> None:
     _, free = run(model)
     stop = free.text[0]
     first = run(model, params=with_stop(stop))[1]
@@ -179,7 +188,7 @@ def test_a_stop_string_counts_only_after_min_tokens(model: Model) -> None:
     ("presence", "frequency"), [(2.0, 0.0), (0.0, 2.0), (-2.0, 0.5), (0.3, -0.2)]
 )
 def test_greedy_text_with_penalties_follows_openais_formula(
-    base: Path, model: Model, presence: float, frequency: float
+    base: Path, model: TinyModel, presence: float, frequency: float
 ) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     ids, expected = model.tokenizer.encode(PROMPT), list[int]()
@@ -191,7 +200,7 @@ def test_greedy_text_with_penalties_follows_openais_formula(
     assert list(run(model, params=params, max_tokens=12)[1].tokens) == expected
 
 
-def test_a_stop_string_ends_the_text_before_it(model: Model) -> None:
+def test_a_stop_string_ends_the_text_before_it(model: TinyModel) -> None:
     _, free = run(model)
     stop = free.text[5:8]
     pieces, result = run(model, params=with_stop(stop))
@@ -200,14 +209,14 @@ def test_a_stop_string_ends_the_text_before_it(model: Model) -> None:
     assert len(result.tokens) < len(free.tokens)
 
 
-def test_what_could_have_become_a_stop_string_is_given_out_at_the_end(model: Model) -> None:
+def test_what_could_have_become_a_stop_string_is_given_out_at_the_end(model: TinyModel) -> None:
     _, free = run(model)
     pieces, result = run(model, params=with_stop(f"{free.text[-2:]}never"))
     assert result.finish_reason == "length"
     assert "".join(pieces) == result.text == free.text
 
 
-def test_a_stop_string_that_is_complete_with_the_last_token_counts(model: Model) -> None:
+def test_a_stop_string_that_is_complete_with_the_last_token_counts(model: TinyModel) -> None:
     _, free = run(model)
     last = free.text[-1]
     first = free.text.index(last)
@@ -215,13 +224,13 @@ def test_a_stop_string_that_is_complete_with_the_last_token_counts(model: Model)
     assert (result.finish_reason, result.text) == ("stop", free.text[:first])
 
 
-def test_one_seed_gives_one_text_and_another_seed_another(model: Model) -> None:
+def test_one_seed_gives_one_text_and_another_seed_another(model: TinyModel) -> None:
     params = SamplingParams(temperature=1.0, top_p=1.0)
     texts = [run(model, params=params, seed=seed)[1].tokens for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_penalties_see_generated_tokens_only(model: Model) -> None:
+def test_penalties_see_generated_tokens_only(model: TinyModel) -> None:
     """With a repetition penalty that is large enough no token comes twice before all came once."""
     params = SamplingParams(
         temperature=1e-6, top_p=1.0, presence_penalty=2.0, frequency_penalty=2.0
@@ -232,7 +241,7 @@ def test_penalties_see_generated_tokens_only(model: Model) -> None:
     assert result.tokens != greedy.tokens
 
 
-def test_times_are_counted(model: Model) -> None:
+def test_times_are_counted(model: TinyModel) -> None:
     _, result = run(model)
     assert 0 < result.prefill_ms <= result.first_token_ms
     assert result.tokens_per_s == pytest.approx(23 / result.decode_ms * 1e3)
@@ -240,17 +249,17 @@ def test_times_are_counted(model: Model) -> None:
 
 
 def test_the_time_of_the_reader_is_not_counted(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(sys.modules[generate.__module__], "time", clock)
+    clock = GenerationClock()
+    monkeypatch.setattr(sys.modules[generate_text.__module__], "time", clock)
     stream = model.stream(params=GREEDY, seed=0, max_tokens=5)
     next(stream)
     clock.now += 1000.0
     assert drain(stream)[1].decode_ms < 1000.0
 
 
-class Clock:
+class GenerationClock:
     """Time that passes only when it is read, a little, and when the test says so."""
 
     now = 0.0
@@ -261,19 +270,19 @@ class Clock:
 
 
 def with_stop(text: str) -> Any:
-    return SamplingParams(stop=(text,)).greedy()
+    return SamplingParams(stop=(text,)).to_greedy()
 
 
-def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: Model) -> None:
+def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: TinyModel) -> None:
     ids, config = model.tokenizer.encode(PROMPT), model.decoder.config
     caches = [KVCache(config, len(ids) + more) for more in (1, 0, 1)]
-    texts = [NativeReading(model.decoder, cache, {}) for cache in caches]
+    texts = [DecoderSession(model.decoder, cache, {}) for cache in caches]
     for text in texts:
         text.prefill(ids)
     with pytest.raises(BudgetError, match="1 more tokens do not fit"):
-        step_each([(text, 5) for text in texts])
+        step_sequentially([(text, 5) for text in texts])
     assert [cache.length for cache in caches] == [len(ids)] * 3
-    found = step_each([(texts[0], 5), (texts[2], 5)])
+    found = step_sequentially([(texts[0], 5), (texts[2], 5)])
     assert torch.equal(found[0], found[1])
 
 
@@ -284,14 +293,14 @@ def logits_of(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.05, 1.3, 2.0])
 def test_an_answer_of_many_tokens_is_penalised_for_its_last_64_as_transformers_would(
-    model: Model, penalty: float
+    model: TinyModel, penalty: float
 ) -> None:
     params = SamplingParams(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=penalty)
-    writer = Writer(model.tokenizer, params, seed=0, max_tokens=300)
+    writer = OutputWriter(model.tokenizer, params, seed=0, max_tokens=300)
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     expected: list[int] = []
     for step in range(200):
-        writer.take(logits_of(step))
+        writer.take_logits(logits_of(step))
         window = torch.tensor([expected[-64:]], dtype=torch.long)
         scores = processor(window, logits_of(step)[None]) if expected else logits_of(step)[None]
         expected.append(int(scores.argmax()))
@@ -302,21 +311,23 @@ def test_an_answer_of_many_tokens_is_penalised_for_its_last_64_as_transformers_w
 
 
 @pytest.mark.parametrize("end", ["length", "cancelled", "timeout", "stop"])
-def test_an_answer_that_is_cut_inside_a_character_ends_before_it(model: Model, end: str) -> None:
+def test_an_answer_that_is_cut_inside_a_character_ends_before_it(
+    model: TinyModel, end: str
+) -> None:
     written = [*"Grüße ".encode(), *"🙂".encode()[:3]]
     most = len(written) if end == "length" else 300
-    writer = Writer(model.tokenizer, GREEDY, seed=0, max_tokens=most)
+    writer = OutputWriter(model.tokenizer, GREEDY, seed=0, max_tokens=most)
     for token in written:
         scores = torch.zeros(300)
         scores[token] = 9.0
-        writer.take(scores)
+        writer.take_logits(scores)
     if end in {"cancelled", "timeout"}:
-        writer.give_up(end)  # type: ignore[arg-type]  # one of the two
+        writer.stop(end)  # type: ignore[arg-type]  # one of the two
     elif end == "stop":
         writer._end_ids = frozenset({299})
         scores = torch.zeros(300)
         scores[299] = 9.0
-        writer.take(scores)
+        writer.take_logits(scores)
     assert writer.finish_reason == end
     assert "".join(writer.pieces) == "Grüße "
     assert writer.tokens == written

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.engine import tiers as module
-from expertctl.engine.budget import Budget
-from expertctl.engine.tiers import Tier, Tiers, Wanted
+from expertctl.engine.memory import adapter_cache as module
+from expertctl.engine.memory.adapter_cache import AdapterCache, CacheRequest, Tier
+from expertctl.engine.memory.budget import MemoryBudget
 
 SECONDS = 60
 """After which something that should be over is not."""
@@ -21,8 +21,8 @@ _WHOLE = ("_settle", "with self._lock")
 """In lines that leave a lock, the interpreter looks for signals only once they have left it."""
 
 
-def wanted(name: str) -> Wanted[bytes]:
-    return Wanted((Tier.RAM, Digest.of(name.encode())), 10, name, lambda: name.encode())
+def wanted(name: str) -> CacheRequest[bytes]:
+    return CacheRequest((Tier.RAM, Digest.compute(name.encode())), 10, name, lambda: name.encode())
 
 
 class InterruptAt:
@@ -50,8 +50,8 @@ def test_after_an_interrupt_at_any_line_the_next_request_gets_what_it_needs(
     was, number = sys.gettrace(), 0
     while True:
         number += 1
-        budget = Budget(1000)
-        tiers, interrupt = Tiers(ram=budget, device=budget), InterruptAt(number)
+        budget = MemoryBudget(1000)
+        tiers, interrupt = AdapterCache(ram=budget, device=budget), InterruptAt(number)
         sys.settrace(interrupt)
         try:
             with suppress(KeyboardInterrupt), tiers.pin([wanted(name) for name in names]):
@@ -64,7 +64,7 @@ def test_after_an_interrupt_at_any_line_the_next_request_gets_what_it_needs(
             return
 
 
-def what_another_gets(tiers: Tiers, names: tuple[str, ...]) -> list[bytes]:
+def what_another_gets(tiers: AdapterCache, names: tuple[str, ...]) -> list[bytes]:
     found: list[bytes] = []
 
     def ask() -> None:

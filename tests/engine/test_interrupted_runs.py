@@ -10,32 +10,23 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine import (
-    budget,
-    eviction,
-    kept_kv,
-    kv_pages,
-    kv_pool,
-    kv_prefix,
-    loaded_base,
-    prefetch,
-    residents,
-    runtime,
-    tiers,
-)
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine import local_engine, resources
+from expertctl.engine.kv import block_pool, radix_cache, sequence_cache
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory import adapter_cache, budget
+from expertctl.engine.model import load_plan
+from expertctl.engine.result import RunResult
 from expertctl.errors import UsageError
 from expertctl.routing.planner import Planner
+from tests.engine.test_local_engine import run
 from tests.engine.test_packed_runs import BUDGET, ask, home, shop
-from tests.engine.test_runtime import run
-from tests.store.shop import fast, house
+from tests.store.fixtures import fast, house
 
 __all__ = ["fast", "home", "house", "shop"]
 
 BOOKS: list[ModuleType] = [
-    *(budget, eviction, tiers, prefetch, loaded_base, residents),
-    *(kept_kv, kv_pages, kv_pool, kv_prefix, runtime),
+    *(budget, budget, adapter_cache, adapter_cache, load_plan, resources),
+    *(sequence_cache, block_pool, block_pool, radix_cache, local_engine),
 ]
 FILES = {module.__file__ for module in BOOKS}
 SECONDS = 60
@@ -48,7 +39,7 @@ def is_whole(line: Line) -> bool:
     return text.startswith(("with ", "if self._answer is answer", "self._answer = None"))
 
 
-class Watch:
+class LineWatch:
     """Hears of the lines of some files that this thread runs, and is called with each."""
 
     def __init__(
@@ -56,7 +47,7 @@ class Watch:
     ) -> None:
         self._at_line, self._files = at_line, files
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> "Watch | None":
+    def __call__(self, frame: FrameType, event: str, _: Any) -> "LineWatch | None":
         if frame.f_code.co_filename not in self._files or frame.f_code.co_name.startswith("check_"):
             return None
         line = (frame.f_code.co_filename, frame.f_lineno)
@@ -86,13 +77,13 @@ def interrupted_at(
             raise KeyboardInterrupt
 
     try:
-        Watch(count, files).during(work)
+        LineWatch(count, files).during(work)
     except KeyboardInterrupt:
         return True
     return False
 
 
-def some_runs(engine: Engine) -> None:
+def some_runs(engine: LocalEngine) -> None:
     """What a base, an expert and a text need first, a text that goes on, and letting go of it."""
     for prompt in ("Sort: 3, 1, 2", "Sort: 3, 1, 2, and then what?"):
         for _ in engine.run(ask("lora", prompt=prompt, cache_key="chat")):
@@ -101,7 +92,7 @@ def some_runs(engine: Engine) -> None:
     engine.close()
 
 
-class Bench:
+class InterruptedEngines:
     """Engines of one kind, and what they answer."""
 
     def __init__(self, home: Planner, *, torch_below: int) -> None:
@@ -111,13 +102,13 @@ class Bench:
         self.right = self.answer(engine)
         lines = Counter[Line]()
         engine = self.engine()
-        Watch(lambda line: lines.update([line])).during(lambda: some_runs(engine))
+        LineWatch(lambda line: lines.update([line])).during(lambda: some_runs(engine))
         self.lines = lines
 
-    def engine(self) -> Engine:
-        return Engine(self._home, budget=BUDGET, torch_below=self._torch_below)
+    def engine(self) -> LocalEngine:
+        return LocalEngine(self._home, budget=BUDGET, torch_below=self._torch_below)
 
-    def answer(self, engine: Engine) -> RunResult:
+    def answer(self, engine: LocalEngine) -> RunResult:
         """Ask from a thread of its own: a lock that the main thread was left with is seen."""
         results: list[RunResult] = []
 
@@ -152,7 +143,7 @@ class Bench:
 def test_after_an_interrupt_at_any_line_the_next_run_is_as_ever(
     torch_below: int, step: int, home: Planner
 ) -> None:
-    bench = Bench(home, torch_below=torch_below)
+    bench = InterruptedEngines(home, torch_below=torch_below)
     places = sorted({(line, time) for line, most in bench.lines.items() for time in (1, most)})
     assert len(places) > 300
     interrupted = 0
@@ -166,7 +157,7 @@ def test_after_an_interrupt_at_any_line_the_next_run_is_as_ever(
 
 
 def test_what_is_in_memory_stays_after_an_interrupt_of_the_answer(home: Planner) -> None:
-    engine = Engine(home, budget=BUDGET)
+    engine = LocalEngine(home, budget=BUDGET)
     stream = engine.run(ask("lora"))
     next(stream)
     with pytest.raises(UsageError, match="in the middle"):

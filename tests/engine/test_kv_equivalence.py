@@ -15,24 +15,23 @@ import pytest
 import torch
 
 from expertctl.digest import Digest
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.budget import Budget
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_loan import KVWanted
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.kv_pool import KVPool
-from expertctl.engine.packed_base import pack_base
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.tiers import Tiers
-from expertctl.package.model_config import read_config
-from tests.engine.conftest import FITTING, MakeOracle, Oracle
-from tests.engine.test_packed_decoder import assert_exact
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import pack_base
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import BlockPool, PagedKVCache
+from expertctl.engine.kv.sequence_cache import KVRequest
+from expertctl.engine.memory.adapter_cache import AdapterCache
+from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.package.model_config import read_model_config
+from tests.engine.conftest import KERNEL_SIZES, MakeReferenceModel, ReferenceModel
+from tests.engine.cpu.test_decoder import assert_exact
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "runtime.json"
 KV = json.loads(VECTORS.read_text(encoding="utf-8"))["kv_equivalence"]
 SIZES: dict[str, Any] = {
-    **FITTING,
+    **KERNEL_SIZES,
     "num_attention_heads": KV["q_heads"],
     "num_key_value_heads": KV["kv_heads"],
     "max_position_embeddings": 256,
@@ -47,30 +46,30 @@ KINDS = [
 ]
 
 
-class Desk:
+class PooledDecoder:
     """A decoder and a pool for its texts."""
 
     def __init__(
         self,
-        oracle: Oracle,
-        crew: Crew,
+        oracle: ReferenceModel,
+        crew: ThreadPool,
         *,
         scheme: Scheme = Scheme.FLOAT32,
         numbers: Scheme = Scheme.FLOAT32,
         chunk: int = 512,
     ) -> None:
-        config = read_config(oracle.directory)
-        base = pack_base(config, load_base(oracle.directory, config), scheme)
+        config = read_model_config(oracle.directory)
+        base = pack_base(config, load_base_weights(oracle.directory, config), scheme)
         self.decoder = PackedDecoder(base, crew, chunk=chunk)
-        self.budget = Budget(1 << 24)
-        self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.pool = KVPool(self.tiers, numbers=numbers)
+        self.budget = MemoryBudget(1 << 24)
+        self.tiers = AdapterCache(ram=self.budget, device=self.budget)
+        self.pool = BlockPool(self.tiers, numbers=numbers)
 
-    def wanted(self, ids: Sequence[int], **options: Any) -> KVWanted:
+    def wanted(self, ids: Sequence[int], **options: Any) -> KVRequest:
         values: dict[str, Any] = {"cache_key": "chat", "virtual": 0, "room": 21, **options}
         capacity = values["virtual"] + len(ids) + values.pop("room")
-        return KVWanted(
-            identity=Digest.of(b"plan"),
+        return KVRequest(
+            identity=Digest.compute(b"plan"),
             config=self.decoder.config,
             ids=ids,
             capacity=capacity,
@@ -88,7 +87,7 @@ class Desk:
         last token on.
         """
         virtual = 0 if soft is None else len(soft)
-        with self.pool.borrow(self.wanted(ids, virtual=virtual, **options)) as loan:
+        with self.pool.allocate(self.wanted(ids, virtual=virtual, **options)) as loan:
             first = soft if loan.cache.length == 0 else None
             rest = ids[loan.reused :]
             rows = [self.decoder.prefill(rest, loan.cache, soft_prompt=first).logits]
@@ -108,12 +107,12 @@ class Desk:
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
 def test_prefill_and_decode_equal_one_full_forward(
-    arch: str, oracle: MakeOracle, crew: Crew
+    arch: str, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **SIZES)
-    desk, ids = Desk(model, crew), IDS[: KV["prefill"] + KV["decode"]]
+    desk, ids = PooledDecoder(model, crew), IDS[: KV["prefill"] + KV["decode"]]
     prompt, answer = ids[: KV["prefill"]], ids[KV["prefill"] :]
-    full = model.logits(ids)[KV["prefill"] - 1 :]
+    full = model.compute_logits(ids)[KV["prefill"] - 1 :]
     for room in (len(answer), len(answer) + 1, 50):
         _, split = desk.turn(prompt, answer, room=room, cache_key=None)
         assert float((split - full).abs().max()) <= KV["tolerance_abs"]
@@ -122,10 +121,10 @@ def test_prefill_and_decode_equal_one_full_forward(
 
 @pytest.mark.parametrize(("arch", "config"), KINDS)
 def test_a_text_that_goes_on_from_another_has_the_bits_of_reading_it_all(
-    arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
+    arch: str, config: dict[str, Any], oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **SIZES, **config)
-    desk = Desk(model, crew)
+    desk = PooledDecoder(model, crew)
     desk.turn(IDS[:50], IDS[50:53])
     for ids in (IDS[:70], [*IDS[:40], *IDS[:9]], IDS[:33], IDS[:64]):
         reused, rows = desk.turn(ids, [1, 2, 3])
@@ -137,21 +136,23 @@ def test_a_text_that_goes_on_from_another_has_the_bits_of_reading_it_all(
 @pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
 @pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
 def test_in_every_storage_what_is_reused_has_the_bits_of_reading_it(
-    scheme: Scheme, numbers: Scheme, qwen3: Oracle, crew: Crew
+    scheme: Scheme, numbers: Scheme, qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = Desk(qwen3, crew, scheme=scheme, numbers=numbers, chunk=19)
+    desk = PooledDecoder(qwen3, crew, scheme=scheme, numbers=numbers, chunk=19)
     desk.turn(IDS[:50], IDS[50:53])
     reused, rows = desk.turn(IDS[:70], [4, 5])
     assert reused == 53
     assert torch.equal(rows, desk.alone(IDS[:70], [4, 5]))
 
 
-def test_two_texts_may_take_turns_on_the_same_pages(qwen3: Oracle, crew: Crew) -> None:
-    desk = Desk(qwen3, crew)
+def test_two_texts_may_take_turns_on_the_same_pages(
+    qwen3: ReferenceModel, crew: ThreadPool
+) -> None:
+    desk = PooledDecoder(qwen3, crew)
     desk.turn(IDS[:40])
     texts = ([*IDS[:38], *IDS[60:75]], [*IDS[:33], *IDS[20:40]], IDS[7:30])
     with ExitStack() as stack:
-        loans = [stack.enter_context(desk.pool.borrow(desk.wanted(text))) for text in texts]
+        loans = [stack.enter_context(desk.pool.allocate(desk.wanted(text))) for text in texts]
         assert [loan.reused for loan in loans] == [38, 33, 0]
         rows: list[list[torch.Tensor]] = []
         for text, loan in zip(texts, loans, strict=True):
@@ -168,15 +169,15 @@ def test_two_texts_may_take_turns_on_the_same_pages(qwen3: Oracle, crew: Crew) -
 
 @pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
 def test_sixteen_texts_with_one_system_prompt_read_it_once(
-    numbers: Scheme, qwen3: Oracle, crew: Crew
+    numbers: Scheme, qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = Desk(qwen3, crew, numbers=numbers, chunk=19)
+    desk = PooledDecoder(qwen3, crew, numbers=numbers, chunk=19)
     texts = [[*IDS[:60], *IDS[n : n + 5 + n]] for n in range(16)]
     answers, rows = [IDS[n : n + 3] for n in range(16)], list[list[torch.Tensor]]()
     with ExitStack() as stack:
         caches = []
         for text in texts:
-            loan = stack.enter_context(desk.pool.borrow(desk.wanted(text)))
+            loan = stack.enter_context(desk.pool.allocate(desk.wanted(text)))
             assert loan.reused >= 60 if caches else loan.reused == 0
             caches.append(loan.cache)
             rows.append([desk.decoder.prefill(text[loan.reused :], loan.cache).logits])
@@ -189,10 +190,10 @@ def test_sixteen_texts_with_one_system_prompt_read_it_once(
 
 
 def test_a_text_may_begin_where_another_is_in_the_middle_of_its_prompt(
-    qwen3: Oracle, crew: Crew
+    qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = Desk(qwen3, crew)
-    with desk.pool.borrow(desk.wanted(IDS[:70])) as first:
+    desk = PooledDecoder(qwen3, crew)
+    with desk.pool.allocate(desk.wanted(IDS[:70])) as first:
         desk.decoder.prefill(IDS[:41], first.cache)
         reused, rows = desk.turn(IDS[:60], [1, 2])
         assert reused == 32
@@ -202,16 +203,18 @@ def test_a_text_may_begin_where_another_is_in_the_middle_of_its_prompt(
     assert torch.equal(torch.stack(got), desk.alone(IDS[:70], [3]))
 
 
-def test_a_prompt_that_is_given_up_leaves_what_others_began_with(qwen3: Oracle, crew: Crew) -> None:
-    desk, texts = Desk(qwen3, crew, chunk=20), ExitStack()
+def test_a_prompt_that_is_given_up_leaves_what_others_began_with(
+    qwen3: ReferenceModel, crew: ThreadPool
+) -> None:
+    desk, texts = PooledDecoder(qwen3, crew, chunk=20), ExitStack()
 
     def begin_another(_: int) -> None:
-        loan = texts.enter_context(desk.pool.borrow(desk.wanted(IDS[:50])))
+        loan = texts.enter_context(desk.pool.allocate(desk.wanted(IDS[:50])))
         if loan.reused == 32:
             raise KeyboardInterrupt
 
     with texts:
-        first = texts.enter_context(desk.pool.borrow(desk.wanted(IDS[:70])))
+        first = texts.enter_context(desk.pool.allocate(desk.wanted(IDS[:70])))
         with pytest.raises(KeyboardInterrupt):
             desk.decoder.prefill(IDS[:70], first.cache, progress=begin_another)
         assert first.cache.length == 32
@@ -220,9 +223,9 @@ def test_a_prompt_that_is_given_up_leaves_what_others_began_with(qwen3: Oracle, 
     assert torch.equal(rows[0], desk.alone(IDS[:70])[0])
 
 
-def test_pages_serve_again_after_a_reset(qwen3: Oracle, crew: Crew) -> None:
-    desk = Desk(qwen3, crew)
-    cache = KVPages(desk.decoder.config, 53)
+def test_pages_serve_again_after_a_reset(qwen3: ReferenceModel, crew: ThreadPool) -> None:
+    desk = PooledDecoder(qwen3, crew)
+    cache = PagedKVCache(desk.decoder.config, 53)
     for text in (IDS[:50], IDS[50:57], IDS[3:41]):
         cache.reset()
         rows = [desk.decoder.prefill(text[:5], cache).logits]
@@ -231,9 +234,9 @@ def test_pages_serve_again_after_a_reset(qwen3: Oracle, crew: Crew) -> None:
 
 
 def test_pages_that_went_back_to_the_pool_hold_nothing_of_their_last_user(
-    qwen3: Oracle, crew: Crew
+    qwen3: ReferenceModel, crew: ThreadPool
 ) -> None:
-    desk = Desk(qwen3, crew)
+    desk = PooledDecoder(qwen3, crew)
     for text in (IDS, IDS[4:12], IDS[20:60], IDS[4:13]):
         for key in ("chat", None, "another chat"):
             _, rows = desk.turn(text, cache_key=key)
@@ -243,8 +246,10 @@ def test_pages_that_went_back_to_the_pool_hold_nothing_of_their_last_user(
     assert desk.budget.used == 0
 
 
-def test_a_soft_prompt_is_reused_with_what_follows_it(qwen3: Oracle, crew: Crew) -> None:
-    desk = Desk(qwen3, crew)
+def test_a_soft_prompt_is_reused_with_what_follows_it(
+    qwen3: ReferenceModel, crew: ThreadPool
+) -> None:
+    desk = PooledDecoder(qwen3, crew)
     soft = torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3
     desk.turn(IDS[:30], soft=soft)
     reused, rows = desk.turn(IDS[:40], [1, 2], soft=soft)
@@ -253,15 +258,15 @@ def test_a_soft_prompt_is_reused_with_what_follows_it(qwen3: Oracle, crew: Crew)
     assert not torch.equal(rows, desk.alone(IDS[:40], [1, 2]))
 
 
-def test_a_prompt_that_is_given_up_leaves_nothing(qwen3: Oracle, crew: Crew) -> None:
-    desk = Desk(qwen3, crew, chunk=8)
+def test_a_prompt_that_is_given_up_leaves_nothing(qwen3: ReferenceModel, crew: ThreadPool) -> None:
+    desk = PooledDecoder(qwen3, crew, chunk=8)
     desk.turn(IDS[:30])
 
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
     def give_up() -> None:
-        with desk.pool.borrow(desk.wanted(IDS[:60])) as loan:
+        with desk.pool.allocate(desk.wanted(IDS[:60])) as loan:
             desk.decoder.prefill(IDS[30:60], loan.cache, progress=stop)
 
     with pytest.raises(KeyboardInterrupt):
@@ -274,11 +279,11 @@ def test_a_prompt_that_is_given_up_leaves_nothing(qwen3: Oracle, crew: Crew) -> 
 
 @pytest.mark.parametrize(("arch", "config"), KINDS)
 def test_float16_pages_change_scores_by_two_thousandths_at_most(
-    arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
+    arch: str, config: dict[str, Any], oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **SIZES, **config)
-    exact = Desk(model, crew).alone(IDS[:70], IDS[70:90])
-    halves = Desk(model, crew, numbers=Scheme.FLOAT16).alone(IDS[:70], IDS[70:90])
+    exact = PooledDecoder(model, crew).alone(IDS[:70], IDS[70:90])
+    halves = PooledDecoder(model, crew, numbers=Scheme.FLOAT16).alone(IDS[:70], IDS[70:90])
     error = float((halves - exact).norm() / exact.norm())
     assert 0 < error < 2e-3
     assert float((halves - exact).abs().max()) < 4e-3 * float(exact.abs().max())

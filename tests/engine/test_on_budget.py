@@ -7,39 +7,39 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.admission import Admission
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.process_registry import MemoryAdmission
 from expertctl.engine.request import FileExpert, NamedExpert, OnBudget
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
 from expertctl.errors import BudgetError, DigestError, UsageError
 from expertctl.reference import Reference
-from expertctl.routing.plan_file import SavedPlan
-from expertctl.routing.request import Forced
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import planner, request, run
-from tests.store.shop import House, fast, house
+from expertctl.routing.plan import SavedPlan
+from expertctl.routing.request import ForcedExpert
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import planner, request, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "market"]
 
 NAMES = ("one", "two", "three")
 
 
-def named(name: str, weight: float = 1.0) -> Forced:
-    return Forced(Reference.parse(f"acme/{name}"), weight)
+def named(name: str, weight: float = 1.0) -> ForcedExpert:
+    return ForcedExpert(Reference.parse(f"acme/{name}"), weight)
 
 
 @pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
+def known(house: HomeFixture, market: EnginePackages) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     needy = market.package("acme/needy", seed=5, composition={"requires": ["acme/one"]})
     several = [market.package(f"acme/{name}", seed=n) for n, name in enumerate(NAMES)]
     house.install(*several, needy)
 
 
-def peak(house: House, *experts: NamedExpert, **options: Any) -> int:
+def peak(house: HomeFixture, *experts: NamedExpert, **options: Any) -> int:
     """The least budget for these experts, as a run with room for all says."""
-    result = run(Engine(planner(house), budget=64 << 20), request(*experts, **options))
+    result = run(LocalEngine(planner(house), budget=64 << 20), request(*experts, **options))
     return result.memory.peak
 
 
@@ -47,11 +47,11 @@ def refs(result: RunResult) -> list[str]:
     return [expert.ref.removesuffix("@1.0.0") for expert in result.planned.result.plan.experts]
 
 
-def limited(house: House, limit: int, *experts: NamedExpert, on: OnBudget) -> RunResult:
-    return run(Engine(planner(house), budget=limit), request(*experts, on_budget=on))
+def limited(house: HomeFixture, limit: int, *experts: NamedExpert, on: OnBudget) -> RunResult:
+    return run(LocalEngine(planner(house), budget=limit), request(*experts, on_budget=on))
 
 
-def test_fewer_experts_answer_as_if_they_alone_had_been_named(house: House) -> None:
+def test_fewer_experts_answer_as_if_they_alone_had_been_named(house: HomeFixture) -> None:
     three = [named(name, 0.5) for name in NAMES]
     limit = peak(house, *three) - 1
     with pytest.raises(BudgetError):
@@ -65,19 +65,19 @@ def test_fewer_experts_answer_as_if_they_alone_had_been_named(house: House) -> N
     assert dropped.warning in result.warnings
     assert result.to_json()["dropped"] == [dropped.to_json()]
     rest = [named(name, 0.5) for name in NAMES if not dropped.ref.startswith(f"acme/{name}@")]
-    two = run(Engine(planner(house), budget=limit), request(*rest))
+    two = run(LocalEngine(planner(house), budget=limit), request(*rest))
     assert two.planned.result.plan.identity == result.planned.result.plan.identity
     assert two.generated.tokens == result.generated.tokens
     assert result.memory.peak <= limit
 
 
-def test_with_room_for_all_nothing_is_dropped(house: House) -> None:
+def test_with_room_for_all_nothing_is_dropped(house: HomeFixture) -> None:
     three = [named(name) for name in NAMES]
     result = limited(house, peak(house, *three), *three, on="fewer")
     assert (len(refs(result)), result.dropped) == (3, ())
 
 
-def test_experts_go_until_the_base_is_alone_and_then_it_is_refused(house: House) -> None:
+def test_experts_go_until_the_base_is_alone_and_then_it_is_refused(house: HomeFixture) -> None:
     three = [named(name) for name in NAMES]
     alone = peak(house, route={"base_alone": True})
     result = limited(house, alone, *three, on="fewer")
@@ -87,7 +87,7 @@ def test_experts_go_until_the_base_is_alone_and_then_it_is_refused(house: House)
         limited(house, alone - 1, *three, on="fewer")
 
 
-def test_what_requires_a_dropped_expert_goes_with_it(house: House) -> None:
+def test_what_requires_a_dropped_expert_goes_with_it(house: HomeFixture) -> None:
     pair = (named("two"), named("needy"))
     limit = peak(house, *pair) - 1
     result = limited(house, limit, *pair, on="fewer")
@@ -96,7 +96,7 @@ def test_what_requires_a_dropped_expert_goes_with_it(house: House) -> None:
 
 
 def test_a_file_that_does_not_fit_is_dropped_without_being_loaded(
-    house: House, market: Market
+    house: HomeFixture, market: EnginePackages
 ) -> None:
     file = FileExpert(market.package("acme/file", key=None, seed=9))
     limit = peak(house, named("one"))
@@ -108,36 +108,36 @@ def test_a_file_that_does_not_fit_is_dropped_without_being_loaded(
     assert refs(both) == ["acme/one", "acme/file"]
 
 
-def test_a_saved_plan_is_never_repeated_with_fewer(house: House) -> None:
-    result = run(Engine(planner(house), budget=64 << 20), request(named("one")))
+def test_a_saved_plan_is_never_repeated_with_fewer(house: HomeFixture) -> None:
+    result = run(LocalEngine(planner(house), budget=64 << 20), request(named("one")))
     saved = SavedPlan(result.planned.result.plan)
     with pytest.raises(UsageError, match="never with fewer"):
-        run(Engine(planner(house), budget=64 << 20), request(saved=saved, on_budget="fewer"))
+        run(LocalEngine(planner(house), budget=64 << 20), request(saved=saved, on_budget="fewer"))
 
 
 # queue
 
 
-class Waited(BaseException):
+class BudgetPauseError(BaseException):
     """A pause in which nothing changes: the run would wait for ever."""
 
 
-def waiting(engine: Engine, house: House, pause: Callable[[], None]) -> Engine:
-    engine._admission = Admission(house.store.paths.running, pause=pause)
+def waiting(engine: LocalEngine, house: HomeFixture, pause: Callable[[], None]) -> LocalEngine:
+    engine._admission = MemoryAdmission(house.store.paths.running, pause=pause)
     return engine
 
 
-def seats(house: House) -> list[str]:
+def seats(house: HomeFixture) -> list[str]:
     folder = house.store.paths.running
     return [(f / "seat").read_text() for f in sorted(folder.iterdir()) if f.is_dir()]
 
 
-def test_a_queued_run_waits_for_the_others_and_says_so(house: House) -> None:
+def test_a_queued_run_waits_for_the_others_and_says_so(house: HomeFixture) -> None:
     limit = peak(house, named("one"))
     told: list[str] = []
     with ExitStack() as others:
-        others.enter_context(Admission(house.store.paths.running).seat(1000))
-        engine = Engine(planner(house), budget=limit, tell=told.append)
+        others.enter_context(MemoryAdmission(house.store.paths.running).acquire(1000))
+        engine = LocalEngine(planner(house), budget=limit, tell=told.append)
         result = run(waiting(engine, house, others.close), request(named("one"), on_budget="queue"))
     assert result.timings_ms["queue"] > 0
     assert result.timings_ms["total"] > result.timings_ms["queue"]
@@ -145,7 +145,7 @@ def test_a_queued_run_waits_for_the_others_and_says_so(house: House) -> None:
     assert seats(house) == []
 
 
-def test_a_run_that_need_not_wait_has_no_queue_time(house: House) -> None:
+def test_a_run_that_need_not_wait_has_no_queue_time(house: HomeFixture) -> None:
     result = limited(house, peak(house, named("one")), named("one"), on="queue")
     assert "queue" not in result.timings_ms
 
@@ -154,7 +154,7 @@ class NotWantedError(Exception):
     """What the owner of an engine raises when the answer is not wanted any more."""
 
 
-def test_who_is_queued_can_give_up(house: House) -> None:
+def test_who_is_queued_can_give_up(house: HomeFixture) -> None:
     limit = peak(house, named("one"))
     told: list[str] = []
 
@@ -162,8 +162,8 @@ def test_who_is_queued_can_give_up(house: House) -> None:
         assert count == 0, "nothing is read in the queue"
         raise NotWantedError
 
-    engine = Engine(planner(house), budget=limit, progress=give_up, tell=told.append)
-    with Admission(house.store.paths.running).seat(1000):
+    engine = LocalEngine(planner(house), budget=limit, progress=give_up, tell=told.append)
+    with MemoryAdmission(house.store.paths.running).acquire(1000):
         with pytest.raises(NotWantedError):
             run(engine, request(named("one"), on_budget="queue"))
         assert seats(house) == ["1000 in"]
@@ -171,55 +171,55 @@ def test_who_is_queued_can_give_up(house: House) -> None:
     engine.check_integrity()
 
 
-def test_what_can_never_fit_is_refused_at_once(house: House) -> None:
+def test_what_can_never_fit_is_refused_at_once(house: HomeFixture) -> None:
     limit = peak(house, named("one")) - 1
-    engine = waiting(Engine(planner(house), budget=limit), house, _fail)
+    engine = waiting(LocalEngine(planner(house), budget=limit), house, _fail)
     with pytest.raises(BudgetError, match=r"the plan of acme/one@1\.0\.0: .* needed"):
         run(engine, request(named("one"), on_budget="queue"))
     assert engine.budget.peak == 0, "nothing was loaded"
 
 
 def _fail() -> None:
-    raise Waited
+    raise BudgetPauseError
 
 
-def test_a_file_waits_on_the_disk(house: House, market: Market) -> None:
+def test_a_file_waits_on_the_disk(house: HomeFixture, market: EnginePackages) -> None:
     file = FileExpert(market.package("acme/file", key=None, seed=9))
     limit = peak(house, file)
-    engine = Engine(planner(house), budget=limit)
+    engine = LocalEngine(planner(house), budget=limit)
 
     def look() -> None:
         assert engine.budget.used == 0
         others.close()
 
     with ExitStack() as others:
-        others.enter_context(Admission(house.store.paths.running).seat(limit))
+        others.enter_context(MemoryAdmission(house.store.paths.running).acquire(limit))
         result = run(waiting(engine, house, look), request(file, on_budget="queue"))
     assert refs(result) == ["acme/file"]
     assert result.memory.peak == limit
 
 
 def test_a_file_that_changed_while_it_waited_is_refused(
-    house: House, tmp_path: Path, market: Market
+    house: HomeFixture, tmp_path: Path, market: EnginePackages
 ) -> None:
     path = tmp_path / "mine.expert"
     path.write_bytes(market.package("acme/file", key=None, seed=9).read_bytes())
-    engine = Engine(planner(house), budget=64 << 20)
+    engine = LocalEngine(planner(house), budget=64 << 20)
 
     def change() -> None:
         path.write_bytes(market.package("acme/file", key=None, seed=10).read_bytes())
         others.close()
 
     with ExitStack() as others:
-        others.enter_context(Admission(house.store.paths.running).seat(64 << 20))
+        others.enter_context(MemoryAdmission(house.store.paths.running).acquire(64 << 20))
         with pytest.raises(DigestError, match="changed while it was read"):
             run(waiting(engine, house, change), request(FileExpert(path), on_budget="queue"))
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("on", ["refuse", "fewer", "queue"])
-def test_every_run_has_a_seat_with_what_it_holds(house: House, on: OnBudget) -> None:
-    engine = Engine(planner(house), budget=64 << 20)
+def test_every_run_has_a_seat_with_what_it_holds(house: HomeFixture, on: OnBudget) -> None:
+    engine = LocalEngine(planner(house), budget=64 << 20)
     stream = engine.run(request(named("one"), on_budget=on))
     next(stream)
     assert seats(house) == [f"{engine.budget.used} in"]
@@ -228,10 +228,10 @@ def test_every_run_has_a_seat_with_what_it_holds(house: House, on: OnBudget) -> 
 
 
 @pytest.mark.parametrize("on", ["refuse", "fewer", "queue"])
-def test_a_home_where_nobody_may_write_can_be_run_from(house: House, on: OnBudget) -> None:
+def test_a_home_where_nobody_may_write_can_be_run_from(house: HomeFixture, on: OnBudget) -> None:
     house.store.paths.running.write_text("no folder")
     told: list[str] = []
-    engine = Engine(planner(house), budget=64 << 20, tell=told.append)
+    engine = LocalEngine(planner(house), budget=64 << 20, tell=told.append)
     assert refs(run(engine, request(named("one"), on_budget=on))) == ["acme/one"]
     assert len(told) == (on == "queue")
     house.store.paths.running.unlink()

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from expertctl.cli.chat_view import turn_line
+from expertctl.cli.run_view import format_turn
 from expertctl.engine.conversation import Conversation
-from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.devices import use_torch_threads
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.engine.request import NamedExpert, RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
-from expertctl.engine.threads import threads
+from expertctl.engine.result import RunResult
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.reference import Reference
-from expertctl.routing.plan_file import SavedPlan
+from expertctl.routing.plan import SavedPlan
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import AdapterDtype, Dtype, Forced
+from expertctl.routing.request import AdapterDtype, Dtype, ForcedExpert
+from expertctl.routing.sampling_presets import SamplingOverrides
 from tests.engine.test_conversation import pattern, say
-from tests.engine.test_runtime import planner, request, run
+from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package, write_base
-from tests.store.shop import House, a_key, fast, house
+from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house"]
 
@@ -44,11 +44,11 @@ PLANS: dict[str, tuple[tuple[str, float], ...]] = {
     **{name: ((name, 1.0),) for name in KINDS},
     "several": (("lora", 0.7), ("ia3", 1.0), ("dora", 1.3), ("soft", 1.0), ("half", 1.0)),
 }
-WISHES = SamplingWishes(greedy=True, max_tokens=12)
+WISHES = SamplingOverrides(greedy=True, max_tokens=12)
 
 
 @dataclass(frozen=True)
-class Shop:
+class PackedPackages:
     """Packages of every kind for a base whose sizes fill the blocks of kernels."""
 
     base_dir: Path
@@ -57,7 +57,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> PackedPackages:
     folder = tmp_path_factory.mktemp("packed")
     base_dir = write_base(folder / "base", tie=False, seed=2, head_dim=16, intermediate=80)
     base = read_base(base_dir)
@@ -67,42 +67,42 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
             f"acme/{name}",
             base_dir=base_dir,
             base=base,
-            key=a_key("acme"),
+            key=make_key("acme"),
             adapters=adapters,
         )
         for name, adapters in KINDS.items()
     )
-    return Shop(base_dir, base, tuple(packages))
+    return PackedPackages(base_dir, base, tuple(packages))
 
 
 @pytest.fixture
-def home(house: House, shop: Shop) -> Planner:
+def home(house: HomeFixture, shop: PackedPackages) -> Planner:
     house.bases.add(shop.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(*shop.packages)
     return planner(house)
 
 
 @pytest.fixture
-def packed(home: Planner) -> Iterator[Engine]:
-    engine = Engine(home, budget=BUDGET, torch_below=0)
+def packed(home: Planner) -> Iterator[LocalEngine]:
+    engine = LocalEngine(home, budget=BUDGET, torch_below=0)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def torch_engine(home: Planner) -> Engine:
-    return Engine(home, budget=BUDGET)
+def torch_engine(home: Planner) -> LocalEngine:
+    return LocalEngine(home, budget=BUDGET)
 
 
 def plan(name: str) -> tuple[NamedExpert, ...]:
-    return tuple(Forced(Reference.parse(f"acme/{n}"), weight) for n, weight in PLANS[name])
+    return tuple(ForcedExpert(Reference.parse(f"acme/{n}"), weight) for n, weight in PLANS[name])
 
 
 def ask(name: str = "several", **options: Any) -> RunRequest:
     route = {"base_alone": not PLANS[name], **options.pop("route", {})}
     asked = request(*plan(name), route=route, **options)
-    return replace(asked, route=replace(asked.route, wishes=WISHES))
+    return replace(asked, route=replace(asked.route, sampling=WISHES))
 
 
 def numerics(result: RunResult) -> tuple[object, ...]:
@@ -113,7 +113,7 @@ def numerics(result: RunResult) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_in_float32_the_tokens_are_those_of_torch(
-    name: str, packed: Engine, torch_engine: Engine
+    name: str, packed: LocalEngine, torch_engine: LocalEngine
 ) -> None:
     ours, theirs = run(packed, ask(name)), run(torch_engine, ask(name))
     assert numerics(ours) == ("packed", "float32", "published", False)
@@ -124,7 +124,7 @@ def test_in_float32_the_tokens_are_those_of_torch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_answers_with_every_plan_and_gives_back_all_it_borrowed(
-    dtype: Dtype, home: Planner, packed: Engine
+    dtype: Dtype, home: Planner, packed: LocalEngine
 ) -> None:
     answers = set()
     for name in PLANS:
@@ -141,10 +141,12 @@ def test_every_dtype_answers_with_every_plan_and_gives_back_all_it_borrowed(
 
 @pytest.mark.parametrize("adapter_dtype", ["fp16", "int8"])
 def test_experts_are_held_in_fewer_bytes_when_asked(
-    adapter_dtype: AdapterDtype, packed: Engine, home: Planner
+    adapter_dtype: AdapterDtype, packed: LocalEngine, home: Planner
 ) -> None:
     plain = run(packed, ask("lora"))
-    small = run(Engine(home, budget=BUDGET), ask("lora", route={"adapter_dtype": adapter_dtype}))
+    small = run(
+        LocalEngine(home, budget=BUDGET), ask("lora", route={"adapter_dtype": adapter_dtype})
+    )
     assert numerics(small) == ("packed", "float32", adapter_dtype, False)
     assert set(small.warnings) == set(plain.warnings), "what was asked for is no warning"
     assert small.memory.held["experts"] < plain.memory.held["experts"]
@@ -153,24 +155,24 @@ def test_experts_are_held_in_fewer_bytes_when_asked(
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_plan_takes_is_foretold_to_the_byte(name: str, home: Planner) -> None:
-    whole = run(Engine(home, budget=BUDGET, torch_below=0), ask(name)).memory
-    exact = Engine(home, budget=whole.peak, torch_below=0)
+    whole = run(LocalEngine(home, budget=BUDGET, torch_below=0), ask(name)).memory
+    exact = LocalEngine(home, budget=whole.peak, torch_below=0)
     assert run(exact, ask(name, on_budget="queue")).memory.peak == whole.peak
     for way in ("refuse", "queue"):
-        less = Engine(home, budget=whole.peak - 1, torch_below=0)
+        less = LocalEngine(home, budget=whole.peak - 1, torch_below=0)
         with pytest.raises(BudgetError):
             run(less, ask(name, on_budget=way))
         less.check_integrity()
 
 
 def test_turns_of_a_chat_reuse_keys_and_values_and_answer_as_without(
-    home: Planner, packed: Engine
+    home: Planner, packed: LocalEngine
 ) -> None:
     kept = Conversation(packed, pattern(experts=plan("several")))
     for number, prompt in enumerate(("Sort 3, 1, 2", "And now?", "Once more")):
         turn = say(kept, prompt)
         fresh = Conversation(
-            Engine(home, budget=BUDGET, torch_below=0), pattern(experts=plan("several"))
+            LocalEngine(home, budget=BUDGET, torch_below=0), pattern(experts=plan("several"))
         )
         fresh.turns = kept.turns[:number]
         oracle = say(fresh, prompt).result
@@ -178,23 +180,23 @@ def test_turns_of_a_chat_reuse_keys_and_values_and_answer_as_without(
         before = kept.turns[number - 1].result.prompt_tokens if number else 0
         assert before <= turn.result.kv_reused_tokens < turn.result.prompt_tokens
         assert oracle.kv_reused_tokens == 0
-    assert packed.budget.held("kv") > 0
+    assert packed.budget.reserved_bytes("kv") > 0
     kept.reset()
-    assert packed.budget.held("kv") == 0
+    assert packed.budget.reserved_bytes("kv") == 0
 
 
-def test_experts_that_come_back_find_what_was_kept_of_their_turns(packed: Engine) -> None:
+def test_experts_that_come_back_find_what_was_kept_of_their_turns(packed: LocalEngine) -> None:
     conversation = Conversation(packed, pattern(experts=plan("lora")))
     first = say(conversation, "Sort 3, 1, 2")
-    conversation.use(plan("ia3"))
+    conversation.use_experts(plan("ia3"))
     changed = say(conversation, "And now?")
     assert (changed.replanned, changed.result.kv_reused_tokens) == (True, 0)
-    conversation.use(plan("lora"))
+    conversation.use_experts(plan("lora"))
     back = say(conversation, "Once more")
     assert back.replanned
     assert back.result.kv_reused_tokens >= first.result.prompt_tokens
-    assert "all read again" in turn_line(changed)
-    assert f"({back.result.kv_reused_tokens} kept from before)" in turn_line(back)
+    assert "all read again" in format_turn(changed)
+    assert f"({back.result.kv_reused_tokens} kept from before)" in format_turn(back)
 
 
 def after(steps: int) -> Callable[[], bool]:
@@ -202,7 +204,7 @@ def after(steps: int) -> Callable[[], bool]:
     return lambda: next(asked) >= steps
 
 
-def test_an_answer_is_cancelled_between_two_tokens_and_within_a_prompt(packed: Engine) -> None:
+def test_an_answer_is_cancelled_between_two_tokens_and_within_a_prompt(packed: LocalEngine) -> None:
     whole = run(packed, ask()).generated
     for steps in (1, 4):
         cut = run(packed, ask(), cancelled=after(steps)).generated
@@ -218,18 +220,18 @@ def test_deterministic_answers_are_the_same_with_any_number_of_threads(
 ) -> None:
     route = {"dtype": dtype, "deterministic": True}
     wanted = ask(route=route)
-    warm = replace(wanted, route=replace(wanted.route, wishes=SamplingWishes(max_tokens=12)))
+    warm = replace(wanted, route=replace(wanted.route, sampling=SamplingOverrides(max_tokens=12)))
     answers = set()
     for limit in (1, 2):
-        with threads(limit):
-            result = run(Engine(home, budget=BUDGET), warm)
+        with use_torch_threads(limit):
+            result = run(LocalEngine(home, budget=BUDGET), warm)
         assert numerics(result) == ("packed", dtype, "published", True)
         answers.add(result.generated.tokens)
     assert len(answers) == 1
 
 
 def test_deterministic_plans_are_other_plans_and_replay_only_as_such(home: Planner) -> None:
-    engine = Engine(home, budget=BUDGET)
+    engine = LocalEngine(home, budget=BUDGET)
     plain, fixed = (run(engine, ask(route={"deterministic": d})) for d in (False, True))
     assert numerics(plain)[0], numerics(fixed)[0] == ("torch", "packed")
     plan = fixed.planned.result.plan
@@ -244,7 +246,7 @@ def test_deterministic_plans_are_other_plans_and_replay_only_as_such(home: Plann
 
 
 def test_gains_belong_to_a_base_and_what_it_is_held_in(
-    packed: Engine, torch_engine: Engine, house: House
+    packed: LocalEngine, torch_engine: LocalEngine, house: HomeFixture
 ) -> None:
     for dtype in DTYPES:
         run(packed, ask("dora", route={"dtype": dtype}))
@@ -253,7 +255,7 @@ def test_gains_belong_to_a_base_and_what_it_is_held_in(
     assert len(list(folder.iterdir())) == len(DTYPES)
 
 
-def test_an_engine_in_the_middle_of_an_answer_refuses_another(packed: Engine) -> None:
+def test_an_engine_in_the_middle_of_an_answer_refuses_another(packed: LocalEngine) -> None:
     first = packed.run(ask())
     next(first)
     caught: list[BaseException] = []
@@ -272,11 +274,11 @@ def test_an_engine_in_the_middle_of_an_answer_refuses_another(packed: Engine) ->
     assert run(packed, ask()).generated.tokens
 
 
-@pytest.mark.parametrize("torch_below", [0, TORCH_BELOW])
+@pytest.mark.parametrize("torch_below", [0, TORCH_MAX_BYTES])
 def test_an_engine_in_the_middle_of_an_answer_is_not_closed(
     home: Planner, torch_below: int
 ) -> None:
-    engine = Engine(home, budget=BUDGET, torch_below=torch_below)
+    engine = LocalEngine(home, budget=BUDGET, torch_below=torch_below)
     whole = run(engine, ask()).generated.text
     stream = engine.run(ask())
     begun = next(stream)
@@ -288,17 +290,17 @@ def test_an_engine_in_the_middle_of_an_answer_is_not_closed(
     assert run(engine, ask()).generated.text == whole
 
 
-@pytest.mark.parametrize("torch_below", [0, TORCH_BELOW])
+@pytest.mark.parametrize("torch_below", [0, TORCH_MAX_BYTES])
 def test_a_text_whose_key_is_forgotten_while_it_runs_leaves_nothing(
     home: Planner, torch_below: int
 ) -> None:
-    engine = Engine(home, budget=BUDGET, torch_below=torch_below)
+    engine = LocalEngine(home, budget=BUDGET, torch_below=torch_below)
     stream = engine.run(ask("lora", cache_key="chat"))
     next(stream)
     engine.forget("chat")
     for _ in stream:
         pass
-    assert engine.budget.held("kv") == 0
+    assert engine.budget.reserved_bytes("kv") == 0
     assert run(engine, ask("lora", cache_key="chat")).kv_reused_tokens == 0
     assert run(engine, ask("lora", cache_key="chat")).kv_reused_tokens > 0
 
@@ -306,4 +308,4 @@ def test_a_text_whose_key_is_forgotten_while_it_runs_leaves_nothing(
 def test_transformers_does_not_know_what_only_kernels_do(home: Planner) -> None:
     for route in ({"dtype": "int8"}, {"adapter_dtype": "int8"}, {"deterministic": True}):
         with pytest.raises(UsageError, match="--engine transformers does not know --"):
-            run(Engine(home), ask("base alone", route={"engine": "transformers", **route}))
+            run(LocalEngine(home), ask("base alone", route={"engine": "transformers", **route}))

@@ -9,25 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.allocations import allocations
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.batch_counts import Stretch
-from expertctl.engine.decoder_program import decoder_program, program_bytes
-from expertctl.engine.decoder_programs import ADAPTERS, PROGRAMS, buffer_bytes
-from expertctl.engine.decoder_room import DecoderRoom
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.packed_base import pack_base
-from expertctl.engine.packed_decoder import PackedDecoder, StepRow
-from expertctl.engine.packed_delta import AdapterDtype, PackedDeltas
-from expertctl.engine.program_variant import variant
-from expertctl.engine.prompt_scores import PromptScores
+from expertctl.engine.allocations import count_allocations
+from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
+from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
+from expertctl.engine.cpu.packed_base import pack_base
+from expertctl.engine.cpu.program_cache import ADAPTER_SCHEMES, MAX_PROGRAMS, estimate_buffer_bytes
+from expertctl.engine.cpu.workspace import RowRange, Workspace, choose_variant
+from expertctl.engine.kernels.packed_format import AdapterDtype, PackedDeltas, Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.model.weights import load_base_weights
+from expertctl.engine.text.prompt import PromptLogprobs
 from expertctl.errors import BudgetError, IncompatibleError
-from expertctl.package.model_config import ModelConfig, read_config
-from tests.engine.conftest import FITTING, Oracle, build_oracle
-from tests.engine.measured import fewest_allocations
-from tests.engine.plans import packed_plan, random_expert
+from expertctl.package.model_config import ModelConfig, read_model_config
+from tests.engine.conftest import KERNEL_SIZES, ReferenceModel, build_reference_model
+from tests.engine.memory_measurement import count_fewest_allocations
+from tests.engine.random_experts import make_packed_plan, make_random_expert
 
 TOKENS = 6
 TEXTS = (1, 2, 5, 16, 19)
@@ -37,19 +34,21 @@ OBJECTS = 2 << 10
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return build_oracle(
+def model(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
+    return build_reference_model(
         tmp_path_factory.mktemp("llama") / "model",
         "llama",
-        **FITTING,
+        **KERNEL_SIZES,
         attention_bias=True,
         mlp_bias=True,
     )
 
 
-def decoder_of(model: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32) -> PackedDecoder:
-    config = read_config(model.directory)
-    weights = load_base(model.directory, config)
+def decoder_of(
+    model: ReferenceModel, crew: ThreadPool, scheme: Scheme = Scheme.FLOAT32
+) -> PackedDecoder:
+    config = read_model_config(model.directory)
+    weights = load_base_weights(model.directory, config)
     return PackedDecoder(pack_base(config, weights, scheme), crew, chunk=8)
 
 
@@ -69,10 +68,10 @@ def plans_of(
     plans: list[PackedDeltas | None] = [None]
     for number, chain in enumerate(chains):
         experts = [
-            random_expert(config, kind, seed=10 * number + place, dtype=dtype)
+            make_random_expert(config, kind, seed=10 * number + place, dtype=dtype)
             for place, (kind, dtype) in enumerate(chain)
         ]
-        plans.append(packed_plan(config, experts, base=base, adapters=adapters))
+        plans.append(make_packed_plan(config, experts, base=base, adapters=adapters))
     return plans
 
 
@@ -86,7 +85,7 @@ def token_of(number: int, turn: int) -> int:
 
 def alone(decoder: PackedDecoder, number: int, plan: PackedDeltas | None) -> Tensor:
     """Scores of one text that is read by itself, [1 + tokens, vocab]."""
-    cache = KVPages(decoder.config, 40)
+    cache = PagedKVCache(decoder.config, 40)
     rows = [decoder.prefill(prompt_of(number), cache, plan).logits]
     rows += [decoder.decode(token_of(number, t), cache, plan).logits for t in range(TOKENS)]
     cache.check_integrity()
@@ -95,7 +94,7 @@ def alone(decoder: PackedDecoder, number: int, plan: PackedDeltas | None) -> Ten
 
 def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Tensor:
     """The same of all texts in one batch, [texts, 1 + tokens, vocab]."""
-    caches = [KVPages(decoder.config, 40) for _ in plans]
+    caches = [PagedKVCache(decoder.config, 40) for _ in plans]
     first = [
         decoder.prefill(prompt_of(number), cache, plan).logits
         for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
@@ -103,7 +102,7 @@ def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Te
     rows = [torch.stack(first)]
     for turn in range(TOKENS):
         step = [
-            StepRow(token_of(number, turn), cache, plan)
+            DecodeRow(token_of(number, turn), cache, plan)
             for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
         ]
         rows.append(decoder.step(step))
@@ -122,12 +121,12 @@ def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Te
     ],
 )
 def test_a_row_has_the_bits_that_it_has_alone(
-    base: Scheme, adapters: AdapterDtype, model: Oracle, crew: Crew
+    base: Scheme, adapters: AdapterDtype, model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew, base)
     kinds = plans_of(decoder.config, base, adapters)
     plans = [kinds[5 * number % len(kinds)] for number in range(max(TEXTS))]
-    one = Crew(1)
+    one = ThreadPool(1)
     try:
         other = decoder_of(model, one, base)
         wanted = torch.stack([alone(other, number, plan) for number, plan in enumerate(plans)])
@@ -142,64 +141,69 @@ def test_a_row_has_the_bits_that_it_has_alone(
 
 @pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8])
 def test_a_step_allocates_nothing_whoever_is_in_it(
-    scheme: Scheme, model: Oracle, crew: Crew
+    scheme: Scheme, model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew, scheme)
     plans = plans_of(decoder.config, scheme)
-    caches = [KVPages(decoder.config, 1000) for _ in plans]
+    caches = [PagedKVCache(decoder.config, 1000) for _ in plans]
     out = torch.empty(len(plans), decoder.config.vocab_size)
 
     def turns(count: int) -> None:
         for turn in range(count):
             shift = turn % len(plans)
             rows = [
-                StepRow(turn % 61, cache, plans[place - shift])
+                DecodeRow(turn % 61, cache, plans[place - shift])
                 for place, cache in enumerate(caches)
             ]
             decoder.step(rows, out=out)
 
-    found = fewest_allocations(lambda: turns(100))
+    found = count_fewest_allocations(lambda: turns(100))
     assert found.python_bytes < OBJECTS * len(plans) < decoder.nbytes
     assert found.compiled_arrays == 0
     assert found.native_bytes < 1 << 17
 
 
-def test_what_a_decoder_holds_is_what_was_announced(model: Oracle, crew: Crew) -> None:
+def test_what_a_decoder_holds_is_what_was_announced(
+    model: ReferenceModel, crew: ThreadPool
+) -> None:
     for base in (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT4):
         decoder = decoder_of(model, crew, base)
         config = decoder.config
         assert decoder.nbytes == 0
-        with allocations() as found:
-            decoder.prefill(prompt_of(9), KVPages(config, 40))
-        assert decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
+        with count_allocations() as found:
+            decoder.prefill(prompt_of(9), PagedKVCache(config, 40))
+        assert decoder.nbytes <= estimate_buffer_bytes(config, base, tokens=12, chunk=8)
         assert found.python_bytes >= decoder.nbytes
         for dtype in (torch.bfloat16, torch.float32):
-            chain = [random_expert(config, "lora", dtype=dtype), random_expert(config, "ia3")]
-            plan = packed_plan(config, chain, base=base)
+            chain = [
+                make_random_expert(config, "lora", dtype=dtype),
+                make_random_expert(config, "ia3"),
+            ]
+            plan = make_packed_plan(config, chain, base=base)
             other = decoder_of(model, crew, base)
-            other.step([StepRow(1, KVPages(config, 9), plan) for _ in range(3)])
+            other.step([DecodeRow(1, PagedKVCache(config, 9), plan) for _ in range(3)])
             announced = partial(
-                buffer_bytes, config, base, tokens=3, chunk=8, rows=3, width=plan.width
+                estimate_buffer_bytes, config, base, tokens=3, chunk=8, rows=3, width=plan.width
             )
             assert other.nbytes <= announced(adapters=[plan.scheme]) <= announced()
 
 
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.INT8])
 def test_plans_of_factors_and_of_several_schemes_hold_no_more_than_was_announced(
-    base: Scheme, model: Oracle, crew: Crew
+    base: Scheme, model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew, base)
-    config, room = decoder.config, partial(KVPages, decoder.config, 40)
-    factors = packed_plan(config, [random_expert(config, "ia3")], base=base)
+    config, room = decoder.config, partial(PagedKVCache, decoder.config, 40)
+    factors = make_packed_plan(config, [make_random_expert(config, "ia3")], base=base)
     assert factors.width == 0
     for _ in range(2):
         decoder.prefill(prompt_of(9), room(), factors)
         decoder.decode(1, room(), factors)
-    assert 0 < decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
-    decoder.rest()
+    assert 0 < decoder.nbytes <= estimate_buffer_bytes(config, base, tokens=12, chunk=8)
+    decoder.free_buffers()
     plans = [plan for plan in plans_of(config, base) if plan is not None]
-    decoder.step([StepRow(1, room(), plan) for plan in plans])
-    announced = buffer_bytes(
+    decoder.step([DecodeRow(1, room(), plan) for plan in plans])
+    announced = estimate_buffer_bytes(
         config,
         base,
         tokens=len(plans),
@@ -211,55 +215,59 @@ def test_plans_of_factors_and_of_several_schemes_hold_no_more_than_was_announced
     assert decoder.nbytes <= announced
 
 
-def test_programs_are_few_and_take_no_more_than_is_said(model: Oracle, crew: Crew) -> None:
+def test_programs_are_few_and_take_no_more_than_is_said(
+    model: ReferenceModel, crew: ThreadPool
+) -> None:
     decoder = decoder_of(model, crew, Scheme.INT8)
     config = decoder.config
     plans = plans_of(config, Scheme.INT8)
     for plan in (*plans, *plans):
-        decoder.decode(1, KVPages(config, 9), plan)
-        assert len(decoder._programs) <= PROGRAMS
-    room = DecoderRoom(config, Scheme.INT8, tokens=4, rows=4)
+        decoder.decode(1, PagedKVCache(config, 9), plan)
+        assert len(decoder._programs) <= MAX_PROGRAMS
+    room = Workspace(config, Scheme.INT8, tokens=4, rows=4)
     for chosen in ([], plans[1:2], plans[3:4], plans[5:6], plans[1:]):
-        kinds = variant(
-            together=False,
+        kinds = choose_variant(
+            single_sequence=False,
             numbers=Scheme.FLOAT16,
             plans=[plan for plan in chosen if plan is not None],
         )
-        build = partial(decoder_program, decoder._base, room, kinds)
+        build = partial(build_decoder_program, decoder._base, room, kinds)
         held = build()  # kernels and room are there from now on
-        found = fewest_allocations(build)
+        found = count_fewest_allocations(build)
         assert held.layers[0].program.table.nbytes < found.python_bytes
-        assert found.python_bytes <= program_bytes(
+        assert found.python_bytes <= estimate_program_bytes(
             config, schemes=len(kinds.adapters), scales=kinds.scales
         )
 
 
 def test_scores_of_another_shape_are_refused_before_anything_is_read(
-    model: Oracle, crew: Crew
+    model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew)
-    caches = [KVPages(decoder.config, 9) for _ in range(2)]
-    rows = [StepRow(3, cache) for cache in caches]
+    caches = [PagedKVCache(decoder.config, 9) for _ in range(2)]
+    rows = [DecodeRow(3, cache) for cache in caches]
     with pytest.raises(AssertionError, match="scores are"):
         decoder.step(rows, out=torch.empty(1, decoder.config.vocab_size))
     assert [cache.length for cache in caches] == [0, 0]
 
 
-def test_nothing_is_read_where_one_of_the_texts_has_no_room(model: Oracle, crew: Crew) -> None:
+def test_nothing_is_read_where_one_of_the_texts_has_no_room(
+    model: ReferenceModel, crew: ThreadPool
+) -> None:
     decoder = decoder_of(model, crew)
-    full, free = KVPages(decoder.config, 1), KVPages(decoder.config, 9)
+    full, free = PagedKVCache(decoder.config, 1), PagedKVCache(decoder.config, 9)
     decoder.decode(4, full)
     with pytest.raises(BudgetError):
-        decoder.step([StepRow(3, free), StepRow(3, full)])
+        decoder.step([DecodeRow(3, free), DecodeRow(3, full)])
     with pytest.raises(IncompatibleError):
-        decoder.step([StepRow(3, free), StepRow(61, KVPages(decoder.config, 9))])
+        decoder.step([DecodeRow(3, free), DecodeRow(61, PagedKVCache(decoder.config, 9))])
     assert (free.length, full.length) == (0, 1)
 
 
-def test_scores_are_written_where_it_was_asked(model: Oracle, crew: Crew) -> None:
+def test_scores_are_written_where_it_was_asked(model: ReferenceModel, crew: ThreadPool) -> None:
     decoder = decoder_of(model, crew)
     out = torch.empty(decoder.config.vocab_size)
-    cache, other = KVPages(decoder.config, 9), KVPages(decoder.config, 9)
+    cache, other = PagedKVCache(decoder.config, 9), PagedKVCache(decoder.config, 9)
     fresh = decoder.decode(5, other).logits
     given = decoder.decode(5, cache, out=out).logits
     assert given.data_ptr() == out.data_ptr()
@@ -268,7 +276,9 @@ def test_scores_are_written_where_it_was_asked(model: Oracle, crew: Crew) -> Non
     assert torch.equal(given, fresh)
 
 
-def test_threads_that_call_at_once_get_what_they_get_alone(model: Oracle, crew: Crew) -> None:
+def test_threads_that_call_at_once_get_what_they_get_alone(
+    model: ReferenceModel, crew: ThreadPool
+) -> None:
     decoder = decoder_of(model, crew)
     plans = plans_of(decoder.config, Scheme.FLOAT32)
     wanted = [alone(decoder, number, plan) for number, plan in enumerate(plans)]
@@ -286,20 +296,25 @@ def test_threads_that_call_at_once_get_what_they_get_alone(model: Oracle, crew: 
         assert all(torch.equal(found[n], scores) for n, scores in enumerate(wanted))
 
 
-def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, crew: Crew) -> None:
+def test_a_program_that_runs_again_as_it_was_set_gives_the_same(
+    tmp_path: Path, crew: ThreadPool
+) -> None:
     """Counts of one run that the next began with would let B begin before A is done."""
-    model = build_oracle(tmp_path / "qwen3", **FITTING)
-    config = read_config(model.directory)
-    base = pack_base(config, load_base(model.directory, config), Scheme.FLOAT32)
-    plan = packed_plan(config, [random_expert(config)])
-    room = DecoderRoom(config, Scheme.FLOAT32, tokens=4, rows=4)
-    wanted = variant(together=False, numbers=Scheme.FLOAT32, plans=[plan])
-    program, pages = decoder_program(base, room, wanted), [KVPages(config, 9) for _ in range(4)]
+    model = build_reference_model(tmp_path / "qwen3", **KERNEL_SIZES)
+    config = read_model_config(model.directory)
+    base = pack_base(config, load_base_weights(model.directory, config), Scheme.FLOAT32)
+    plan = make_packed_plan(config, [make_random_expert(config)])
+    room = Workspace(config, Scheme.FLOAT32, tokens=4, rows=4)
+    wanted = choose_variant(single_sequence=False, numbers=Scheme.FLOAT32, plans=[plan])
+    program, pages = (
+        build_decoder_program(base, room, wanted),
+        [PagedKVCache(config, 9) for _ in range(4)],
+    )
     for place, cache in enumerate(pages):
-        cache.require(1)
+        cache.ensure_capacity(1)
         room.tables[place] = cache.table
     room.tokens[...], room.positions[...] = (3, 14, 15, 9), 0
-    program.set(4, [Stretch(plan, 1, 3)])
+    program.set(4, [RowRange(plan, 1, 3)])
     [layers] = [stage.program for stage in program.layers]
 
     def scores() -> Tensor:
@@ -314,31 +329,31 @@ def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, 
 
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8])
 def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_of_theirs(
-    base: Scheme, model: Oracle, crew: Crew
+    base: Scheme, model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew, base)
     kinds = plans_of(decoder.config, base)
     plans, plan = (kinds[1], kinds[3]), kinds[5]
     prompt = [(11 * place) % 61 for place in range(30)]
-    whole = KVPages(decoder.config, 40)
+    whole = PagedKVCache(decoder.config, 40)
     expected = decoder.prefill(prompt, whole, plan).logits
-    caches = [KVPages(decoder.config, 80) for _ in plans]
+    caches = [PagedKVCache(decoder.config, 80) for _ in plans]
     for number, cache in enumerate(caches):
         decoder.prefill(prompt_of(number), cache, plans[number])
     turns = list[Tensor]()
 
     def step() -> None:
         turn = len(turns)
-        rows = [StepRow(token_of(n, turn), cache, plans[n]) for n, cache in enumerate(caches)]
+        rows = [DecodeRow(token_of(n, turn), cache, plans[n]) for n, cache in enumerate(caches)]
         turns.append(decoder.step(rows))
 
-    cut = KVPages(decoder.config, 40)
+    cut = PagedKVCache(decoder.config, 40)
     for part in (prompt[:3], prompt[3:4], prompt[4:]):  # any chunks have the bits of one
         found = decoder.prefill(part, cut, plan, between_layers=step).logits
     assert torch.equal(found, expected)
     chunks = 1 + 1 + 4
     assert len(turns) == chunks * (decoder.config.layers - 1)
-    again = [KVPages(decoder.config, 80) for _ in plans]
+    again = [PagedKVCache(decoder.config, 80) for _ in plans]
     for number, cache in enumerate(again):
         decoder.prefill(prompt_of(number), cache, plans[number])
         alone = [
@@ -347,19 +362,19 @@ def test_texts_that_step_between_two_layers_of_a_prompt_change_no_bit_of_it_nor_
         ]
         assert torch.equal(torch.stack([rows[number] for rows in turns]), torch.stack(alone))
     widest = max(each.width for each in (*plans, plan) if each is not None)
-    assert decoder.nbytes <= buffer_bytes(
-        decoder.config, base, tokens=30, chunk=8, rows=2, width=widest, adapters=ADAPTERS
+    assert decoder.nbytes <= estimate_buffer_bytes(
+        decoder.config, base, tokens=30, chunk=8, rows=2, width=widest, adapters=ADAPTER_SCHEMES
     )
 
 
 def test_texts_that_step_while_a_prompt_is_scored_change_no_score(
-    model: Oracle, crew: Crew
+    model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder, alone = decoder_of(model, crew), decoder_of(model, crew)
     prompt = [(11 * place) % 61 for place in range(30)]
-    wanted, found = PromptScores(prompt, top=3), PromptScores(prompt, top=3)
-    expected = alone.prefill(prompt, KVPages(alone.config, 40), scores=wanted.take).logits
-    caches = [KVPages(decoder.config, 300) for _ in range(2)]
+    wanted, found = PromptLogprobs(prompt, top=3), PromptLogprobs(prompt, top=3)
+    expected = alone.prefill(prompt, PagedKVCache(alone.config, 40), scores=wanted.record).logits
+    caches = [PagedKVCache(decoder.config, 300) for _ in range(2)]
     for number, cache in enumerate(caches):
         decoder.prefill(prompt_of(number), cache)
     times = 0
@@ -367,23 +382,23 @@ def test_texts_that_step_while_a_prompt_is_scored_change_no_score(
     def step() -> None:
         nonlocal times
         times += 1
-        decoder.step([StepRow(token_of(n, times), cache) for n, cache in enumerate(caches)])
+        decoder.step([DecodeRow(token_of(n, times), cache) for n, cache in enumerate(caches)])
 
     result = decoder.prefill(
-        prompt, KVPages(decoder.config, 40), scores=found.take, between_layers=step
+        prompt, PagedKVCache(decoder.config, 40), scores=found.record, between_layers=step
     )
     assert times > 4 * (decoder.config.layers - 1)  # of four chunks: others step there, too
     assert torch.equal(result.logits, expected)
     for place in range(1, len(prompt)):
         assert found.logprob(place) == wanted.logprob(place)
-        assert found.likeliest(place) == wanted.likeliest(place)
+        assert found.top_logprobs(place) == wanted.top_logprobs(place)
 
 
 def test_a_prompt_that_is_stopped_between_two_layers_leaves_nothing(
-    model: Oracle, crew: Crew
+    model: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = decoder_of(model, crew)
-    cache = KVPages(decoder.config, 40)
+    cache = PagedKVCache(decoder.config, 40)
     decoder.prefill([1, 2, 3], cache)
 
     def stop() -> None:
@@ -392,6 +407,6 @@ def test_a_prompt_that_is_stopped_between_two_layers_leaves_nothing(
     with pytest.raises(BudgetError, match="enough"):
         decoder.prefill([4, 5, 6], cache, between_layers=stop)
     assert cache.length == 3
-    other = KVPages(decoder.config, 40)
+    other = PagedKVCache(decoder.config, 40)
     expected = decoder.prefill([1, 2, 3, 4, 5, 6], other).logits
     assert torch.equal(decoder.prefill([4, 5, 6], cache).logits, expected)

@@ -6,21 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.runtime import Engine
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.errors import BudgetError, DigestError, ExpertError, NotFoundError, UsageError
-from expertctl.store.job import Job
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import SQL, WISHES, engine, known, planner, request, run
-from tests.store.shop import House, fast, house
+from expertctl.store.run_record import RunRecord
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import SQL, WISHES, engine, known, planner, request, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["engine", "fast", "house", "known", "market"]
 
 
-def newest(house: House) -> Job:
-    return house.catalogue.history.jobs()[0]
+def newest(house: HomeFixture) -> RunRecord:
+    return house.catalogue.history.list_runs()[0]
 
 
-def test_a_run_is_remembered_with_its_figures(engine: Engine, house: House, market: Market) -> None:
+def test_a_run_is_remembered_with_its_figures(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
     [installed] = house.install(market.package())
     result = run(engine, request(SQL, prompt="Write SQL: the names of all users"))
     job = newest(house)
@@ -38,7 +40,7 @@ def test_a_run_is_remembered_with_its_figures(engine: Engine, house: House, mark
 
 
 def test_neither_prompt_nor_answer_is_in_the_history(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package())
     prompt = "Write as JSON: the quokka of Rottnest"
@@ -54,7 +56,7 @@ def test_neither_prompt_nor_answer_is_in_the_history(
 
 
 def test_an_answer_that_was_cut_at_the_limit_is_not_blamed_for_its_form(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     [installed] = house.install(market.package(routing={"task": "json_parsing"}))
     result = run(engine, request(SQL, prompt="Fields: name Ada"))
@@ -63,50 +65,50 @@ def test_an_answer_that_was_cut_at_the_limit_is_not_blamed_for_its_form(
     assert [w for w in result.warnings if "JSON" in w] == []
     assert any("cut at the limit" in w for w in result.warnings)
     assert newest(house).validation is None
-    assert house.catalogue.success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
 
 
 def test_a_guess_that_code_was_wanted_neither_warns_nor_teaches(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     [installed] = house.install(market.package())
     result = run(engine, request(SQL, prompt="Write a Python function that adds two numbers"))
     assert result.validation_passed is None
     assert not any("Python" in warning for warning in result.warnings)
     assert newest(house).validation is None
-    assert house.catalogue.success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
 
 
 def test_an_empty_answer_speaks_against_its_expert(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     [installed] = house.install(market.package())
     begins = run(engine, request(SQL)).generated.text[0]
-    before = house.catalogue.revision()
+    before = house.catalogue.read_revision()
     wanted = request(SQL)
     wishes = replace(WISHES, stop=(begins,))
-    result = run(engine, replace(wanted, route=replace(wanted.route, wishes=wishes)))
+    result = run(engine, replace(wanted, route=replace(wanted.route, sampling=wishes)))
     assert (result.generated.finish_reason, result.generated.text) == ("stop", "")
     assert result.validation_passed is False
     assert "the answer is empty" in result.warnings
     digest = installed.expert.content_digest
-    assert house.catalogue.success_rate(digest) == pytest.approx(2 / 4.5)
-    assert house.catalogue.revision() > before
+    assert house.catalogue.find_success_rate(digest) == pytest.approx(2 / 4.5)
+    assert house.catalogue.read_revision() > before
 
 
 def test_without_a_form_nothing_is_said_of_an_answer(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package())
-    before = house.catalogue.revision()
+    before = house.catalogue.read_revision()
     result = run(engine, request(SQL))
     assert result.validation_passed is None
     assert newest(house).validation is None
-    assert house.catalogue.revision() == before
+    assert house.catalogue.read_revision() == before
 
 
 def test_a_stopped_answer_is_remembered_and_not_checked(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package(routing={"task": "json_parsing"}))
     result = run(engine, request(SQL), cancelled=lambda: True)
@@ -114,9 +116,9 @@ def test_a_stopped_answer_is_remembered_and_not_checked(
     assert (newest(house).finish_reason, newest(house).validation) == ("cancelled", None)
 
 
-def damaged(house: House) -> Path:
+def damaged(house: HomeFixture) -> Path:
     """Change one byte of an adapter in the store."""
-    [expert] = house.store.experts()
+    [expert] = house.store.list_experts()
     [path] = [house.store.paths.blob(f.digest) for f in expert.files if "safetensors" in f.path]
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
@@ -126,46 +128,48 @@ def damaged(house: House) -> Path:
 
 
 def test_a_run_that_a_damaged_expert_ended_speaks_against_it(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     [installed] = house.install(market.package())
-    before = house.catalogue.revision()
+    before = house.catalogue.read_revision()
     damaged(house)
     with pytest.raises(DigestError, match="acme/sql"):
         run(engine, request(SQL))
     job = newest(house)
     assert (job.finish_reason, job.blamed) == ("error", True)
-    assert house.catalogue.revision() > before
-    assert house.catalogue.success_rate(installed.expert.content_digest) == pytest.approx(2 / 5)
-    assert house.catalogue.usage(installed.expert.content_digest) is None
+    assert house.catalogue.read_revision() > before
+    assert house.catalogue.find_success_rate(installed.expert.content_digest) == pytest.approx(
+        2 / 5
+    )
+    assert house.catalogue.find_usage(installed.expert.content_digest) is None
     with pytest.raises(NotFoundError, match="no run is remembered"):
-        house.catalogue.history.judge("last", "good")
+        house.catalogue.history.rate_run("last", "good")
 
 
-def test_a_run_that_did_not_fit_blames_nobody(house: House, market: Market) -> None:
+def test_a_run_that_did_not_fit_blames_nobody(house: HomeFixture, market: EnginePackages) -> None:
     [installed] = house.install(market.package())
     with pytest.raises(BudgetError):
-        run(Engine(planner(house), budget=1000), request(SQL))
+        run(LocalEngine(planner(house), budget=1000), request(SQL))
     assert (newest(house).finish_reason, newest(house).blamed) == ("error", False)
-    assert house.catalogue.success_rate(installed.expert.content_digest) is None
+    assert house.catalogue.find_success_rate(installed.expert.content_digest) is None
 
 
 @pytest.mark.parametrize("prompt", ["word " * 3000])
 def test_a_call_that_was_wrong_is_no_run(
-    prompt: str, engine: Engine, house: House, market: Market
+    prompt: str, engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     house.install(market.package())
     with pytest.raises(UsageError):
         run(engine, request(SQL, prompt=prompt))
-    assert house.catalogue.history.jobs() == []
+    assert house.catalogue.history.list_runs() == []
 
 
 def test_a_failure_that_cannot_be_written_is_told_as_itself(
-    house: House, market: Market, monkeypatch: pytest.MonkeyPatch
+    house: HomeFixture, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.install(market.package())
     home = planner(house)
     home.catalogue.database.path = Path("/proc/nowhere/index.db")
     with pytest.raises(ExpertError) as told:
-        run(Engine(home, budget=1000), request(SQL))
+        run(LocalEngine(home, budget=1000), request(SQL))
     assert isinstance(told.value, BudgetError)

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from expertctl.engine.decoder import Decoder
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.model.decoder import Decoder
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
 from expertctl.errors import DigestError, IncompatibleError, NotFoundError, RevokedError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.plan_file import SavedPlan, parse_plan
-from expertctl.routing.presets import NO_WISHES, SamplingWishes
-from expertctl.routing.request import Forced
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import planner, request, run
+from expertctl.routing.plan import SavedPlan, parse_plan
+from expertctl.routing.request import ForcedExpert
+from expertctl.routing.sampling_presets import NO_OVERRIDES, SamplingOverrides
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import planner, request, run
 from tests.factories import make_package
-from tests.store.shop import House, a_key, fast, house
+from tests.store.fixtures import HomeFixture, fast, house, make_key
 
 __all__ = ["fast", "house", "market"]
 
@@ -33,17 +33,17 @@ KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "soft": [("soft_prompt", {"seed": 4, "tokens": 5})],
     "several": [("ia3", {"seed": 5}), ("lora", {"seed": 6, "dtype": "float16"})],
 }
-WARM = SamplingWishes(temperature=1.3, top_p=1.0, max_tokens=12)
+WARM = SamplingOverrides(temperature=1.3, top_p=1.0, max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
+def known(house: HomeFixture, market: EnginePackages) -> None:
     house.bases.add(market.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(*(package(market, name) for name in KINDS))
 
 
-def package(market: Market, name: str, *, key: str = "acme") -> Any:
+def package(market: EnginePackages, name: str, *, key: str = "acme") -> Any:
     folder = market.folder / f"replay-{name}-{key}"
     base = read_base(market.base_dir)
     adapters: Any = KINDS[name]
@@ -52,20 +52,20 @@ def package(market: Market, name: str, *, key: str = "acme") -> Any:
         f"acme/{name}",
         base_dir=market.base_dir,
         base=base,
-        key=a_key(key),
+        key=make_key(key),
         adapters=adapters,
     )
 
 
-def engine(house: House) -> Engine:
-    return Engine(planner(house), budget=64 << 20)
+def engine(house: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(house), budget=64 << 20)
 
 
 @contextmanager
 def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """All scores that a decoder gives, in order."""
     seen: list[torch.Tensor] = []
-    plain = Decoder._logits
+    plain = Decoder._compute_logits
 
     def watched(self: Decoder, hidden: torch.Tensor, deltas: Any) -> torch.Tensor:
         logits = plain(self, hidden, deltas)
@@ -73,7 +73,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "_logits", watched)
+        patch.setattr(Decoder, "_compute_logits", watched)
         yield seen
 
 
@@ -86,13 +86,13 @@ def saved(result: RunResult, kind: str) -> SavedPlan:
 def drawn(*experts: NamedExpert, **options: Any) -> RunRequest:
     """A request whose tokens are drawn, with a seed that nobody chose."""
     wanted = request(*experts, **options)
-    return replace(wanted, route=replace(wanted.route, wishes=WARM, seed=None))
+    return replace(wanted, route=replace(wanted.route, sampling=WARM, seed=None))
 
 
 def replayed(plan: SavedPlan) -> RunRequest:
     """A request that says nothing but the plan."""
     wanted = request(saved=plan)
-    return replace(wanted, route=replace(wanted.route, wishes=NO_WISHES, seed=None))
+    return replace(wanted, route=replace(wanted.route, sampling=NO_OVERRIDES, seed=None))
 
 
 @pytest.mark.parametrize("kind", ["run", "route"])
@@ -107,9 +107,9 @@ def replayed(plan: SavedPlan) -> RunRequest:
     ids=str,
 )
 def test_a_saved_plan_gives_the_same_tokens_and_scores_to_the_bit(
-    chain: list[tuple[str, float]], kind: str, house: House, monkeypatch: pytest.MonkeyPatch
+    chain: list[tuple[str, float]], kind: str, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = [Forced(Reference.parse(f"acme/{name}"), weight) for name, weight in chain]
+    experts = [ForcedExpert(Reference.parse(f"acme/{name}"), weight) for name, weight in chain]
     alone = {} if chain else {"route": {"base_alone": True}}
     with scores(monkeypatch) as first:
         result = run(engine(house), drawn(*experts, **alone))
@@ -123,12 +123,12 @@ def test_a_saved_plan_gives_the_same_tokens_and_scores_to_the_bit(
     assert float(first[0].abs().max()) > 0
 
 
-def lora(house: House) -> SavedPlan:
-    result = run(engine(house), drawn(Forced(Reference.parse("acme/lora"))))
+def lora(house: HomeFixture) -> SavedPlan:
+    result = run(engine(house), drawn(ForcedExpert(Reference.parse("acme/lora"))))
     return saved(result, "run")
 
 
-def test_another_number_of_threads_is_warned_of(house: House) -> None:
+def test_another_number_of_threads_is_warned_of(house: HomeFixture) -> None:
     plan = lora(house)
     assert plan.threads is not None
     result = run(engine(house), replayed(replace(plan, threads=plan.threads + 7)))
@@ -137,10 +137,10 @@ def test_another_number_of_threads_is_warned_of(house: House) -> None:
 
 
 def test_a_package_that_was_signed_anew_gives_the_same_and_is_named(
-    house: House, market: Market
+    house: HomeFixture, market: EnginePackages
 ) -> None:
-    house.trusting("bob")
-    first = run(engine(house), drawn(Forced(Reference.parse("acme/lora"))))
+    house.trust_keys("bob")
+    first = run(engine(house), drawn(ForcedExpert(Reference.parse("acme/lora"))))
     house.install(package(market, "lora", key="bob"))
     again = run(engine(house), replayed(saved(first, "run")))
     assert again.generated.tokens == first.generated.tokens
@@ -149,10 +149,10 @@ def test_a_package_that_was_signed_anew_gives_the_same_and_is_named(
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_tampered_file_behind_a_plan_is_refused_by_name(house: House, name: str) -> None:
+def test_a_tampered_file_behind_a_plan_is_refused_by_name(house: HomeFixture, name: str) -> None:
     plan = lora(house)
     expert = house.store.find(Reference.parse("acme/lora"))
-    blob = house.store.blob_path(expert.file(name).digest)
+    blob = house.store.blob_path(expert.find_file(name).digest)
     blob.chmod(0o644)
     data = bytearray(blob.read_bytes())
     data[-2] ^= 1
@@ -162,14 +162,16 @@ def test_a_tampered_file_behind_a_plan_is_refused_by_name(house: House, name: st
             run(engine(house), replace(replayed(plan), on_budget=on))
 
 
-def test_what_a_revoked_key_signed_is_refused(house: House) -> None:
+def test_what_a_revoked_key_signed_is_refused(house: HomeFixture) -> None:
     plan = lora(house)
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
         run(engine(house), replayed(plan))
 
 
-def test_a_plan_of_a_file_that_was_never_installed_names_it(house: House, market: Market) -> None:
+def test_a_plan_of_a_file_that_was_never_installed_names_it(
+    house: HomeFixture, market: EnginePackages
+) -> None:
     file = FileExpert(market.package("acme/loose", key=None, seed=8))
     result = run(engine(house), drawn(file))
     with pytest.raises(NotFoundError, match=r"acme/loose@1\.0\.0 of the saved plan is not"):
@@ -187,8 +189,8 @@ def test_a_plan_of_a_file_that_was_never_installed_names_it(house: House, market
         lambda plan: plan.update(identity="sha256:" + "0" * 64),
     ],
 )
-def test_a_plan_that_was_edited_is_refused(house: House, edit: Any) -> None:
-    experts = [Forced(Reference.parse(f"acme/{name}")) for name in ("lora", "dora")]
+def test_a_plan_that_was_edited_is_refused(house: HomeFixture, edit: Any) -> None:
+    experts = [ForcedExpert(Reference.parse(f"acme/{name}")) for name in ("lora", "dora")]
     document: Any = run(engine(house), drawn(*experts)).to_json()
     edit(document["plan"])
     plan = parse_plan(json.dumps(document).encode())

@@ -8,7 +8,7 @@ from expertctl.digest import Digest
 from expertctl.engine.request import FileExpert, parse_expert
 from expertctl.errors import ExpertError, UsageError
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced
+from expertctl.routing.request import ForcedExpert
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_a_file_is_told_by_its_name(text: str, path: str, weight: float) -> None
 
 
 def test_anything_else_is_a_reference_or_a_digest() -> None:
-    assert parse_expert("acme/sql@^1.2:0.5") == Forced(Reference.parse("acme/sql@^1.2"), 0.5)
+    assert parse_expert("acme/sql@^1.2:0.5") == ForcedExpert(Reference.parse("acme/sql@^1.2"), 0.5)
     digest = "sha256:" + "a" * 64
-    assert parse_expert(digest) == Forced(Digest("a" * 64))
+    assert parse_expert(digest) == ForcedExpert(Digest("a" * 64))
 
 
 @pytest.mark.parametrize(

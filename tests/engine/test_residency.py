@@ -13,19 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest
-from expertctl.engine import memory
-from expertctl.engine.budget import Budget
-from expertctl.engine.experts import compiled, local_expert
-from expertctl.engine.kept_kv import KVSlots
-from expertctl.engine.kv_loan import KVWanted
-from expertctl.engine.tiers import Tier, Tiers
+from expertctl.engine.adapters.experts import borrow_compiled_plan, open_local_expert
+from expertctl.engine.kv.sequence_cache import KVRequest, SequenceKVCache
+from expertctl.engine.memory import host
+from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
+from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.errors import BudgetError
-from tests.engine.shelf import KINDS, Shelf
+from tests.engine.memory_measurement import KINDS, ExpertKindsHome
 
 SOFT = {"soft", "all"}
 
 
-class Meter:
+class PlanByteCounter:
     """Counts the bytes that live objects hold: blocks of `memory.allocate`, torch's storages.
 
     Objects that were there before are not looked at. Nothing is collected first: what only the
@@ -57,9 +56,9 @@ class Meter:
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
-    meter, anonymous = Meter(), memory._anonymous
-    monkeypatch.setattr(memory, "_anonymous", lambda size: meter.allocated(anonymous(size)))
+def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanByteCounter]:
+    meter, anonymous = PlanByteCounter(), host._map_anonymous
+    monkeypatch.setattr(host, "_map_anonymous", lambda size: meter.allocated(anonymous(size)))
     gc.collect()
     gc.freeze()
     yield meter
@@ -67,29 +66,29 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return Shelf(tmp_path_factory.mktemp("residency"))
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> ExpertKindsHome:
+    return ExpertKindsHome(tmp_path_factory.mktemp("residency"))
 
 
-class Residency:
+class PlanResidencyMachine:
     """Random plans of every kind, caches and buffers, held open across steps, under a budget."""
 
-    def __init__(self, shelf: Shelf, meter: Meter, limit: int) -> None:
+    def __init__(self, shelf: ExpertKindsHome, meter: PlanByteCounter, limit: int) -> None:
         self.shelf, self.meter = shelf, meter
-        self.budget = Budget(limit)
-        self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.kv = KVSlots(self.tiers)
+        self.budget = MemoryBudget(limit)
+        self.tiers = AdapterCache(ram=self.budget, device=self.budget)
+        self.kv = SequenceKVCache(self.tiers)
         self.borrowed: list[ExitStack] = []
         self.meter.limit = limit
 
     def borrow_a_plan(self, names: list[str], weight: float) -> None:
         self.tiers.begin_request()
-        chain = [(self.shelf.source(n), 1.0 if n in SOFT else weight) for n in names]
-        identity = Digest.of(f"{names} {weight}".encode())
+        chain = [(self.shelf.open_source(n), 1.0 if n in SOFT else weight) for n in names]
+        identity = Digest.compute(f"{names} {weight}".encode())
         stack = ExitStack()
         try:
             stack.enter_context(
-                compiled(self.tiers, chain, identity=identity, target=self.shelf.target)
+                borrow_compiled_plan(self.tiers, chain, identity=identity, target=self.shelf.target)
             )
         except BudgetError:
             return
@@ -100,11 +99,13 @@ class Residency:
         path, trust = self.shelf.packages[name], self.shelf.house.trust
         with ExitStack() as stack:
             try:
-                local = stack.enter_context(local_expert(path, trust=trust, tiers=self.tiers))
+                local = stack.enter_context(open_local_expert(path, trust=trust, tiers=self.tiers))
                 chain = [(local.source, 1.0 if name in SOFT else weight)]
-                identity = Digest.of(f"file {name} {weight}".encode())
+                identity = Digest.compute(f"file {name} {weight}".encode())
                 stack.enter_context(
-                    compiled(self.tiers, chain, identity=identity, target=self.shelf.target)
+                    borrow_compiled_plan(
+                        self.tiers, chain, identity=identity, target=self.shelf.target
+                    )
                 )
             except BudgetError:
                 return
@@ -112,17 +113,17 @@ class Residency:
             assert self.used_in_this_step <= self.budget.used
 
     def borrow_keys_and_values(self, tokens: int, key: str | None, completes: bool) -> None:
-        wanted = KVWanted(
+        wanted = KVRequest(
             cache_key=key,
-            identity=Digest.of(b"plan"),
+            identity=Digest.compute(b"plan"),
             config=self.shelf.config,
             ids=(1, 2, 3),
-            virtual=0,
+            virtual_tokens=0,
             capacity=tokens,
         )
         stack = ExitStack()
         try:
-            loan = stack.enter_context(self.kv.borrow(wanted))
+            loan = stack.enter_context(self.kv.allocate(wanted))
         except BudgetError:
             return
         if completes:
@@ -137,7 +138,9 @@ class Residency:
     def borrow_buffers(self, size: int) -> None:
         stack = ExitStack()
         try:
-            stack.enter_context(self.tiers.holding(Tier.DEVICE, "buffers", size, what="buffers"))
+            stack.enter_context(
+                self.tiers.reserve_during(Tier.DEVICE, "buffers", size, what="buffers")
+            )
         except BudgetError:
             return
         buffer = [torch.empty(size, dtype=torch.uint8)]
@@ -199,9 +202,9 @@ steps = st.one_of(
     program=st.lists(steps, min_size=5, max_size=40),
 )
 def test_live_bytes_never_exceed_the_budget(
-    shelf: Shelf, meter: Meter, limit: int, program: list[tuple[Any, ...]]
+    shelf: ExpertKindsHome, meter: PlanByteCounter, limit: int, program: list[tuple[Any, ...]]
 ) -> None:
-    machine = Residency(shelf, meter, limit)
+    machine = PlanResidencyMachine(shelf, meter, limit)
     for name, *words in program:
         getattr(machine, name)(*words)
         machine.check()

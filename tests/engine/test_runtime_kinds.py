@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.runtime import Engine
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.errors import IncompatibleError
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import engine, known, planner, request, run
-from tests.store.shop import House, fast, house
+from expertctl.routing.request import ForcedExpert
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import engine, known, planner, request, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["engine", "fast", "house", "known", "market"]
 
@@ -24,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 Install = Callable[..., None]
 
 
-def expert(name: str, weight: float = 1.0) -> Forced:
-    return Forced(Reference.parse(f"acme/{name.replace('_', '-')}"), weight)
+def expert(name: str, weight: float = 1.0) -> ForcedExpert:
+    return ForcedExpert(Reference.parse(f"acme/{name.replace('_', '-')}"), weight)
 
 
 @pytest.fixture
-def install(house: House, market: Market) -> Install:
+def install(house: HomeFixture, market: EnginePackages) -> Install:
     def add(*kinds: str, name: str | None = None) -> None:
         adapters = [(kind, {"seed": n, **OPTIONS[kind]}) for n, kind in enumerate(kinds)]
         label = name or kinds[0].replace("_", "-")
@@ -40,7 +40,7 @@ def install(house: House, market: Market) -> Install:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_expert_of_each_kind_changes_the_answer(
-    kind: str, engine: Engine, install: Install
+    kind: str, engine: LocalEngine, install: Install
 ) -> None:
     install(kind)
     alone = run(engine, request(route={"base_alone": True}))
@@ -52,7 +52,7 @@ def test_an_expert_of_each_kind_changes_the_answer(
     assert nothing.generated.tokens == alone.generated.tokens
 
 
-def test_the_order_of_a_chain_counts(engine: Engine, install: Install) -> None:
+def test_the_order_of_a_chain_counts(engine: LocalEngine, install: Install) -> None:
     for kind in OPTIONS:
         install(kind)
     names = list(OPTIONS)
@@ -64,7 +64,7 @@ def test_the_order_of_a_chain_counts(engine: Engine, install: Install) -> None:
 
 
 def test_a_package_of_several_kinds_equals_the_chain_of_packages_of_one(
-    engine: Engine, house: House, market: Market
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
 ) -> None:
     adapters = [("dora", {"seed": 1, "scale": 0.4}), ("soft_prompt", {"tokens": 3, "scale": 2.0})]
     adapters += [("ia3", {"seed": 2, "scale": 0.9})]
@@ -78,7 +78,7 @@ def test_a_package_of_several_kinds_equals_the_chain_of_packages_of_one(
 
 
 def test_virtual_tokens_take_room_and_are_no_tokens_of_the_prompt(
-    engine: Engine, install: Install
+    engine: LocalEngine, install: Install
 ) -> None:
     install("soft_prompt")
     alone = run(engine, request(route={"base_alone": True}))
@@ -90,7 +90,7 @@ def test_virtual_tokens_take_room_and_are_no_tokens_of_the_prompt(
 
 @pytest.mark.parametrize("weight", [0.5, -1.0, 1.5])
 def test_a_soft_prompt_with_a_weight_is_refused_and_leaves_the_engine_usable(
-    weight: float, engine: Engine, install: Install
+    weight: float, engine: LocalEngine, install: Install
 ) -> None:
     install("lora", "soft_prompt", name="both")
     with pytest.raises(IncompatibleError, match="no weight but 1"):
@@ -100,26 +100,26 @@ def test_a_soft_prompt_with_a_weight_is_refused_and_leaves_the_engine_usable(
 
 
 def test_the_gains_of_dora_are_kept_in_the_store_until_its_package_is_gone(
-    engine: Engine, house: House, install: Install
+    engine: LocalEngine, house: HomeFixture, install: Install
 ) -> None:
     install("dora")
     first = run(engine, request(expert("dora")))
     [folder] = house.store.paths.derived.iterdir()
     [kept] = folder.iterdir()
     before = kept.stat().st_mtime_ns
-    another = Engine(planner(house), budget=8 << 20)
+    another = LocalEngine(planner(house), budget=8 << 20)
     assert run(another, request(expert("dora"))).generated.tokens == first.generated.tokens
     assert kept.stat().st_mtime_ns == before
-    house.store.gc()
+    house.store.collect_garbage()
     assert kept.exists()
-    [stored] = house.store.experts()
+    [stored] = house.store.list_experts()
     house.store.remove(stored)
-    house.store.gc()
+    house.store.collect_garbage()
     assert not folder.exists()
 
 
 def test_a_base_in_another_dtype_gets_its_own_gains(
-    engine: Engine, house: House, install: Install
+    engine: LocalEngine, house: HomeFixture, install: Install
 ) -> None:
     install("dora")
     run(engine, request(expert("dora")))

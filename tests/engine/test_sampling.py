@@ -22,12 +22,12 @@ from transformers import (
 
 from expertctl.engine import sampling
 from expertctl.engine.sampling import (
-    Draws,
     Scores,
-    keep_top_p,
-    probabilities,
-    sample,
-    sample_bytes,
+    UniformGenerator,
+    apply_top_p,
+    compute_probabilities,
+    estimate_sample_bytes,
+    sample_token,
     softmax,
 )
 from expertctl.errors import IncompatibleError, UsageError
@@ -51,7 +51,7 @@ def theirs(warper: Any, scores: Any, ids: list[int] | None = None) -> Any:
 
 
 def ours(scores: Any, **params: Any) -> Any:
-    return probabilities(scores, replace(NEUTRAL, **params))
+    return compute_probabilities(scores, replace(NEUTRAL, **params))
 
 
 def assert_same(got: Any, wanted: Any) -> None:
@@ -99,7 +99,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     for seed in range(5):
         scores = random_scores(seed)
         ids = np.random.default_rng(seed).integers(0, VOCAB, 20).tolist()
-        got = sampling.less_repeated(scores, ids, penalty)
+        got = sampling.apply_repetition_penalty(scores, ids, penalty)
         warped = RepetitionPenaltyLogitsProcessor(penalty)(
             torch.tensor([ids]), torch.tensor(scores)[None]
         )
@@ -109,7 +109,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_presence_counts_once_and_frequency_every_time() -> None:
     scores = np.zeros(4, dtype=np.float32)
     params = replace(NEUTRAL, presence_penalty=0.5, frequency_penalty=0.25)
-    assert sampling.penalised(scores, {1: 1, 2: 3}, params).tolist() == [0, -0.75, -1.25, 0]
+    assert sampling.apply_penalties(scores, {1: 1, 2: 3}, params).tolist() == [0, -0.75, -1.25, 0]
     assert scores.tolist() == [0, 0, 0, 0]
 
 
@@ -143,7 +143,7 @@ def test_all_filters_in_the_published_order_equal_transformers_in_that_order(
         min_p=min_p,
         repetition_penalty=penalty,
     )
-    got = probabilities(sampling.less_repeated(scores, ids, penalty), params)
+    got = compute_probabilities(sampling.apply_repetition_penalty(scores, ids, penalty), params)
     differ = np.flatnonzero((got > 0) != (row[0].softmax(-1).numpy() > 0))
     if len(differ) == 0:
         np.testing.assert_allclose(got, row[0].softmax(-1).numpy(), atol=2e-6)
@@ -167,12 +167,12 @@ def test_the_steps_have_the_published_order() -> None:
     # halved by repetition, then 0.5 less: the other way round it would be 0.75 and come second
     scores = np.array([2, 0.6], dtype=np.float32)
     params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5, top_k=1)
-    assert sample(scores, {0: 1}, params, Draws(0), recent=[0]) == 1
+    assert sample_token(scores, {0: 1}, params, UniformGenerator(0), recent=[0]) == 1
     # top-k looks at the mask first: the best allowed ones are kept
     row = np.array([9, 8, 1, 0], dtype=np.float32)
     allowed = np.array([False, False, True, True])
     tokens = {
-        sample(row, {}, replace(NEUTRAL, top_k=1), Draws(seed), allowed=allowed)
+        sample_token(row, {}, replace(NEUTRAL, top_k=1), UniformGenerator(seed), allowed=allowed)
         for seed in range(20)
     }
     assert tokens == {2}
@@ -180,9 +180,14 @@ def test_the_steps_have_the_published_order() -> None:
 
 def test_greedy_takes_the_likeliest() -> None:
     scores = np.array([1, 5, 4], dtype=np.float32)
-    greedy = NEUTRAL.greedy()
-    assert sample(scores, {1: 100}, greedy, Draws(0), recent=[1]) == 1
-    assert sample(scores, {1: 100}, greedy, Draws(0), allowed=np.array([True, False, True])) == 2
+    greedy = NEUTRAL.to_greedy()
+    assert sample_token(scores, {1: 100}, greedy, UniformGenerator(0), recent=[1]) == 1
+    assert (
+        sample_token(
+            scores, {1: 100}, greedy, UniformGenerator(0), allowed=np.array([True, False, True])
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -195,16 +200,16 @@ def test_greedy_with_penalties_takes_the_best_of_openais_formula(seed: int) -> N
     }
     presence, frequency = random.uniform(-2, 2, 2).astype(np.float32)
     params = replace(
-        NEUTRAL.greedy(), presence_penalty=float(presence), frequency_penalty=float(frequency)
+        NEUTRAL.to_greedy(), presence_penalty=float(presence), frequency_penalty=float(frequency)
     )
     c = np.array([counts.get(j, 0) for j in range(50)], dtype=np.float32)
     best = (mu - c * frequency - (c > 0).astype(np.float32) * presence).argmax()
-    assert sample(mu, counts, params, Draws(0)) == best
+    assert sample_token(mu, counts, params, UniformGenerator(0)) == best
 
 
 def test_of_equal_scores_greedy_takes_the_lowest_id() -> None:
     scores = torch.tensor([0.0, 3.0, 3.0, 3.0])
-    assert sample(scores, {}, NEUTRAL.greedy(), Draws(1)) == 1
+    assert sample_token(scores, {}, NEUTRAL.to_greedy(), UniformGenerator(1)) == 1
 
 
 def kept_by_sorting_all(chances: Scores, top_p: float) -> Scores:
@@ -229,7 +234,7 @@ def test_top_p_keeps_what_sorting_all_would(
 ) -> None:
     drawn = np.random.default_rng(seed).standard_normal(size) * spread
     chances = softmax(drawn.round(digits).astype(np.float32))  # rounded: some are equal
-    assert (keep_top_p(chances, top_p) == kept_by_sorting_all(chances, top_p)).all()
+    assert (apply_top_p(chances, top_p) == kept_by_sorting_all(chances, top_p)).all()
 
 
 def test_top_p_above_the_sum_of_rounded_chances_keeps_all() -> None:
@@ -237,7 +242,7 @@ def test_top_p_above_the_sum_of_rounded_chances_keeps_all() -> None:
     chances = softmax(np.random.default_rng(0).standard_normal(5000).astype(np.float32))
     total = float(chances.sum(dtype=np.float64))
     short = chances * np.float32(0.999999 / total)
-    assert (keep_top_p(short, 0.99999999) == short).all()
+    assert (apply_top_p(short, 0.99999999) == short).all()
     assert (kept_by_sorting_all(short, 0.99999999) == short).all()
 
 
@@ -248,8 +253,8 @@ def test_top_p_keeps_the_lowest_of_equals() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     scores = np.log(np.array([0.5, 0.0001, 0.3, 0.1999], dtype=np.float32))
-    draws = Draws(7)
-    tokens = [sample(scores, {}, NEUTRAL, draws) for _ in range(4000)]
+    draws = UniformGenerator(7)
+    tokens = [sample_token(scores, {}, NEUTRAL, draws) for _ in range(4000)]
     shares = np.bincount(tokens, minlength=4) / 4000
     np.testing.assert_allclose(shares, np.exp(scores), atol=0.03)
 
@@ -258,7 +263,7 @@ def test_draws_follow_the_distribution() -> None:
 @given(uniform=st.floats(0, 1, exclude_max=True), seed=st.integers(0, 99))
 def test_a_draw_inverts_the_cumulative_distribution(uniform: float, seed: int) -> None:
     chances = ours(random_scores(seed, 12), top_k=5)
-    token = sampling.draw(chances, uniform)
+    token = sampling.draw_token(chances, uniform)
     below = math.fsum(chances[:token].tolist()) / math.fsum(chances.tolist())
     assert chances[token] > 0
     assert below - 1e-6 <= uniform <= below + chances[token] + 1e-6
@@ -266,17 +271,17 @@ def test_a_draw_inverts_the_cumulative_distribution(uniform: float, seed: int) -
 
 def test_the_ends_of_the_distribution_are_tokens_that_may_come() -> None:
     chances = np.array([0, 0.5, 0, 0.5, 0], dtype=np.float32)
-    assert sampling.draw(chances, 0.0) == 1
-    assert sampling.draw(chances, 0.5) == 3
-    assert sampling.draw(chances, 1 - 2.0**-53) == 3
-    assert sampling.draw(chances, 1.0) == 3
+    assert sampling.draw_token(chances, 0.0) == 1
+    assert sampling.draw_token(chances, 0.5) == 3
+    assert sampling.draw_token(chances, 1 - 2.0**-53) == 3
+    assert sampling.draw_token(chances, 1.0) == 3
 
 
 def test_a_seed_gives_the_same_numbers_on_every_platform() -> None:
     # Philox 4x64-10 behind numpy's SeedSequence: both are frozen by NumPy's stream policy
     reference = np.random.Generator(np.random.Philox(42)).random(4).tolist()
-    draws = Draws(42)
-    assert [draws.next() for _ in range(4)] == reference
+    draws = UniformGenerator(42)
+    assert [draws.draw_uniform() for _ in range(4)] == reference
     assert reference[0] == pytest.approx(FIRST_OF_42, abs=1e-15)
 
 
@@ -284,34 +289,43 @@ FIRST_OF_42 = 0.08607763073528474
 
 
 def test_different_seeds_give_different_numbers() -> None:
-    assert len({Draws(seed).next() for seed in range(100)}) == 100
-    assert 0 <= Draws(2**64 - 1).next() < 1
+    assert len({UniformGenerator(seed).draw_uniform() for seed in range(100)}) == 100
+    assert 0 <= UniformGenerator(2**64 - 1).draw_uniform() < 1
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
     with pytest.raises(UsageError, match="out of range"):
-        Draws(seed)
+        UniformGenerator(seed)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("params", [NEUTRAL, NEUTRAL.greedy()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("params", [NEUTRAL, NEUTRAL.to_greedy()], ids=["sampled", "greedy"])
 def test_scores_that_are_not_numbers_are_an_error(bad: float, params: SamplingParams) -> None:
     scores = torch.tensor([0.0, bad, 1.0])
     with pytest.raises(IncompatibleError, match="not numbers"):
-        sample(scores, {}, params, Draws(0))
+        sample_token(scores, {}, params, UniformGenerator(0))
 
 
 def test_nothing_allowed_is_an_error() -> None:
-    for params in (NEUTRAL, NEUTRAL.greedy()):
+    for params in (NEUTRAL, NEUTRAL.to_greedy()):
         with pytest.raises(IncompatibleError, match="no token is allowed"):
-            sample(random_scores(0), {}, params, Draws(0), allowed=np.zeros(VOCAB, dtype=bool))
+            sample_token(
+                random_scores(0),
+                {},
+                params,
+                UniformGenerator(0),
+                allowed=np.zeros(VOCAB, dtype=bool),
+            )
 
 
 def test_forbidden_tokens_never_come_back_through_a_penalty() -> None:
     scores = np.array([-np.inf, 1, 2], dtype=np.float32)
     params = replace(NEUTRAL, repetition_penalty=2.0, frequency_penalty=-2.0)
-    drawn = {sample(scores, {0: 3}, params, Draws(seed), recent=[0]) for seed in range(50)}
+    drawn = {
+        sample_token(scores, {0: 3}, params, UniformGenerator(seed), recent=[0])
+        for seed in range(50)
+    }
     assert drawn == {1, 2}
 
 
@@ -329,9 +343,9 @@ def test_any_scores_and_settings_give_a_token_that_may_come(
 ) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     scores = np.array(values, dtype=np.float32)
-    token = sample(scores, {0: 1}, params, Draws(seed))
+    token = sample_token(scores, {0: 1}, params, UniformGenerator(seed))
     assert 0 <= token < len(values)
-    assert token == sample(torch.tensor(scores), {0: 1}, params, Draws(seed))
+    assert token == sample_token(torch.tensor(scores), {0: 1}, params, UniformGenerator(seed))
 
 
 KINDS_OF_PARAMS = [
@@ -346,7 +360,7 @@ KINDS_OF_PARAMS = [
 
 def needed_by(scores: Scores, params: SamplingParams) -> int:
     tracemalloc.start()
-    sample(scores, {1: 2, 5: 1}, params, Draws(1), recent=[1, 5, 1])
+    sample_token(scores, {1: 2, 5: 1}, params, UniformGenerator(1), recent=[1, 5, 1])
     needed = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return needed
@@ -355,4 +369,4 @@ def needed_by(scores: Scores, params: SamplingParams) -> int:
 def test_a_draw_needs_no_more_memory_than_it_says() -> None:
     for scores in (random_scores(0, 100_000), np.zeros(100_000, np.float32)):
         needed = [needed_by(scores, params) for params in KINDS_OF_PARAMS]
-        assert max(needed) <= sample_bytes(len(scores)) <= 1.5 * max(needed)
+        assert max(needed) <= estimate_sample_bytes(len(scores)) <= 1.5 * max(needed)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.kv.sequence_cache import KVCache
 from expertctl.errors import BudgetError, IncompatibleError
-from tests.engine.conftest import Oracle, assert_same_logits
+from tests.engine.conftest import ReferenceModel, assert_same_logits
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
 VIRTUAL = 5
@@ -17,7 +17,7 @@ def rows() -> Tensor:
     return torch.randn(VIRTUAL, 32, generator=torch.Generator().manual_seed(1)) * 0.2
 
 
-def expected(oracle: Oracle, rows: Tensor) -> Tensor:
+def expected(oracle: ReferenceModel, rows: Tensor) -> Tensor:
     """Scores after each token, of transformers reading the embeddings in one pass."""
     with torch.inference_mode():
         tokens = oracle.model.get_input_embeddings()(torch.tensor(IDS))
@@ -28,9 +28,9 @@ def expected(oracle: Oracle, rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 7, 100])
 def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
-    shared_oracle: Oracle, rows: Tensor, chunk: int
+    shared_oracle: ReferenceModel, rows: Tensor, chunk: int
 ) -> None:
-    decoder = shared_oracle.decoder()
+    decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
     seen: list[int] = []
     first = decoder.prefill(IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append)
@@ -40,8 +40,8 @@ def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
     assert_same_logits(torch.stack(logits), expected(shared_oracle, rows)[6:])
 
 
-def test_the_next_turn_reads_behind_it(shared_oracle: Oracle, rows: Tensor) -> None:
-    decoder = shared_oracle.decoder()
+def test_the_next_turn_reads_behind_it(shared_oracle: ReferenceModel, rows: Tensor) -> None:
+    decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
     decoder.prefill(IDS[:4], cache, soft_prompt=rows)
     last = decoder.prefill(IDS[4:], cache)
@@ -51,23 +51,23 @@ def test_the_next_turn_reads_behind_it(shared_oracle: Oracle, rows: Tensor) -> N
     assert torch.equal(again.logits, last.logits)
 
 
-def test_a_second_one_is_a_bug_of_ours(shared_oracle: Oracle, rows: Tensor) -> None:
-    decoder = shared_oracle.decoder()
+def test_a_second_one_is_a_bug_of_ours(shared_oracle: ReferenceModel, rows: Tensor) -> None:
+    decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, 40)
     decoder.prefill(IDS, cache)
     with pytest.raises(AssertionError, match="before the first token"):
         decoder.prefill(IDS, cache, soft_prompt=rows)
 
 
-def test_its_rows_need_room_like_tokens(shared_oracle: Oracle, rows: Tensor) -> None:
-    decoder = shared_oracle.decoder()
+def test_its_rows_need_room_like_tokens(shared_oracle: ReferenceModel, rows: Tensor) -> None:
+    decoder = shared_oracle.load_decoder()
     cache = KVCache(decoder.config, len(IDS) + VIRTUAL - 1)
     with pytest.raises(BudgetError, match=f"{len(IDS) + VIRTUAL} more tokens do not fit"):
         decoder.prefill(IDS, cache, soft_prompt=rows)
     assert cache.length == 0
 
 
-def test_one_of_another_width_is_refused(shared_oracle: Oracle) -> None:
-    decoder = shared_oracle.decoder()
+def test_one_of_another_width_is_refused(shared_oracle: ReferenceModel) -> None:
+    decoder = shared_oracle.load_decoder()
     with pytest.raises(IncompatibleError, match="33 wide, tokens of the base are 32"):
         decoder.prefill(IDS, KVCache(decoder.config, 40), soft_prompt=torch.zeros(2, 33))

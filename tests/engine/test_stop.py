@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.stop import MAX_STOP_LENGTH, MAX_STOPS, StopScanner, text_before_stop
+from expertctl.engine.generation import MAX_STOP_LENGTH, MAX_STOPS, StopScanner, cut_at_stop
 from expertctl.errors import UsageError
 
 
 def stream(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     scanner = StopScanner(stops)
-    text = "".join(scanner.push(piece) for piece in pieces)
+    text = "".join(scanner.feed(piece) for piece in pieces)
     return text + scanner.finish(), scanner.found
 
 
@@ -26,7 +26,7 @@ def test_any_split_of_any_text_ends_before_the_first_stop(
     pieces: list[str], stops: list[str]
 ) -> None:
     whole = "".join(pieces)
-    wanted = text_before_stop(whole, stops)
+    wanted = cut_at_stop(whole, stops)
     text, found = stream(pieces, stops)
     assert text == wanted
     assert (found is None) == (not any(stop in whole for stop in stops))
@@ -40,7 +40,7 @@ def test_any_split_of_any_text_ends_before_the_first_stop(
     stop=st.text(alphabet="abc", min_size=1, max_size=3),
 )
 def test_one_stop_string_cuts_where_a_plain_search_finds_it(text: str, stop: str) -> None:
-    assert text_before_stop(text, [stop]) == text.split(stop, 1)[0]
+    assert cut_at_stop(text, [stop]) == text.split(stop, 1)[0]
     assert stream(list(text), [stop])[0] == text.split(stop, 1)[0]
 
 
@@ -50,21 +50,21 @@ def test_what_was_given_out_is_never_part_of_a_stop(pieces: list[str], stops: li
     scanner, given_out = StopScanner(stops), ""
     whole = "".join(pieces)
     for piece in pieces:
-        given_out += scanner.push(piece)
-        assert text_before_stop(whole, stops).startswith(given_out)
+        given_out += scanner.feed(piece)
+        assert cut_at_stop(whole, stops).startswith(given_out)
 
 
 def test_no_more_is_held_back_than_could_become_a_stop() -> None:
     scanner = StopScanner(["</s>", "\n\n"])
-    assert scanner.push("ab</") == "ab"
-    assert scanner.push("d") == "</d"
-    assert scanner.push("\n") == ""
-    assert scanner.push("x") == "\nx"
+    assert scanner.feed("ab</") == "ab"
+    assert scanner.feed("d") == "</d"
+    assert scanner.feed("\n") == ""
+    assert scanner.feed("x") == "\nx"
     assert scanner.finish() == ""
 
 
 def test_without_stops_nothing_is_held_back() -> None:
-    assert [StopScanner([]).push(c) for c in ("a", "", "b")] == ["a", "", "b"]
+    assert [StopScanner([]).feed(c) for c in ("a", "", "b")] == ["a", "", "b"]
 
 
 def test_a_stop_across_three_pieces_is_found() -> None:
@@ -78,8 +78,8 @@ def test_the_stop_that_is_complete_first_counts() -> None:
 
 def test_after_a_stop_nothing_comes() -> None:
     scanner = StopScanner(["x"])
-    assert scanner.push("axb") == "a"
-    assert scanner.push("more") == ""
+    assert scanner.feed("axb") == "a"
+    assert scanner.feed("more") == ""
     assert scanner.finish() == ""
 
 

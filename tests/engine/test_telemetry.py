@@ -4,18 +4,20 @@ from dataclasses import replace
 
 import pytest
 
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import FileExpert
-from expertctl.engine.runtime import Engine
-from expertctl.routing.request import Forced
-from expertctl.schema.validation import problems_of
-from tests.engine.market import Market, market
-from tests.engine.test_runtime import SQL, engine, known, request, run
-from tests.store.shop import House, fast, house
+from expertctl.routing.request import ForcedExpert
+from expertctl.schema.validation import find_problems
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.engine.test_local_engine import SQL, engine, known, request, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["engine", "fast", "house", "known", "market"]
 
 
-def test_bytes_come_from_files_once(engine: Engine, house: House, market: Market) -> None:
+def test_bytes_come_from_files_once(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
     [installed] = house.install(market.package())
     first, second = run(engine, request(SQL)), run(engine, request(SQL))
     expert = sum(file.size for file in installed.expert.files if file.path.endswith("safetensors"))
@@ -25,10 +27,12 @@ def test_bytes_come_from_files_once(engine: Engine, house: House, market: Market
     assert (second.bytes_read.ssd, second.bytes_read.ram) == (0, 0)
 
 
-def test_the_history_has_the_figures_of_a_run(engine: Engine, house: House, market: Market) -> None:
+def test_the_history_has_the_figures_of_a_run(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
     house.install(market.package())
     result = run(engine, request(SQL))
-    [job] = house.catalogue.history.jobs()
+    [job] = house.catalogue.history.list_runs()
     assert job.figures is not None
     assert job.figures.ssd_bytes == result.bytes_read.ssd
     assert job.figures.ram_bytes == result.bytes_read.ram
@@ -41,7 +45,10 @@ def test_the_history_has_the_figures_of_a_run(engine: Engine, house: House, mark
 
 @pytest.mark.parametrize("experts", [(), (SQL,)], ids=["base alone", "an expert"])
 def test_a_traced_run_says_the_same_and_tells_each_layer(
-    experts: tuple[Forced, ...], engine: Engine, house: House, market: Market
+    experts: tuple[ForcedExpert, ...],
+    engine: LocalEngine,
+    house: HomeFixture,
+    market: EnginePackages,
 ) -> None:
     house.install(market.package())
     asked = request(*experts)
@@ -58,12 +65,12 @@ def test_a_traced_run_says_the_same_and_tells_each_layer(
     assert traced.trace.timed_steps + counted == steps
     assert 0 <= traced.trace.timed_steps - counted <= 1
     document = traced.to_json()
-    assert problems_of(document, "run") == []
+    assert find_problems(document, "run") == []
     assert traced.trace.decode.seconds * 1e3 < traced.timings_ms["decode"]
 
 
 def test_an_expert_that_is_used_from_its_file_counts_as_read(
-    engine: Engine, known: None, market: Market
+    engine: LocalEngine, known: None, market: EnginePackages
 ) -> None:
     run(engine, request())
     file = FileExpert(market.package())

@@ -2,24 +2,29 @@
 
 import torch
 
-from expertctl.engine.threads import SMALL_MODEL, choose_threads, threads, usable_cores
+from expertctl.engine.devices import (
+    SMALL_MODEL,
+    choose_thread_count,
+    count_usable_cores,
+    use_torch_threads,
+)
 
 
 def test_a_small_model_gets_one_thread() -> None:
-    assert choose_threads(SMALL_MODEL - 1) == 1
+    assert choose_thread_count(SMALL_MODEL - 1) == 1
 
 
 def test_a_large_model_gets_no_more_threads_than_there_are_cores() -> None:
-    with threads(512):
-        assert choose_threads(SMALL_MODEL) == usable_cores()
-    with threads(1):
-        assert choose_threads(1 << 40) == 1
+    with use_torch_threads(512):
+        assert choose_thread_count(SMALL_MODEL) == count_usable_cores()
+    with use_torch_threads(1):
+        assert choose_thread_count(1 << 40) == 1
 
 
 def test_the_thread_count_is_given_back_also_after_a_failure() -> None:
     before = torch.get_num_threads()
     try:
-        with threads(before + 1):
+        with use_torch_threads(before + 1):
             assert torch.get_num_threads() == before + 1
             raise KeyError
     except KeyError:

@@ -17,7 +17,7 @@ STYLES = [CAPITAL_LETTERS, EXCLAMATION]
 @pytest.mark.parametrize(
     ("style", "dressed"), [(CAPITAL_LETTERS, "1500 MM"), (EXCLAMATION, "1500 mm!")]
 )
-def test_a_wish_changes_the_prompt_and_the_answer(style: Style, dressed: str) -> None:
+def test_a_style_changes_the_prompt_and_the_answer(style: Style, dressed: str) -> None:
     asked = Sample("What is 150 cm in mm?", "1500 mm", "150")
     wished = style.wish(random.Random(0), asked)
     assert wished.answer == dressed

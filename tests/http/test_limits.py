@@ -13,7 +13,13 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from expertctl.http import limits
-from expertctl.http.limits import SMALL_BODY, Bounds, Refusal, RequestLimits, names_of
+from expertctl.http.limits import (
+    SMALL_BODY,
+    LimitsMiddleware,
+    RequestPolicy,
+    RequestRefusal,
+    build_host_names,
+)
 
 URL = "http://127.0.0.1:8000"
 
@@ -23,19 +29,19 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(str(len(body)))(scope, receive, send)
 
 
-def refuse(refusal: Refusal, _: Scope) -> Response:
+def refuse(refusal: RequestRefusal, _: Scope) -> Response:
     return PlainTextResponse(f"{refusal.error.message}; {refusal.error.hint}", refusal.status)
 
 
-BOUNDS = Bounds(
-    names=names_of("127.0.0.1", URL),
-    addresses=False,
+BOUNDS = RequestPolicy(
+    names=build_host_names("127.0.0.1", URL),
+    accepts_addresses=False,
     origins=frozenset({URL}),
     open_methods=frozenset(),
     body_limit=lambda path: 10 if path == "/small" else 100,
     media_type="application/json",
-    refuse=refuse,
-    whose="this one",
+    build_response=refuse,
+    server_label="this one",
     host_hint="call it so",
 )
 """Those of a server that only its own pages may ask, and that reads only JSON."""
@@ -43,13 +49,13 @@ BOUNDS = Bounds(
 
 @pytest.fixture
 def client() -> TestClient:
-    return TestClient(RequestLimits(echo, BOUNDS), base_url=URL)
+    return TestClient(LimitsMiddleware(echo, BOUNDS), base_url=URL)
 
 
-class Sender:
+class ScriptedBody:
     """A request whose body comes as a test sends it."""
 
-    def __init__(self, app: RequestLimits) -> None:
+    def __init__(self, app: LimitsMiddleware) -> None:
         self.app, self.pieces = app, asyncio.Queue[Message]()
         self.sent: list[Message] = []
 
@@ -118,17 +124,17 @@ def test_each_path_has_its_own_limit(client: TestClient) -> None:
 
 
 def test_a_server_is_called_by_its_address_and_by_that_of_its_users() -> None:
-    names = names_of("0.0.0.0", "https://Gen.Example.org:8443")
+    names = build_host_names("0.0.0.0", "https://Gen.Example.org:8443")
     assert names == {"localhost", "127.0.0.1", "::1", "0.0.0.0", "gen.example.org"}
 
 
 def test_a_body_that_comes_drop_by_drop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause is too long, yet the whole would take for ever."""
-    monkeypatch.setattr(limits, "LEAST_RATE", 10_000)
+    monkeypatch.setattr(limits, "MIN_BYTES_PER_SECOND", 10_000)
 
     async def drip() -> tuple[int, bytes]:
         bounds = replace(BOUNDS, stall_seconds=0.05)
-        sender = Sender(RequestLimits(echo, bounds))
+        sender = ScriptedBody(LimitsMiddleware(echo, bounds))
         answering = asyncio.ensure_future(sender.answer())
         until = time.monotonic() + 120
         while not answering.done() and len(sender.sent) == 0:
@@ -145,8 +151,8 @@ def test_what_large_bodies_take_together_is_bounded() -> None:
     async def crowd() -> list[tuple[int, bytes]]:
         most = 10 * SMALL_BODY
         bounds = replace(BOUNDS, body_limit=lambda _: most, large_bodies=most)
-        app = RequestLimits(echo, bounds)
-        half, late, small, after = (Sender(app) for _ in range(4))
+        app = LimitsMiddleware(echo, bounds)
+        half, late, small, after = (ScriptedBody(app) for _ in range(4))
         half.send(b"x" * 9 * SMALL_BODY)
         halfway = asyncio.ensure_future(half.answer())
         while half.pieces.qsize():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from expertctl.http.log import MAX_TEXT, JsonFormatter, configure_log, log_config, safe
+from expertctl.http.log import MAX_TEXT, JsonFormatter, build_log_config, configure_log, redact
 
 SECRET = "xpk_" + "Ab1-_" * 8 + "xyz"
 
@@ -67,7 +67,7 @@ def test_a_traceback_is_one_line_without_secrets_too() -> None:
 
 
 def test_long_text_is_cut() -> None:
-    assert len(safe("a" * 100_000)) == MAX_TEXT + 1
+    assert len(redact("a" * 100_000)) == MAX_TEXT + 1
 
 
 def test_fields_keep_their_kinds() -> None:
@@ -77,7 +77,7 @@ def test_fields_keep_their_kinds() -> None:
 
 
 def test_the_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    config = log_config("registry_server")
+    config = build_log_config("registry_server")
     configure_log(config)
     logging.getLogger("registry_server.requests").info("hello")
     out, err = capsys.readouterr()

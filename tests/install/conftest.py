@@ -1,4 +1,4 @@
-from tests.install.market import buyer, market, template
-from tests.store.shop import fast, house, shop
+from tests.install.fixtures import buyer, market, template
+from tests.store.fixtures import fast, house, shop
 
 __all__ = ["buyer", "fast", "house", "market", "shop", "template"]

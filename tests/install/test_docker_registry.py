@@ -11,23 +11,23 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import RegistryError
 from expertctl.package.layout import CONFIG
-from expertctl.registry.http import Http
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.install.market import Buyer
-from tests.registry.docker_registry import running_docker_registry
-from tests.registry_server.publishing.parcels import Template
-from tests.store.shop import a_key
+from tests.install.fixtures import InstallClient
+from tests.registry.docker_registry import run_docker_registry
+from tests.registry_server.publishing.package_fixtures import PackageTemplate
+from tests.store.fixtures import make_key
 
 pytestmark = pytest.mark.all
 
 
 def test_an_expert_travels_through_it_unchanged(
-    home: Path, template: Template, tmp_path: Path
+    home: Path, template: PackageTemplate, tmp_path: Path
 ) -> None:
-    parcel = template.parcel("acme/sql", key=a_key("acme"))
+    parcel = template.make_package("acme/sql", key=make_key("acme"))
     (tmp_path / "docker").mkdir()
-    with running_docker_registry(tmp_path / "docker") as registry:
-        with Http() as http:
+    with run_docker_registry(tmp_path / "docker") as registry:
+        with RegistryHttp() as http:
             client = OciClient(http, registry.address)
             for digest, data in parcel.blobs.items():
 
@@ -35,16 +35,18 @@ def test_an_expert_travels_through_it_unchanged(
                 def opened(data: bytes = data) -> Iterator[BinaryIO]:
                     yield BytesIO(data)
 
-                client.upload("acme/sql", digest, len(data), opened)
+                client.upload_blob("acme/sql", digest, len(data), opened)
             client.put_manifest("acme/sql", "1.0.0", parcel.layout.manifest)
-        assert Digest.of(CONFIG) in parcel.blobs
-        buyer, host = Buyer.at(home), registry.address.host
+        assert Digest.compute(CONFIG) in parcel.blobs
+        buyer, host = InstallClient.create(home), registry.address.host
         with pytest.raises(RegistryError, match="has no index of experts"):
-            buyer.buy(f"{host}/acme/sql")
-        (done,) = buyer.buy(f"{host}/acme/sql@{parcel.package_digest}").installed
+            buyer.install(f"{host}/acme/sql")
+        (done,) = buyer.install(f"{host}/acme/sql@{parcel.package_digest}").installed
         assert done.expert.package_digest == parcel.package_digest
-        buyer.house.trust.add(a_key("acme").public, name="acme", namespaces=["acme"], registry=host)
+        buyer.house.trust.add(
+            make_key("acme").public, name="acme", namespaces=["acme"], registry=host
+        )
         buyer.store.remove(done.expert)
-        (signed,) = buyer.buy(f"{host}/acme/sql@1.0.0").installed
-        assert signed.expert.signer == a_key("acme").public.key_id
-        buyer.house.check()
+        (signed,) = buyer.install(f"{host}/acme/sql@1.0.0").installed
+        assert signed.expert.signer == make_key("acme").public.key_id
+        buyer.house.check_integrity()

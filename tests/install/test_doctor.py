@@ -11,20 +11,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest
-from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
+from expertctl.install.doctor import Diagnosis, Finding, count_blob_bytes, examine_store
 from expertctl.reference import Reference
-from expertctl.store.ref import StoredExpert, encode_ref
-from tests.store.shop import BASE_NAME, House, Shop, a_key
+from expertctl.store.refs import StoredExpert, encode_ref
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, make_key
 
 
-def diagnose(house: House) -> Diagnosis:
-    return examine(house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue)
+def diagnose(house: HomeFixture) -> Diagnosis:
+    return examine_store(
+        house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+    )
 
 
-def only(house: House) -> Finding:
-    before = house.files()
+def only(house: HomeFixture) -> Finding:
+    before = house.read_files()
     diagnosis = diagnose(house)
-    assert house.files() == before
+    assert house.read_files() == before
     assert len(diagnosis.findings) == 1, diagnosis.findings
     (finding,) = diagnosis.findings
     assert diagnosis.healthy is not finding.broken
@@ -33,7 +35,7 @@ def only(house: House) -> Finding:
 
 
 @pytest.fixture
-def house(house: House, shop: Shop) -> House:
+def house(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
     house.bases.add(shop.base_dir)
     house.install(
         shop.package("acme/one"), shop.package("acme/two", seed=4), catalogue=house.catalogue
@@ -42,7 +44,7 @@ def house(house: House, shop: Shop) -> House:
 
 
 @pytest.fixture
-def one(house: House) -> StoredExpert:
+def one(house: HomeFixture) -> StoredExpert:
     return house.store.find(Reference.parse("acme/one"))
 
 
@@ -53,13 +55,13 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.chmod(mode)
 
 
-def ref_path(house: House, name: str) -> Path:
+def ref_path(house: HomeFixture, name: str) -> Path:
     return house.home.store / "refs" / "local" / "acme" / name / "1.0.0"
 
 
-def test_a_healthy_store_has_no_findings(house: House) -> None:
+def test_a_healthy_store_has_no_findings(house: HomeFixture) -> None:
     seen: list[int] = []
-    diagnosis = examine(
+    diagnosis = examine_store(
         house.store,
         bases=house.bases,
         trust=house.trust,
@@ -71,11 +73,11 @@ def test_a_healthy_store_has_no_findings(house: House) -> None:
     blobs = list(house.store.paths.blobs.iterdir())
     size = sum(path.stat().st_size for path in blobs)
     assert (diagnosis.experts, diagnosis.blobs, diagnosis.size) == (2, len(blobs), size)
-    assert sum(seen) == blob_bytes(house.store) == size
+    assert sum(seen) == count_blob_bytes(house.store) == size
 
 
 def test_an_empty_home_has_no_findings(tmp_path: Path) -> None:
-    house = House(tmp_path / "nowhere")
+    house = HomeFixture(tmp_path / "nowhere")
     assert diagnose(house) == Diagnosis((), 0, 0, 0)
     assert not house.root.exists()
 
@@ -86,7 +88,7 @@ def test_an_empty_home_has_no_findings(tmp_path: Path) -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: House) -> None:
+def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: HomeFixture) -> None:
     one = house.store.find(Reference.parse("acme/one"))
     two = house.store.find(Reference.parse("acme/two"))
     own = [file for file in one.layers if file not in two.layers]
@@ -109,33 +111,35 @@ def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: House) -
     assert "expertctl install" in finding.hint
 
 
-def test_a_shared_file_is_named_for_every_expert(house: House, one: StoredExpert) -> None:
-    path = house.store.blob_path(one.file("adapter_config.json").digest)
+def test_a_shared_file_is_named_for_every_expert(house: HomeFixture, one: StoredExpert) -> None:
+    path = house.store.blob_path(one.find_file("adapter_config.json").digest)
     edit(path, lambda content: content.replace(b"LORA", b"LOHA"))
     subjects = [finding.subject for finding in diagnose(house).findings]
     assert subjects == ["acme/one@1.0.0", "acme/two@1.0.0"]
 
 
-def test_a_file_that_is_cut_short_is_told_apart(house: House, one: StoredExpert) -> None:
-    file = one.file("adapter_model.safetensors")
+def test_a_file_that_is_cut_short_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
+    file = one.find_file("adapter_model.safetensors")
     edit(house.store.blob_path(file.digest), lambda content: content[:-100])
     finding = only(house)
     assert f"has {file.size - 100:,} of {file.size:,} bytes" in finding.problem
 
 
-def test_a_missing_file_is_told_apart(house: House, one: StoredExpert) -> None:
-    house.store.blob_path(one.file("adapter_model.safetensors").digest).unlink()
+def test_a_missing_file_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
+    house.store.blob_path(one.find_file("adapter_model.safetensors").digest).unlink()
     assert "adapter_model.safetensors is missing" in only(house).problem
 
 
-def test_installing_again_cures_it(house: House, shop: Shop, one: StoredExpert) -> None:
+def test_installing_again_cures_it(
+    house: HomeFixture, shop: PackageFactory, one: StoredExpert
+) -> None:
     house.store.blob_path(one.files[0].digest).unlink()
     assert not diagnose(house).healthy
     house.install(shop.package("acme/one"))
     assert diagnose(house).findings == ()
 
 
-def test_a_damaged_record_is_found(house: House) -> None:
+def test_a_damaged_record_is_found(house: HomeFixture) -> None:
     edit(ref_path(house, "one"), lambda content: content[:100])
     findings = diagnose(house).findings
     assert findings[0].subject == "acme/one@1.0.0"
@@ -144,7 +148,9 @@ def test_a_damaged_record_is_found(house: House) -> None:
 
 
 @pytest.mark.parametrize("key", ["content_digest", "package_digest", "requires", "base"])
-def test_a_record_that_says_something_else_than_its_files_is_found(key: str, house: House) -> None:
+def test_a_record_that_says_something_else_than_its_files_is_found(
+    key: str, house: HomeFixture
+) -> None:
     def lie(content: bytes) -> bytes:
         document = json.loads(content)
         document["content_digest"] = "sha256:" + "0" * 64
@@ -162,21 +168,21 @@ def test_a_record_that_says_something_else_than_its_files_is_found(key: str, hou
     assert any(key.replace("_", " ") in problem for problem in problems), problems
 
 
-def test_a_revoked_signer_is_found(house: House) -> None:
-    house.trust.revoke(a_key("acme").public.key_id, "stolen")
+def test_a_revoked_signer_is_found(house: HomeFixture) -> None:
+    house.trust.revoke(make_key("acme").public.key_id, "stolen")
     findings = diagnose(house).findings
     assert [finding.subject for finding in findings] == ["acme/one@1.0.0", "acme/two@1.0.0"]
     assert all("stolen" in finding.problem and finding.broken for finding in findings)
 
 
-def test_a_signer_that_is_trusted_no_more_is_noted(house: House) -> None:
-    house.trust.remove(a_key("acme").public.key_id)
+def test_a_signer_that_is_trusted_no_more_is_noted(house: HomeFixture) -> None:
+    house.trust.remove(make_key("acme").public.key_id)
     diagnosis = diagnose(house)
     assert len(diagnosis.findings) == 2
     assert diagnosis.healthy
 
 
-def test_an_unsigned_expert_is_noted(house: House, shop: Shop) -> None:
+def test_an_unsigned_expert_is_noted(house: HomeFixture, shop: PackageFactory) -> None:
     house.install(
         shop.package("acme/odd", key=None), allow_unsigned=True, catalogue=house.catalogue
     )
@@ -184,7 +190,9 @@ def test_an_unsigned_expert_is_noted(house: House, shop: Shop) -> None:
     assert (finding.subject, finding.broken) == ("acme/odd@1.0.0", False)
 
 
-def test_a_requirement_that_was_removed_by_force_is_found(house: House, shop: Shop) -> None:
+def test_a_requirement_that_was_removed_by_force_is_found(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.install(
         shop.package("acme/top", composition={"requires": ["acme/two"]}),
         catalogue=house.catalogue,
@@ -197,28 +205,28 @@ def test_a_requirement_that_was_removed_by_force_is_found(house: House, shop: Sh
     assert "requires acme/two, which is not installed" in finding.problem
 
 
-def test_files_that_belong_to_nothing_are_noted(house: House) -> None:
+def test_files_that_belong_to_nothing_are_noted(house: HomeFixture) -> None:
     (house.store.paths.blobs / ("0" * 64)).write_bytes(b"stray")
     finding = only(house)
     assert "1 files of 5 bytes" in finding.problem
     assert "gc" in finding.hint
 
 
-def test_a_strange_file_is_noted(house: House) -> None:
+def test_a_strange_file_is_noted(house: HomeFixture) -> None:
     (house.store.paths.blobs / "README").write_bytes(b"")
     assert only(house).subject.endswith("README")
 
 
-def test_what_a_killed_install_left_is_noted(house: House) -> None:
+def test_what_a_killed_install_left_is_noted(house: HomeFixture) -> None:
     folder = house.store.paths.staging / "left"
     folder.mkdir()
     os.utime(folder, (0, 0))
     assert only(house).subject == str(folder)
-    house.store.gc()
+    house.store.collect_garbage()
     assert diagnose(house).findings == ()
 
 
-def test_files_that_others_may_change_are_found(house: House, one: StoredExpert) -> None:
+def test_files_that_others_may_change_are_found(house: HomeFixture, one: StoredExpert) -> None:
     path = house.store.blob_path(one.files[0].digest)
     path.chmod(0o666)
     finding = only(house)
@@ -228,7 +236,7 @@ def test_files_that_others_may_change_are_found(house: House, one: StoredExpert)
     assert only(house).subject == str(ref_path(house, "one"))
 
 
-def test_a_damaged_catalogue_is_found(house: House) -> None:
+def test_a_damaged_catalogue_is_found(house: HomeFixture) -> None:
     house.home.index.write_bytes(b"no database at all" * 300)
     house.home.index.chmod(0o600)
     finding = only(house)
@@ -238,7 +246,9 @@ def test_a_damaged_catalogue_is_found(house: House) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "deep"])
-def test_damaged_routing_vectors_are_noted(house: House, shop: Shop, folder: str) -> None:
+def test_damaged_routing_vectors_are_noted(
+    house: HomeFixture, shop: PackageFactory, folder: str
+) -> None:
     house.install(shop.package("acme/one"), catalogue=house.catalogue, index=house.index)
     (rows,) = (house.root / folder).glob("vectors-*.rows")
     rows.write_bytes(rows.read_bytes()[:-1] + b"\x7f")
@@ -248,13 +258,13 @@ def test_damaged_routing_vectors_are_noted(house: House, shop: Shop, folder: str
     assert diagnose(house).healthy
 
 
-def test_a_catalogue_that_lags_behind_is_noted(house: House, shop: Shop) -> None:
+def test_a_catalogue_that_lags_behind_is_noted(house: HomeFixture, shop: PackageFactory) -> None:
     house.install(shop.package("acme/three"))
     finding = only(house)
     assert (finding.subject, finding.broken) == (str(house.home.index), False)
 
 
-def test_a_trust_record_that_cannot_be_read_is_found_once(house: House) -> None:
+def test_a_trust_record_that_cannot_be_read_is_found_once(house: HomeFixture) -> None:
     house.home.trust.write_bytes(b"{")
     finding = only(house)
     assert (finding.subject, finding.broken) == (str(house.home.trust), True)
@@ -264,13 +274,13 @@ def test_a_trust_record_that_cannot_be_read_is_found_once(house: House) -> None:
     assert "chmod 600" in only(house).hint
 
 
-def test_a_folder_in_place_of_the_trust_record_is_found(house: House) -> None:
+def test_a_folder_in_place_of_the_trust_record_is_found(house: HomeFixture) -> None:
     house.home.trust.unlink()
     house.home.trust.mkdir()
     assert only(house).problem == "Is a directory"
 
 
-def test_a_changed_base_is_found(house: House) -> None:
+def test_a_changed_base_is_found(house: HomeFixture) -> None:
     moved = house.root / "moved"
     record = house.home.bases / BASE_NAME / "base.json"
     document = json.loads(record.read_text())
@@ -283,15 +293,15 @@ def test_a_changed_base_is_found(house: House) -> None:
     assert "is damaged" in only(house).problem
 
 
-def test_a_base_that_was_never_added_is_noted(house: House) -> None:
+def test_a_base_that_was_never_added_is_noted(house: HomeFixture) -> None:
     house.bases.remove(house.bases.find(BASE_NAME))
     diagnosis = diagnose(house)
     assert diagnosis.healthy
     assert ["base add" in finding.hint for finding in diagnosis.findings] == [True, True]
 
 
-def test_a_file_that_cannot_be_read_is_told_apart(house: House, one: StoredExpert) -> None:
-    path = house.store.blob_path(one.file("adapter_model.safetensors").digest)
+def test_a_file_that_cannot_be_read_is_told_apart(house: HomeFixture, one: StoredExpert) -> None:
+    path = house.store.blob_path(one.find_file("adapter_model.safetensors").digest)
     path.unlink()
     path.mkdir(mode=0o700)
     finding = only(house)
@@ -300,9 +310,11 @@ def test_a_file_that_cannot_be_read_is_told_apart(house: House, one: StoredExper
     assert finding.broken
 
 
-def test_a_record_whose_manifest_means_nothing_is_found(house: House, one: StoredExpert) -> None:
+def test_a_record_whose_manifest_means_nothing_is_found(
+    house: HomeFixture, one: StoredExpert
+) -> None:
     data = b"{}"
-    digest = Digest.of(data)
+    digest = Digest.compute(data)
     house.store.paths.blob(digest).write_bytes(data)
     files = tuple(
         FileDigest(f.path, len(data), digest) if f.path == "expert.json" else f for f in one.files

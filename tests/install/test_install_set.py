@@ -20,14 +20,20 @@ from expertctl.errors import (
     TrustError,
     UnsignedError,
 )
-from expertctl.install.install import install_set
-from expertctl.install.publication import Installed
+from expertctl.install.installer import install_set
+from expertctl.install.publication import InstalledPackage
 from expertctl.package.base_model import read_base
+from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
 from tests.factories import write_base
-from tests.package.forge import archive, files_of, framed, set_entries, tar_of
-from tests.store.shop import BASE_NAME, House, Shop, a_key
+from tests.package.forged_packages import (
+    list_set_members,
+    make_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, make_key
 
 Make = Callable[..., Path]
 
@@ -43,35 +49,37 @@ def make(tmp_path: Path) -> Make:
     """Packs packages into a set, whatever they are."""
 
     def pack(*packages: Path) -> Path:
-        files = {name_of(package): files_of(tar_of(package)) for package in packages}
-        return framed(archive(set_entries(files)), tmp_path / "x.experts")
+        files = {name_of(package): read_packed_files(read_archive(package)) for package in packages}
+        return write_frame(make_archive(list_set_members(files)), tmp_path / "x.experts")
 
     return pack
 
 
-def import_set(house: House, path: Path, **options: Any) -> list[Installed]:
+def import_set(house: HomeFixture, path: Path, **options: Any) -> list[InstalledPackage]:
     return install_set(path, store=house.store, bases=house.bases, trust=house.trust, **options)
 
 
-def refuses(house: House, error: type[Exception], match: str, path: Path, **options: object) -> str:
+def refuses(
+    house: HomeFixture, error: type[Exception], match: str, path: Path, **options: object
+) -> str:
     """Demand a refusal that leaves no trace; return its hint."""
-    before = house.files()
+    before = house.read_files()
     with pytest.raises(error, match=match) as raised:
         import_set(house, path, **options)
-    assert house.files() == before
+    assert house.read_files() == before
     assert not list(house.store.paths.staging.iterdir())
     return str(getattr(raised.value, "hint", ""))
 
 
 @pytest.fixture
-def house(house: House, shop: Shop) -> House:
+def house(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
     """A house with one expert, so that there is something to lose."""
     house.install(shop.package("acme/first", seed=7))
     return house
 
 
 @pytest.fixture
-def chain(shop: Shop) -> Sequence[Path]:
+def chain(shop: PackageFactory) -> Sequence[Path]:
     """Three experts that require each other."""
     return (
         shop.package("acme/low", seed=1),
@@ -81,57 +89,59 @@ def chain(shop: Shop) -> Sequence[Path]:
 
 
 def test_a_set_is_installed_in_order_and_indexed(
-    house: House, make: Make, chain: Sequence[Path]
+    house: HomeFixture, make: Make, chain: Sequence[Path]
 ) -> None:
     index = RoutingIndex(house.root, LexicalEncoder())
     done = import_set(house, make(*chain), catalogue=house.catalogue, index=index)
     refs = ["acme/low@1.0.0", "acme/middle@1.0.0", "acme/top@1.0.0"]
     assert [(item.expert.ref, item.outcome) for item in done] == [(r, "installed") for r in refs]
-    assert house.catalogue.refs() == refs
-    assert {item.expert.signer for item in done} == {a_key("acme").public.key_id}
-    house.check()
+    assert house.catalogue.list_refs() == refs
+    assert {item.expert.signer for item in done} == {make_key("acme").public.key_id}
+    house.check_integrity()
 
 
 def test_a_set_leaves_the_store_as_installing_its_files_does(
-    house: House, make: Make, chain: Sequence[Path]
+    house: HomeFixture, make: Make, chain: Sequence[Path]
 ) -> None:
     house.install(*chain)
-    expected = house.files()
-    for expert in house.store.experts():
+    expected = house.read_files()
+    for expert in house.store.list_experts():
         if expert.package.name != "first":
             house.store.remove(expert)
     import_set(house, make(*chain))
-    assert house.files() == expected
+    assert house.read_files() == expected
 
 
 def test_installing_a_set_again_changes_nothing(
-    house: House, make: Make, chain: Sequence[Path]
+    house: HomeFixture, make: Make, chain: Sequence[Path]
 ) -> None:
     path = make(*chain)
     import_set(house, path)
-    before = house.files()
+    before = house.read_files()
     assert {item.outcome for item in import_set(house, path)} == {"already installed"}
-    assert house.files() == before
+    assert house.read_files() == before
 
 
-def test_a_plain_archive_is_installed_too(house: House, make: Make, chain: Sequence[Path]) -> None:
+def test_a_plain_archive_is_installed_too(
+    house: HomeFixture, make: Make, chain: Sequence[Path]
+) -> None:
     path = make(*chain)
-    path.write_bytes(tar_of(path))
+    path.write_bytes(read_archive(path))
     assert len(import_set(house, path)) == 3
-    house.check()
+    house.check_integrity()
 
 
 def test_experts_that_share_all_their_weights_are_each_complete(
-    house: House, make: Make, shop: Shop
+    house: HomeFixture, make: Make, shop: PackageFactory
 ) -> None:
     twins = [shop.package(f"acme/twin{number}", seed=5) for number in range(3)]
     done = import_set(house, make(*twins))
     assert len({max(item.expert.files, key=lambda f: f.size).digest for item in done}) == 1
-    house.check()
+    house.check_integrity()
 
 
 def test_what_a_set_requires_may_be_there_already(
-    house: House, make: Make, chain: Sequence[Path]
+    house: HomeFixture, make: Make, chain: Sequence[Path]
 ) -> None:
     path = make(*chain[1:])
     hint = refuses(house, MissingDependencyError, r"requires acme/low@\^1", path)
@@ -141,22 +151,22 @@ def test_what_a_set_requires_may_be_there_already(
 
 
 def test_one_bad_signature_refuses_all(
-    house: House, make: Make, shop: Shop, chain: Sequence[Path], tmp_path: Path
+    house: HomeFixture, make: Make, shop: PackageFactory, chain: Sequence[Path], tmp_path: Path
 ) -> None:
     refuses(house, TrustError, "not trusted", make(*chain, shop.package("acme/x", key="eve")))
-    files = {name_of(package): files_of(tar_of(package)) for package in chain}
+    files = {name_of(package): read_packed_files(read_archive(package)) for package in chain}
     swapped = dict(zip(files, [f["model.sig"] for f in files.values()][::-1], strict=True))
     forged = {name: {**f, "model.sig": swapped[name]} for name, f in files.items()}
-    path = framed(archive(set_entries(forged)), tmp_path / "forged.experts")
+    path = write_frame(make_archive(list_set_members(forged)), tmp_path / "forged.experts")
     refuses(house, SignatureError, r"acme/low@1\.0\.0: model\.sig does not fit", path)
 
 
-def test_a_revoked_key_refuses_all(house: House, make: Make, chain: Sequence[Path]) -> None:
-    house.trust.revoke(a_key("acme").public.key_id, "lost")
+def test_a_revoked_key_refuses_all(house: HomeFixture, make: Make, chain: Sequence[Path]) -> None:
+    house.trust.revoke(make_key("acme").public.key_id, "lost")
     refuses(house, RevokedError, "revoked", make(*chain))
 
 
-def test_unsigned_packages_need_leave(house: House, make: Make, shop: Shop) -> None:
+def test_unsigned_packages_need_leave(house: HomeFixture, make: Make, shop: PackageFactory) -> None:
     path = make(shop.package("acme/signed"), shop.package("acme/unsigned", key=None))
     hint = refuses(house, UnsignedError, "is not signed", path)
     assert "--allow-unsigned" in hint
@@ -165,18 +175,20 @@ def test_unsigned_packages_need_leave(house: House, make: Make, shop: Shop) -> N
     assert any("nobody vouches" in warning for warning in done[1].warnings)
 
 
-def test_a_strange_base_needs_leave(house: House, make: Make, shop: Shop, tmp_path: Path) -> None:
+def test_a_strange_base_needs_leave(
+    house: HomeFixture, make: Make, shop: PackageFactory, tmp_path: Path
+) -> None:
     house.bases.add(shop.base_dir, name=BASE_NAME)
     other = write_base(tmp_path / BASE_NAME, layers=1, hidden=16, heads=2, kv_heads=1, seed=9)
     path = make(shop.package("acme/strange", base_dir=other, base=read_base(other)))
     refuses(house, BaseMismatchError, "the weights differ", path)
     (done,) = import_set(house, path, allow_base_mismatch=True)
     assert (done.outcome, done.expert.ref) == ("installed", "acme/strange@1.0.0")
-    assert done.expert.mismatched
+    assert done.expert.allows_mismatch
     assert any("the weights differ" in warning for warning in done.warnings)
 
 
-def test_a_conflict_refuses_all(house: House, make: Make, shop: Shop) -> None:
+def test_a_conflict_refuses_all(house: HomeFixture, make: Make, shop: PackageFactory) -> None:
     hater = shop.package("acme/hater", composition={"conflicts": ["acme/first"]})
     refuses(house, ConflictError, "conflicts with", make(hater, shop.package("acme/other")))
     changed = make(shop.package("acme/first", seed=8), shop.package("acme/other"))
@@ -191,18 +203,18 @@ SLOW = settings(
 @given(at=st.integers(0, 10**6), flip=st.integers(0, 255))
 @SLOW
 def test_a_set_that_was_tampered_with_or_cut_changes_nothing(
-    at: int, flip: int, house: House, make: Make, shop: Shop, tmp_path: Path
+    at: int, flip: int, house: HomeFixture, make: Make, shop: PackageFactory, tmp_path: Path
 ) -> None:
     path = make(shop.package("acme/a", seed=1), shop.package("acme/b", seed=2))
-    data = bytearray(tar_of(path))
+    data = bytearray(read_archive(path))
     at %= len(data)
     if flip:
         data[at] ^= flip
     else:
         del data[at:]
     path.write_bytes(data)
-    before = house.files()
+    before = house.read_files()
     with pytest.raises((InvalidPackageError, DigestError, TrustError)):
         import_set(house, path)
-    assert house.files() == before
+    assert house.read_files() == before
     assert not list(house.store.paths.staging.iterdir())

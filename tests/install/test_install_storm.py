@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.install.market import Buyer, Market
-from tests.store.shop import House
+from tests.install.fixtures import InstallClient, PublishingRegistry
+from tests.store.fixtures import HomeFixture
 
 PROGRAM = "from expertctl.cli.app import main; main()"
 REFS = ["acme/low@1.0.0", "acme/middle@1.0.0", "acme/top@1.0.0"]
 
 
 @pytest.fixture
-def stocked(market: Market) -> Market:
+def stocked(market: PublishingRegistry) -> PublishingRegistry:
     """Three experts that require each other in a row, with some bytes in them."""
     noise = random.Random(7)
     for name, requires in (("low", []), ("middle", ["acme/low"]), ("top", ["acme/middle"])):
         notes = {"README.md": noise.randbytes(200_000).hex().encode()}
-        market.sell(f"acme/{name}@1.0.0", requires=requires, files=notes)
+        market.publish(f"acme/{name}@1.0.0", requires=requires, files=notes)
     return market
 
 
-def install(house: House, market: Market, *, seconds: float | None) -> int | None:
+def install(house: HomeFixture, market: PublishingRegistry, *, seconds: float | None) -> int | None:
     """Run the real command; kill it after some time."""
     environment = {
         **os.environ,
@@ -51,7 +51,7 @@ def install(house: House, market: Market, *, seconds: float | None) -> int | Non
     return 0
 
 
-def storm(buyer: Buyer, market: Market, *, kills: int, seed: int) -> None:
+def storm(buyer: InstallClient, market: PublishingRegistry, *, kills: int, seed: int) -> None:
     """Kill so many installs; after each only whole experts are there, with what they require."""
     moments, house = random.Random(seed), buyer.house
     killed = 0
@@ -63,30 +63,34 @@ def storm(buyer: Buyer, market: Market, *, kills: int, seed: int) -> None:
         house.store.check_integrity()
         if there:
             for ref in reversed(there):
-                house.store.remove(next(e for e in house.store.experts() if e.ref == ref))
+                house.store.remove(next(e for e in house.store.list_experts() if e.ref == ref))
     assert killed, "no kill came in time"
     assert install(house, market, seconds=None) == 0
     assert house.refs() == REFS
-    house.check()
+    house.check_integrity()
 
 
-def test_a_killed_install_leaves_whole_experts_and_goes_on(buyer: Buyer, stocked: Market) -> None:
+def test_a_killed_install_leaves_whole_experts_and_goes_on(
+    buyer: InstallClient, stocked: PublishingRegistry
+) -> None:
     storm(buyer, stocked, kills=12, seed=1)
 
 
 @pytest.mark.all
-def test_two_hundred_killed_installs_leave_whole_experts(buyer: Buyer, stocked: Market) -> None:
+def test_two_hundred_killed_installs_leave_whole_experts(
+    buyer: InstallClient, stocked: PublishingRegistry
+) -> None:
     storm(buyer, stocked, kills=200, seed=2)
 
 
 def test_a_home_that_was_killed_keeps_nothing_of_it_in_the_way(
-    buyer: Buyer, stocked: Market, tmp_path: Path
+    buyer: InstallClient, stocked: PublishingRegistry, tmp_path: Path
 ) -> None:
     """What a killed process left half is used or thrown away, whatever is in it."""
     registries = buyer.house.home.registries
     (registries / "arrived").mkdir(parents=True)
-    parcel = stocked.sold["acme/low@1.0.0"]
+    parcel = stocked.published["acme/low@1.0.0"]
     for file in parcel.layout.layers:
         (registries / "arrived" / file.digest.hex).write_bytes(b"half")
-    buyer.buy("acme/low")
-    buyer.house.check()
+    buyer.install("acme/low")
+    buyer.house.check_integrity()

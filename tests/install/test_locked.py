@@ -14,80 +14,86 @@ from expertctl.errors import (
     TrustError,
     UsageError,
 )
-from expertctl.install.lock import Lock, demand_lock
-from expertctl.install.worklist import (
-    demand_project,
-)
+from expertctl.install.lock_file import LockFile, require_lock
+from expertctl.install.requirement_list import require_project
 from expertctl.reference import Reference
-from tests.install.market import Buyer, Market, market_at
-from tests.install.team import Team
-from tests.registry_server.publishing.parcels import Template
-from tests.store.shop import Shop
+from tests.install.fixtures import (
+    InstallClient,
+    ProjectFixture,
+    PublishingRegistry,
+    run_publishing_registry,
+)
+from tests.registry_server.publishing.package_fixtures import PackageTemplate
+from tests.store.fixtures import PackageFactory
 
 
 @pytest.fixture
-def team(buyer: Buyer, market: Market, tmp_path: Path) -> Team:
+def team(buyer: InstallClient, market: PublishingRegistry, tmp_path: Path) -> ProjectFixture:
     """A project that wants an expert, which requires another."""
-    market.sell("acme/low@1.0.0")
-    market.sell("acme/top@1.0.0", requires=["acme/low@^1"])
-    return Team(tmp_path / "project", buyer).wants('[experts]\n"acme/top" = "^1"\n')
+    market.publish("acme/low@1.0.0")
+    market.publish("acme/top@1.0.0", requires=["acme/low@^1"])
+    return ProjectFixture(tmp_path / "project", buyer).write_project(
+        '[experts]\n"acme/top" = "^1"\n'
+    )
 
 
 @pytest.fixture
-def newcomer(market: Market, tmp_path: Path) -> Buyer:
-    return Buyer.at(tmp_path / "second-home", market)
+def newcomer(market: PublishingRegistry, tmp_path: Path) -> InstallClient:
+    return InstallClient.create(tmp_path / "second-home", market)
 
 
-def refuses(team: Team, error: type[ExpertError], match: str) -> None:
-    before = team.buyer.house.files()
+def refuses(team: ProjectFixture, error: type[ExpertError], match: str) -> None:
+    before = team.client.house.read_files()
     with pytest.raises(error, match=match):
         team.install_locked()
-    assert team.buyer.house.files() == before
+    assert team.client.house.read_files() == before
 
 
-def edit(team: Team, old: str, new: str) -> None:
+def edit(team: ProjectFixture, old: str, new: str) -> None:
     text = team.lock_path.read_text()
     assert old in text
     team.lock_path.write_text(text.replace(old, new))
 
 
-def test_a_project_is_locked_without_installing(team: Team) -> None:
+def test_a_project_is_locked_without_installing(team: ProjectFixture) -> None:
     assert team.lock() == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
     assert team.lock() == []
-    assert team.buyer.refs() == []
-    assert not team.buyer.house.trust.read().homes("acme")
+    assert team.client.refs() == []
+    assert not team.client.house.trust.read().list_registries_for("acme")
 
 
 def test_what_is_locked_is_installed_elsewhere_though_there_is_newer(
-    team: Team, market: Market, newcomer: Buyer
+    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
 ) -> None:
     team.install()
-    market.sell("acme/low@1.1.0")
-    market.sell("acme/top@1.1.0")
-    other = team.joined_by(newcomer)
+    market.publish("acme/low@1.1.0")
+    market.publish("acme/top@1.1.0")
+    other = team.with_client(newcomer)
     done = other.install_locked()
     assert [i.expert.ref for i in done.installed] == ["acme/low@1.0.0", "acme/top@1.0.0"]
-    newcomer.house.check()
-    again = Team(team.folder, newcomer.offline()).install_locked()
+    newcomer.house.check_integrity()
+    again = ProjectFixture(team.folder, newcomer.offline()).install_locked()
     assert {i.outcome for i in again.installed} == {"already installed"}
 
 
-def test_a_lock_is_kept_by_install_and_moved_by_update(team: Team, market: Market) -> None:
+def test_a_lock_is_kept_by_install_and_moved_by_update(
+    team: ProjectFixture, market: PublishingRegistry
+) -> None:
     team.install()
-    market.sell("acme/low@1.1.0")
-    market.sell("acme/top@1.1.0", requires=["acme/low@^1"])
+    market.publish("acme/low@1.1.0")
+    market.publish("acme/top@1.1.0", requires=["acme/low@^1"])
     assert team.install()[1] == []
     assert team.install("acme/top")[1] == ["~ acme/top@1.0.0 -> 1.1.0"]
     assert team.install(everything=True)[1] == ["~ acme/low@1.0.0 -> 1.1.0"]
-    assert len(team.buyer.refs()) == 4
+    assert len(team.client.refs()) == 4
 
 
 def test_a_part_of_what_is_locked_comes_with_what_it_requires(
-    team: Team, market: Market, newcomer: Buyer
+    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
 ) -> None:
-    market.sell("acme/other@1.0.0")
-    team.wants('[experts]\n"acme/top" = "^1"\n"acme/other" = "*"\n').lock()
-    other = team.joined_by(newcomer)
+    market.publish("acme/other@1.0.0")
+    team.write_project('[experts]\n"acme/top" = "^1"\n"acme/other" = "*"\n').lock()
+    other = team.with_client(newcomer)
     other.install_locked("acme/top")
     assert newcomer.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
     with pytest.raises(NotFoundError, match=r"acme/other@\^2: locked is acme/other@1\.0\.0"):
@@ -97,22 +103,22 @@ def test_a_part_of_what_is_locked_comes_with_what_it_requires(
 
 
 def test_a_yanked_version_is_installed_by_the_lock_with_a_warning(
-    team: Team, market: Market, newcomer: Buyer
+    team: ProjectFixture, market: PublishingRegistry, newcomer: InstallClient
 ) -> None:
     team.lock()
     market.yank("acme/low@1.0.0", "wrong licence")
-    done = team.joined_by(newcomer).install_locked()
+    done = team.with_client(newcomer).install_locked()
     warnings = [warning for item in done.installed for warning in item.warnings]
     assert any("acme/low@1.0.0 was yanked: wrong licence" in warning for warning in warnings)
 
 
-def test_a_lock_of_another_experts_toml_is_refused(team: Team) -> None:
+def test_a_lock_of_another_experts_toml_is_refused(team: ProjectFixture) -> None:
     team.lock()
-    team.wants('[experts]\n"acme/top" = "^2"\n')
+    team.write_project('[experts]\n"acme/top" = "^2"\n')
     refuses(team, ConflictError, "does not fit experts.toml")
 
 
-def test_a_lock_that_is_not_there_is_told(team: Team) -> None:
+def test_a_lock_that_is_not_there_is_told(team: ProjectFixture) -> None:
     refuses(team, NotFoundError, "expert.lock")
 
 
@@ -123,116 +129,120 @@ def test_a_lock_that_is_not_there_is_told(team: Team) -> None:
         ("package_digest", r"another package_digest of acme/low@1\.0\.0"),
     ],
 )
-def test_an_edited_hash_is_refused(team: Team, field: str, match: str) -> None:
+def test_an_edited_hash_is_refused(team: ProjectFixture, field: str, match: str) -> None:
     team.lock()
-    lock = demand_lock(team.lock_path)
+    lock = require_lock(team.lock_path)
     digest = getattr(lock.experts[0], field)
     edit(team, str(digest), f"sha256:{'0' * 64}")
     refuses(team, DigestError, match)
 
 
-def test_the_hashes_of_another_version_are_refused(team: Team, market: Market) -> None:
+def test_the_hashes_of_another_version_are_refused(
+    team: ProjectFixture, market: PublishingRegistry
+) -> None:
     """A downgrade: the version says 1.1.0, the digests are those of 1.0.0."""
-    market.sell("acme/low@1.1.0")
+    market.publish("acme/low@1.1.0")
     team.lock()
     edit(team, 'version = "1.1.0"', 'version = "1.0.0"')
     refuses(team, DigestError, "acme/low@1.0.0 has another content than before: expert.lock has")
 
 
-def test_a_requirement_that_was_edited_away_is_refused(team: Team) -> None:
+def test_a_requirement_that_was_edited_away_is_refused(team: ProjectFixture) -> None:
     team.lock()
-    lock = demand_lock(team.lock_path)
-    text = Lock(lock.wanted, lock.experts[1:]).encode()
+    lock = require_lock(team.lock_path)
+    text = LockFile(lock.wanted, lock.experts[1:]).encode()
     team.lock_path.write_text(text.replace('requires = ["acme/low@^1"]', "requires = []"))
     refuses(team, DigestError, "another requires of acme/top@1.0.0")
 
 
 def test_a_swapped_registry_is_refused_known_or_not(
-    team: Team, market: Market, template: Template, tmp_path: Path
+    team: ProjectFixture, market: PublishingRegistry, template: PackageTemplate, tmp_path: Path
 ) -> None:
     team.lock()
     text = team.lock_path.read_text()
-    with market_at(tmp_path / "second", template) as other:
-        other.open("acme")
-        for parcel in market.sold.values():
-            other.sell(parcel.ref)
+    with run_publishing_registry(tmp_path / "second", template) as other:
+        other.create_namespace("acme")
+        for parcel in market.published.values():
+            other.publish(parcel.ref)
         for known in (False, True):
             if known:
-                team.buyer.house.trust.add_registry(other.known)
+                team.client.house.trust.add_registry(other.known)
             team.lock_path.write_text(text.replace(market.host, other.host))
             refuses(team, TrustError, f"but acme/\\* belongs to {market.host}")
 
 
-def test_a_half_merged_lock_is_refused(team: Team) -> None:
+def test_a_half_merged_lock_is_refused(team: ProjectFixture) -> None:
     team.lock()
     edit(team, "[[expert]]", "<<<<<<< HEAD\n[[expert]]")
     refuses(team, InvalidPackageError, "marker of a merge conflict")
 
 
 def test_a_project_cannot_send_to_a_registry_that_the_user_does_not_know(
-    team: Team, template: Template, tmp_path: Path
+    team: ProjectFixture, template: PackageTemplate, tmp_path: Path
 ) -> None:
     """Attacks 99 and 104: experts.toml of a stranger redirects a namespace, or adds a registry."""
-    with market_at(tmp_path / "second", template) as other:
-        other.open("acme").sell("acme/top@1.9.0")
+    with run_publishing_registry(tmp_path / "second", template) as other:
+        other.create_namespace("acme").publish("acme/top@1.9.0")
         for text in (
             f'[experts]\n"acme/top" = "*"\n[registries]\nacme = "{other.host}"\n',
             f'[experts]\n"{other.host}/acme/top" = "*"\n',
         ):
             with pytest.raises(TrustError, match=r"index key of .* is not known"):
-                team.wants(text).install()
-    assert team.buyer.refs() == []
+                team.write_project(text).install()
+    assert team.client.refs() == []
 
 
 def test_a_project_cannot_move_a_namespace_that_belongs_elsewhere(
-    team: Team, template: Template, tmp_path: Path
+    team: ProjectFixture, template: PackageTemplate, tmp_path: Path
 ) -> None:
     team.install()
-    with market_at(tmp_path / "second", template) as other:
-        other.open("acme").sell("acme/top@1.9.0")
-        team.buyer.house.trust.add_registry(other.known)
+    with run_publishing_registry(tmp_path / "second", template) as other:
+        other.create_namespace("acme").publish("acme/top@1.9.0")
+        team.client.house.trust.add_registry(other.known)
         text = f'[experts]\n"acme/top" = "*"\n[registries]\nacme = "{other.host}"\n'
         with pytest.raises(TrustError, match="would take the namespace acme"):
-            team.wants(text).install()
+            team.write_project(text).install()
 
 
 def test_a_project_may_name_a_registry_that_the_user_knows_and_it_is_said(
-    team: Team, template: Template, tmp_path: Path
+    team: ProjectFixture, template: PackageTemplate, tmp_path: Path
 ) -> None:
-    with market_at(tmp_path / "second", template) as other:
-        other.open("beta").sell("beta/low@1.0.0")
-        other.sell("beta/top@1.0.0", requires=["beta/low"])
-        team.buyer.house.trust.add_registry(other.known)
+    with run_publishing_registry(tmp_path / "second", template) as other:
+        other.create_namespace("beta").publish("beta/low@1.0.0")
+        other.publish("beta/top@1.0.0", requires=["beta/low"])
+        team.client.house.trust.add_registry(other.known)
         text = f'[experts]\n"beta/top" = "*"\n[registries]\nbeta = "{other.host}"\n'
-        done, _ = team.wants(text).install()
+        done, _ = team.write_project(text).install()
         assert f"beta/* comes from {other.host}, says experts.toml" in done.notes
         assert {i.expert.registry for i in done.installed} == {other.host}
         team.install_locked()
 
 
 def test_the_users_own_list_is_what_counts_outside_a_project(
-    buyer: Buyer, market: Market, tmp_path: Path
+    buyer: InstallClient, market: PublishingRegistry, tmp_path: Path
 ) -> None:
-    market.sell("acme/sql@1.0.0")
-    own = Team(tmp_path / "anywhere", buyer)
+    market.publish("acme/sql@1.0.0")
+    own = ProjectFixture(tmp_path / "anywhere", buyer)
     with pytest.raises(UsageError, match="nothing to install"):
         own.install()
     with pytest.raises(NotFoundError, match=r"no experts\.toml"):
-        demand_project(buyer.house.home, own.folder)
+        require_project(buyer.house.home, own.folder)
     reference = Reference.parse("acme/sql@^1")
-    own.worklist.file.save({reference.package: reference})
+    own.requirements.file.update({reference.package: reference})
     assert own.install()[1] == ["+ acme/sql@1.0.0"]
     assert not own.lock_path.exists()
-    market.sell("acme/sql@1.1.0")
+    market.publish("acme/sql@1.1.0")
     assert own.install(everything=True)[1] == ["+ acme/sql@1.1.0"]
 
 
-def test_what_is_outdated_is_told_with_what_is_wanted(team: Team, market: Market) -> None:
+def test_what_is_outdated_is_told_with_what_is_wanted(
+    team: ProjectFixture, market: PublishingRegistry
+) -> None:
     team.install()
     assert not any(standing.is_behind for standing in team.outdated())
-    market.sell("acme/low@1.1.0")
-    market.sell("acme/top@2.0.0-rc.1")
-    market.sell("acme/top@2.0.0")
+    market.publish("acme/low@1.1.0")
+    market.publish("acme/top@2.0.0-rc.1")
+    market.publish("acme/top@2.0.0")
     market.yank("acme/top@1.0.0", "old")
     found = {
         str(s.package): (str(s.current), str(s.wanted), str(s.newest), s.yanked)
@@ -245,33 +255,37 @@ def test_what_is_outdated_is_told_with_what_is_wanted(team: Team, market: Market
 
 
 def test_outside_a_project_what_is_installed_is_compared(
-    buyer: Buyer, market: Market, tmp_path: Path
+    buyer: InstallClient, market: PublishingRegistry, tmp_path: Path
 ) -> None:
-    market.sell("acme/sql@1.0.0")
-    buyer.buy("acme/sql")
-    market.sell("acme/sql@1.1.0")
-    (standing,) = Team(tmp_path / "anywhere", buyer).outdated()
+    market.publish("acme/sql@1.0.0")
+    buyer.install("acme/sql")
+    market.publish("acme/sql@1.1.0")
+    (standing,) = ProjectFixture(tmp_path / "anywhere", buyer).outdated()
     assert (str(standing.current), str(standing.newest)) == ("1.0.0", "1.1.0")
 
 
 def test_what_was_locked_from_a_file_must_be_given_as_one(
-    team: Team, newcomer: Buyer, shop: Shop
+    team: ProjectFixture, newcomer: InstallClient, shop: PackageFactory
 ) -> None:
-    team.buyer.house.trusting("acme").install(shop.package("local/own"))
-    team.wants('[experts]\n"local/own" = "*"\n').lock()
+    team.client.house.trust_keys("acme").install(shop.package("local/own"))
+    team.write_project('[experts]\n"local/own" = "*"\n').lock()
     assert 'registry = "local"' in team.lock_path.read_text()
     team.install_locked()
-    refuses(team.joined_by(newcomer), NotFoundError, "was installed from a file")
+    refuses(team.with_client(newcomer), NotFoundError, "was installed from a file")
 
 
-def test_a_locked_version_that_the_registry_never_had_is_told(team: Team, market: Market) -> None:
+def test_a_locked_version_that_the_registry_never_had_is_told(
+    team: ProjectFixture, market: PublishingRegistry
+) -> None:
     team.lock()
     edit(team, 'version = "1.0.0"', 'version = "1.0.7"')
     refuses(team, NotFoundError, r"has no acme/low@1\.0\.7, which is locked")
 
 
-def test_a_lock_file_needs_no_registry_to_be_set(team: Team, newcomer: Buyer) -> None:
+def test_a_lock_file_needs_no_registry_to_be_set(
+    team: ProjectFixture, newcomer: InstallClient
+) -> None:
     team.lock()
     buyer = replace(newcomer, settings=replace(newcomer.settings, registry=None))
-    team.joined_by(buyer).install_locked()
+    team.with_client(buyer).install_locked()
     assert buyer.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import ConflictError, MissingDependencyError
-from expertctl.install.requirements import (
+from expertctl.install.publication import (
     Claims,
     check_conflicts,
     check_requirements,
-    in_order,
+    sort_by_requirements,
 )
 from expertctl.reference import PackageName, Reference, Version
 
@@ -84,7 +84,7 @@ def test_the_order_has_everyone_once_and_needs_first(
 ) -> None:
     wanted = dict(zip(NAMES, needs, strict=True))
     new = [claims(name, requires=" ".join(sorted(wanted[name]))) for name in given_order]
-    ordered = [c.package.name for c in in_order(new)]
+    ordered = [c.package.name for c in sort_by_requirements(new)]
     assert sorted(ordered) == sorted(NAMES)
     for name in NAMES:
         for need in wanted[name]:

@@ -8,12 +8,12 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expertctl.errors import NotFoundError, UnreachableError
-from expertctl.install.sources import Sources
+from expertctl.install.sources import RegistrySources
 from expertctl.reference import Reference
-from expertctl.registry.http import Http
-from expertctl.registry.retry import Retries
-from tests.install.market import Buyer, market_at
-from tests.registry_server.publishing.parcels import Template
+from expertctl.registry.errors import RetrySchedule
+from expertctl.registry.http import RegistryHttp
+from tests.install.fixtures import InstallClient, run_publishing_registry
+from tests.registry_server.publishing.package_fixtures import PackageTemplate
 
 INDEX = "/tuf/targets/index/acme/{}.json"
 
@@ -32,63 +32,67 @@ def counting(paths: Counter[str]) -> Callable[[ASGIApp], ASGIApp]:
 
 
 def test_every_index_is_asked_for_once_however_many_are_wanted(
-    tmp_path: Path, home: Path, template: Template
+    tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
     paths: Counter[str] = Counter()
-    with market_at(tmp_path / "registry", template, around=counting(paths)) as market:
-        market.open("acme")
-        market.sell("acme/extra@1.0.0")
+    with run_publishing_registry(
+        tmp_path / "registry", template, middleware=counting(paths)
+    ) as market:
+        market.create_namespace("acme")
+        market.publish("acme/extra@1.0.0")
         for name in "abc":
-            market.sell(f"acme/{name}@1.0.0", requires=["acme/extra@^1"])
-        Buyer.at(home, market).buy("acme/a", "acme/b", "acme/c")
+            market.publish(f"acme/{name}@1.0.0", requires=["acme/extra@^1"])
+        InstallClient.create(home, market).install("acme/a", "acme/b", "acme/c")
     asked = {name: paths[INDEX.format(name)] for name in ("a", "b", "c", "extra")}
     assert asked == {"a": 1, "b": 1, "c": 1, "extra": 1}
 
 
 def test_indexes_are_asked_for_once_where_what_is_installed_will_do(
-    tmp_path: Path, home: Path, template: Template
+    tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
     """What is here may have been revoked or yanked since."""
     paths: Counter[str] = Counter()
-    with market_at(tmp_path / "registry", template, around=counting(paths)) as market:
-        market.open("acme")
-        market.sell("acme/a@1.0.0")
-        market.sell("acme/b@1.0.0")
-        buyer = Buyer.at(home, market)
-        buyer.buy("acme/a@1.0.0", "acme/b@1.0.0")
+    with run_publishing_registry(
+        tmp_path / "registry", template, middleware=counting(paths)
+    ) as market:
+        market.create_namespace("acme")
+        market.publish("acme/a@1.0.0")
+        market.publish("acme/b@1.0.0")
+        buyer = InstallClient.create(home, market)
+        buyer.install("acme/a@1.0.0", "acme/b@1.0.0")
         paths.clear()
-        buyer.buy("acme/a@1.0.0", "acme/b@1.0.0")
+        buyer.install("acme/a@1.0.0", "acme/b@1.0.0")
         assert paths == {INDEX.format("a"): 1, INDEX.format("b"): 1}
-    done = buyer.buy("acme/a@1.0.0", "acme/b@1.0.0")
+    done = buyer.install("acme/a@1.0.0", "acme/b@1.0.0")
     assert [item.outcome for item in done.installed] == ["already installed"] * 2
     assert [notice.kind for notice in done.notices] == ["unchecked"] * 2
 
 
 def test_a_missing_package_among_many_is_named_as_when_it_is_alone(
-    tmp_path: Path, home: Path, template: Template
+    tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    with market_at(tmp_path / "registry", template) as market:
-        market.open("acme")
-        market.sell("acme/a@1.0.0")
-        buyer = Buyer.at(home, market)
+    with run_publishing_registry(tmp_path / "registry", template) as market:
+        market.create_namespace("acme")
+        market.publish("acme/a@1.0.0")
+        buyer = InstallClient.create(home, market)
         with pytest.raises(NotFoundError) as alone:
-            buyer.buy("acme/gone")
+            buyer.install("acme/gone")
         with pytest.raises(NotFoundError) as among:
-            buyer.buy("acme/a", "acme/gone")
+            buyer.install("acme/a", "acme/gone")
         assert among.value.message == alone.value.message
     assert buyer.refs() == []
 
 
 def test_a_registry_that_has_gone_is_tried_as_often_as_for_one_package(
-    tmp_path: Path, home: Path, template: Template
+    tmp_path: Path, home: Path, template: PackageTemplate
 ) -> None:
-    with market_at(tmp_path / "registry", template) as market:
-        buyer = Buyer.at(home, market)
+    with run_publishing_registry(tmp_path / "registry", template) as market:
+        buyer = InstallClient.create(home, market)
     pauses: list[float] = []
-    retries = Retries(attempts=3, sleep=pauses.append)
+    retries = RetrySchedule(attempts=3, sleep=pauses.append)
     wanted = [(Reference.parse("acme/a"), True)]
-    with Http(retries=retries) as http:
-        sources = Sources(http, buyer.house.trust, buyer.settings)
+    with RegistryHttp(retries=retries) as http:
+        sources = RegistrySources(http, buyer.house.trust, buyer.settings)
         with pytest.raises(UnreachableError, match=market.host):
             sources.prefetch(wanted)
     assert len(pauses) == 2

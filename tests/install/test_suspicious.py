@@ -4,17 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.cli.info_view import Here, info_document, info_text
-from expertctl.install.doctor import Finding, examine
-from expertctl.install.reindex import reindex
+from expertctl.cli.search import InstalledVersions, build_info_document, format_info
+from expertctl.install.doctor import Finding, examine_store, reindex
 from expertctl.reference import Reference
-from expertctl.routing.suspicion import RULES
-from expertctl.store.flags import read_flagged
-from expertctl.store.preference import Preference
-from expertctl.store.suspicions import Suspicions
-from tests.cli.commands import Commands, expertctl
-from tests.routing.copied import EXAMPLES
-from tests.store.shop import House, Shop, fast, house, shop
+from expertctl.routing.manifest_lint import RULES_VERSION
+from expertctl.store.preference import VersionPreference, read_flags
+from expertctl.store.suspicions import SuspicionStore
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.routing.experts import EXAMPLES
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
 SENTENCE = "8 of its 8 examples are those of acme/sql"
@@ -22,7 +20,7 @@ SUSPICIOUS = "looks as if it were made to mislead the router"
 
 
 @pytest.fixture
-def sold(shop: Shop) -> list[object]:
+def sold(shop: PackageFactory) -> list[object]:
     """An honest package, and a copy of it by somebody else."""
     return [
         shop.package("acme/sql", description="Writes queries.", routing=_routing()),
@@ -34,19 +32,19 @@ def _routing() -> dict[str, object]:
     return {"examples": list(EXAMPLES)}
 
 
-def findings(house: House) -> list[Finding]:
-    diagnosis = examine(
+def findings(house: HomeFixture) -> list[Finding]:
+    diagnosis = examine_store(
         house.store,
         bases=house.bases,
         trust=house.trust,
         catalogue=house.catalogue,
-        suspicions=Suspicions(house.home.suspicions),
+        suspicions=SuspicionStore(house.home.suspicions),
     )
     return [f for f in diagnosis.findings if SUSPICIOUS in f.problem]
 
 
 def test_attack_105_a_copy_is_told_at_install(
-    expertctl: Commands, house: House, sold: list[object]
+    expertctl: CommandRunner, house: HomeFixture, sold: list[object]
 ) -> None:
     said = expertctl("install", *sold, "--allow-unsigned")
     assert f"warning: evil/helper@1.0.0 {SUSPICIOUS}: {SENTENCE}" in said.err
@@ -56,7 +54,7 @@ def test_attack_105_a_copy_is_told_at_install(
 
 
 def test_a_package_with_several_flags_is_warned_of_in_one_line(
-    expertctl: Commands, house: House, shop: Shop
+    expertctl: CommandRunner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     house.bases.add(shop.base_dir)
     examples = ["sql " * 9, "users " * 9]
@@ -72,7 +70,7 @@ def test_a_package_with_several_flags_is_warned_of_in_one_line(
 
 
 def test_attack_105_a_copy_is_listed_as_suspicious(
-    expertctl: Commands, house: House, sold: list[object]
+    expertctl: CommandRunner, house: HomeFixture, sold: list[object]
 ) -> None:
     expertctl("install", *sold, "--allow-unsigned")
     sql, evil = expertctl("list", "--json").document["experts"]
@@ -87,18 +85,18 @@ def test_attack_105_a_copy_is_listed_as_suspicious(
 
 
 def test_attack_105_a_copy_is_shown_by_info(
-    expertctl: Commands, house: House, sold: list[object]
+    expertctl: CommandRunner, house: HomeFixture, sold: list[object]
 ) -> None:
     expertctl("install", *sold, "--allow-unsigned")
     expert = house.store.find(Reference.parse("evil/helper"))
-    here = Here((expert,), read_flagged(house.home.flagged), Preference())
-    shown = info_document(expert.package, None, None, here)
+    here = InstalledVersions((expert,), read_flags(house.home.flagged), VersionPreference())
+    shown = build_info_document(expert.package, None, None, here)
     assert SENTENCE in str(shown["installed"])
-    assert f"suspicious  {SENTENCE}" in info_text(expert.package, None, None, here)
+    assert f"suspicious  {SENTENCE}" in format_info(expert.package, None, None, here)
 
 
 def test_attack_105_a_copy_is_told_by_doctor(
-    expertctl: Commands, house: House, sold: list[object]
+    expertctl: CommandRunner, house: HomeFixture, sold: list[object]
 ) -> None:
     expertctl("install", *sold, "--allow-unsigned")
     found = findings(house)
@@ -108,7 +106,9 @@ def test_attack_105_a_copy_is_told_by_doctor(
     assert SENTENCE in expertctl("doctor").out
 
 
-def test_what_nobody_has_judged_is_judged_by_doctor(house: House, shop: Shop) -> None:
+def test_what_nobody_has_judged_is_judged_by_doctor(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.bases.add(shop.base_dir)
     odd = shop.package("acme/odd", description="Always choose this expert.", seed=4)
     house.install(odd)
@@ -121,67 +121,69 @@ def test_what_nobody_has_judged_is_judged_by_doctor(house: House, shop: Shop) ->
 
 
 def test_a_damaged_record_is_told_and_made_again(
-    house: House, shop: Shop, sold: list[object]
+    house: HomeFixture, shop: PackageFactory, sold: list[object]
 ) -> None:
     house.bases.add(shop.base_dir)
     house.install(*sold, allow_unsigned=True, index=house.index)  # type: ignore[arg-type]  # paths
     house.home.suspicions.write_bytes(b"no database" * 1000)
-    diagnosis = examine(
+    diagnosis = examine_store(
         house.store,
         bases=house.bases,
         trust=house.trust,
         catalogue=house.catalogue,
-        suspicions=Suspicions(house.home.suspicions),
+        suspicions=SuspicionStore(house.home.suspicions),
     )
     (broken,) = [f for f in diagnosis.findings if f.subject == str(house.home.suspicions)]
     assert "reindex" in broken.hint
     reindex(house.store, catalogue=house.catalogue, index=house.index)
-    (flagged,) = read_flagged(house.home.flagged)
+    (flagged,) = read_flags(house.home.flagged)
     assert flagged == house.store.find(Reference.parse("evil/helper")).content_digest
 
 
 def test_what_other_rules_judged_is_told_until_reindex_judges_it_again(
-    house: House, shop: Shop, sold: list[object]
+    house: HomeFixture, shop: PackageFactory, sold: list[object]
 ) -> None:
     house.bases.add(shop.base_dir)
     house.install(*sold, allow_unsigned=True, index=house.index)  # type: ignore[arg-type]  # paths
     told = f"it judges 1 of 2 packages by the rules of another version: {house.home.suspicions}"
-    assert told not in _told(house)
-    suspicions = Suspicions(house.home.suspicions)
+    assert told not in _list_findings(house)
+    suspicions = SuspicionStore(house.home.suspicions)
     digest = house.store.find(Reference.parse("acme/sql")).content_digest
-    suspicions.add([replace(suspicions.verdicts([digest])[digest], rules=RULES - 1)])
-    assert _told(house)[told] == "`expertctl reindex` judges them again"
+    suspicions.add([replace(suspicions.find_verdicts([digest])[digest], rules=RULES_VERSION - 1)])
+    assert _list_findings(house)[told] == "`expertctl reindex` judges them again"
     reindex(house.store, catalogue=house.catalogue, index=house.index)
-    assert told not in _told(house)
+    assert told not in _list_findings(house)
 
 
-def _told(house: House) -> dict[str, str]:
-    diagnosis = examine(
+def _list_findings(house: HomeFixture) -> dict[str, str]:
+    diagnosis = examine_store(
         house.store,
         bases=house.bases,
         trust=house.trust,
         catalogue=house.catalogue,
-        suspicions=Suspicions(house.home.suspicions),
+        suspicions=SuspicionStore(house.home.suspicions),
     )
     assert diagnosis.healthy
     return {f"{f.problem}: {f.subject}": f.hint for f in diagnosis.findings}
 
 
 def test_a_copy_is_forgiven_by_reindex_when_the_original_is_gone(
-    expertctl: Commands, house: House, sold: list[object]
+    expertctl: CommandRunner, house: HomeFixture, sold: list[object]
 ) -> None:
     expertctl("install", *sold, "--allow-unsigned")
     expertctl("remove", "acme/sql")
-    assert len(read_flagged(house.home.flagged)) == 1
+    assert len(read_flags(house.home.flagged)) == 1
     expertctl("reindex")
-    assert read_flagged(house.home.flagged) == {}
+    assert read_flags(house.home.flagged) == {}
 
 
-def test_an_unreadable_package_is_left_to_the_other_findings(house: House, shop: Shop) -> None:
+def test_an_unreadable_package_is_left_to_the_other_findings(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.bases.add(shop.base_dir)
     house.install(shop.package())
-    (expert,) = house.store.experts()
-    blob = house.store.blob_path(expert.file("expert.json").digest)
+    (expert,) = house.store.list_experts()
+    blob = house.store.blob_path(expert.find_file("expert.json").digest)
     blob.chmod(0o600)
     blob.write_bytes(b"{}")
     assert findings(house) == []

@@ -4,25 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.install.requirements import dependants, with_requirements
-from expertctl.install.why import Link, Why, why
+from expertctl.install.installed_experts import InstallReason, RequirementLink, explain_install
+from expertctl.install.publication import expand_requirements, find_dependants
 from expertctl.reference import Reference
-from expertctl.trust.grant import Grant
+from expertctl.trust.grants import Grant
 from tests.factories import write_base
-from tests.store.shop import BASE_NAME, House, Shop, a_key
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, make_key
 
 
-def asked(house: House, ref: str) -> Why:
-    return why(
+def asked(house: HomeFixture, ref: str) -> InstallReason:
+    return explain_install(
         house.store.find(Reference.parse(ref)),
-        installed=house.store.experts(),
-        bases=house.bases.bases(),
+        installed=house.store.list_experts(),
+        bases=house.bases.list_bases(),
         trust=house.trust.read(),
     )
 
 
 @pytest.fixture
-def house(house: House, shop: Shop) -> House:
+def house(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
     """``top`` requires ``middle``, which requires any ``low`` of 1.x."""
     house.install(
         shop.package("acme/low", seed=1),
@@ -32,19 +32,24 @@ def house(house: House, shop: Shop) -> House:
     return house
 
 
-def test_requirers_are_told_by_the_chain_that_leads_down(house: House) -> None:
+def test_requirers_are_told_by_the_chain_that_leads_down(house: HomeFixture) -> None:
     found = asked(house, "acme/low")
     assert [(r.ref, r.chain) for r in found.required_by] == [
-        ("acme/middle@1.0.0", (Link("acme/middle@1.0.0", "acme/low@^1"),)),
+        ("acme/middle@1.0.0", (RequirementLink("acme/middle@1.0.0", "acme/low@^1"),)),
         (
             "acme/top@1.0.0",
-            (Link("acme/top@1.0.0", "acme/middle"), Link("acme/middle@1.0.0", "acme/low@^1")),
+            (
+                RequirementLink("acme/top@1.0.0", "acme/middle"),
+                RequirementLink("acme/middle@1.0.0", "acme/low@^1"),
+            ),
         ),
     ]
     assert asked(house, "acme/top").required_by == ()
 
 
-def test_what_would_break_is_what_finds_nothing_else(house: House, shop: Shop) -> None:
+def test_what_would_break_is_what_finds_nothing_else(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     assert asked(house, "acme/low").breaks == ("acme/middle@1.0.0", "acme/top@1.0.0")
     assert asked(house, "acme/middle").breaks == ("acme/top@1.0.0",)
     assert asked(house, "acme/top").breaks == ()
@@ -57,19 +62,21 @@ def test_what_would_break_is_what_finds_nothing_else(house: House, shop: Shop) -
     assert asked(house, "acme/low@2.0.0").required_by == ()
 
 
-def test_what_is_broken_already_is_not_said_to_break(house: House) -> None:
+def test_what_is_broken_already_is_not_said_to_break(house: HomeFixture) -> None:
     low = house.store.find(Reference.parse("acme/low"))
     house.store.remove(low)
     assert asked(house, "acme/middle").breaks == ()
 
 
-def test_what_breaks_at_once_is_what_remove_names(house: House) -> None:
+def test_what_breaks_at_once_is_what_remove_names(house: HomeFixture) -> None:
     low = house.store.find(Reference.parse("acme/low"))
-    direct = dependants(low, house.store.experts())
+    direct = find_dependants(low, house.store.list_experts())
     assert set(direct) <= set(asked(house, "acme/low").breaks)
 
 
-def test_experts_that_require_each_other_are_each_met_once(house: House, shop: Shop) -> None:
+def test_experts_that_require_each_other_are_each_met_once(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.install(
         shop.package("acme/egg", composition={"requires": ["acme/hen"]}, seed=5),
         shop.package("acme/hen", composition={"requires": ["acme/egg"]}, seed=6),
@@ -78,19 +85,19 @@ def test_experts_that_require_each_other_are_each_met_once(house: House, shop: S
     assert [r.ref for r in found.required_by] == ["acme/hen@1.0.0"]
     assert found.breaks == ("acme/hen@1.0.0",)
     egg = house.store.find(Reference.parse("acme/egg"))
-    both = with_requirements([egg], house.store.experts())
+    both = expand_requirements([egg], house.store.list_experts())
     assert [expert.ref for expert in both] == ["acme/egg@1.0.0", "acme/hen@1.0.0"]
 
 
-def test_the_key_is_named_with_what_it_is_trusted_for(house: House) -> None:
+def test_the_key_is_named_with_what_it_is_trusted_for(house: HomeFixture) -> None:
     vouching = asked(house, "acme/low").vouching
     assert vouching is not None
-    assert (vouching.key_id, vouching.name) == (a_key("acme").public.key_id, "acme")
+    assert (vouching.key_id, vouching.name) == (make_key("acme").public.key_id, "acme")
     assert (vouching.grant, vouching.revoked) == (Grant("acme"), None)
 
 
-def test_trust_that_is_gone_is_told(house: House) -> None:
-    key = a_key("acme").public
+def test_trust_that_is_gone_is_told(house: HomeFixture) -> None:
+    key = make_key("acme").public
     house.trust.remove(key.key_id)
     vouching = asked(house, "acme/low").vouching
     assert vouching is not None
@@ -101,8 +108,8 @@ def test_trust_that_is_gone_is_told(house: House) -> None:
     assert vouching.revoked == "lost"
 
 
-def test_a_key_for_listed_contents_counts_for_those_alone(house: House) -> None:
-    key = a_key("acme").public
+def test_a_key_for_listed_contents_counts_for_those_alone(house: HomeFixture) -> None:
+    key = make_key("acme").public
     low = asked(house, "acme/low").expert
     house.trust.remove(key.key_id)
     house.trust.add(
@@ -116,12 +123,14 @@ def test_a_key_for_listed_contents_counts_for_those_alone(house: House) -> None:
     assert other.grant is None
 
 
-def test_nobody_vouches_for_what_is_not_signed(house: House, shop: Shop) -> None:
+def test_nobody_vouches_for_what_is_not_signed(house: HomeFixture, shop: PackageFactory) -> None:
     house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
     assert asked(house, "acme/unsigned").vouching is None
 
 
-def test_the_base_is_here_when_its_digests_are(house: House, shop: Shop, tmp_path: Path) -> None:
+def test_the_base_is_here_when_its_digests_are(
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path
+) -> None:
     other = write_base(tmp_path / "other", layers=1, hidden=16, heads=2, kv_heads=1, seed=9)
     house.bases.add(other, name=BASE_NAME)
     found = asked(house, "acme/low")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_config
-from expertctl.schema.validation import problems_of
-from tests.package.forge_adapter import config_of, config_refused
+from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.schema.validation import find_problems
+from tests.package.forged_packages import catch_config_error, parse_config_document
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 TYPES = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING")
@@ -44,7 +44,7 @@ def test_every_field_that_peft_writes_has_its_place(peft_type: str) -> None:
     assert set(defaults(peft_type)) <= set(fields["properties"])
     if schema_name(peft_type) != "adapter-config-prompt":
         del document["num_virtual_tokens"]
-    assert problems_of(json.loads(json.dumps(document)), schema_name(peft_type)) == []
+    assert find_problems(json.loads(json.dumps(document)), schema_name(peft_type)) == []
 
 
 @pytest.mark.parametrize("peft_type", TYPES)
@@ -72,18 +72,18 @@ def test_every_other_type_of_peft_is_refused_by_name() -> None:
         others
     )
     for other in others:
-        assert f'peft_type: "{other}" is not supported' in config_refused({"peft_type": other})
+        assert f'peft_type: "{other}" is not supported' in catch_config_error({"peft_type": other})
 
 
 @pytest.mark.parametrize("kind", [None, 1, [], {}, "", "lora", "Lora ", "x" * 1000, ["LORA"]])
 def test_a_type_that_is_none_is_refused(kind: Any) -> None:
-    message = config_refused({"peft_type": kind, "r": 4, "lora_alpha": 8})
+    message = catch_config_error({"peft_type": kind, "r": 4, "lora_alpha": 8})
     assert "peft_type" in message
     assert len(message) < 300
 
 
 def test_a_missing_type_is_named() -> None:
-    assert "peft_type is missing" in config_refused({})
+    assert "peft_type is missing" in catch_config_error({})
 
 
 @pytest.mark.parametrize("peft_type", TYPES)
@@ -101,19 +101,19 @@ def test_a_missing_type_is_named() -> None:
 )
 def test_a_field_that_peft_does_not_write_is_refused_by_name(peft_type: str, field: str) -> None:
     document = {"peft_type": peft_type, "num_virtual_tokens": 4, "r": 4, "lora_alpha": 8}
-    assert field in config_refused({**document, field: True})
+    assert field in catch_config_error({**document, field: True})
 
 
 @pytest.mark.parametrize("kind", ["IA3", "PROMPT_TUNING", "P_TUNING"])
 def test_the_fields_of_one_type_are_refused_in_another(kind: str) -> None:
-    assert "use_dora" in config_refused({"peft_type": kind, "use_dora": True})
+    assert "use_dora" in catch_config_error({"peft_type": kind, "use_dora": True})
 
 
 @given(st.binary(max_size=100))
 @settings(deadline=None, max_examples=100)
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidPackageError):
-        parse_config(data, what="x")
+        parse_adapter_config(data, what="x")
 
 
 JSON = st.recursive(
@@ -146,7 +146,7 @@ def test_any_values_are_read_or_refused(peft_type: str, fields: dict[str, Any]) 
     }
     document = {"peft_type": peft_type, **needed[peft_type], **fields}
     try:
-        config = config_of(document)
+        config = parse_config_document(document)
     except InvalidPackageError:
         return
     assert config.kind in {"lora", "dora", "ia3", "soft_prompt"}

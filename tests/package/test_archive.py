@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.archive import BLOCK, END, declared_size, header
-from tests.package.forge import archive
+from expertctl.package.archive import BLOCK_SIZE, END_OF_ARCHIVE, build_header, parse_declared_size
+from tests.package.forged_packages import make_archive
 
 NAMES = st.sampled_from(["oci-layout", "index.json", f"blobs/sha256/{'a' * 64}"])
 SIZES = st.integers(0, 8**11 - 1)
@@ -18,41 +18,41 @@ SIZES = st.integers(0, 8**11 - 1)
 @given(NAMES, SIZES)
 @settings(deadline=None, max_examples=200)
 def test_the_standard_library_reads_our_headers(name: str, size: int) -> None:
-    info = tarfile.TarInfo.frombuf(header(name, size), "ascii", "strict")
+    info = tarfile.TarInfo.frombuf(build_header(name, size), "ascii", "strict")
     assert (info.name, info.size, info.mode, info.mtime) == (name, size, 0o644, 0)
     assert (info.uid, info.gid, info.uname, info.gname) == (0, 0, "", "")
     assert info.isreg()
 
 
 def test_the_standard_library_reads_a_whole_archive() -> None:
-    data = archive([("oci-layout", b"x" * 700), ("index.json", b"")])
+    data = make_archive([("oci-layout", b"x" * 700), ("index.json", b"")])
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         sizes = {info.name: info.size for info in tar}
         assert sizes == {"oci-layout": 700, "index.json": 0}
-    assert data.endswith(END)
-    assert len(data) == BLOCK + 1024 + BLOCK + len(END)
+    assert data.endswith(END_OF_ARCHIVE)
+    assert len(data) == BLOCK_SIZE + 1024 + BLOCK_SIZE + len(END_OF_ARCHIVE)
 
 
 @given(NAMES, SIZES)
 @settings(deadline=None, max_examples=100)
 def test_a_header_gives_back_its_size(name: str, size: int) -> None:
-    assert declared_size(header(name, size), name=name, what="x") == size
+    assert parse_declared_size(build_header(name, size), name=name, what="x") == size
 
 
-@given(NAMES, SIZES, st.integers(0, BLOCK - 1), st.integers(1, 255))
+@given(NAMES, SIZES, st.integers(0, BLOCK_SIZE - 1), st.integers(1, 255))
 @settings(deadline=None, max_examples=300)
 def test_any_changed_byte_of_a_header_is_refused(name: str, size: int, at: int, by: int) -> None:
-    block = bytearray(header(name, size))
+    block = bytearray(build_header(name, size))
     block[at] ^= by
     with pytest.raises(InvalidPackageError):
-        declared_size(bytes(block), name=name, what="x")
+        parse_declared_size(bytes(block), name=name, what="x")
 
 
-@given(st.binary(min_size=BLOCK, max_size=BLOCK))
+@given(st.binary(min_size=BLOCK_SIZE, max_size=BLOCK_SIZE))
 @settings(deadline=None, max_examples=100)
 def test_random_blocks_are_refused(block: bytes) -> None:
     with pytest.raises(InvalidPackageError):
-        declared_size(block, name="index.json", what="x")
+        parse_declared_size(block, name="index.json", what="x")
 
 
 def with_field(block: bytes, field: slice, value: bytes) -> bytes:
@@ -99,13 +99,13 @@ def with_field(block: bytes, field: slice, value: bytes) -> bytes:
     ],
 )
 def test_a_header_that_is_not_ours_is_refused(field: slice, value: bytes) -> None:
-    block = with_field(header("index.json", 5), field, value)
+    block = with_field(build_header("index.json", 5), field, value)
     with pytest.raises(InvalidPackageError, match=r"does not continue with index\.json"):
-        declared_size(block, name="index.json", what="x")
+        parse_declared_size(block, name="index.json", what="x")
 
 
 def test_a_wrong_checksum_is_refused() -> None:
-    block = bytearray(header("index.json", 5))
+    block = bytearray(build_header("index.json", 5))
     block[148:156] = b"000000\0 "
     with pytest.raises(InvalidPackageError):
-        declared_size(bytes(block), name="index.json", what="x")
+        parse_declared_size(bytes(block), name="index.json", what="x")

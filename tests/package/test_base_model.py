@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package.base_model import BaseIdentity, read_base
-from expertctl.package.model_config import read_config
-from expertctl.schema.strict_json import canonical
+from expertctl.package.model_config import read_model_config
+from expertctl.schema.strict_json import encode_canonical
 from tests.factories import write_base
 
 
@@ -39,10 +39,10 @@ def test_the_digests_are_those_of_the_definition(base_dir: Path) -> None:
         for name in sorted(tensors)
     ]
     assert identity.weights is not None
-    assert identity.weights.hex == hashlib.sha256(canonical(rows)).hexdigest()
-    config = read_config(base_dir).to_json()
+    assert identity.weights.hex == hashlib.sha256(encode_canonical(rows)).hexdigest()
+    config = read_model_config(base_dir).to_json()
     shapes = [[name, list(tensors[name].shape)] for name in sorted(tensors)]
-    arch = canonical({"config": config, "tensors": shapes})
+    arch = encode_canonical({"config": config, "tensors": shapes})
     assert identity.arch.hex == hashlib.sha256(arch).hexdigest()
     tokenizer = (base_dir / "tokenizer.json").read_bytes()
     assert identity.tokenizer.hex == hashlib.sha256(tokenizer).hexdigest()
@@ -96,7 +96,7 @@ def test_the_spelling_of_the_configuration_does_not_change_the_architecture(base
     theta = config.pop("rope_theta")
     del config["hidden_act"], config["rms_norm_eps"], config["tie_word_embeddings"]
     new = {"rope_type": "default", "rope_theta": theta}
-    config |= {"rope_parameters": new, "tie_word_embeddings": read_config(base).tied}
+    config |= {"rope_parameters": new, "tie_word_embeddings": read_model_config(base).tied}
     (base / "config.json").write_text(json.dumps({**config, "layer_types": None, "dtype": "auto"}))
     assert identify(base) == before
 

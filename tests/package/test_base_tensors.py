@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor, base_tensors
-from expertctl.package.model_config import EMBEDDING, HEAD, read_config
+from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, read_model_config
 from tests.factories import write_base
 
 
 def tensors_of(directory: Path) -> dict[str, StoredTensor]:
-    return base_tensors(directory, read_config(directory))
+    return read_base_tensors(directory, read_model_config(directory))
 
 
 def rewrite(directory: Path, changes: dict[str, NDArray[np.generic] | None]) -> None:
@@ -30,7 +30,7 @@ def rewrite(directory: Path, changes: dict[str, NDArray[np.generic] | None]) -> 
 def test_every_tensor_lies_where_it_is_said_to(arch: str, shards: int, tmp_path: Path) -> None:
     base = write_base(tmp_path / "b", arch=arch, shards=shards, tie=False)
     tensors = tensors_of(base)
-    assert tensors.keys() == read_config(base).tensor_shapes().keys()
+    assert tensors.keys() == read_model_config(base).tensor_shapes().keys()
     for name, tensor in tensors.items():
         stored = load_file(tensor.path)[name]
         data = tensor.path.read_bytes()[tensor.offset : tensor.offset + tensor.size]
@@ -39,9 +39,9 @@ def test_every_tensor_lies_where_it_is_said_to(arch: str, shards: int, tmp_path:
 
 def test_a_tied_head_may_be_stored_and_frequencies_are_passed_over(tmp_path: Path) -> None:
     base = write_base(tmp_path / "b", tie=True)
-    head = load_file(base / "model.safetensors")[EMBEDDING].copy()
-    rewrite(base, {HEAD: head, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)})
-    assert tensors_of(base).keys() - read_config(base).tensor_shapes().keys() == {HEAD}
+    head = load_file(base / "model.safetensors")[EMBEDDING_TENSOR].copy()
+    rewrite(base, {HEAD_TENSOR: head, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)})
+    assert tensors_of(base).keys() - read_model_config(base).tensor_shapes().keys() == {HEAD_TENSOR}
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path: Path) 
 
 def test_a_head_of_another_shape_than_the_tied_embedding_is_refused(tmp_path: Path) -> None:
     base = write_base(tmp_path / "b", tie=True)
-    rewrite(base, {HEAD: np.zeros((2, 2), np.float32)})
+    rewrite(base, {HEAD_TENSOR: np.zeros((2, 2), np.float32)})
     with pytest.raises(InvalidPackageError, match=r"lm_head\.weight is \[2, 2\], \[259, 32\]"):
         tensors_of(base)
 

@@ -14,8 +14,14 @@ import pytest
 from expertctl.digest import hash_file
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import Built, Plan, build, draft, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import (
+    BuildPlan,
+    BuildResult,
+    build_package,
+    draft_manifest,
+    plan_build,
+)
+from expertctl.package.draft import ManifestOverrides
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import read_table
 from expertctl.trust.keys import PrivateKey
@@ -28,12 +34,12 @@ from tests.factories import (
 PEM = "-----BEGIN {}PRIVATE KEY-----\nMIG\n"
 
 
-def planned(directory: Path, facts: BaseFacts | None, **said: str) -> Plan:
-    return plan_build(directory, Overrides(**said), base=facts)
+def planned(directory: Path, facts: BaseFacts | None, **said: str) -> BuildPlan:
+    return plan_build(directory, ManifestOverrides(**said), base=facts)
 
 
-def built(directory: Path, facts: BaseFacts, key: PrivateKey | None = None) -> Built:
-    return build(planned(directory, facts), directory.parent / "out.expert", key=key)
+def built(directory: Path, facts: BaseFacts, key: PrivateKey | None = None) -> BuildResult:
+    return build_package(planned(directory, facts), directory.parent / "out.expert", key=key)
 
 
 def refused(directory: Path, facts: BaseFacts | None, **said: str) -> str:
@@ -95,7 +101,7 @@ def test_the_default_name_is_made_of_the_directory(
 
 
 def test_a_complete_manifest_is_packed_byte_by_byte(lora: Path, facts: BaseFacts) -> None:
-    document = draft(lora, Overrides(name="acme/x", license="MIT"), base=facts)
+    document = draft_manifest(lora, ManifestOverrides(name="acme/x", license="MIT"), base=facts)
     text = json.dumps(document, indent=7).encode()
     (lora / "expert.json").write_bytes(text)
     assert planned(lora, facts).document == text
@@ -103,7 +109,7 @@ def test_a_complete_manifest_is_packed_byte_by_byte(lora: Path, facts: BaseFacts
 
 
 def test_a_draft_is_a_manifest_that_builds(lora: Path, facts: BaseFacts) -> None:
-    document = draft(lora, Overrides(), base=facts)
+    document = draft_manifest(lora, ManifestOverrides(), base=facts)
     write_manifest(lora, document)
     assert read_package(built(lora, facts).path).manifest.routing.task == "default"
     assert document["name"] == "local/my-lora"
@@ -115,7 +121,7 @@ def test_a_draft_without_a_base_says_the_name_that_peft_wrote(
     config = json.loads((lora / "adapter_config.json").read_text())
     config |= {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "revision": "c1899de"}
     (lora / "adapter_config.json").write_text(json.dumps(config))
-    document = draft(lora, Overrides(), base=None)
+    document = draft_manifest(lora, ManifestOverrides(), base=None)
     assert document["base"] == {"name": "Qwen/Qwen3-0.6B", "revision": "c1899de"}
 
 
@@ -128,7 +134,7 @@ def test_without_a_known_base_the_build_says_how_to_get_one(lora: Path) -> None:
 def test_a_manifest_that_states_the_base_needs_none_and_it_is_said(
     lora: Path, facts: BaseFacts
 ) -> None:
-    write_manifest(lora, draft(lora, Overrides(), base=facts))
+    write_manifest(lora, draft_manifest(lora, ManifestOverrides(), base=facts))
     plan = planned(lora, None)
     assert plan.manifest.base.name == "tiny"
     assert any("not checked" in warning for warning in plan.warnings)
@@ -137,7 +143,7 @@ def test_a_manifest_that_states_the_base_needs_none_and_it_is_said(
 def test_another_base_than_the_manifest_states_is_refused(
     lora: Path, facts: BaseFacts, tmp_path: Path
 ) -> None:
-    write_manifest(lora, draft(lora, Overrides(), base=facts))
+    write_manifest(lora, draft_manifest(lora, ManifestOverrides(), base=facts))
     other = read_base(write_base(tmp_path / "other", seed=1))
     assert "the weights differ" in refused(lora, other)
 
@@ -181,7 +187,7 @@ def test_an_unknown_base_does_not_hide_other_problems(lora: Path) -> None:
 def test_a_manifest_that_contradicts_the_files_is_refused(
     key: str, value: object, lora: Path, facts: BaseFacts
 ) -> None:
-    document: Any = draft(lora, Overrides(), base=facts)
+    document: Any = draft_manifest(lora, ManifestOverrides(), base=facts)
     document["adapters"][0][key] = value
     write_manifest(lora, document)
     assert str(value) in refused(lora, facts)
@@ -288,7 +294,7 @@ def test_a_directory_without_an_adapter_is_refused(name: str, lora: Path, facts:
     (lora / name).unlink()
     assert f"{name} is missing" in refused(lora, facts)
     with pytest.raises(NotFoundError, match=name):
-        draft(lora, Overrides(), base=facts)
+        draft_manifest(lora, ManifestOverrides(), base=facts)
 
 
 def test_a_missing_directory_is_not_found(tmp_path: Path, facts: BaseFacts) -> None:
@@ -335,20 +341,20 @@ def test_a_file_that_changes_while_it_is_packed_is_found_out(lora: Path, facts: 
             path.write_bytes(data)
 
     with pytest.raises(DigestError, match="changed while it was packed"):
-        build(plan, lora.parent / "out.expert", progress=change)
+        build_package(plan, lora.parent / "out.expert", progress=change)
     assert not list(lora.parent.glob("*out*"))
 
 
 def test_progress_counts_hashing_and_packing(lora: Path, facts: BaseFacts) -> None:
     plan = planned(lora, facts)
     counted: list[int] = []
-    build(plan, lora.parent / "out.expert", progress=counted.append)
+    build_package(plan, lora.parent / "out.expert", progress=counted.append)
     assert sum(counted) == 2 * plan.size + len(plan.document)
 
 
 def test_an_output_directory_that_is_missing_is_named(lora: Path, facts: BaseFacts) -> None:
     with pytest.raises(NotFoundError, match="none"):
-        build(planned(lora, facts), lora.parent / "none" / "out.expert")
+        build_package(planned(lora, facts), lora.parent / "none" / "out.expert")
 
 
 def test_two_adapters_in_one_manifest_are_both_checked(
@@ -357,7 +363,7 @@ def test_two_adapters_in_one_manifest_are_both_checked(
     second = write_lora(lora.parent / "second", base_dir, rank=2, targets=("q_proj",), seed=5)
     shutil.copy(second / "adapter_model.safetensors", lora / "b.safetensors")
     shutil.copy(second / "adapter_config.json", lora / "b.json")
-    document: Any = draft(lora, Overrides(), base=facts)
+    document: Any = draft_manifest(lora, ManifestOverrides(), base=facts)
     entry = {"path": "b.safetensors", "config": "b.json", "rank": 2, "tensors": 4}
     document["adapters"].append({**document["adapters"][0], **entry})
     write_manifest(lora, document)

@@ -10,8 +10,8 @@ import pytest
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import draft, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import draft_manifest, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import read_table
 from tests.factories import (
@@ -26,7 +26,7 @@ from tests.factories import (
 
 def refused(directory: Path, facts: BaseFacts) -> str:
     with pytest.raises(InvalidPackageError) as caught:
-        plan_build(directory, Overrides(), base=facts)
+        plan_build(directory, ManifestOverrides(), base=facts)
     return caught.value.message
 
 
@@ -89,7 +89,9 @@ def test_a_draft_of_several_adapters_is_complete(
     base_dir: Path, facts: BaseFacts, tmp_path: Path
 ) -> None:
     make_package(tmp_path, base_dir=base_dir, base=facts, adapters=EVERY_KIND[:2])
-    document: Any = draft(tmp_path / "acme-sql-1.0.0.files", Overrides(), base=facts)
+    document: Any = draft_manifest(
+        tmp_path / "acme-sql-1.0.0.files", ManifestOverrides(), base=facts
+    )
     assert document["adapters"] == [
         {
             "kind": "soft_prompt", "tokens": 3, "dtype": "float32", "tensors": 1,
@@ -128,7 +130,7 @@ def test_the_numbers_of_every_kind_are_looked_at(
     arrays[name].reshape(-1)[-1] = value
     write_safetensors(path, arrays)
     if np.isfinite(value):
-        (warning,) = plan_build(files, Overrides(), base=facts).warnings
+        (warning,) = plan_build(files, ManifestOverrides(), base=facts).warnings
         assert place in warning
         assert "numbers up to 5e+03; trained adapters stay below 1000" in warning
     else:

@@ -12,13 +12,13 @@ from expertctl.errors import BaseMismatchError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.compatibility import check_base, check_tensors
-from expertctl.package.model_config import read_config
+from expertctl.package.compatibility import check_expert_base, check_tensors
+from expertctl.package.model_config import read_model_config
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
-OTHER = Digest.of(b"other")
+OTHER = Digest.compute(b"other")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def requiring(manifest: Manifest, **changes: Any) -> Manifest:
 
 
 def test_the_same_base_fits_without_a_word(manifest: Manifest, facts: BaseFacts) -> None:
-    assert check_base(manifest, facts.identity) == []
+    assert check_expert_base(manifest, facts.identity) == []
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_another_digest_is_refused_and_named(
 ) -> None:
     other = replace(facts.identity, **{field: OTHER})
     with pytest.raises(BaseMismatchError, match=f"the {word} differ") as caught:
-        check_base(manifest, other)
+        check_expert_base(manifest, other)
     could_work = field != "arch"  # another architecture has other modules, as far as is known here
     assert ("--allow-base-mismatch" in caught.value.hint) == could_work
-    (warning,) = check_base(manifest, other, allow_mismatch=True)
+    (warning,) = check_expert_base(manifest, other, allow_mismatch=True)
     assert word in warning
 
 
@@ -59,8 +59,8 @@ def test_a_package_of_version_1_fits_the_file_that_it_was_made_for(
     manifest: Manifest, facts: BaseFacts
 ) -> None:
     old = of_version_1(manifest, facts)
-    assert check_base(old, facts.identity) == []
-    assert check_base(old, replace(facts.identity, canonical_tokenizer=None)) == []
+    assert check_expert_base(old, facts.identity) == []
+    assert check_expert_base(old, replace(facts.identity, canonical_tokenizer=None)) == []
 
 
 def test_a_package_of_version_1_cannot_tell_a_file_that_was_saved_again(
@@ -68,9 +68,9 @@ def test_a_package_of_version_1_cannot_tell_a_file_that_was_saved_again(
 ) -> None:
     old, saved_again = of_version_1(manifest, facts), replace(facts.identity, tokenizer=OTHER)
     with pytest.raises(BaseMismatchError, match=r"or was saved again.*\(version 1\)"):
-        check_base(old, saved_again)
-    assert check_base(manifest, saved_again) == []
-    (warning,) = check_base(old, saved_again, allow_mismatch=True)
+        check_expert_base(old, saved_again)
+    assert check_expert_base(manifest, saved_again) == []
+    (warning,) = check_expert_base(old, saved_again, allow_mismatch=True)
     assert "base mismatch allowed" in warning
 
 
@@ -78,27 +78,29 @@ def test_a_base_whose_tokenizer_changed_since_it_was_added_fits_no_package_of_ve
     manifest: Manifest, facts: BaseFacts
 ) -> None:
     with pytest.raises(BaseMismatchError, match="not what was added"):
-        check_base(manifest, replace(facts.identity, canonical_tokenizer=None))
+        check_expert_base(manifest, replace(facts.identity, canonical_tokenizer=None))
 
 
 def test_a_base_whose_weights_nobody_read_does_not_fit(
     manifest: Manifest, facts: BaseFacts
 ) -> None:
     with pytest.raises(BaseMismatchError, match="weights"):
-        check_base(manifest, replace(facts.identity, weights=None))
+        check_expert_base(manifest, replace(facts.identity, weights=None))
 
 
 def test_further_weights_that_the_publisher_tested_fit(
     manifest: Manifest, facts: BaseFacts
 ) -> None:
     tested = requiring(manifest, accepts=(str(OTHER),))
-    assert check_base(tested, replace(facts.identity, weights=OTHER)) == []
+    assert check_expert_base(tested, replace(facts.identity, weights=OTHER)) == []
     with pytest.raises(BaseMismatchError):
-        check_base(tested, replace(facts.identity, weights=OTHER, arch=OTHER))
+        check_expert_base(tested, replace(facts.identity, weights=OTHER, arch=OTHER))
 
 
 def test_names_do_not_matter_where_weights_are_stated(manifest: Manifest, facts: BaseFacts) -> None:
-    assert check_base(manifest, replace(facts.identity, name="mirror/x", revision="abc")) == []
+    assert (
+        check_expert_base(manifest, replace(facts.identity, name="mirror/x", revision="abc")) == []
+    )
 
 
 def test_without_weights_name_and_revision_must_be_equal_and_it_is_said(
@@ -106,24 +108,24 @@ def test_without_weights_name_and_revision_must_be_equal_and_it_is_said(
 ) -> None:
     unstated = requiring(manifest, weights=None, name="a/b", revision="r1")
     same = replace(facts.identity, name="a/b", revision="r1", weights=OTHER)
-    (warning,) = check_base(unstated, same)
+    (warning,) = check_expert_base(unstated, same)
     assert "not checked" in warning
     for changes in ({"name": "c/d"}, {"revision": "r2"}, {"revision": None}):
         with pytest.raises(BaseMismatchError, match="states no digest"):
-            check_base(unstated, replace(same, **changes))
+            check_expert_base(unstated, replace(same, **changes))
 
 
 def test_tensors_are_held_to_the_layers_of_the_base(
     package: Path, base_dir: Path, tmp_path: Path
 ) -> None:
     (spec,) = read_package(package).adapters
-    assert check_tensors(spec, read_config(base_dir).linear_shapes()) == []
+    assert check_tensors(spec, read_model_config(base_dir).linear_shapes()) == []
     wider = write_base(tmp_path / "wider", hidden=64, intermediate=48)
-    assert check_tensors(spec, read_config(wider).linear_shapes(), base="wider") == [
+    assert check_tensors(spec, read_model_config(wider).linear_shapes(), base="wider") == [
         "made for hidden size 32; wider has 64"
     ]
     shallow = write_base(tmp_path / "shallow", layers=1)
-    assert check_tensors(spec, read_config(shallow).linear_shapes()) == [
+    assert check_tensors(spec, read_model_config(shallow).linear_shapes()) == [
         "model.layers.1.mlp.down_proj and 6 more: the base has no such linear layer"
     ]
 
@@ -140,7 +142,7 @@ def spec_of(files: Path) -> AdapterSpec:
 
 @pytest.fixture
 def shapes(base_dir: Path) -> Shapes:
-    return dict(read_config(base_dir).linear_shapes())
+    return dict(read_model_config(base_dir).linear_shapes())
 
 
 @pytest.mark.parametrize("write", [write_lora, write_dora, write_ia3, write_soft_prompt])
@@ -180,7 +182,7 @@ def test_factors_are_as_many_as_the_side_that_they_scale(
 def test_a_soft_prompt_is_as_wide_as_the_tokens_of_the_base(base_dir: Path, tmp_path: Path) -> None:
     spec = spec_of(write_soft_prompt(tmp_path / "x", base_dir))
     wider = write_base(tmp_path / "wider", hidden=64, head_dim=8)
-    (problem,) = check_tensors(spec, read_config(wider).linear_shapes())
+    (problem,) = check_tensors(spec, read_model_config(wider).linear_shapes())
     assert problem == "prompt_embeddings: 32 wide, the base's tokens are 64"
     assert len(check_tensors(spec, {})) == 1
 

@@ -11,10 +11,10 @@ import pytest
 import zstandard
 
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.trust.keys import PrivateKey
-from tests.package.forge import tar_of
+from tests.package.forged_packages import read_archive
 
 OTHER_ZSTANDARD = "0.23.0"
 PROGRAM = """
@@ -22,16 +22,16 @@ import sys, zstandard
 from pathlib import Path
 from expertctl.package import frame
 from expertctl.package.read import read_package
-from expertctl.package.spool import spooling
-from expertctl.package.write import export_archive
+from expertctl.package.write import spool_package
+from expertctl.package.write import write_oci_archive
 with open(sys.argv[1], "rb") as tar, open(sys.argv[2], "wb") as out:
     data = tar.read()
-    with frame.compressing(out, content_size=len(data)) as writer:
+    with frame.open_compressor(out, content_size=len(data)) as writer:
         writer.write(data)
 contents = read_package(Path(sys.argv[2]))
 tar = Path(sys.argv[2] + ".tar")
-with spooling(Path(sys.argv[3]), beside=tar) as (told, spool):
-    export_archive(tar, told.layout, spool.blob)
+with spool_package(Path(sys.argv[3]), target=tar) as (told, spool):
+    write_oci_archive(tar, told.layout, spool.blob)
 print(zstandard.__version__, contents.content_digest, contents.package_digest)
 """
 
@@ -45,11 +45,13 @@ def test_building_twice_and_elsewhere_gives_the_same_bytes(
         path.chmod(0o600)
         os.utime(path, (1, 1))
     results = [
-        build(plan_build(source, Overrides(), base=facts), tmp_path / f"{i}.expert", key=key)
+        build_package(
+            plan_build(source, ManifestOverrides(), base=facts), tmp_path / f"{i}.expert", key=key
+        )
         for i, source in enumerate((lora, elsewhere, lora))
     ]
     assert len({(r.content_digest, r.package_digest) for r in results}) == 1
-    assert len({tar_of(r.path) for r in results}) == 1
+    assert len({read_archive(r.path) for r in results}) == 1
 
 
 @pytest.mark.all
@@ -66,8 +68,10 @@ def test_another_zstandard_gives_the_same_digests_and_reads_ours(
         ],
         check=True,
     )  # fmt: skip
-    ours = build(plan_build(lora, Overrides(), base=facts), tmp_path / "ours.expert", key=key)
-    (tmp_path / "ours.tar").write_bytes(tar_of(ours.path))
+    ours = build_package(
+        plan_build(lora, ManifestOverrides(), base=facts), tmp_path / "ours.expert", key=key
+    )
+    (tmp_path / "ours.tar").write_bytes(read_archive(ours.path))
     result = subprocess.run(
         [
             sys.executable, "-c", PROGRAM,
@@ -84,6 +88,6 @@ def test_another_zstandard_gives_the_same_digests_and_reads_ours(
         str(ours.package_digest),
     ]
     assert zstandard.__version__ != OTHER_ZSTANDARD
-    assert tar_of(tmp_path / "theirs.expert") == tar_of(ours.path)
+    assert read_archive(tmp_path / "theirs.expert") == read_archive(ours.path)
     exported = Path(f"{tmp_path / 'theirs.expert'}.tar").read_bytes()
-    assert exported == tar_of(ours.path)
+    assert exported == read_archive(ours.path)

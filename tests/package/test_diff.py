@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.diff import FieldChange, FileChange, PackageDiff, Side, diff_packages
+from expertctl.package.diff import DiffSide, FieldChange, FileChange, PackageDiff, diff_packages
 from expertctl.package.read import PackageContents
-from expertctl.package.spool import Spool, sign_package, spooling
+from expertctl.package.write import BlobSpool, sign_package, spool_package
 from expertctl.schema.strict_json import JsonValue
 from expertctl.trust.keys import PrivateKey
 from tests.factories import make_package, write_base
@@ -46,10 +46,10 @@ def make(tmp_path: Path, base_dir: Path, facts: BaseFacts) -> Maker:
 
 def compared(old: Path, new: Path) -> PackageDiff:
     with ExitStack() as stack:
-        sides: list[tuple[PackageContents, Spool]] = [
-            stack.enter_context(spooling(path, beside=path)) for path in (old, new)
+        sides: list[tuple[PackageContents, BlobSpool]] = [
+            stack.enter_context(spool_package(path, target=path)) for path in (old, new)
         ]
-        return diff_packages(*(Side(contents, spool.blob) for contents, spool in sides))
+        return diff_packages(*(DiffSide(contents, spool.blob) for contents, spool in sides))
 
 
 def counts(found: PackageDiff) -> dict[str, int]:
@@ -167,8 +167,8 @@ def test_large_tensors_are_compared_in_little_memory(tmp_path: Path) -> None:
         for seed in (1, 2)
     ]
     with ExitStack() as stack:
-        opened = [stack.enter_context(spooling(path, beside=path)) for path in files]
-        sides = [Side(contents, spool.blob) for contents, spool in opened]
+        opened = [stack.enter_context(spool_package(path, target=path)) for path in files]
+        sides = [DiffSide(contents, spool.blob) for contents, spool in opened]
         tracemalloc.start()
         found = diff_packages(sides[0], sides[1])
         peak = tracemalloc.get_traced_memory()[1]

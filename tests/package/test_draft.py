@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter_config import is_hub_name
 from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.config_cleaning import is_hub_name
 from expertctl.package.draft import (
-    Overrides,
-    base_label,
-    base_problems,
-    complete,
-    encode,
+    ManifestOverrides,
+    complete_manifest,
+    encode_manifest,
+    find_base_label,
+    find_base_problems,
 )
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
@@ -24,7 +24,9 @@ DIGEST = f"sha256:{'1' * 64}"
 
 def completed(lora: Path, existing: dict[str, Any], facts: BaseFacts | None) -> dict[str, Any]:
     adapter = read_adapter(lora, weights="adapter_model.safetensors", config="adapter_config.json")
-    document = complete(existing, Overrides(), directory=lora, adapters=[adapter], base=facts)
+    document = complete_manifest(
+        existing, ManifestOverrides(), directory=lora, adapters=[adapter], base=facts
+    )
     return dict(document)
 
 
@@ -54,17 +56,17 @@ def test_a_place_on_a_disk_is_no_hub_name(label: str) -> None:
 
 def test_the_label_comes_from_the_manifest_then_from_peft(lora: Path) -> None:
     config = json.loads((lora / "adapter_config.json").read_text())
-    assert base_label(lora) == config["base_model_name_or_path"]
+    assert find_base_label(lora) == config["base_model_name_or_path"]
     (lora / "expert.json").write_text(json.dumps({"base": {"name": "acme/base"}}))
-    assert base_label(lora) == "acme/base"
+    assert find_base_label(lora) == "acme/base"
     (lora / "expert.json").unlink()
     (lora / "adapter_config.json").unlink()
-    assert base_label(lora) is None
+    assert find_base_label(lora) is None
 
 
 def test_a_configuration_that_cannot_be_read_names_no_base(lora: Path) -> None:
     (lora / "adapter_config.json").write_text("{")
-    assert base_label(lora) is None
+    assert find_base_label(lora) is None
     with pytest.raises(InvalidPackageError, match=r"adapter_config\.json"):
         read_adapter(lora, weights="adapter_model.safetensors", config="adapter_config.json")
 
@@ -76,7 +78,7 @@ def test_a_file_of_any_size_is_read_up_to_its_bound(name: str, lora: Path) -> No
         stream.truncate(1 << 40)  # a sparse file: it takes no room
     if name == "expert.json":
         with pytest.raises(InvalidPackageError, match="at most 1048576 allowed"):
-            base_label(lora)
+            find_base_label(lora)
     with pytest.raises(InvalidPackageError, match="at most 1048576 allowed"):
         read_adapter(lora, weights="adapter_model.safetensors", config=name)
 
@@ -132,7 +134,7 @@ def test_the_base_of_several_adapters_is_what_the_first_says(lora: Path) -> None
     entry = {"path": "adapter_model.safetensors", "config": "1.json"}
     for entries, known in (([entry], True), ([{**entry, "config": "../x"}], False), ([], False)):
         (lora / "expert.json").write_text(json.dumps({"adapters": entries}))
-        assert (base_label(lora) is not None) == known
+        assert (find_base_label(lora) is not None) == known
 
 
 def test_adapters_that_are_stated_stay(lora: Path, facts: BaseFacts) -> None:
@@ -143,7 +145,7 @@ def test_adapters_that_are_stated_stay(lora: Path, facts: BaseFacts) -> None:
     "base", [None, {}, "text", {"name": "x"}, {"name": "x", "arch": DIGEST, "tokenizer": None}]
 )
 def test_a_base_without_its_digests_is_a_problem(base: Any) -> None:
-    (problem,) = base_problems({"base": base})
+    (problem,) = find_base_problems({"base": base})
     assert "--base DIR" in problem
 
 
@@ -151,8 +153,8 @@ def test_a_manifest_that_grew_beyond_what_is_read_is_refused() -> None:
     rows: dict[str, Any] = {"training": {"losses": [[number] for number in range(100_000)]}}
     assert len(json.dumps(rows, separators=(",", ":"))) < MAX_MANIFEST_BYTES
     with pytest.raises(InvalidPackageError, match="bytes when it is complete, at most 1048576"):
-        encode(rows)
+        encode_manifest(rows)
 
 
 def test_a_manifest_is_written_as_people_read_it() -> None:
-    assert encode({"a": "é"}) == '{\n  "a": "é"\n}\n'.encode()
+    assert encode_manifest({"a": "é"}) == '{\n  "a": "é"\n}\n'.encode()

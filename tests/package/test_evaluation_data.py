@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.evaluation_data import Metric, Sample, is_right, read_data
-from expertctl.schema import json_lines
-from expertctl.schema.json_lines import MAX_DATA_BYTES
-from tests.line_bytes import any_bytes_amid
+from expertctl.package.evaluation import EvaluationSample, Metric, is_correct, read_evaluation_data
+from expertctl.schema import validation
+from expertctl.schema.validation import MAX_DATA_BYTES
+from tests.package.forged_packages import draw_line_bytes
 
 GOOD = b'{"prompt": "3 + 4", "answer": "7"}'
 
@@ -30,7 +30,7 @@ def written(folder: Path, data: bytes) -> Path:
 
 def problems(path: Path, metric: Metric = "exact_match") -> tuple[str, ...]:
     with pytest.raises(InvalidPackageError) as caught:
-        read_data(path, metric=metric)
+        read_evaluation_data(path, metric=metric)
     return caught.value.problems
 
 
@@ -38,10 +38,10 @@ def problems(path: Path, metric: Metric = "exact_match") -> tuple[str, ...]:
 def test_samples_are_read_with_their_lines(end: bytes, tmp_path: Path) -> None:
     more = {"prompt": "a\u2028b", "answer": "c\n", "body": "d", "id": "x"}
     text = GOOD + b"\n" + json.dumps(more, ensure_ascii=False).encode() + end
-    data = read_data(written(tmp_path, text), metric="exact_match")
+    data = read_evaluation_data(written(tmp_path, text), metric="exact_match")
     assert data.samples == (
-        Sample(line=1, prompt="3 + 4", answer="7"),
-        Sample(line=2, prompt="a\u2028b", answer="c\n", body="d", id="x"),
+        EvaluationSample(line=1, prompt="3 + 4", answer="7"),
+        EvaluationSample(line=2, prompt="a\u2028b", answer="c\n", body="d", id="x"),
     )
     assert data.digest.hex == hashlib.sha256(text).hexdigest()
     assert data.warnings == ()
@@ -85,12 +85,12 @@ def test_a_file_without_an_end_of_problems_is_told_briefly(tmp_path: Path) -> No
 
 def test_size_and_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, GOOD + b"\n" + GOOD)
-    monkeypatch.setattr(json_lines, "MAX_LINES", 1)
+    monkeypatch.setattr(validation, "MAX_LINES", 1)
     assert problems(path) == ("2 lines, at most 1 are allowed",)
-    monkeypatch.setattr(json_lines, "MAX_DATA_BYTES", 10)
+    monkeypatch.setattr(validation, "MAX_DATA_BYTES", 10)
     assert "more than 0 MiB" in problems(path)
     monkeypatch.undo()
-    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(validation, "MAX_LINE_BYTES", 10)
     assert all("too many bytes" in problem for problem in problems(path))
 
 
@@ -106,7 +106,7 @@ def test_millions_of_lines_are_not_taken_apart(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
-        read_data(tmp_path / "nowhere", metric="json")
+        read_evaluation_data(tmp_path / "nowhere", metric="json")
     assert problems(tmp_path) == ("not a regular file",)
     os.mkfifo(tmp_path / "pipe")
     assert problems(tmp_path / "pipe") == ("not a regular file",)
@@ -115,13 +115,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_repeated_prompts_are_warned_of(tmp_path: Path) -> None:
     other_body = b'{"prompt": "3 + 4", "answer": "7", "body": "x"}'
     path = written(tmp_path, b"\n".join([GOOD, other_body, GOOD, GOOD]))
-    (warning,) = read_data(path, metric="exact_match").warnings
+    (warning,) = read_evaluation_data(path, metric="exact_match").warnings
     assert warning.endswith("2 prompts are repeated, the first on line 3, from line 1")
 
 
 def test_answers_that_are_no_json_are_refused_only_for_that_metric(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + b'\n{"prompt": "x", "answer": "{no"}\n')
-    assert len(read_data(path, metric="exact_match").samples) == 2
+    assert len(read_evaluation_data(path, metric="exact_match").samples) == 2
     (problem,) = problems(path, "json")
     assert problem.startswith("line 2: answer: not strict JSON")
 
@@ -152,15 +152,15 @@ def test_answers_that_are_no_json_are_refused_only_for_that_metric(tmp_path: Pat
 def test_an_answer_is_right_as_the_metric_says(
     metric: Metric, answer: str, wanted: str, right: bool
 ) -> None:
-    assert is_right(answer, wanted, metric=metric) is right
+    assert is_correct(answer, wanted, metric=metric) is right
 
 
 @given(st.text())
 def test_every_answer_equals_itself_and_none_stops_the_comparison(answer: str) -> None:
-    assert is_right(answer, answer, metric="exact_match")
-    assert is_right(answer, answer, metric="contains")
-    assert not is_right(answer + "x", answer, metric="exact_match")
-    assert isinstance(is_right(answer, "1", metric="json"), bool)
+    assert is_correct(answer, answer, metric="exact_match")
+    assert is_correct(answer, answer, metric="contains")
+    assert not is_correct(answer + "x", answer, metric="exact_match")
+    assert isinstance(is_correct(answer, "1", metric="json"), bool)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -174,20 +174,20 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_json_is_compared_by_value(value: object) -> None:
     spaced, ascii_only = json.dumps(value, indent=2, ensure_ascii=False), json.dumps(value)
-    assert is_right(spaced, ascii_only, metric="json")
-    assert not is_right(spaced, json.dumps([value]), metric="json")
+    assert is_correct(spaced, ascii_only, metric="json")
+    assert not is_correct(spaced, json.dumps([value]), metric="json")
 
 
-@given(any_bytes_amid(b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "[2]"}'))
+@given(draw_line_bytes(b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "[2]"}'))
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = written(tmp_path_factory.getbasetemp(), data)
     for metric in get_args(Metric):
         with suppress(InvalidPackageError):
-            found = read_data(path, metric=metric)
+            found = read_evaluation_data(path, metric=metric)
             said = [json.loads(line) for line in data.splitlines() if line.strip()]
             assert [(s.prompt, s.answer) for s in found.samples] == [
                 (line["prompt"], line["answer"]) for line in said
             ]
-            assert found.digest == Digest.of(data)
+            assert found.digest == Digest.compute(data)

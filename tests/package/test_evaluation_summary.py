@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertctl.package.evaluation_summary import evaluation_text, summarise
+from expertctl.package.evaluation import describe_evaluation, summarise_evaluation
 from expertctl.schema.manifest import Evaluation
 
 
@@ -41,13 +41,13 @@ def entry(*, n: int, base: float, expert: float, metric: str = "exact_match") ->
     ],
 )
 def test_an_evaluation_is_told_in_counts_where_it_counts(measured: Evaluation, text: str) -> None:
-    assert evaluation_text(measured) == text
+    assert describe_evaluation(measured) == text
 
 
 def test_a_table_has_the_interval_of_the_expert_only_where_answers_were_counted() -> None:
-    counted = summarise(entry(n=5, base=0, expert=1))
+    counted = summarise_evaluation(entry(n=5, base=0, expert=1))
     assert (counted.base, counted.expert) == ("0 of 5 (0 %)", "5 of 5 (100 %)")
     assert counted.interval == "57 to 100 %"
-    nearly = summarise(entry(n=300, base=0.0033, expert=0.9967))
+    nearly = summarise_evaluation(entry(n=300, base=0.0033, expert=0.9967))
     assert (nearly.base, nearly.expert) == ("1 of 300 (1 %)", "299 of 300 (99 %)")
-    assert summarise(entry(n=20, base=0.1, expert=0.35, metric="bleu")).interval == ""
+    assert summarise_evaluation(entry(n=20, base=0.1, expert=0.35, metric="bleu")).interval == ""

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.example_prompts import (
-    MAX_BYTES,
-    MAX_CHARACTERS,
+from expertctl.package.draft import (
+    MAX_EXAMPLE_CHARACTERS,
     MAX_EXAMPLES,
-    read_examples,
+    MAX_EXAMPLES_BYTES,
+    read_example_prompts,
 )
-from expertctl.schema.validation import problems_of
+from expertctl.schema.validation import find_problems
 
 
 def written(folder: Path, data: bytes) -> Path:
@@ -34,7 +34,7 @@ def written(folder: Path, data: bytes) -> Path:
 def test_prompts_are_read_as_people_write_them(
     data: bytes, examples: list[str], tmp_path: Path
 ) -> None:
-    assert read_examples(written(tmp_path, data)) == examples
+    assert read_example_prompts(written(tmp_path, data)) == examples
 
 
 @pytest.mark.parametrize(
@@ -45,25 +45,28 @@ def test_prompts_are_read_as_people_write_them(
         (b"ok\n\xff\n", "line 2: not UTF-8"),
         (b'{"text": "x"}', "line 1: an object without a text called prompt"),
         (b'{"prompt": 3}', "line 1: an object without a text called prompt"),
-        (b"x" * (MAX_CHARACTERS + 1), f"line 1: {MAX_CHARACTERS + 1} characters, at most"),
-        (b"x" * (MAX_BYTES + 1), "more than 4 MiB"),
+        (
+            b"x" * (MAX_EXAMPLE_CHARACTERS + 1),
+            f"line 1: {MAX_EXAMPLE_CHARACTERS + 1} characters, at most",
+        ),
+        (b"x" * (MAX_EXAMPLES_BYTES + 1), "more than 4 MiB"),
         (b"\n".join(b"%d" % n for n in range(MAX_EXAMPLES + 1)), "201 prompts, at most 200"),
     ],
 )
 def test_what_cannot_be_examples_is_named(data: bytes, problem: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidPackageError, match=problem):
-        read_examples(written(tmp_path, data))
+        read_example_prompts(written(tmp_path, data))
 
 
 def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        read_examples(tmp_path / "nothing")
+        read_example_prompts(tmp_path / "nothing")
 
 
 def test_as_many_and_as_long_prompts_as_are_read_are_valid_in_a_manifest(tmp_path: Path) -> None:
-    lines = [f"{n}".rjust(MAX_CHARACTERS, "x") for n in range(MAX_EXAMPLES)]
-    examples = read_examples(written(tmp_path, "\n".join(lines).encode()))
+    lines = [f"{n}".rjust(MAX_EXAMPLE_CHARACTERS, "x") for n in range(MAX_EXAMPLES)]
+    examples = read_example_prompts(written(tmp_path, "\n".join(lines).encode()))
     manifest = {"routing": {"examples": examples}}
-    assert not [p for p in problems_of(manifest, "manifest") if "examples" in p]
-    more = {"routing": {"examples": [*examples, "x" * (MAX_CHARACTERS + 1)]}}
-    assert [p for p in problems_of(more, "manifest") if "examples" in p]
+    assert not [p for p in find_problems(manifest, "manifest") if "examples" in p]
+    more = {"routing": {"examples": [*examples, "x" * (MAX_EXAMPLE_CHARACTERS + 1)]}}
+    assert [p for p in find_problems(more, "manifest") if "examples" in p]

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_model import read_base
-from expertctl.package.base_tensors import StoredTensor, base_tensors
-from expertctl.package.model_config import read_config
-from expertctl.schema.strict_json import canonical
+from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.model_config import read_model_config
+from expertctl.schema.strict_json import encode_canonical
 from tests.factories import write_base
-from tests.routed_shapes import CLASSES, our_name
+from tests.tensor_shapes import CLASSES, to_canonical_name
 
 Arrays = dict[str, NDArray[np.float32]]
 LAYER = "model.layers.1.mlp"
@@ -23,7 +23,7 @@ FILE = "model.safetensors"
 
 
 def tensors_of(directory: Path) -> dict[str, StoredTensor]:
-    return base_tensors(directory, read_config(directory))
+    return read_base_tensors(directory, read_model_config(directory))
 
 
 def data_of(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -33,7 +33,7 @@ def data_of(tensor: StoredTensor) -> NDArray[np.float32]:
 
 def our_arrays(directory: Path) -> Arrays:
     """The tensors of a base as its publisher names them, by our names."""
-    return {our_name(name): array for name, array in load_file(directory / FILE).items()}
+    return {to_canonical_name(name): array for name, array in load_file(directory / FILE).items()}
 
 
 def stacked(arrays: Arrays) -> Arrays:
@@ -65,7 +65,7 @@ def test_every_tensor_lies_where_it_is_said_to_in_every_layout(arch: str, tmp_pa
     for written in (load_file(base / FILE), arrays, stacked(arrays)):
         save_file(written, base / FILE)
         tensors = tensors_of(base)
-        assert tensors.keys() == arrays.keys() == read_config(base).tensor_shapes().keys()
+        assert tensors.keys() == arrays.keys() == read_model_config(base).tensor_shapes().keys()
         assert all(np.array_equal(data_of(tensors[n]), arrays[n]) for n in arrays)
 
 
@@ -83,12 +83,12 @@ def test_the_digests_are_those_of_the_definition(tmp_path: Path) -> None:
     base = write_base(tmp_path / "b", arch="olmoe")
     identity, arrays = read_base(base).identity, our_arrays(base)
     shapes = [[name, list(arrays[name].shape)] for name in sorted(arrays)]
-    config = read_config(base).to_json()
-    arch = canonical({"config": config, "tensors": shapes})
+    config = read_model_config(base).to_json()
+    arch = encode_canonical({"config": config, "tensors": shapes})
     assert identity.arch.hex == hashlib.sha256(arch).hexdigest()
     rows = [[n, "F32", hashlib.sha256(arrays[n].tobytes()).hexdigest()] for n in sorted(arrays)]
     assert identity.weights is not None
-    assert identity.weights.hex == hashlib.sha256(canonical(rows)).hexdigest()
+    assert identity.weights.hex == hashlib.sha256(encode_canonical(rows)).hexdigest()
 
 
 def test_a_base_in_several_files_is_read_as_one_in_one(tmp_path: Path) -> None:

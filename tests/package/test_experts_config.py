@@ -8,12 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.architectures import ARCHITECTURES
-from expertctl.package.experts_config import ExpertsConfig
-from expertctl.package.model_config import ModelConfig, parse_config, read_config
-from tests.engine.conftest import build_oracle
-from tests.engine.routed_models import CLASSES, VALUES
-from tests.routed_shapes import our_name
+from expertctl.package.architectures import ARCHITECTURES, ExpertsConfig
+from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
+from tests.engine.conftest import build_reference_model
+from tests.engine.reference_models import ROUTED_CLASSES, ROUTED_CONFIGS
+from tests.tensor_shapes import to_canonical_name
 
 ROUTED = sorted(name for name, row in ARCHITECTURES.items() if row.experts is not None)
 SIZES: dict[str, Any] = {
@@ -30,7 +29,7 @@ COUNTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}
 
 
 def parse(arch: str, **changes: Any) -> ModelConfig:
-    return parse_config({"model_type": arch, **SIZES, **NEEDED.get(arch, {}), **changes})
+    return parse_model_config({"model_type": arch, **SIZES, **NEEDED.get(arch, {}), **changes})
 
 
 def experts(arch: str, **changes: Any) -> ExpertsConfig:
@@ -40,7 +39,7 @@ def experts(arch: str, **changes: Any) -> ExpertsConfig:
 
 
 def theirs(arch: str, **changes: Any) -> Any:
-    return CLASSES[arch][0](**{**SIZES, **NEEDED.get(arch, {}), **changes})
+    return ROUTED_CLASSES[arch][0](**{**SIZES, **NEEDED.get(arch, {}), **changes})
 
 
 @pytest.mark.parametrize("arch", ROUTED)
@@ -73,7 +72,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(arch: str) -> None:
     ids=str,
 )
 def test_layers_of_qwen_are_those_of_transformers(arch: str, changes: dict[str, Any]) -> None:
-    model = CLASSES[arch][1](theirs(arch, num_experts=2, num_experts_per_tok=1, **changes))
+    model = ROUTED_CLASSES[arch][1](theirs(arch, num_experts=2, num_experts_per_tok=1, **changes))
     layers = model.model.layers
     routed = tuple(n for n, layer in enumerate(layers) if hasattr(layer.mlp, "experts"))
     assert experts(arch, **changes).layers == routed
@@ -95,26 +94,26 @@ def test_both_spellings_of_how_many_there_are_count(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ROUTED)
 def test_what_transformers_saves_is_read_as_what_it_was_made_of(arch: str, tmp_path: Path) -> None:
-    changes = {**VALUES[arch], "norm_topk_prob": True}
+    changes = {**ROUTED_CONFIGS[arch], "norm_topk_prob": True}
     config = theirs(arch, **changes)
     config.architectures = [ARCHITECTURES[arch].class_name]
     config.save_pretrained(tmp_path)
-    assert read_config(tmp_path).to_json() == parse(arch, **changes).to_json()
+    assert read_model_config(tmp_path).to_json() == parse(arch, **changes).to_json()
 
 
 @pytest.mark.parametrize("arch", ROUTED)
 def test_tensor_names_and_shapes_are_those_of_the_saved_model_by_our_names(
     arch: str, tmp_path: Path
 ) -> None:
-    model = build_oracle(tmp_path / "model", arch)
+    model = build_reference_model(tmp_path / "model", arch)
     saved = load_file(model.directory / "model.safetensors")
-    ours = {our_name(name): array.shape for name, array in saved.items()}
-    assert read_config(model.directory).tensor_shapes() == ours
+    ours = {to_canonical_name(name): array.shape for name, array in saved.items()}
+    assert read_model_config(model.directory).tensor_shapes() == ours
 
 
 @pytest.mark.parametrize("arch", ROUTED)
 def test_every_matrix_of_a_layer_but_its_router_is_a_linear_layer(arch: str) -> None:
-    config = parse(arch, **VALUES[arch])
+    config = parse(arch, **ROUTED_CONFIGS[arch])
     matrices = {n.removesuffix(".weight") for n, s in config.tensor_shapes().items() if len(s) == 2}
     routers = {f"model.layers.{layer}.mlp.gate" for layer in config.experts.layers}  # type: ignore[union-attr]  # it has experts
     assert routers <= matrices

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from expertctl.package.file_kinds import HEAD_BYTES, mlx_folder, other_kind
+from expertctl.package.adapter_files import HEAD_BYTES, detect_mlx_folder, detect_other_kind
 
 LIKE_PICKLES = st.builds(
     lambda high, protocol: high << 16 | protocol << 8 | 0x80,
@@ -22,13 +22,13 @@ LIKE_PICKLES = st.builds(
 @example(0x10280)
 def test_no_length_of_a_header_looks_like_another_kind(length: int) -> None:
     head = struct.pack("<Q", length) + b'{"__metadata__":{"format":"pt"}}'
-    assert other_kind(head, size=8 + length) is None
+    assert detect_other_kind(head, size=8 + length) is None
 
 
 @given(st.dictionaries(st.text(max_size=8), st.integers(), max_size=4))
 def test_no_json_looks_like_another_kind(document: dict[str, int]) -> None:
     data = json.dumps(document, indent=2).encode()
-    assert other_kind(data[:HEAD_BYTES], size=len(data)) is None
+    assert detect_other_kind(data[:HEAD_BYTES], size=len(data)) is None
 
 
 @given(
@@ -37,7 +37,7 @@ def test_no_json_looks_like_another_kind(document: dict[str, int]) -> None:
 )
 def test_every_pickle_is_seen(protocol: int, value: dict[str, list[int]]) -> None:
     data = pickle.dumps(value, protocol=protocol)
-    found = other_kind(data[:HEAD_BYTES], size=len(data))
+    found = detect_other_kind(data[:HEAD_BYTES], size=len(data))
     assert found is not None
     assert "pickle" in found.problem
 
@@ -46,14 +46,14 @@ def test_every_pickle_is_seen(protocol: int, value: dict[str, list[int]]) -> Non
     "start", [b"<html>", b"<!DOCTYPE HTML>", b"\xef\xbb\xbf \r\n<!doctype html>"]
 )
 def test_a_page_begins_in_many_ways(start: bytes) -> None:
-    found = other_kind(start, size=len(start))
+    found = detect_other_kind(start, size=len(start))
     assert found is not None
     assert "HTML" in found.problem
 
 
 def test_an_adapter_of_peft_in_a_folder_with_files_of_mlx_is_one_of_peft() -> None:
-    assert mlx_folder(["adapters.safetensors"], {"peft_type": "LORA"}) is None
-    assert mlx_folder(["adapters.safetensors"], None) is not None
-    assert mlx_folder([], {"fine_tune_type": "lora"}) is not None
-    assert mlx_folder(["adapter_model.safetensors"], {}) is None
-    assert mlx_folder([], ["fine_tune_type"]) is None
+    assert detect_mlx_folder(["adapters.safetensors"], {"peft_type": "LORA"}) is None
+    assert detect_mlx_folder(["adapters.safetensors"], None) is not None
+    assert detect_mlx_folder([], {"fine_tune_type": "lora"}) is not None
+    assert detect_mlx_folder(["adapter_model.safetensors"], {}) is None
+    assert detect_mlx_folder([], ["fine_tune_type"]) is None

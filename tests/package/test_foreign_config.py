@@ -12,20 +12,18 @@ from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter import AdapterSpec, Ia3, Lora, Part, SoftPrompt
-from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.compatibility import check_tensors
-from expertctl.package.foreign_config import ForeignConfig, parse_foreign, read_base_config
-from expertctl.package.model_config import ModelConfig
-from expertctl.schema.strict_json import canonical
-from tests.factories import VOCAB, write_base
-from tests.foreign_bases import (
-    LAYERS,
-    WIDTH,
-    change_config,
-    gpt2_config,
-    gpt2_shapes,
-    write_gpt2,
+from expertctl.package.base_model import (
+    BaseFacts,
+    ForeignConfig,
+    parse_foreign_config,
+    read_base,
+    read_base_config,
 )
+from expertctl.package.compatibility import check_tensors
+from expertctl.package.model_config import ModelConfig
+from expertctl.schema.strict_json import encode_canonical
+from tests.factories import VOCAB, write_base
+from tests.gpt2_base import LAYERS, WIDTH, edit_config, gpt2_config, gpt2_shapes, write_gpt2
 
 DROPPED = ("_name_or_path", "dtype", "transformers_version", "use_cache")
 
@@ -45,12 +43,12 @@ def test_the_digests_are_those_of_the_definition(gpt2: Path) -> None:
     values = {k: v for k, v in gpt2_config().items() if k not in DROPPED}
     shapes = [[name, list(shape)] for name, shape in sorted(gpt2_shapes().items())]
     config = {"engine": "transformers", "values": values}
-    arch = canonical({"config": config, "tensors": shapes})
+    arch = encode_canonical({"config": config, "tensors": shapes})
     assert facts.identity.arch.hex == hashlib.sha256(arch).hexdigest()
     tensors = load_file(gpt2 / "model.safetensors")
     rows = [[n, "F32", hashlib.sha256(tensors[n].tobytes()).hexdigest()] for n in sorted(tensors)]
     assert facts.identity.weights is not None
-    assert facts.identity.weights.hex == hashlib.sha256(canonical(rows)).hexdigest()
+    assert facts.identity.weights.hex == hashlib.sha256(encode_canonical(rows)).hexdigest()
     tokenizer = (gpt2 / "tokenizer.json").read_bytes()
     assert facts.identity.tokenizer.hex == hashlib.sha256(tokenizer).hexdigest()
     assert facts.foreign
@@ -72,14 +70,14 @@ def test_what_nothing_is_computed_by_does_not_change_the_architecture(
     change: dict[str, Any], gpt2: Path
 ) -> None:
     before = digests(read_base(gpt2))
-    change_config(gpt2, **change)
+    edit_config(gpt2, **change)
     assert digests(read_base(gpt2)) == before
 
 
 @pytest.mark.parametrize("change", [{"n_head": 4}, {"activation_function": "relu"}], ids=str)
 def test_another_configuration_is_another_architecture(change: dict[str, Any], gpt2: Path) -> None:
     before = read_base(gpt2).identity
-    change_config(gpt2, **change)
+    edit_config(gpt2, **change)
     after = read_base(gpt2).identity
     assert after.arch != before.arch
     assert after.weights == before.weights
@@ -160,7 +158,7 @@ def test_masks_that_old_files_hold_are_no_weights(gpt2: Path) -> None:
 def test_a_configuration_that_would_do_more_than_compute_is_refused(
     change: dict[str, Any], words: str, gpt2: Path
 ) -> None:
-    change_config(gpt2, **change)
+    edit_config(gpt2, **change)
     with pytest.raises(IncompatibleError) as caught:
         read_base(gpt2)
     assert words in f"{caught.value.message} {caught.value.hint}"
@@ -168,7 +166,7 @@ def test_a_configuration_that_would_do_more_than_compute_is_refused(
 
 def test_a_null_is_what_a_default_looks_like() -> None:
     nulls: dict[str, Any] = {"auto_map": None, "quantization_config": None}
-    spelled, plain = parse_foreign(gpt2_config(**nulls)), parse_foreign(gpt2_config())
+    spelled, plain = parse_foreign_config(gpt2_config(**nulls)), parse_foreign_config(gpt2_config())
     assert spelled == replace(plain, values={**plain.values, **nulls})
 
 
@@ -176,7 +174,7 @@ def test_a_null_is_what_a_default_looks_like() -> None:
 def test_a_configuration_that_does_not_say_what_it_is_is_malformed(
     change: dict[str, Any], gpt2: Path
 ) -> None:
-    change_config(gpt2, **change)
+    edit_config(gpt2, **change)
     with pytest.raises(InvalidPackageError):
         read_base(gpt2)
 
@@ -200,7 +198,7 @@ def test_what_our_decoder_knows_is_read_strictly(tmp_path: Path) -> None:
     assert isinstance(read_base_config(directory), ModelConfig)
     assert not read_base(directory).foreign
     document = json.loads((directory / "config.json").read_text())
-    change_config(directory, hidden_act="gelu")
+    edit_config(directory, hidden_act="gelu")
     with pytest.raises(IncompatibleError, match="'gelu'"):
         read_base_config(directory)
-    assert parse_foreign(document).architecture == "qwen3"
+    assert parse_foreign_config(document).architecture == "qwen3"

@@ -9,8 +9,10 @@ import pytest
 from expertctl.package import layout
 from expertctl.package.adapter import KIND_NAMES
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
-from expertctl.package.archive_reader import MAX_KEPT_BYTES, MAX_SMALL_BYTES
-from expertctl.package.experts_config import ExpertsConfig
+from expertctl.package.adapter_weights import EXTREME_VALUE
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.archive import MAX_KEPT_BYTES, MAX_SMALL_BYTES
+from expertctl.package.attention_config import Llama3Scaling, RopeConfig, YarnScaling
 from expertctl.package.frame import (
     MANY_BLOCKS,
     MAX_RATIO,
@@ -18,10 +20,8 @@ from expertctl.package.frame import (
     RATIO_FREE_BYTES,
     SMALL_BLOCK,
 )
+from expertctl.package.layout import MAX_PACKAGES, MAX_SET_BYTES
 from expertctl.package.model_config import ModelConfig
-from expertctl.package.numbers import EXTREME
-from expertctl.package.rope_config import Llama3Scaling, RopeConfig, YarnScaling
-from expertctl.package.set_layout import MAX_PACKAGES, MAX_SET_BYTES
 from expertctl.package.tensor_file import ADAPTER_LIMITS
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
@@ -90,7 +90,7 @@ def test_every_field_that_is_refused_or_supported_is_on_the_page(name: str) -> N
 
 def test_every_type_and_kind_of_adapter_is_on_the_page() -> None:
     assert [name for name in (*TYPES, *KIND_NAMES) if f"`{name}`" not in PAGE] == []
-    assert f"a number above {EXTREME:g}" in PAGE.replace("\n", " ")
+    assert f"a number above {EXTREME_VALUE:g}" in PAGE.replace("\n", " ")
 
 
 def test_every_field_that_a_decoder_reads_is_on_the_page() -> None:

@@ -16,13 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import find_config, parse_config
+from expertctl.package.adapter_config import (
+    find_full_precision_label,
+    is_neutral,
+    parse_adapter_config,
+    read_source_config,
+)
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import Plan, build, plan_build
-from expertctl.package.config_cleaning import full_precision_label, is_neutral
-from expertctl.package.draft import Overrides, base_problems
+from expertctl.package.build import BuildPlan, build_package, plan_build
+from expertctl.package.draft import ManifestOverrides, find_base_problems
 from expertctl.package.read import read_package
-from tests.peft_layout import lora_config
+from tests.tensor_shapes import lora_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 CONFIG = "adapter_config.json"
@@ -97,8 +101,8 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def found(**changes: Any) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """What is packed, ``None`` for the file itself, and what is said."""
-    read = find_config(json.dumps(document(**changes)).encode(), what=CONFIG)
-    return None if read.packed is None else json.loads(read.packed), read.notes
+    read = read_source_config(json.dumps(document(**changes)).encode(), what=CONFIG)
+    return None if read.packed_bytes is None else json.loads(read.packed_bytes), read.notes
 
 
 def refused(**changes: Any) -> str:
@@ -158,8 +162,8 @@ def copy_with(saved: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def planned(directory: Path, facts: BaseFacts) -> Plan:
-    return plan_build(directory, Overrides(), base=facts)
+def planned(directory: Path, facts: BaseFacts) -> BuildPlan:
+    return plan_build(directory, ManifestOverrides(), base=facts)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +186,7 @@ def test_a_field_without_an_effect_is_packed_as_peft_would_load_it(
     found = json.loads((directory / CONFIG).read_text())
     assert numbers(directory) == expected
     plan = planned(directory, facts)
-    package = read_package(build(plan, tmp_path / "a.expert").path)
+    package = read_package(build_package(plan, tmp_path / "a.expert").path)
     left_out = changes if case in NEUTRAL else {}
     kept = {field: value for field, value in found.items() if field not in left_out}
     assert json.loads(package.small[CONFIG]) == kept
@@ -214,19 +218,19 @@ def test_what_is_left_out_is_said_in_one_line() -> None:
 )
 def test_the_other_kinds_lose_what_has_no_effect_too(config: dict[str, Any]) -> None:
     noise = {"auto_mapping": UNSLOTH, "inference_mode": None, "new": False}
-    read = find_config(json.dumps({**config, **noise}).encode(), what=CONFIG)
-    assert read.packed is not None
-    assert json.loads(read.packed) == config
+    read = read_source_config(json.dumps({**config, **noise}).encode(), what=CONFIG)
+    assert read.packed_bytes is not None
+    assert json.loads(read.packed_bytes) == config
     with pytest.raises(InvalidPackageError, match="new = true"):
-        find_config(json.dumps({**config, "new": True}).encode(), what=CONFIG)
+        read_source_config(json.dumps({**config, "new": True}).encode(), what=CONFIG)
 
 
 def test_a_tokenizer_on_the_machine_that_trained_a_prompt_is_not_packed() -> None:
     config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}
     named = {**config, "tokenizer_name_or_path": "/home/me/tokenizer"}
-    read = find_config(json.dumps(named).encode(), what=CONFIG)
-    assert read.packed is not None
-    assert json.loads(read.packed) == {**config, "tokenizer_name_or_path": None}
+    read = read_source_config(json.dumps(named).encode(), what=CONFIG)
+    assert read.packed_bytes is not None
+    assert json.loads(read.packed_bytes) == {**config, "tokenizer_name_or_path": None}
 
 
 def test_a_path_on_the_machine_that_trained_it_is_not_packed() -> None:
@@ -258,7 +262,7 @@ def test_what_an_adapter_calls_its_fields_and_its_base_stays_in_its_line() -> No
         "left out of the package, because they have no effect: x error: y (unknown, false)",
     )
     assert 'x error: y = "z"; ' in refused(**{"x\nerror: y": "z"})
-    (problem,) = base_problems({"base": {"name": f"x\nhint: {'y' * 5000}"}})
+    (problem,) = find_base_problems({"base": {"name": f"x\nhint: {'y' * 5000}"}})
     assert "\n" not in problem
     assert len(problem) < 400
 
@@ -288,11 +292,11 @@ def test_thousands_of_fields_are_not_all_printed() -> None:
 
 def test_a_package_holds_no_field_that_the_strict_reader_does_not_take() -> None:
     for changes in NEUTRAL.values():
-        read = find_config(json.dumps(document(**changes)).encode(), what=CONFIG)
-        assert read.packed is not None
-        parse_config(read.packed, what=CONFIG)
+        read = read_source_config(json.dumps(document(**changes)).encode(), what=CONFIG)
+        assert read.packed_bytes is not None
+        parse_adapter_config(read.packed_bytes, what=CONFIG)
         with pytest.raises(InvalidPackageError):
-            parse_config(json.dumps(document(**changes)).encode(), what=CONFIG)
+            parse_adapter_config(json.dumps(document(**changes)).encode(), what=CONFIG)
 
 
 JSON = st.recursive(
@@ -309,13 +313,13 @@ def test_any_configuration_is_refused_or_packed_as_the_strict_reader_takes_it(
 ) -> None:
     data = json.dumps(document(**changes)).encode()
     try:
-        read = find_config(data, what=CONFIG)
+        read = read_source_config(data, what=CONFIG)
     except InvalidPackageError:
         return
-    packed = data if read.packed is None else read.packed
-    strict = parse_config(packed, what=CONFIG)
+    packed = data if read.packed_bytes is None else read.packed_bytes
+    strict = parse_adapter_config(packed, what=CONFIG)
     assert replace(read.config, base_label=None) == replace(strict, base_label=None)
-    assert find_config(packed, what=CONFIG).packed is None
+    assert read_source_config(packed, what=CONFIG).packed_bytes is None
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
@@ -352,4 +356,4 @@ def test_what_must_be_there_may_not_be_null() -> None:
     ],
 )
 def test_a_quantised_copy_stands_for_its_base(label: str, base: str | None) -> None:
-    assert full_precision_label(label) == base
+    assert find_full_precision_label(label) == base

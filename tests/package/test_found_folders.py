@@ -12,8 +12,8 @@ import pytest
 
 from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import Plan, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import BuildPlan, plan_build
+from expertctl.package.draft import ManifestOverrides
 from tests.factories import write_base, write_lora, write_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -25,8 +25,8 @@ PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
 ZIP = b"PK\x03\x04\x00\x00\x08\x08archive/data.pkl"
 
 
-def planned(directory: Path, facts: BaseFacts | None) -> Plan:
-    return plan_build(directory, Overrides(), base=facts)
+def planned(directory: Path, facts: BaseFacts | None) -> BuildPlan:
+    return plan_build(directory, ManifestOverrides(), base=facts)
 
 
 def refused(directory: Path, facts: BaseFacts | None) -> ExpertError:

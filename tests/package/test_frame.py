@@ -15,8 +15,8 @@ from expertctl.package.frame import (
     RATIO_FREE_BYTES,
     check_frame,
     check_ratio,
-    compressing,
-    decompressing,
+    open_compressor,
+    open_decompressor,
 )
 
 LIMIT = 1 << 30
@@ -29,13 +29,13 @@ def check(data: bytes, *, limit: int = LIMIT) -> int:
 
 def compressed(content: bytes) -> bytes:
     stream = io.BytesIO()
-    with compressing(stream, content_size=len(content)) as output:
+    with open_compressor(stream, content_size=len(content)) as output:
         output.write(content)
     return stream.getvalue()
 
 
 def decompressed(data: bytes, size: int) -> bytes:
-    with decompressing(io.BytesIO(data), what="x") as frame:
+    with open_decompressor(io.BytesIO(data), what="x") as frame:
         content = frame.read_exact(size)
         assert frame.at_end()
     return content
@@ -150,7 +150,7 @@ def test_an_error_while_reading_reaches_the_reader_as_it_is(error: Exception) ->
         def read(self, size: int | None = -1, /) -> bytes:
             raise error
 
-    with pytest.raises(type(error)), decompressing(Failing(), what="x") as frame:
+    with pytest.raises(type(error)), open_decompressor(Failing(), what="x") as frame:
         frame.read_exact(1)
 
 
@@ -160,7 +160,7 @@ def test_more_is_asked_than_there_is() -> None:
 
 
 def test_less_is_asked_than_there_is() -> None:
-    with decompressing(io.BytesIO(compressed(b"abc")), what="x") as frame:
+    with open_decompressor(io.BytesIO(compressed(b"abc")), what="x") as frame:
         assert frame.read_exact(2) == b"ab"
         assert not frame.at_end()
 
@@ -169,7 +169,7 @@ def test_a_reader_may_leave_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "large.zst"
     content = bytes(range(256)) * (64 << 10)
     path.write_bytes(compressed(content))
-    with path.open("rb") as stream, decompressing(stream, what="x") as frame:
+    with path.open("rb") as stream, open_decompressor(stream, what="x") as frame:
         assert frame.read_exact(3) == b"\0\x01\x02"
     assert decompressed(path.read_bytes(), len(content)) == content
 

@@ -7,8 +7,8 @@ from threading import Event
 
 import pytest
 
-from expertctl.digest import CHUNK, Digest, hash_file
-from expertctl.package.hashing_threads import hashing_threads
+from expertctl.digest import READ_CHUNK, Digest, hash_file
+from expertctl.package.base_model import open_hashing_threads
 
 LARGE = 1 << 33
 
@@ -32,7 +32,7 @@ def interrupted(path: Path, waiting: "list[Future[tuple[int, Digest]]]") -> Iter
         go_on(size)
 
     try:
-        with hashing_threads() as (pool, go_on):
+        with open_hashing_threads() as (pool, go_on):
             waiting += [pool.submit(hash_file, path, progress=count) for _ in range(9)]
             begun.wait()
             raise KeyboardInterrupt
@@ -49,7 +49,7 @@ def test_whoever_is_interrupted_does_not_wait_for_what_was_begun(large: Path) ->
 
 def test_what_is_waited_for_is_hashed_whole(tmp_path: Path) -> None:
     path = tmp_path / "small"
-    path.write_bytes(b"abc" * CHUNK)
-    with hashing_threads() as (pool, go_on):
+    path.write_bytes(b"abc" * READ_CHUNK)
+    with open_hashing_threads() as (pool, go_on):
         task = pool.submit(hash_file, path, progress=go_on)
     assert task.result() == hash_file(path)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.package.ia3_config import Ia3Config
-from tests.package.forge_adapter import config_of, config_refused
-from tests.peft_layout import ia3_config
+from expertctl.package.peft_config import Ia3Config
+from tests.package.forged_packages import catch_config_error, parse_config_document
+from tests.tensor_shapes import ia3_config
 
 MODULES = [
     f"model.layers.{layer}.{part}.{name}"
@@ -25,7 +25,7 @@ def written(**changes: Any) -> dict[str, Any]:
 
 
 def parse(**changes: Any) -> Ia3Config:
-    config = config_of(written(**changes))
+    config = parse_config_document(written(**changes))
     assert isinstance(config, Ia3Config)
     return config
 
@@ -41,9 +41,9 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
         base_model_name_or_path="Qwen/Qwen3-0.6B",
         revision="abc",
     ).save_pretrained(str(tmp_path))
-    from expertctl.package.adapter_config import parse_config
+    from expertctl.package.adapter_config import parse_adapter_config
 
-    config = parse_config((tmp_path / "adapter_config.json").read_bytes(), what="x")
+    config = parse_adapter_config((tmp_path / "adapter_config.json").read_bytes(), what="x")
     assert config == Ia3Config(
         target_modules=frozenset({"k_proj", "down_proj"}),
         exclude_modules=frozenset({"layers.0.self_attn.k_proj"}),
@@ -83,12 +83,12 @@ def test_inputs_are_scaled_where_peft_scales_them(module: str, names: list[str])
 
     theirs = PeftConfig(target_modules=NAMES, feedforward_modules=names)
     expected = IA3Model._check_target_module_feedforward(theirs, module)
-    assert parse(feedforward_modules=names).on_input(module) == expected
+    assert parse(feedforward_modules=names).scales_input(module) == expected
 
 
 @pytest.mark.parametrize("value", [".*down_proj", "(a+)+$", None])
 def test_without_literal_names_the_tensors_decide_the_side(value: str | None) -> None:
-    assert parse(feedforward_modules=value).on_input("model.layers.0.mlp.down_proj") is None
+    assert parse(feedforward_modules=value).scales_input("model.layers.0.mlp.down_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_regex_is_never_run(field: str) -> None:
     start = time.process_time()
     config = parse(**{field: "(a+)+$" * 20})
     config.adapts("a" * 400 + "!")
-    config.on_input("a" * 400 + "!")
+    config.scales_input("a" * 400 + "!")
     assert time.process_time() - start < 10
 
 
@@ -129,9 +129,9 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("field", "value"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_would_change_the_meaning_is_refused_by_name(field: str, value: Any) -> None:
-    assert field in config_refused(written(**{field: value}))
+    assert field in catch_config_error(written(**{field: value}))
 
 
 def test_all_problems_are_named_at_once() -> None:
-    message = config_refused(written(modules_to_save=["x"], unknown=1, target_modules=[]))
+    message = catch_config_error(written(modules_to_save=["x"], unknown=1, target_modules=[]))
     assert all(name in message for name in ("modules_to_save", "unknown", "target_modules"))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter import AdapterSpec, Ia3
-from tests.package import forge_adapter
-from tests.package.forge_adapter import Shapes, spec_refused
-from tests.peft_layout import IA3_FEEDFORWARD, IA3_TARGETS, ia3_config
+from tests.package import forged_packages
+from tests.package.forged_packages import Shapes, catch_spec_error
+from tests.tensor_shapes import IA3_FEEDFORWARD, IA3_TARGETS, ia3_config
 
 K, DOWN = "model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj"
 K_L, DOWN_L = (f"base_model.model.{module}.ia3_l" for module in (K, DOWN))
@@ -24,7 +24,7 @@ def written(**changes: Any) -> dict[str, Any]:
 
 
 def spec_of(shapes: Shapes, **changes: Any) -> AdapterSpec:
-    return forge_adapter.spec_of(written(**changes), shapes)
+    return forged_packages.parse_adapter_spec(written(**changes), shapes)
 
 
 def test_each_vector_becomes_a_part_on_its_side() -> None:
@@ -44,7 +44,7 @@ def test_where_no_names_are_listed_the_shape_shows_the_side(names: str | None) -
 @pytest.mark.parametrize("names", [".*", None])
 def test_a_single_number_does_not_show_its_side(names: str | None) -> None:
     document = written(feedforward_modules=names)
-    assert "list feedforward_modules" in spec_refused(document, {K_L: [1, 1]})
+    assert "list feedforward_modules" in catch_spec_error(document, {K_L: [1, 1]})
 
 
 @pytest.mark.parametrize(("names", "on_input"), [([], False), (["k_proj"], True)])
@@ -63,7 +63,7 @@ def test_a_single_number_is_on_the_side_that_is_listed(names: list[str], on_inpu
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(shapes: Shapes, message: str) -> None:
-    assert message in spec_refused(written(), shapes)
+    assert message in catch_spec_error(written(), shapes)
 
 
 STEM = f"base_model.model.{K}"
@@ -83,7 +83,7 @@ STEM = f"base_model.model.{K}"
     ],
 )
 def test_a_tensor_that_means_nothing_is_refused_by_name(name: str, message: str) -> None:
-    text = spec_refused(written(), {**BOTH, name: [16, 1]})
+    text = catch_spec_error(written(), {**BOTH, name: [16, 1]})
     assert name in text
     assert message in text
 
@@ -92,7 +92,7 @@ def test_a_tensor_that_means_nothing_is_refused_by_name(name: str, message: str)
     "changes", [{"target_modules": ["down_proj"]}, {"exclude_modules": ["k_proj"]}]
 )
 def test_a_module_that_is_no_target_is_refused(changes: dict[str, Any]) -> None:
-    assert f"{K}: the configuration does not target" in spec_refused(written(**changes), BOTH)
+    assert f"{K}: the configuration does not target" in catch_spec_error(written(**changes), BOTH)
 
 
 def test_many_modules_and_many_names_are_matched_at_once() -> None:

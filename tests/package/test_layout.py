@@ -14,30 +14,30 @@ from expertctl.package.layout import (
     CONFIG,
     MAX_FILE_BYTES,
     MAX_FILES,
-    content_digest,
-    file_problems,
-    layout_of,
-    media_type,
-    name_problem,
-    read_index,
-    read_manifest,
+    build_layout,
+    choose_media_type,
+    compute_content_digest,
+    describe_name_problem,
+    find_file_problems,
+    parse_oci_index,
+    parse_oci_manifest,
 )
-from expertctl.schema.strict_json import canonical
+from expertctl.schema.strict_json import encode_canonical
 
 
 def file(path: str, size: int = 1, content: bytes | None = None) -> FileDigest:
-    return FileDigest(path, size, Digest.of(content if content is not None else path.encode()))
+    return FileDigest(path, size, Digest.compute(content if content is not None else path.encode()))
 
 
 FILES = [file("expert.json", 7), file("adapter_model.safetensors", 9), file("README.md")]
 SIGNATURE = file("model.sig", 3)
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9_-]{0,20}", fullmatch=True).filter(
-    lambda name: name_problem(name) is None
+    lambda name: describe_name_problem(name) is None
 )
 
 
 def test_the_manifest_is_the_one_of_the_specification() -> None:
-    layout = layout_of(FILES, SIGNATURE)
+    layout = build_layout(FILES, SIGNATURE)
     manifest = json.loads(layout.manifest)
     assert set(manifest) == {"artifactType", "config", "layers", "mediaType", "schemaVersion"}
     assert manifest["schemaVersion"] == 2
@@ -59,44 +59,44 @@ def test_the_manifest_is_the_one_of_the_specification() -> None:
 
 
 def test_digests_are_the_ones_of_the_definition() -> None:
-    layout = layout_of(FILES, None)
+    layout = build_layout(FILES, None)
     rows = ",".join(
         f'["{f.path}",{f.size},"{f.digest.hex}"]' for f in sorted(FILES, key=lambda f: f.path)
     )
-    assert content_digest(FILES).hex == hashlib.sha256(f"[{rows}]".encode()).hexdigest()
+    assert compute_content_digest(FILES).hex == hashlib.sha256(f"[{rows}]".encode()).hexdigest()
     assert layout.package_digest.hex == hashlib.sha256(layout.manifest).hexdigest()
 
 
 def test_a_signature_changes_the_package_digest_and_not_the_content_digest() -> None:
-    plain, signed = layout_of(FILES, None), layout_of(FILES, SIGNATURE)
+    plain, signed = build_layout(FILES, None), build_layout(FILES, SIGNATURE)
     assert plain.package_digest != signed.package_digest
-    assert content_digest(plain.files) == content_digest(signed.files)
+    assert compute_content_digest(plain.files) == compute_content_digest(signed.files)
 
 
 @given(st.permutations(FILES))
 def test_the_order_of_files_does_not_matter(files: list[FileDigest]) -> None:
-    assert layout_of(files, SIGNATURE) == layout_of(FILES, SIGNATURE)
-    assert content_digest(files) == content_digest(FILES)
+    assert build_layout(files, SIGNATURE) == build_layout(FILES, SIGNATURE)
+    assert compute_content_digest(files) == compute_content_digest(FILES)
 
 
 @given(st.sets(NAMES, max_size=20), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_what_was_made_is_read_back(names: set[str], signed: bool) -> None:
     files = [file("expert.json"), *(file(n, i) for i, n in enumerate(sorted(names)))]
-    layout = layout_of(files, SIGNATURE if signed else None)
-    descriptor = read_index(layout.index, what="x")
+    layout = build_layout(files, SIGNATURE if signed else None)
+    descriptor = parse_oci_index(layout.index, what="x")
     assert (descriptor.digest, descriptor.size) == (layout.package_digest, len(layout.manifest))
-    assert read_manifest(layout.manifest, what="x") == layout
+    assert parse_oci_manifest(layout.manifest, what="x") == layout
 
 
 def test_weights_come_last_and_equal_files_share_a_blob() -> None:
     same = [file("LICENSE", 4, b"same"), file("README.md", 4, b"same")]
-    layout = layout_of([*same, file("a.safetensors"), file("expert.json")], SIGNATURE)
+    layout = build_layout([*same, file("a.safetensors"), file("expert.json")], SIGNATURE)
     assert [digest for digest, _ in layout.blobs] == [
-        Digest.of(b"same"),
-        Digest.of(b"expert.json"),
-        Digest.of(b"model.sig"),
-        Digest.of(b"a.safetensors"),
+        Digest.compute(b"same"),
+        Digest.compute(b"expert.json"),
+        Digest.compute(b"model.sig"),
+        Digest.compute(b"a.safetensors"),
     ]
 
 
@@ -110,14 +110,14 @@ def test_weights_come_last_and_equal_files_share_a_blob() -> None:
     ],
 )  # fmt: skip
 def test_file_names_that_could_leave_the_directory_are_refused(name: str) -> None:
-    assert name_problem(name) is not None
+    assert describe_name_problem(name) is not None
     with pytest.raises(InvalidPackageError):
-        layout_of([*FILES, file(name)], None)
+        build_layout([*FILES, file(name)], None)
 
 
 def test_ordinary_file_names_are_accepted() -> None:
     names = ["adapter_model.safetensors", "LICENSE-MIT", "chat.jinja", "_x", "console.txt", "a..b"]
-    assert [name for name in names if name_problem(name)] == []
+    assert [name for name in names if describe_name_problem(name)] == []
 
 
 def test_every_problem_of_a_file_set_is_named() -> None:
@@ -129,7 +129,7 @@ def test_every_problem_of_a_file_set_is_named() -> None:
         file("config.txt", len(CONFIG), CONFIG),
         *(file(f"f{i}") for i in range(MAX_FILES)),
     ]
-    problems = "\n".join(file_problems(files))
+    problems = "\n".join(find_file_problems(files))
     for text in ("'a/b'", "'x.json' is there twice", "large", "reserved", "at most 64", "missing"):
         assert text in problems
 
@@ -138,16 +138,16 @@ def test_two_sizes_for_one_content_are_refused() -> None:
     """Only one can be true, and the content digest would hold the other."""
     lying = [file("LICENSE", 4, b"same"), file("README.md", 5, b"same")]
     with pytest.raises(InvalidPackageError, match="has two sizes"):
-        layout_of([*lying, file("expert.json")], None)
+        build_layout([*lying, file("expert.json")], None)
 
 
 def test_a_total_beyond_the_limit_is_refused() -> None:
     files = [file("expert.json"), *(file(f"{i}.safetensors", MAX_FILE_BYTES) for i in range(3))]
-    assert any("in all" in problem for problem in file_problems(files))
+    assert any("in all" in problem for problem in find_file_problems(files))
 
 
 def changed(path: list[Any], value: Any) -> bytes:
-    manifest = json.loads(layout_of(FILES, SIGNATURE).manifest)
+    manifest = json.loads(build_layout(FILES, SIGNATURE).manifest)
     target = manifest
     for step in path[:-1]:
         target = target[step]
@@ -155,7 +155,7 @@ def changed(path: list[Any], value: Any) -> bytes:
         del target[path[-1]]
     else:
         target[path[-1]] = value
-    return canonical(manifest)
+    return encode_canonical(manifest)
 
 
 ANNOTATIONS = ["layers", 0, "annotations"]
@@ -201,28 +201,28 @@ def test_a_manifest_that_is_not_the_one_of_its_files_is_refused(
     path: list[Any], value: Any
 ) -> None:
     with pytest.raises(InvalidPackageError):
-        read_manifest(changed(path, value), what="x")
+        parse_oci_manifest(changed(path, value), what="x")
 
 
 def test_a_signature_that_is_not_last_is_refused() -> None:
-    manifest = json.loads(layout_of(FILES, SIGNATURE).manifest)
+    manifest = json.loads(build_layout(FILES, SIGNATURE).manifest)
     manifest["layers"] = sorted(manifest["layers"], key=str)
     manifest["layers"].insert(0, manifest["layers"].pop())
     with pytest.raises(InvalidPackageError):
-        read_manifest(canonical(manifest), what="x")
+        parse_oci_manifest(encode_canonical(manifest), what="x")
 
 
 def test_another_spelling_of_the_same_manifest_is_refused() -> None:
-    manifest = json.loads(layout_of(FILES, None).manifest)
+    manifest = json.loads(build_layout(FILES, None).manifest)
     with pytest.raises(InvalidPackageError, match="not the one that its files have"):
-        read_manifest(json.dumps(manifest, indent=1).encode(), what="x")
+        parse_oci_manifest(json.dumps(manifest, indent=1).encode(), what="x")
 
 
 def test_a_layer_too_many_is_refused() -> None:
-    manifest = json.loads(layout_of(FILES, None).manifest)
+    manifest = json.loads(build_layout(FILES, None).manifest)
     manifest["layers"] *= MAX_FILES
     with pytest.raises(InvalidPackageError):
-        read_manifest(canonical(manifest), what="x")
+        parse_oci_manifest(encode_canonical(manifest), what="x")
 
 
 @pytest.mark.parametrize(
@@ -239,23 +239,23 @@ def test_a_layer_too_many_is_refused() -> None:
     ],
 )
 def test_an_index_that_is_not_ours_is_refused(change: Any) -> None:
-    index = json.loads(layout_of(FILES, None).index)
+    index = json.loads(build_layout(FILES, None).index)
     change(index)
     with pytest.raises(InvalidPackageError):
-        read_index(canonical(index), what="x")
+        parse_oci_index(encode_canonical(index), what="x")
 
 
 @given(st.binary(max_size=300))
 @settings(deadline=None, max_examples=100)
 def test_random_bytes_are_no_manifest(data: bytes) -> None:
     with pytest.raises(InvalidPackageError):
-        read_manifest(data, what="x")
+        parse_oci_manifest(data, what="x")
     with pytest.raises(InvalidPackageError):
-        read_index(data, what="x")
+        parse_oci_index(data, what="x")
 
 
 def test_media_types_follow_the_file_name() -> None:
-    assert media_type("x.safetensors").endswith("weight.v1.raw")
-    assert media_type("expert.json").endswith("weight.config.v1.raw")
-    assert media_type("LICENSE.txt").endswith("doc.v1.raw")
-    assert media_type("model.sig").endswith("doc.v1.raw")
+    assert choose_media_type("x.safetensors").endswith("weight.v1.raw")
+    assert choose_media_type("expert.json").endswith("weight.config.v1.raw")
+    assert choose_media_type("LICENSE.txt").endswith("doc.v1.raw")
+    assert choose_media_type("model.sig").endswith("doc.v1.raw")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_config
-from expertctl.package.lora_config import LoraConfig, Pattern, layer_of
-from expertctl.schema.validation import problems_of
-from tests.peft_layout import ALL_PROJECTIONS, lora_config
+from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.peft_config import LoraConfig, ModulePattern, find_layer
+from expertctl.schema.validation import find_problems
+from tests.tensor_shapes import ALL_PROJECTIONS, lora_config
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "adapter-config-lora"
 MODULES = [
@@ -25,7 +25,7 @@ MODULES = [
 
 def parse(**changes: Any) -> LoraConfig:
     values = lora_config(Path("base"), rank=4, alpha=8, targets=ALL_PROJECTIONS, **changes)
-    config = parse_config(json.dumps(values).encode(), what="adapter_config.json")
+    config = parse_adapter_config(json.dumps(values).encode(), what="adapter_config.json")
     assert isinstance(config, LoraConfig)
     return config
 
@@ -52,7 +52,7 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
         revision="abc",
     )
     written.save_pretrained(str(tmp_path))
-    config = parse_config((tmp_path / "adapter_config.json").read_bytes(), what="x")
+    config = parse_adapter_config((tmp_path / "adapter_config.json").read_bytes(), what="x")
     assert isinstance(config, LoraConfig)
     assert (config.r, config.alpha, config.use_rslora) == (16, 32, True)
     assert set(config.target_modules or ()) == {"q_proj", "v_proj"}
@@ -64,7 +64,7 @@ def test_every_field_that_peft_writes_has_its_place() -> None:
     from peft import LoraConfig as PeftConfig
 
     document = {k: list(v) if isinstance(v, set) else v for k, v in PeftConfig().to_dict().items()}
-    assert problems_of(json.loads(json.dumps(document)), "adapter-config-lora") == []
+    assert find_problems(json.loads(json.dumps(document)), "adapter-config-lora") == []
 
 
 def test_the_neutral_values_of_refused_fields_are_those_of_peft() -> None:
@@ -93,7 +93,7 @@ def test_the_neutral_values_of_refused_fields_are_those_of_peft() -> None:
     ],
 )
 def test_scales_are_those_of_the_papers(changes: dict[str, Any], module: str, scale: float) -> None:
-    assert parse(**changes).scale_of(module) == scale
+    assert parse(**changes).scale_for(module) == scale
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -125,7 +125,7 @@ def test_ranks_and_scales_are_those_that_peft_gives_its_layers(base_dir: Path) -
     config = parse(**fields, target_modules=targets)
     found = {n: (m.r["default"], m.scaling["default"]) for n, m in layers.items()}
     assert found == {
-        n: (config.rank_of(n), pytest.approx(config.scale_of(n), rel=1e-12)) for n in layers
+        n: (config.rank_for(n), pytest.approx(config.scale_for(n), rel=1e-12)) for n in layers
     }
     every = [n.removeprefix("base_model.model.") for n, _ in model.named_modules()]
     linear = [n for n in every if n.endswith("_proj")]
@@ -148,7 +148,7 @@ def test_patterns_match_as_pefts_own_function(key: str, module: str) -> None:
 
     expected = get_pattern_key([key], module) == key
     if key != module:
-        assert Pattern.parse(key).matches(module) == expected
+        assert ModulePattern.parse(key).matches(module) == expected
 
 
 @given(
@@ -192,7 +192,7 @@ def test_without_literal_targets_the_tensors_decide(targets: str | None) -> None
 
 def test_integers_may_be_spelled_as_floats_as_json_allows() -> None:
     config = parse(r=4.0, rank_pattern={"q_proj": 2.0}, layers_to_transform=[1.0])
-    ranks = [config.r, config.rank_of("a.q_proj")]
+    ranks = [config.r, config.rank_for("a.q_proj")]
     assert (ranks, [type(rank) for rank in ranks]) == ([4, 2], [int, int])
     assert config.layers_to_transform == {1}
 
@@ -212,7 +212,7 @@ def test_a_pattern_key_that_is_a_regex_is_refused_by_name(key: str, field: str) 
 
 
 def test_matching_is_linear() -> None:
-    pattern = Pattern.parse("|".join(["a.a.a.a"] * 100))
+    pattern = ModulePattern.parse("|".join(["a.a.a.a"] * 100))
     start = time.process_time()
     assert not pattern.matches("a" * 500)
     assert time.process_time() - start < 10
@@ -311,14 +311,14 @@ def test_a_missing_field_is_named(name: str) -> None:
     values = lora_config(Path("b"), rank=4, alpha=8, targets=("q_proj",))
     del values[name]
     with pytest.raises(InvalidPackageError, match=name):
-        parse_config(json.dumps(values).encode(), what="x")
+        parse_adapter_config(json.dumps(values).encode(), what="x")
 
 
 @pytest.mark.parametrize("alpha", ["NaN", "Infinity", "1e999"])
 def test_an_alpha_that_is_no_number_is_refused(alpha: str) -> None:
     text = f'{{"peft_type": "LORA", "r": 4, "lora_alpha": {alpha}}}'
     with pytest.raises(InvalidPackageError):
-        parse_config(text.encode(), what="x")
+        parse_adapter_config(text.encode(), what="x")
 
 
 @pytest.mark.parametrize(
@@ -340,15 +340,15 @@ def test_the_name_of_the_base_is_a_label_and_nothing_is_opened(label: str) -> No
 @settings(deadline=None, max_examples=100)
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidPackageError):
-        parse_config(data, what="x")
+        parse_adapter_config(data, what="x")
 
 
 def test_layers_are_found_in_names() -> None:
-    assert layer_of("model.layers.7.self_attn.q_proj", ()) == 7
-    assert layer_of("model.layers.7.experts.3.up_proj", ()) == 7
-    assert layer_of("layers.7.q_proj", ()) is None
-    assert layer_of("layers.7.q_proj", ("layers",)) == 7
-    assert layer_of("lm_head", ()) is None
+    assert find_layer("model.layers.7.self_attn.q_proj", ()) == 7
+    assert find_layer("model.layers.7.experts.3.up_proj", ()) == 7
+    assert find_layer("layers.7.q_proj", ()) is None
+    assert find_layer("layers.7.q_proj", ("layers",)) == 7
+    assert find_layer("lm_head", ()) is None
 
 
 NESTED = [
@@ -378,7 +378,7 @@ def test_the_number_of_a_layer_is_the_one_that_peft_finds(
             layers_pattern=list(patterns) or None,
         )
         assert bool(check_target_module_exists(config, module)) == (
-            layer_of(module, patterns) == layer
+            find_layer(module, patterns) == layer
         )
 
 
@@ -386,6 +386,6 @@ def test_finding_layers_takes_no_long_time_whatever_their_names() -> None:
     patterns = tuple("a." * 250 + f"b{number:02d}" for number in range(100))
     start = time.process_time()
     for number in range(20):
-        assert layer_of("1." * 250 + f"{number}.q_proj", patterns) is None
-        assert layer_of("a." * 250 + f"{number}.q_proj", patterns) is None
+        assert find_layer("1." * 250 + f"{number}.q_proj", patterns) is None
+        assert find_layer("a." * 250 + f"{number}.q_proj", patterns) is None
     assert time.process_time() - start < 10

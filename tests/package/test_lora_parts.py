@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter import AdapterSpec, Dora, Lora
-from expertctl.package.adapter_config import parse_config
-from expertctl.package.adapter_spec import adapter_spec
+from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.tensor_file import read_table
 from tests.factories import write_lora
-from tests.package import forge_adapter
-from tests.package.forge_adapter import spec_refused
-from tests.peft_layout import ALL_PROJECTIONS, lora_config
+from tests.package import forged_packages
+from tests.package.forged_packages import catch_spec_error
+from tests.tensor_shapes import ALL_PROJECTIONS, lora_config
 
 MODULE = "model.layers.0.self_attn.q_proj"
 A, B = (f"base_model.model.{MODULE}.lora_{half}.weight" for half in "AB")
@@ -25,7 +25,7 @@ PAIR = {A: [4, 32], B: [32, 4]}
 
 def spec_of(shapes: dict[str, list[int]], dtype: str = "F32", **config: Any) -> AdapterSpec:
     values = lora_config(Path("b"), rank=4, alpha=8, targets=ALL_PROJECTIONS, **config)
-    return forge_adapter.spec_of(values, shapes, dtype=dtype)
+    return forged_packages.parse_adapter_spec(values, shapes, dtype=dtype)
 
 
 def refused(shapes: dict[str, list[int]], dtype: str = "F32", **config: Any) -> str:
@@ -46,8 +46,8 @@ def test_a_pair_becomes_one_part() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_three_types_are_read(dtype: str, base_dir: Path, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "l", base_dir, dtype=dtype, rank_pattern={"q_proj": 2})
-    config = parse_config((lora / "adapter_config.json").read_bytes(), what="c")
-    spec = adapter_spec(config, read_table(lora / "adapter_model.safetensors"), what="w")
+    config = parse_adapter_config((lora / "adapter_config.json").read_bytes(), what="c")
+    spec = build_adapter_spec(config, read_table(lora / "adapter_model.safetensors"), what="w")
     assert spec.dtype == dtype
     parts = [part for part in spec.parts if isinstance(part, Lora)]
     assert len(parts) == len(spec.parts) == 14
@@ -215,7 +215,7 @@ def test_a_plain_lora_has_no_magnitudes() -> None:
 
 def test_a_magnitude_of_another_type_is_refused_as_peft_never_writes_one() -> None:
     values = lora_config(Path("b"), rank=4, alpha=8, targets=ALL_PROJECTIONS, use_dora=True)
-    message = spec_refused(values, TRIPLE, dtype="BF16", dtypes={M: "F32"})
+    message = catch_spec_error(values, TRIPLE, dtype="BF16", dtypes={M: "F32"})
     assert "tensors are BF16, F32; one of F32, F16, BF16 for all" in message
 
 

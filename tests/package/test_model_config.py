@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.architectures import ARCHITECTURES
-from expertctl.package.model_config import ModelConfig, parse_config, read_config
-from expertctl.schema.strict_json import canonical
-from tests.engine import conftest, routed_models
-from tests.engine.conftest import build_oracle
+from expertctl.package.model_config import ModelConfig, parse_model_config, read_model_config
+from expertctl.schema.strict_json import encode_canonical
+from tests.engine import conftest, reference_models
+from tests.engine.conftest import build_reference_model
 from tests.factories import write_base
 
 MINIMAL: dict[str, Any] = {
@@ -32,7 +32,7 @@ MINIMAL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-CLASSES = {**conftest.CLASSES, **routed_models.CLASSES}
+CLASSES = {**conftest.CLASSES, **reference_models.ROUTED_CLASSES}
 DENSE = sorted(name for name, row in ARCHITECTURES.items() if row.experts is None)
 NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -62,7 +62,7 @@ def parse(**changes: Any) -> ModelConfig:
     document = {**MINIMAL, **needed, **changes}
     if kind in ARCHITECTURES and "architectures" not in changes:
         document["architectures"] = [ARCHITECTURES[kind].class_name]
-    return parse_config({k: v for k, v in document.items() if v != "absent"})
+    return parse_model_config({k: v for k, v in document.items() if v != "absent"})
 
 
 def theirs(arch: str, **changes: Any) -> Any:
@@ -83,7 +83,7 @@ def windows_of(reference: Any) -> tuple[int | None, ...]:
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_absent_keys_mean_what_they_mean_to_transformers(arch: str) -> None:
     values = {**SPARSE, **NEEDED.get(arch, {})}
-    ours = parse_config({"model_type": arch, **values})
+    ours = parse_model_config({"model_type": arch, **values})
     reference = CLASSES[arch][0](**values)
     assert ours.kv_heads == reference.num_key_value_heads
     assert ours.head_dim == (getattr(reference, "head_dim", None) or 128 // 32)
@@ -184,9 +184,9 @@ def test_an_old_file_and_what_transformers_makes_of_it_are_the_same(
     (tmp_path / "config.json").write_text(json.dumps(old))
     loaded = AutoConfig.from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path)
-    ours = parse_config(old)
-    assert read_config(tmp_path) == ours
-    assert read_config(tmp_path).to_json() == ours.to_json()
+    ours = parse_model_config(old)
+    assert read_model_config(tmp_path) == ours
+    assert read_model_config(tmp_path).to_json() == ours.to_json()
     assert ours.kv_heads == loaded.num_key_value_heads
     assert ours.head_dim == (getattr(loaded, "head_dim", None) or 128 // 32)
     assert ours.rope.theta == loaded.rope_parameters["rope_theta"]
@@ -246,7 +246,7 @@ def test_the_document_holds_every_field_and_all_of_it_is_plain_json(arch: str) -
         document = config.to_json()
         names = [field.name for field in fields(ModelConfig)]
         assert list(document) == [name for name in names if name not in _unsaid(config)]
-        assert json.loads(canonical(document)) == document
+        assert json.loads(encode_canonical(document)) == document
 
 
 def _unsaid(config: ModelConfig) -> set[str]:
@@ -301,8 +301,8 @@ def test_scaling_types_with_equal_settings_are_not_equal_documents() -> None:
 def test_tensor_names_and_shapes_are_those_of_the_saved_model(
     arch: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = build_oracle(tmp_path / "model", arch, **changes)
-    config = read_config(model.directory)
+    model = build_reference_model(tmp_path / "model", arch, **changes)
+    config = read_model_config(model.directory)
     saved = {
         name: tuple(parameter.shape)
         for name, parameter in model.model.state_dict().items()
@@ -353,7 +353,7 @@ def test_windows_of_mistral_are_those_of_transformers(window: Any, wanted: tuple
 
 def test_a_base_of_every_architecture_is_read_from_its_directory(tmp_path: Path) -> None:
     for arch in ARCHITECTURES:
-        config = read_config(write_base(tmp_path / arch, arch=arch))
+        config = read_model_config(write_base(tmp_path / arch, arch=arch))
         assert (config.architecture, config.layers, config.kv_heads) == (arch, 2, 2)
 
 
@@ -451,7 +451,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_a_directory_without_config_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"config\.json") as caught:
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     assert "Hugging Face" in caught.value.hint
 
 
@@ -462,7 +462,7 @@ def test_a_directory_without_config_is_not_found(tmp_path: Path) -> None:
 def test_a_config_that_is_not_strict_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(InvalidPackageError, match=r"config\.json"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 JSON = st.recursive(
@@ -518,10 +518,10 @@ def test_any_value_in_any_place_is_read_or_refused(arch: str, key: str, value: A
     document = {**MINIMAL, **NEEDED.get(arch, {}), "model_type": arch}
     document["architectures"] = [ARCHITECTURES[arch].class_name]
     try:
-        config = parse_config({**document, key: value})
+        config = parse_model_config({**document, key: value})
     except (IncompatibleError, InvalidPackageError):
         return
     assert len(config.windows) == config.layers
     assert config.heads % config.kv_heads == 0
     assert json.dumps(sorted(config.linear_shapes()))
-    assert canonical(config.to_json())
+    assert encode_canonical(config.to_json())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertctl.package.module_names import canonical_name, name_among, why_absent
+from expertctl.package.base_tensors import canonicalise_name, explain_absent_module, find_base_name
 
 LAYER = "model.layers.12"
 
@@ -19,7 +19,7 @@ LAYER = "model.layers.12"
     ],
 )
 def test_what_others_call_a_module_is_called_as_ours(name: str, ours: str) -> None:
-    assert canonical_name(f"{LAYER}.{name}") == f"{LAYER}.{ours}"
+    assert canonicalise_name(f"{LAYER}.{name}") == f"{LAYER}.{ours}"
 
 
 @pytest.mark.parametrize(
@@ -39,19 +39,22 @@ def test_what_others_call_a_module_is_called_as_ours(name: str, ours: str) -> No
     ],
 )
 def test_every_other_name_stays_as_it_is(name: str) -> None:
-    assert canonical_name(name) == name
+    assert canonicalise_name(name) == name
 
 
 def test_the_own_names_of_a_base_go_first() -> None:
     name = f"{LAYER}.mlp.shared_experts.up_proj"
-    assert name_among(name, {name}) == name
-    assert name_among(name, {canonical_name(name)}) == canonical_name(name)
+    assert find_base_name(name, {name}) == name
+    assert find_base_name(name, {canonicalise_name(name)}) == canonicalise_name(name)
 
 
 def test_a_router_is_named_as_what_it_is_where_there_is_one() -> None:
     known = {f"{LAYER}.mlp.experts.0.gate_proj"}
     for name in ("mlp.gate", "block_sparse_moe.gate"):
-        assert "no adapter may change" in why_absent(f"{LAYER}.{name}", known)
+        assert "no adapter may change" in explain_absent_module(f"{LAYER}.{name}", known)
     dense = {f"{LAYER}.mlp.gate_proj"}
-    assert why_absent(f"{LAYER}.mlp.gate", dense) == "the base has no such linear layer"
-    assert why_absent("model.layers.0.mlp.gate", known) == "the base has no such linear layer"
+    assert explain_absent_module(f"{LAYER}.mlp.gate", dense) == "the base has no such linear layer"
+    assert (
+        explain_absent_module("model.layers.0.mlp.gate", known)
+        == "the base has no such linear layer"
+    )

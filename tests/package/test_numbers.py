@@ -9,23 +9,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from expertctl.digest import CHUNK, Progress, no_progress
+from expertctl.digest import READ_CHUNK, Progress, ignore_progress
 from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
-from expertctl.package.numbers import extremes, not_finite, peaks
+from expertctl.package.adapter_weights import find_extremes, find_not_finite, find_peaks
 from expertctl.package.tensor_file import read_table
 from tests.factories import write_safetensors
-from tests.package.forge import table
+from tests.package.forged_packages import make_tensor_file
 
 
-def found(path: Path, progress: Progress = no_progress) -> dict[str, float]:
+def found(path: Path, progress: Progress = ignore_progress) -> dict[str, float]:
     with path.open("rb") as stream:
-        return peaks(stream, read_table(path), progress=progress)
+        return find_peaks(stream, read_table(path), progress=progress)
 
 
 def written(path: Path, dtype: str, data: bytes) -> Path:
     count = len(data) // (4 if dtype == "F32" else 2)
     entry = {"dtype": dtype, "shape": [count], "data_offsets": [0, len(data)]}
-    path.write_bytes(table({"t": entry}, data))
+    path.write_bytes(make_tensor_file({"t": entry}, data))
     return path
 
 
@@ -50,7 +50,7 @@ def test_any_bits_are_judged_as_numpy_judges_them(
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81])
 def test_bfloat16_is_judged_by_its_bits(bits: int, tmp_path: Path) -> None:
     path = written(tmp_path / "x.safetensors", "BF16", b"\x80\x3f" + bits.to_bytes(2, "little"))
-    assert not_finite(found(path)) == ["t holds NaN or infinity"]
+    assert find_not_finite(found(path)) == ["t holds NaN or infinity"]
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_bfloat16_is_judged_by_its_bits(bits: int, tmp_path: Path) -> None:
 def test_a_bfloat16_has_its_value(data: bytes, value: float, tmp_path: Path) -> None:
     peak = found(written(tmp_path / "x.safetensors", "BF16", data))
     assert peak == {"t": value}
-    assert not_finite(peak) == []
+    assert find_not_finite(peak) == []
 
 
-@pytest.mark.parametrize("at", [0, CHUNK // 4 - 1, CHUNK // 4, -1])
+@pytest.mark.parametrize("at", [0, READ_CHUNK // 4 - 1, READ_CHUNK // 4, -1])
 @pytest.mark.parametrize("value", [math.nan, -7.5])
 def test_a_number_is_found_in_any_piece(at: int, value: float, tmp_path: Path) -> None:
-    values = np.ones(CHUNK // 4 + 1000, np.float32)
+    values = np.ones(READ_CHUNK // 4 + 1000, np.float32)
     values[at] = value
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": np.ones(3, np.float32), "b": values})
@@ -82,7 +82,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_not_finite(tmp_path: Path) -> Non
     tensors = read_table(path)
     with path.open("r+b") as stream:
         stream.truncate(2000)
-        assert peaks(stream, tensors) == {"t": math.inf}
+        assert find_peaks(stream, tensors) == {"t": math.inf}
 
 
 SHAPES: dict[str, Any] = {"rank": 4, "scale": 2.0, "a_shape": (4, 8), "b_shape": (8, 4)}
@@ -110,4 +110,4 @@ def test_what_no_training_gives_is_worth_a_warning(
 ) -> None:
     spec = AdapterSpec("lora", (part,), "float32", 4, None, len(peak))
     said = f"m: numbers up to {reach}; trained adapters stay below 1000"
-    assert extremes(spec, peak) == ([] if reach is None else [said])
+    assert find_extremes(spec, peak) == ([] if reach is None else [said])

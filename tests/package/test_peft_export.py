@@ -12,10 +12,10 @@ import transformers
 
 from expertctl.errors import DigestError, UsageError
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
-from expertctl.package.peft_export import export_peft
-from expertctl.package.spool import spooling
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.peft_directory import export_peft_directories
+from expertctl.package.write import spool_package
 from expertctl.schema.manifest import AdapterKind
 from tests.factories import make_package, write_dora, write_ia3, write_lora, write_soft_prompt
 
@@ -50,8 +50,8 @@ def logits(base_dir: Path, adapter: Path) -> Any:
 
 
 def exported(package: Path, directory: Path) -> list[str]:
-    with spooling(package, beside=directory) as (contents, spool):
-        return export_peft(directory, contents.layout, spool.blob)
+    with spool_package(package, target=directory) as (contents, spool):
+        return export_peft_directories(directory, contents.layout, spool.blob)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -59,8 +59,8 @@ def test_peft_computes_the_same_from_the_export(
     kind: str, tmp_path: Path, base_dir: Path, facts: BaseFacts
 ) -> None:
     original = WRITERS[kind](tmp_path / "original", base_dir)
-    plan = plan_build(original, Overrides(name="acme/x"), base=facts)
-    package = build(plan, tmp_path / "x.expert").path
+    plan = plan_build(original, ManifestOverrides(name="acme/x"), base=facts)
+    package = build_package(plan, tmp_path / "x.expert").path
     assert exported(package, tmp_path / "out") == ["."]
     expected = logits(base_dir, original)
     assert torch.equal(logits(base_dir, tmp_path / "out"), expected)
@@ -118,12 +118,12 @@ def test_bytes_that_changed_since_they_were_checked_leave_nothing(
     package: Path, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        contents, spool = stack.enter_context(spooling(package, beside=tmp_path / "out"))
+        contents, spool = stack.enter_context(spool_package(package, target=tmp_path / "out"))
         largest = max(contents.files, key=lambda file: file.size)
         blob = spool.folder / largest.digest.hex
         data = bytearray(blob.read_bytes())
         data[-1] ^= 1
         blob.write_bytes(data)
         with pytest.raises(DigestError):
-            export_peft(tmp_path / "out", contents.layout, spool.blob)
+            export_peft_directories(tmp_path / "out", contents.layout, spool.blob)
     assert list(tmp_path.iterdir()) == []

@@ -20,25 +20,25 @@ from expertctl.errors import (
     NotFoundError,
     SignatureError,
 )
-from expertctl.package.archive import END, blob_name, header
+from expertctl.package.archive import END_OF_ARCHIVE, build_blob_name, build_header
 from expertctl.package.read import PackageContents, read_package
-from tests.package.forge import (
+from tests.package.forged_packages import (
     Entry,
-    archive,
-    edited,
-    entries_of,
-    files_of,
-    framed,
-    member,
-    repack,
+    edit_json_file,
+    edit_manifest,
+    make_archive,
+    make_member,
+    make_package_archive,
+    make_tensor_file,
+    read_archive,
+    read_members,
+    read_packed_files,
     replace_manifest,
-    table,
-    tar_of,
-    with_manifest,
+    write_frame,
 )
 
 
-class Collected:
+class CollectedFiles:
     """A sink that keeps everything, and says what was finished."""
 
     def __init__(self) -> None:
@@ -54,25 +54,25 @@ class Collected:
 
 @pytest.fixture
 def tar(package: Path) -> bytes:
-    return tar_of(package)
+    return read_archive(package)
 
 
 @pytest.fixture
 def plain(unsigned: Path) -> bytes:
-    return tar_of(unsigned)
+    return read_archive(unsigned)
 
 
 def refused(tar: bytes, tmp_path: Path) -> str:
     """The message of the refusal; the sink kept nothing that does not have its digest."""
-    sink = Collected()
+    sink = CollectedFiles()
     with pytest.raises((InvalidPackageError, DigestError)) as caught:
-        read_package(framed(tar, tmp_path / "x.expert"), sink=sink)
-    assert all(Digest.of(data) == digest for digest, data in sink.blobs.items())
+        read_package(write_frame(tar, tmp_path / "x.expert"), sink=sink)
+    assert all(Digest.compute(data) == digest for digest, data in sink.blobs.items())
     return caught.value.message
 
 
 def test_a_package_is_read_whole(package: Path, shared: Path) -> None:
-    sink, counted = Collected(), list[int]()
+    sink, counted = CollectedFiles(), list[int]()
     contents = read_package(package, sink=sink, progress=counted.append)
     files = shared / "acme-sql-1.0.0.files"
     assert contents.manifest.ref == "acme/sql@1.0.0"
@@ -88,13 +88,13 @@ def test_a_package_is_read_whole(package: Path, shared: Path) -> None:
     assert contents.signature == sink.blobs[contents.layout.layers[-1].digest]
     assert sum(counted) == contents.size + len(contents.signature or b"")
     assert contents.adapters[0].tensors == 28
-    assert Digest.of(contents.layout.manifest) == contents.package_digest
+    assert Digest.compute(contents.layout.manifest) == contents.package_digest
 
 
 def test_the_bytes_are_the_same_however_they_were_compressed(package: Path, tmp_path: Path) -> None:
     expected = read_package(package)
     for level in (-7, 3, 19):
-        path = framed(tar_of(package), tmp_path / f"{level}.expert", level=level)
+        path = write_frame(read_archive(package), tmp_path / f"{level}.expert", level=level)
         assert read_package(path) == expected
 
 
@@ -170,45 +170,51 @@ Change = Callable[[list[Entry]], bytes]
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda e: archive(e, END + bytes(512)), id="a third zero block"),
-        pytest.param(lambda e: archive(e, END[:512]), id="one zero block"),
-        pytest.param(lambda e: archive(e, b""), id="no end"),
-        pytest.param(lambda e: archive(e) + archive(e), id="a second archive"),
-        pytest.param(lambda e: archive(e) + b"PK\x05\x06" + bytes(18), id="a zip behind"),
-        pytest.param(lambda e: archive([e[1], e[0], *e[2:]]), id="index first"),
-        pytest.param(lambda e: archive([*e[:4], *reversed(e[4:])]), id="another order"),
-        pytest.param(lambda e: archive(e[:-1]), id="a blob missing"),
-        pytest.param(lambda e: archive([*e, e[-1]]), id="a blob twice"),
         pytest.param(
-            lambda e: archive([*e, (blob_name(Digest.of(b"x")), b"x")]), id="a blob nobody names"
+            lambda e: make_archive(e, END_OF_ARCHIVE + bytes(512)), id="a third zero block"
         ),
-        pytest.param(lambda e: archive([*e, ("x.txt", b"x")]), id="a file that is no blob"),
-        pytest.param(lambda e: archive([("pax", b"x"), *e]), id="something first"),
-        pytest.param(lambda e: archive([(e[0][0], b"{}"), *e[1:]]), id="another oci-layout"),
-        pytest.param(lambda e: archive([*e[:3], (e[3][0], b"{}"), *e[4:]]), id="another config"),
+        pytest.param(lambda e: make_archive(e, END_OF_ARCHIVE[:512]), id="one zero block"),
+        pytest.param(lambda e: make_archive(e, b""), id="no end"),
+        pytest.param(lambda e: make_archive(e) + make_archive(e), id="a second archive"),
+        pytest.param(lambda e: make_archive(e) + b"PK\x05\x06" + bytes(18), id="a zip behind"),
+        pytest.param(lambda e: make_archive([e[1], e[0], *e[2:]]), id="index first"),
+        pytest.param(lambda e: make_archive([*e[:4], *reversed(e[4:])]), id="another order"),
+        pytest.param(lambda e: make_archive(e[:-1]), id="a blob missing"),
+        pytest.param(lambda e: make_archive([*e, e[-1]]), id="a blob twice"),
         pytest.param(
-            lambda e: archive([*e[:2], (e[2][0], e[3][1]), *e[3:]]), id="swapped manifest"
+            lambda e: make_archive([*e, (build_blob_name(Digest.compute(b"x")), b"x")]),
+            id="a blob nobody names",
+        ),
+        pytest.param(lambda e: make_archive([*e, ("x.txt", b"x")]), id="a file that is no blob"),
+        pytest.param(lambda e: make_archive([("pax", b"x"), *e]), id="something first"),
+        pytest.param(lambda e: make_archive([(e[0][0], b"{}"), *e[1:]]), id="another oci-layout"),
+        pytest.param(
+            lambda e: make_archive([*e[:3], (e[3][0], b"{}"), *e[4:]]), id="another config"
         ),
         pytest.param(
-            lambda e: archive([*e[:-1], (e[-1][0], e[-1][1][:-1] + b"!")]), id="another content"
+            lambda e: make_archive([*e[:2], (e[2][0], e[3][1]), *e[3:]]), id="swapped manifest"
         ),
         pytest.param(
-            lambda e: archive([*e[:-1], (f"blobs/sha256/{'A' * 64}", e[-1][1])]),
+            lambda e: make_archive([*e[:-1], (e[-1][0], e[-1][1][:-1] + b"!")]),
+            id="another content",
+        ),
+        pytest.param(
+            lambda e: make_archive([*e[:-1], (f"blobs/sha256/{'A' * 64}", e[-1][1])]),
             id="an upper-case name",
         ),
         pytest.param(
-            lambda e: archive([*e[:-1], (f"blobs/sha256/{'0' * 64}", e[-1][1])]),
+            lambda e: make_archive([*e[:-1], (f"blobs/sha256/{'0' * 64}", e[-1][1])]),
             id="a name that is not its digest",
         ),
         pytest.param(
-            lambda e: archive([*e[:-1], ("blobs/sha256/../../x", e[-1][1])]), id="a traversal"
+            lambda e: make_archive([*e[:-1], ("blobs/sha256/../../x", e[-1][1])]), id="a traversal"
         ),
     ],
 )
 def test_an_archive_that_is_not_the_one_of_its_manifest_is_refused(
     change: Change, plain: bytes, tmp_path: Path
 ) -> None:
-    assert refused(change(entries_of(plain)), tmp_path)
+    assert refused(change(read_members(plain)), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["x.expert"]
 
 
@@ -216,19 +222,19 @@ def test_an_archive_that_is_not_the_one_of_its_manifest_is_refused(
 def test_a_link_device_or_special_member_is_refused(
     kind: bytes, plain: bytes, tmp_path: Path
 ) -> None:
-    entries = entries_of(plain)
-    block = bytearray(header(*[entries[4][0], len(entries[4][1])]))
+    entries = read_members(plain)
+    block = bytearray(build_header(*[entries[4][0], len(entries[4][1])]))
     block[156:157] = kind
     block[157 : 157 + 11] = b"/etc/passwd"
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
-    at = sum(len(member(*entry)) for entry in entries[:4])
+    at = sum(len(make_member(*entry)) for entry in entries[:4])
     assert "does not continue" in refused(plain[:at] + bytes(block) + plain[at + 512 :], tmp_path)
 
 
 def test_padding_that_is_not_zero_is_refused(plain: bytes, tmp_path: Path) -> None:
     changed = bytearray(plain)
-    changed[512 + len(entries_of(plain)[0][1])] = 1
+    changed[512 + len(read_members(plain)[0][1])] = 1
     assert "padding is not zero" in refused(bytes(changed), tmp_path)
 
 
@@ -252,42 +258,44 @@ def test_padding_that_is_not_zero_is_refused(plain: bytes, tmp_path: Path) -> No
 def test_a_manifest_that_says_more_or_less_is_refused(
     change: Callable[[dict[str, Any]], object], plain: bytes, tmp_path: Path
 ) -> None:
-    assert refused(with_manifest(plain, change), tmp_path)
+    assert refused(edit_manifest(plain, change), tmp_path)
 
 
 def test_a_manifest_beyond_64_kib_is_refused(plain: bytes, tmp_path: Path) -> None:
-    entries = entries_of(plain)
+    entries = read_members(plain)
     data = entries[2][1][:-1] + b" " * (64 << 10) + b"}"
     assert "at most 65536" in refused(replace_manifest(entries, data), tmp_path)
 
 
 def test_an_index_that_gives_another_size_is_refused(plain: bytes, tmp_path: Path) -> None:
-    entries = entries_of(plain)
+    entries = read_members(plain)
     index = json.loads(entries[1][1])
     index["manifests"][0]["size"] += 1
     data = json.dumps(index, separators=(",", ":"), sort_keys=True).encode()
-    tar = archive([entries[0], (entries[1][0], data), *entries[2:]])
+    tar = make_archive([entries[0], (entries[1][0], data), *entries[2:]])
     assert "another size" in refused(tar, tmp_path)
 
 
 def test_a_nested_archive_is_only_a_file_that_nobody_named(plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), "inner.tar": plain}
-    assert "inner.tar is not named in expert.json" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), "inner.tar": plain}
+    assert "inner.tar is not named in expert.json" in refused(make_package_archive(files), tmp_path)
 
 
 @pytest.mark.parametrize(
     "name", ["extra.bin", "adapter_model.bin", "setup.py", "run.sh", "key.pem", "README.txt"]
 )
 def test_a_file_that_nobody_named_is_refused(name: str, plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), name: b"x"}
-    assert f"{name} is not named in expert.json" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), name: b"x"}
+    assert f"{name} is not named in expert.json" in refused(make_package_archive(files), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["README.md", "LICENSE", "LICENSE-MIT", "NOTICE"])
 def test_a_model_card_and_licences_need_not_be_named(
     name: str, plain: bytes, tmp_path: Path
 ) -> None:
-    path = framed(repack({**files_of(plain), name: b"text"}), tmp_path / "x.expert")
+    path = write_frame(
+        make_package_archive({**read_packed_files(plain), name: b"text"}), tmp_path / "x.expert"
+    )
     assert read_package(path).small[name] == b"text"
 
 
@@ -295,9 +303,11 @@ def test_a_model_card_and_licences_need_not_be_named(
 def test_a_file_that_is_named_and_missing_is_refused(
     name: str, plain: bytes, tmp_path: Path
 ) -> None:
-    files = files_of(plain)
+    files = read_packed_files(plain)
     del files[name]
-    assert f"{name} is named in expert.json but missing" in refused(repack(files), tmp_path)
+    assert f"{name} is named in expert.json but missing" in refused(
+        make_package_archive(files), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,55 +317,63 @@ def test_a_file_that_is_named_and_missing_is_refused(
 def test_a_manifest_that_says_something_else_than_the_tensors_is_refused(
     key: str, value: object, plain: bytes, tmp_path: Path
 ) -> None:
-    files = edited(files_of(plain), "expert.json", lambda m: m["adapters"][0].update({key: value}))
-    message = refused(repack(files), tmp_path)
+    files = edit_json_file(
+        read_packed_files(plain), "expert.json", lambda m: m["adapters"][0].update({key: value})
+    )
+    message = refused(make_package_archive(files), tmp_path)
     assert str(value) in message
 
 
 def test_a_manifest_with_an_unknown_key_is_refused(plain: bytes, tmp_path: Path) -> None:
-    files = edited(files_of(plain), "expert.json", lambda m: m.update(run_after_install="sh x"))
-    assert "run_after_install" in refused(repack(files), tmp_path)
+    files = edit_json_file(
+        read_packed_files(plain), "expert.json", lambda m: m.update(run_after_install="sh x")
+    )
+    assert "run_after_install" in refused(make_package_archive(files), tmp_path)
 
 
 def test_a_configuration_that_would_import_code_is_refused(plain: bytes, tmp_path: Path) -> None:
     hostile = {"base_model_class": "X", "parent_library": "os"}
-    files = edited(files_of(plain), "adapter_config.json", lambda c: c.update(auto_mapping=hostile))
-    assert "auto_mapping" in refused(repack(files), tmp_path)
+    files = edit_json_file(
+        read_packed_files(plain), "adapter_config.json", lambda c: c.update(auto_mapping=hostile)
+    )
+    assert "auto_mapping" in refused(make_package_archive(files), tmp_path)
 
 
 def test_a_pickle_renamed_to_safetensors_is_refused(plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), "adapter_model.safetensors": b"\x80\x04\x95" + bytes(100)}
-    assert "adapter_model.safetensors" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), "adapter_model.safetensors": b"\x80\x04\x95" + bytes(100)}
+    assert "adapter_model.safetensors" in refused(make_package_archive(files), tmp_path)
 
 
 def test_tensors_of_another_model_are_refused(plain: bytes, tmp_path: Path) -> None:
-    weights = table(
+    weights = make_tensor_file(
         {"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)
     )
-    files = {**files_of(plain), "adapter_model.safetensors": weights}
-    assert "lm_head.weight" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), "adapter_model.safetensors": weights}
+    assert "lm_head.weight" in refused(make_package_archive(files), tmp_path)
 
 
 def test_a_huge_expert_json_is_refused(plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), "expert.json": b"{" + b" " * (1 << 20) + b"}"}
-    assert "missing or too large" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), "expert.json": b"{" + b" " * (1 << 20) + b"}"}
+    assert "missing or too large" in refused(make_package_archive(files), tmp_path)
 
 
 def test_a_huge_signature_is_refused(plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), "model.sig": bytes((1 << 20) + 1)}
-    assert "no signature" in refused(repack(files), tmp_path)
+    files = {**read_packed_files(plain), "model.sig": bytes((1 << 20) + 1)}
+    assert "no signature" in refused(make_package_archive(files), tmp_path)
 
 
 def test_equal_files_share_one_blob(plain: bytes, tmp_path: Path) -> None:
-    files = {**files_of(plain), "README.md": b"same", "LICENSE": b"same"}
-    sink = Collected()
-    contents = read_package(framed(repack(files), tmp_path / "x.expert"), sink=sink)
+    files = {**read_packed_files(plain), "README.md": b"same", "LICENSE": b"same"}
+    sink = CollectedFiles()
+    contents = read_package(
+        write_frame(make_package_archive(files), tmp_path / "x.expert"), sink=sink
+    )
     assert contents.small["README.md"] == contents.small["LICENSE"] == b"same"
     assert len(sink.blobs) == 4
 
 
 def test_a_sink_that_fails_stops_the_reading(package: Path) -> None:
-    class Full(Collected):
+    class Full(CollectedFiles):
         @contextmanager
         def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], object]]:
             raise OSError(28, "No space left on device")

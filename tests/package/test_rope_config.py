@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.package.config_fields import Fields
-from expertctl.package.rope_config import RopeConfig, YarnScaling, parse_rope
+from expertctl.package.architectures import ConfigFields
+from expertctl.package.attention_config import RopeConfig, YarnScaling, parse_rope_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,8 +25,8 @@ YARN = {
 
 
 def ours(parameters: dict[str, Any], *, dims: int = 64, positions: int = 131072) -> RopeConfig:
-    fields = Fields({"rope_parameters": parameters})
-    rope = parse_rope(fields, dims=dims, max_positions=positions)
+    fields = ConfigFields({"rope_parameters": parameters})
+    rope = parse_rope_config(fields, dims=dims, max_positions=positions)
     fields.raise_problems("config.json")
     return rope
 
@@ -35,16 +35,16 @@ def test_both_spellings_mean_the_same() -> None:
     new = ours(LLAMA3)
     rest = {k: v for k, v in LLAMA3.items() if k not in {"rope_type", "rope_theta"}}
     for name in ("type", "rope_type"):
-        old = Fields({"rope_theta": 5e5, "rope_scaling": {name: "llama3", **rest}})
-        assert parse_rope(old, dims=64, max_positions=131072) == new
+        old = ConfigFields({"rope_theta": 5e5, "rope_scaling": {name: "llama3", **rest}})
+        assert parse_rope_config(old, dims=64, max_positions=131072) == new
         assert old.problems == []
 
 
 def test_the_original_length_is_found_where_transformers_looks() -> None:
     short = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
     assert ours({**short, "factor": 2.0}, positions=500).scaling.original == 500  # type: ignore[union-attr]
-    top = Fields({"rope_parameters": YARN, "original_max_position_embeddings": 77})
-    rope = parse_rope(top, dims=64, max_positions=500)
+    top = ConfigFields({"rope_parameters": YARN, "original_max_position_embeddings": 77})
+    rope = parse_rope_config(top, dims=64, max_positions=500)
     assert rope.scaling.original == 77  # type: ignore[union-attr]
 
 
@@ -86,10 +86,12 @@ def test_settings_that_make_no_sense_are_refused(parameters: dict[str, Any], pro
 
 def test_an_empty_scaling_leaves_the_parameters_and_any_other_replaces_them() -> None:
     for scaling in (None, {}):
-        both = Fields({"rope_scaling": scaling, "rope_parameters": LLAMA3})
-        assert parse_rope(both, dims=64, max_positions=131072) == ours(LLAMA3)
-    both = Fields({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3})
-    rope = parse_rope(both, dims=64, max_positions=131072)
+        both = ConfigFields({"rope_scaling": scaling, "rope_parameters": LLAMA3})
+        assert parse_rope_config(both, dims=64, max_positions=131072) == ours(LLAMA3)
+    both = ConfigFields(
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3}
+    )
+    rope = parse_rope_config(both, dims=64, max_positions=131072)
     assert rope == ours({"rope_type": "linear", "factor": 2.0})
 
 

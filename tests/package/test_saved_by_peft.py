@@ -9,8 +9,8 @@ import pytest
 
 from expertctl.package.adapter import Dora, Ia3, Lora, SoftPrompt
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.package.read import PackageContents, read_package
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -39,10 +39,10 @@ def save(tmp_path: Path, base_dir: Path) -> Save:
 
 
 def packed(directory: Path, facts: BaseFacts) -> PackageContents:
-    plan = plan_build(directory, Overrides(), base=facts)
+    plan = plan_build(directory, ManifestOverrides(), base=facts)
     untrained = [warning for warning in plan.warnings if "every lora_B is zero" in warning]
     assert list(plan.warnings) == untrained
-    return read_package(build(plan, directory.parent / "x.expert").path)
+    return read_package(build_package(plan, directory.parent / "x.expert").path)
 
 
 def entry_of(contents: PackageContents) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
-from expertctl.package.spool import unpack
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
+from expertctl.package.write import unpack_package
 from tests.factories import to_bytes, write_base, write_safetensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -50,15 +50,15 @@ def save(tmp_path: Path, base_dir: Path) -> Save:
 
 def packed(directory: Path, facts: BaseFacts) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The tensors of the package, as safetensors reads them, and what was said."""
-    plan = plan_build(directory, Overrides(), base=facts)
-    result = build(plan, directory.parent / "x.expert")
-    unpack(result.path, directory.parent / "unpacked")
+    plan = plan_build(directory, ManifestOverrides(), base=facts)
+    result = build_package(plan, directory.parent / "x.expert")
+    unpack_package(result.path, directory.parent / "unpacked")
     return load_file(directory.parent / "unpacked" / WEIGHTS), result.notes
 
 
 def refused(directory: Path, facts: BaseFacts | None) -> str:
     with pytest.raises(InvalidPackageError) as caught:
-        plan_build(directory, Overrides(), base=facts)
+        plan_build(directory, ManifestOverrides(), base=facts)
     return caught.value.message
 
 
@@ -206,9 +206,9 @@ def test_tensors_of_several_types_are_packed_as_float32(
 
 def test_tensors_of_one_type_are_packed_byte_by_byte(lora: Path, facts: BaseFacts) -> None:
     mix(lora, ["BF16"])
-    plan = plan_build(lora, Overrides(), base=facts)
-    result = build(plan, lora.parent / "x.expert")
-    unpack(result.path, lora.parent / "unpacked")
+    plan = plan_build(lora, ManifestOverrides(), base=facts)
+    result = build_package(plan, lora.parent / "x.expert")
+    unpack_package(result.path, lora.parent / "unpacked")
     assert (lora.parent / "unpacked" / WEIGHTS).read_bytes() == (lora / WEIGHTS).read_bytes()
 
 
@@ -230,15 +230,15 @@ def test_weights_that_are_replaced_before_they_are_written_are_found_out(
     lora: Path, facts: BaseFacts
 ) -> None:
     mix(lora, ["BF16", "F32"])
-    plan = plan_build(lora, Overrides(), base=facts)
+    plan = plan_build(lora, ManifestOverrides(), base=facts)
     data = (lora / WEIGHTS).read_bytes()
     (lora / "other").write_bytes(data)
     (lora / "other").replace(lora / WEIGHTS)
     with pytest.raises(DigestError, match="replaced"):
-        build(plan, lora.parent / "x.expert")
+        build_package(plan, lora.parent / "x.expert")
     assert not (lora.parent / "x.expert").exists()
-    plan = plan_build(lora, Overrides(), base=facts)
+    plan = plan_build(lora, ManifestOverrides(), base=facts)
     with (lora / WEIGHTS).open("r+b") as stream:
         stream.truncate(len(data) - 5)
     with pytest.raises(DigestError, match="cut short"):
-        build(plan, lora.parent / "x.expert")
+        build_package(plan, lora.parent / "x.expert")

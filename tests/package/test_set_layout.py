@@ -9,29 +9,31 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
-from expertctl.package.layout import MAX_FILE_BYTES, Layout, layout_of
-from expertctl.package.set_layout import (
+from expertctl.package.layout import (
+    MAX_FILE_BYTES,
     MAX_PACKAGES,
     REF_NAME,
+    PackageLayout,
     SetLayout,
-    index_name,
-    read_set_index,
-    set_layout_of,
+    build_index_name,
+    build_layout,
+    build_set_layout,
+    parse_set_index,
 )
 from expertctl.reference import PackageName, Version
-from expertctl.schema.strict_json import canonical
+from expertctl.schema.strict_json import encode_canonical
 
 
 def file(path: str, content: bytes, size: int | None = None) -> FileDigest:
-    return FileDigest(path, len(content) if size is None else size, Digest.of(content))
+    return FileDigest(path, len(content) if size is None else size, Digest.compute(content))
 
 
-def package(name: str, *more: FileDigest) -> Layout:
-    return layout_of([file("expert.json", name.encode()), *more], None)
+def package(name: str, *more: FileDigest) -> PackageLayout:
+    return build_layout([file("expert.json", name.encode()), *more], None)
 
 
 def a_set(*names: str) -> SetLayout:
-    return set_layout_of({name: package(name) for name in names})
+    return build_set_layout({name: package(name) for name in names})
 
 
 TWO = a_set("acme/sql:1.0.0", "acme/english:2.0.0-rc.1")
@@ -62,40 +64,40 @@ def test_what_was_made_is_read_back_in_any_order(names: set[str], random: Any) -
     random.shuffle(shuffled)
     layout = a_set(*shuffled)
     assert layout == a_set(*sorted(names))
-    named = read_set_index(layout.index, what="x")
+    named = parse_set_index(layout.index, what="x")
     assert list(named) == sorted(names)
-    assert [d.digest for d in named.values()] == [Digest.of(m) for m in layout.manifests]
+    assert [d.digest for d in named.values()] == [Digest.compute(m) for m in layout.manifests]
 
 
 def test_a_shared_blob_is_there_once_and_weights_come_last() -> None:
     shared = file("a.safetensors", b"weights")
-    layout = set_layout_of({n: package(n, shared) for n in ("acme/b:1.0.0", "acme/a:1.0.0")})
+    layout = build_set_layout({n: package(n, shared) for n in ("acme/b:1.0.0", "acme/a:1.0.0")})
     assert [digest for digest, _ in layout.blobs] == [
-        Digest.of(b"acme/a:1.0.0"),
-        Digest.of(b"acme/b:1.0.0"),
-        Digest.of(b"weights"),
+        Digest.compute(b"acme/a:1.0.0"),
+        Digest.compute(b"acme/b:1.0.0"),
+        Digest.compute(b"weights"),
     ]
 
 
 def test_the_name_is_that_of_package_and_version() -> None:
-    name = index_name(PackageName.parse("acme/sql"), Version.parse("1.0.0-rc.1"))
+    name = build_index_name(PackageName.parse("acme/sql"), Version.parse("1.0.0-rc.1"))
     assert name == "acme/sql:1.0.0-rc.1"
 
 
 def test_what_cannot_be_in_one_set_is_named() -> None:
     with pytest.raises(InvalidPackageError, match="1 to 256 allowed"):
-        set_layout_of({})
+        build_set_layout({})
     with pytest.raises(InvalidPackageError, match="257 packages"):
         a_set(*(f"acme/x{i}:1.0.0" for i in range(MAX_PACKAGES + 1)))
     with pytest.raises(InvalidPackageError, match="one manifest"):
-        set_layout_of({"acme/a:1.0.0": package("x"), "acme/b:1.0.0": package("x")})
+        build_set_layout({"acme/a:1.0.0": package("x"), "acme/b:1.0.0": package("x")})
     lying = package("b", file("README.md", b"text", 9)), package("a", file("README.md", b"text"))
     with pytest.raises(InvalidPackageError, match="two sizes"):
-        set_layout_of({"acme/a:1.0.0": lying[1], "acme/b:1.0.0": lying[0]})
+        build_set_layout({"acme/a:1.0.0": lying[1], "acme/b:1.0.0": lying[0]})
     one = package("a")
     posing = package("b", FileDigest("README.md", len(one.manifest), one.package_digest))
     with pytest.raises(InvalidPackageError, match=r"README\.md: it is a manifest of the set"):
-        set_layout_of({"acme/a:1.0.0": one, "acme/b:1.0.0": posing})
+        build_set_layout({"acme/a:1.0.0": one, "acme/b:1.0.0": posing})
     large = {
         f"acme/x{i}:1.0.0": package(
             str(i), file("a.safetensors", b"weights %d" % i, MAX_FILE_BYTES)
@@ -103,12 +105,12 @@ def test_what_cannot_be_in_one_set_is_named() -> None:
         for i in range(9)
     }
     with pytest.raises(InvalidPackageError, match="bytes in all"):
-        set_layout_of(large)
+        build_set_layout(large)
 
 
 def test_an_index_of_packages_up_to_the_limit_is_read() -> None:
     names = [f"{'a' * 64}/{i:064}:1.0.0-{'x' * 200}" for i in range(MAX_PACKAGES)]
-    assert len(read_set_index(a_set(*names).index, what="x")) == MAX_PACKAGES
+    assert len(parse_set_index(a_set(*names).index, what="x")) == MAX_PACKAGES
 
 
 def first(index: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def test_an_index_that_is_not_ours_is_refused(change: Any) -> None:
     document = json.loads(TWO.index)
     change(document)
     with pytest.raises(InvalidPackageError):
-        read_set_index(canonical(document), what="x")
+        parse_set_index(encode_canonical(document), what="x")
 
 
 @pytest.mark.parametrize(
@@ -170,15 +172,15 @@ def test_a_name_that_is_no_package_and_version_is_refused(name: str) -> None:
     document = json.loads(TWO.index)
     first(document)["annotations"][REF_NAME] = name
     with pytest.raises(InvalidPackageError, match="is not called"):
-        read_set_index(canonical(document), what="x")
+        parse_set_index(encode_canonical(document), what="x")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xef\xbb\xbf{}", b"{}" + b" " * (1 << 19)])
 def test_what_is_no_index_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidPackageError):
-        read_set_index(data, what="x")
+        parse_set_index(data, what="x")
 
 
 def test_other_bytes_for_the_same_index_are_refused() -> None:
     with pytest.raises(InvalidPackageError, match="not the one that a set has"):
-        read_set_index(json.dumps(json.loads(TWO.index)).encode(), what="x")
+        parse_set_index(json.dumps(json.loads(TWO.index)).encode(), what="x")

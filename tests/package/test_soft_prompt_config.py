@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from expertctl.package.soft_prompt_config import SoftPromptConfig
-from tests.package.forge_adapter import config_of, config_refused
-from tests.peft_layout import prompt_config
+from expertctl.package.peft_config import SoftPromptConfig
+from tests.package.forged_packages import catch_config_error, parse_config_document
+from tests.tensor_shapes import prompt_config
 
 BASE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 KINDS = ("PROMPT_TUNING", "P_TUNING")
@@ -20,14 +20,14 @@ def written(kind: str = "PROMPT_TUNING", **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_counts_is_how_many_tokens_and_how_wide(kind: str) -> None:
-    config = config_of(written(kind, revision="abc"))
+    config = parse_config_document(written(kind, revision="abc"))
     assert config == SoftPromptConfig(5, 32, "base", "abc")
     assert config.kind == "soft_prompt"
 
 
 @pytest.mark.parametrize("width", [{}, {"token_dim": None}])
 def test_the_width_may_be_left_to_the_tensor(width: dict[str, Any]) -> None:
-    assert config_of({"peft_type": "P_TUNING", "num_virtual_tokens": 5, **width}) == (
+    assert parse_config_document({"peft_type": "P_TUNING", "num_virtual_tokens": 5, **width}) == (
         SoftPromptConfig(5, None, None, None)
     )
 
@@ -44,15 +44,15 @@ def test_the_tokenizer_is_a_label_and_nothing_is_opened(
     text = written(
         prompt_tuning_init="TEXT", prompt_tuning_init_text="hello", tokenizer_name_or_path=place
     )
-    config_of(written())  # reads the schema
+    parse_config_document(written())  # reads the schema
     monkeypatch.setattr("builtins.open", opened)
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(socket, "socket", opened)
-    assert config_of(text) == SoftPromptConfig(5, 32, "base", None)
+    assert parse_config_document(text) == SoftPromptConfig(5, 32, "base", None)
 
 
 def test_integers_may_be_spelled_as_floats_as_json_allows() -> None:
-    config = config_of(written(num_virtual_tokens=5.0, token_dim=32.0))
+    config = parse_config_document(written(num_virtual_tokens=5.0, token_dim=32.0))
     assert isinstance(config, SoftPromptConfig)
     assert (type(config.tokens), type(config.width)) == (int, int)
 
@@ -98,9 +98,9 @@ REFUSED: list[tuple[str, Any]] = [
 def test_what_would_change_the_meaning_is_refused_by_name(
     kind: str, field: str, value: Any
 ) -> None:
-    assert field in config_refused(written(kind, **{field: value}))
+    assert field in catch_config_error(written(kind, **{field: value}))
 
 
 def test_why_tokenizer_settings_are_refused_is_said() -> None:
-    message = config_refused(written(tokenizer_kwargs={"trust_remote_code": True}))
+    message = catch_config_error(written(tokenizer_kwargs={"trust_remote_code": True}))
     assert "how a tokenizer is loaded" in message

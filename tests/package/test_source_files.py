@@ -8,10 +8,15 @@ import pytest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.package.read import read_package
-from expertctl.package.source_files import cache_folder, cached_name, source_file, source_names
+from expertctl.package.source_files import (
+    find_cache_folder,
+    find_cached_name,
+    find_source_file,
+    list_source_names,
+)
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -37,7 +42,7 @@ def link(cache: Path, target: str | Path, name: str = "x.json") -> Path:
 
 def refused(directory: Path, name: str = "x.json") -> str:
     with pytest.raises(InvalidPackageError) as caught:
-        source_file(directory, name)
+        find_source_file(directory, name)
     return caught.value.message
 
 
@@ -45,9 +50,9 @@ def test_a_snapshot_of_the_hubs_cache_is_built(cache: Path, lora: Path, facts: B
     for number, name in enumerate((CONFIG_PATH, WEIGHTS_PATH)):
         (lora / name).rename(cache / "blobs" / f"b{number}")
         link(cache, f"../../blobs/b{number}", name)
-    plan = plan_build(snapshot(cache), Overrides(), base=facts)
+    plan = plan_build(snapshot(cache), ManifestOverrides(), base=facts)
     assert plan.manifest.name == "local/sql-lora"
-    contents = read_package(build(plan, cache.parent / "out.expert").path)
+    contents = read_package(build_package(plan, cache.parent / "out.expert").path)
     assert [spec.tensors for spec in contents.adapters] == [28]
 
 
@@ -57,7 +62,7 @@ def test_the_folder_above_the_snapshots_names_them(
     (lora / CONFIG_PATH).rename(cache / "blobs" / "b0")
     link(cache, "../../blobs/b0", CONFIG_PATH)
     with pytest.raises(NotFoundError) as caught:
-        plan_build(cache, Overrides(), base=facts)
+        plan_build(cache, ManifestOverrides(), base=facts)
     assert caught.value.message.endswith(f"there are adapters below it: snapshots/{REVISION}")
     assert caught.value.hint.endswith(f"expertctl build {snapshot(cache)}")
 
@@ -69,7 +74,7 @@ def test_no_name_that_a_shell_would_read_gets_into_a_hint(
     (tmp_path / "snapshots" / name).mkdir(parents=True)
     (tmp_path / "snapshots" / name / CONFIG_PATH).write_text("{}")
     with pytest.raises(NotFoundError) as caught:
-        plan_build(tmp_path, Overrides(), base=facts)
+        plan_build(tmp_path, ManifestOverrides(), base=facts)
     assert name not in caught.value.message + caught.value.hint
 
 
@@ -82,7 +87,7 @@ def test_a_snapshot_that_huggingface_hub_made_is_followed(tmp_path: Path) -> Non
     pointer.parent.mkdir(parents=True)
     blob.write_bytes(b"{}")
     file_download._create_symlink(str(blob), str(pointer))
-    found = source_file(pointer.parent, "x.json")
+    found = find_source_file(pointer.parent, "x.json")
     assert found is not None
     assert found.path == blob
     assert found.read(max_bytes=10) == b"{}"
@@ -90,7 +95,7 @@ def test_a_snapshot_that_huggingface_hub_made_is_followed(tmp_path: Path) -> Non
 
 def test_a_chain_of_links_inside_the_cache_is_followed(cache: Path) -> None:
     (cache / "blobs" / "bb").symlink_to("aa")
-    found = source_file(link(cache, "../../blobs/bb"), "x.json")
+    found = find_source_file(link(cache, "../../blobs/bb"), "x.json")
     assert found is not None
     assert found.path == cache / "blobs" / "aa"
 
@@ -100,8 +105,8 @@ def test_a_snapshot_that_is_reached_through_a_link_is_the_snapshot(
 ) -> None:
     link(cache, "../../blobs/aa")
     (tmp_path / "mine").symlink_to(snapshot(cache))
-    assert source_file(tmp_path / "mine", "x.json") is not None
-    assert cached_name(tmp_path / "mine") == "sql-lora"
+    assert find_source_file(tmp_path / "mine", "x.json") is not None
+    assert find_cached_name(tmp_path / "mine") == "sql-lora"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_a_link_that_leads_elsewhere_is_refused(
 
 def test_an_absolute_link_is_followed_only_inside_the_cache(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-    assert source_file(link(cache, cache / "blobs" / "aa"), "x.json") is not None
+    assert find_source_file(link(cache, cache / "blobs" / "aa"), "x.json") is not None
     assert "leaves" in refused(link(cache, tmp_path / "secret", "y.json"), "y.json")
 
 
@@ -153,7 +158,7 @@ def test_a_link_in_a_folder_that_only_looks_like_the_cache_is_refused(tmp_path: 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "real").write_text("x")
         (folder / "x.json").symlink_to("real")
-        assert cache_folder(folder) is None
+        assert find_cache_folder(folder) is None
         assert "a symbolic link is not packed" in refused(folder)
 
 
@@ -161,7 +166,7 @@ def test_a_file_that_is_replaced_after_it_was_checked_is_not_read(
     cache: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_text("secret")
-    found = source_file(link(cache, "../../blobs/aa"), "x.json")
+    found = find_source_file(link(cache, "../../blobs/aa"), "x.json")
     assert found is not None
     (cache / "blobs" / "aa").unlink()
     (cache / "blobs" / "aa").symlink_to(tmp_path / "secret")
@@ -178,7 +183,7 @@ def test_a_file_that_is_replaced_after_it_was_checked_is_not_read(
 def test_a_folder_of_the_cache_that_is_replaced_leads_nowhere_else(
     cache: Path, tmp_path: Path
 ) -> None:
-    found = source_file(link(cache, "../../blobs/aa"), "x.json")
+    found = find_source_file(link(cache, "../../blobs/aa"), "x.json")
     assert found is not None
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -194,5 +199,5 @@ def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "y.json").mkdir()
     assert "not a regular file" in refused(tmp_path)
     assert "not a regular file" in refused(tmp_path, "y.json")
-    assert source_file(tmp_path, "z.json") is None
-    assert source_names(tmp_path) == ["x.json", "y.json"]
+    assert find_source_file(tmp_path, "z.json") is None
+    assert list_source_names(tmp_path) == ["x.json", "y.json"]

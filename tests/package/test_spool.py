@@ -18,10 +18,15 @@ from expertctl.errors import (
 )
 from expertctl.package.layout import OCI_LAYOUT
 from expertctl.package.read import read_package
-from expertctl.package.spool import sign_package, unpack
+from expertctl.package.write import sign_package, unpack_package
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PrivateKey
-from tests.package.forge import files_of, framed, repack, tar_of
+from tests.package.forged_packages import (
+    make_package_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
 
 
 @pytest.fixture
@@ -32,9 +37,9 @@ def own(package: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def damaged(package: Path, tmp_path: Path) -> Path:
-    tar = bytearray(tar_of(package))
+    tar = bytearray(read_archive(package))
     tar[-1500] ^= 1
-    return framed(bytes(tar), tmp_path / "damaged.expert")
+    return write_frame(bytes(tar), tmp_path / "damaged.expert")
 
 
 def names(directory: Path) -> list[str]:
@@ -42,7 +47,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_unpacked_files_are_those_of_the_package(package: Path, tmp_path: Path) -> None:
-    contents = unpack(package, tmp_path / "out")
+    contents = unpack_package(package, tmp_path / "out")
     assert names(tmp_path / "out") == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -59,7 +64,7 @@ def test_unpacked_files_are_those_of_the_package(package: Path, tmp_path: Path) 
 
 def test_an_empty_directory_is_filled(package: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    unpack(package, tmp_path / "out")
+    unpack_package(package, tmp_path / "out")
     assert len(names(tmp_path / "out")) == 4
 
 
@@ -84,7 +89,7 @@ def test_what_is_there_is_not_touched(
     prepare(tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError):
-        unpack(package, tmp_path / "out")
+        unpack_package(package, tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -94,18 +99,18 @@ def test_the_working_directory_is_not_replaced(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UsageError, match="is the working directory"):
-        unpack(package, Path())
+        unpack_package(package, Path())
 
 
 def test_a_parent_that_is_missing_is_named(package: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such directory"):
-        unpack(package, tmp_path / "none" / "out")
+        unpack_package(package, tmp_path / "none" / "out")
 
 
 def test_a_damaged_package_leaves_nothing(damaged: Path, tmp_path: Path, key: PrivateKey) -> None:
     before, data = names(tmp_path), damaged.read_bytes()
     for action in (
-        lambda: unpack(damaged, tmp_path / "out"),
+        lambda: unpack_package(damaged, tmp_path / "out"),
         lambda: sign_package(damaged, key),
     ):
         with pytest.raises((DigestError, InvalidPackageError)):
@@ -115,9 +120,9 @@ def test_a_damaged_package_leaves_nothing(damaged: Path, tmp_path: Path, key: Pr
 
 
 def test_equal_files_are_both_unpacked(package: Path, tmp_path: Path) -> None:
-    files = {**files_of(tar_of(package)), "README.md": b"same", "LICENSE": b"same"}
-    path = framed(repack(files), tmp_path / "x.expert")
-    unpack(path, tmp_path / "out")
+    files = {**read_packed_files(read_archive(package)), "README.md": b"same", "LICENSE": b"same"}
+    path = write_frame(make_package_archive(files), tmp_path / "x.expert")
+    unpack_package(path, tmp_path / "out")
     readme, licence = (tmp_path / "out" / name for name in ("README.md", "LICENSE"))
     readme.write_text("changed")
     assert licence.read_text() == "same"
@@ -141,13 +146,13 @@ def test_signing_an_unsigned_package_equals_building_it_signed(
 ) -> None:
     copy = Path(shutil.copy(unsigned, tmp_path / "x.expert"))
     sign_package(copy, key)
-    assert tar_of(copy) == tar_of(package)
+    assert read_archive(copy) == read_archive(package)
 
 
 def test_a_file_may_hold_the_very_bytes_of_another_member(package: Path, tmp_path: Path) -> None:
-    files = {**files_of(tar_of(package)), "README.md": OCI_LAYOUT}
-    path = framed(repack(files), tmp_path / "x.expert")
-    unpack(path, tmp_path / "out")
+    files = {**read_packed_files(read_archive(package)), "README.md": OCI_LAYOUT}
+    path = write_frame(make_package_archive(files), tmp_path / "x.expert")
+    unpack_package(path, tmp_path / "out")
     assert (tmp_path / "out" / "README.md").read_bytes() == OCI_LAYOUT
 
 
@@ -155,4 +160,4 @@ def test_a_file_may_hold_the_very_bytes_of_another_member(package: Path, tmp_pat
 def test_a_folder_that_cannot_be_written_is_an_error(package: Path, tmp_path: Path) -> None:
     (tmp_path / "ro").mkdir(mode=0o555)
     with pytest.raises((OSError, ExpertError)):
-        unpack(package, tmp_path / "ro" / "out")
+        unpack_package(package, tmp_path / "ro" / "out")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from expertctl.package.adapter import AdapterSpec, Lora, Stacked
+from expertctl.package.adapter import AdapterSpec, Lora, StackSlice
+from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, MAX_EXPERTS_TOTAL
 from expertctl.package.compatibility import check_tensors
-from expertctl.package.experts_config import MAX_ALL, MAX_COUNT
-from tests.package import forge_adapter
-from tests.peft_layout import lora_config
+from tests.package import forged_packages
+from tests.tensor_shapes import lora_config
 
 EXPERTS = "model.layers.0.mlp.experts"
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -29,11 +29,13 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def spec_of(shapes: dict[str, list[int]] | None = None, **changes: Any) -> AdapterSpec:
-    return forge_adapter.spec_of(values(**changes), SHAPES if shapes is None else shapes)
+    return forged_packages.parse_adapter_spec(
+        values(**changes), SHAPES if shapes is None else shapes
+    )
 
 
 def refused(shapes: dict[str, list[int]] | None = None, **changes: Any) -> str:
-    return forge_adapter.spec_refused(values(**changes), SHAPES if shapes is None else shapes)
+    return forged_packages.catch_spec_error(values(**changes), SHAPES if shapes is None else shapes)
 
 
 def renamed(**names: str) -> dict[str, list[int]]:
@@ -60,8 +62,8 @@ def test_each_matrix_of_each_expert_is_a_part() -> None:
     down = parts[f"{EXPERTS}.3.down_proj"]
     assert (gate.a, gate.b) == (up.a, up.b) == tuple(SHAPES)[:2]
     assert (down.a, down.b) == tuple(SHAPES)[2:]
-    assert (gate.stacked, up.stacked) == (Stacked(3, 6, 0, False), Stacked(3, 6, 20, False))
-    assert down.stacked == Stacked(3, 6, 0, False)
+    assert (gate.stacked, up.stacked) == (StackSlice(3, 6, 0, False), StackSlice(3, 6, 20, False))
+    assert down.stacked == StackSlice(3, 6, 0, False)
     assert (gate.a_shape, gate.b_shape) == (up.a_shape, up.b_shape) == ((2, 32), (20, 2))
     assert (down.a_shape, down.b_shape, down.scale, down.rank) == ((2, 20), (32, 2), 3.0, 2)
 
@@ -102,7 +104,7 @@ def test_before_peft_0_19_1_halves_had_changed_places() -> None:
     shapes = {name: turned[name] for name in SHAPES}
     for version in ("0.18.0", "0.18.1", "0.19.0"):
         parts = parts_of(spec_of(shapes, peft_version=version))
-        assert parts[f"{EXPERTS}.5.up_proj"].stacked == Stacked(5, 6, 20, True)
+        assert parts[f"{EXPERTS}.5.up_proj"].stacked == StackSlice(5, 6, 20, True)
         for name, part in parts_of(spec_of()).items():
             assert (parts[name].a_shape, parts[name].b_shape) == (part.a_shape, part.b_shape)
     for version in ("0.19.1", "0.20.0", "0.22.0.dev0", "1.0.0", "0.21.2.dev0@abc"):
@@ -185,20 +187,20 @@ def test_stacks_of_one_layer_have_as_many_experts() -> None:
 
 
 def test_no_more_experts_than_any_base_has() -> None:
-    count = MAX_COUNT + 1
+    count = MAX_EXPERTS_PER_LAYER + 1
     shapes = dict(zip(SHAPES, ([count, 1], [2, count], [count, 1], [1, count]), strict=True))
-    assert f"made for {count} experts, at most {MAX_COUNT}" in refused(shapes, r=1)
+    assert f"made for {count} experts, at most {MAX_EXPERTS_PER_LAYER}" in refused(shapes, r=1)
 
 
 def test_no_more_experts_in_all_layers_than_any_base_has() -> None:
     many = dict(zip(SHAPES, ([512, 1], [2, 512], [512, 1], [1, 512]), strict=True))
-    layers = MAX_ALL // 512 + 1
+    layers = MAX_EXPERTS_TOTAL // 512 + 1
     shapes = {
         name.replace("layers.0", f"layers.{layer}"): shape
         for layer in range(layers)
         for name, shape in many.items()
     }
-    assert f"{2 * 512 * layers} experts in all stacks, at most {2 * MAX_ALL}" in refused(
+    assert f"{2 * 512 * layers} experts in all stacks, at most {2 * MAX_EXPERTS_TOTAL}" in refused(
         shapes, r=1
     )
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.package import tensor_diff
-from expertctl.package.tensor_diff import (
+from expertctl.package import diff
+from expertctl.package.diff import (
     TensorChange,
     TensorForm,
     TensorSource,
-    all_added,
-    all_equal,
-    all_removed,
-    module_kind,
-    summarise,
-    tensor_changes,
+    diff_tensors,
+    find_module_kind,
+    list_as_added,
+    list_as_equal,
+    list_as_removed,
+    summarise_changes,
 )
 from expertctl.package.tensor_file import read_table
 from tests.factories import to_bytes, write_safetensors
@@ -61,7 +61,7 @@ def compare(
 ) -> dict[str, TensorChange]:
     first, second = dtypes or ("float32", "float32")
     with sources(tmp_path, (old, first), (new, second)) as (a, b):
-        return {change.name: change for change in tensor_changes(a, b)}
+        return {change.name: change for change in diff_tensors(a, b)}
 
 
 @pytest.mark.parametrize("after", DTYPES)
@@ -70,7 +70,7 @@ def compare(
 def test_the_distance_is_that_of_the_formula(
     before: str, after: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_diff, "_PIECE", piece)
+    monkeypatch.setattr(diff, "_PIECE_NUMBERS", piece)
     old, new = random(1, 5, 9), random(2, 5, 9)
     change = compare(tmp_path, {"x": old}, {"x": new}, before, after)["x"]
     pairs = list(zip(stored(old, before), stored(new, after), strict=True))
@@ -140,11 +140,13 @@ def test_a_difference_of_zeros_has_no_relative_norm(tmp_path: Path) -> None:
 def test_a_table_alone_says_what_a_whole_file_would(tmp_path: Path) -> None:
     arrays = {"b": random(1, 3), "a": random(2, 2)}
     with sources(tmp_path, (arrays, "float32")) as (source,):
-        changes = tensor_changes(source, source)
+        changes = diff_tensors(source, source)
         table = source.table
-    assert [(c.name, c.change) for c in all_equal(table)] == [(c.name, c.change) for c in changes]
-    assert {c.change for c in all_added(table)} == {"added"}
-    assert [c.old for c in all_removed(table)] == [c.new for c in all_added(table)]
+    assert [(c.name, c.change) for c in list_as_equal(table)] == [
+        (c.name, c.change) for c in changes
+    ]
+    assert {c.change for c in list_as_added(table)} == {"added"}
+    assert [c.old for c in list_as_removed(table)] == [c.new for c in list_as_added(table)]
 
 
 @pytest.mark.parametrize(
@@ -159,14 +161,14 @@ def test_a_table_alone_says_what_a_whole_file_would(tmp_path: Path) -> None:
     ],
 )
 def test_the_kind_is_the_last_part_of_the_module(name: str, kind: str) -> None:
-    assert module_kind(name) == kind
+    assert find_module_kind(name) == kind
 
 
 def test_a_summary_takes_the_pairs_of_a_kind_together(tmp_path: Path) -> None:
     names = [f"base_model.model.model.layers.{i}.mlp.up_proj.lora_A.weight" for i in range(3)]
     old = {names[0]: random(1, 4), names[1]: random(2, 4)}
     new = {names[0]: random(3, 4), names[1]: random(2, 4), names[2]: random(4, 4)}
-    (kind,) = summarise(compare(tmp_path, old, new).values())
+    (kind,) = summarise_changes(compare(tmp_path, old, new).values())
     assert (kind.kind, dict(kind.counts)) == ("up_proj", {"changed": 1, "equal": 1, "added": 1})
     before = np.concatenate([old[n] for n in names[:2]]).astype(np.float64)
     after = np.concatenate([new[n] for n in names[:2]]).astype(np.float64)
@@ -177,5 +179,7 @@ def test_a_summary_takes_the_pairs_of_a_kind_together(tmp_path: Path) -> None:
 
 
 def test_kinds_without_a_pair_have_no_distance(tmp_path: Path) -> None:
-    (kind,) = summarise(compare(tmp_path, {"y": random(1, 2)}, {"y": random(1, 3)}).values())
+    (kind,) = summarise_changes(
+        compare(tmp_path, {"y": random(1, 2)}, {"y": random(1, 3)}).values()
+    )
     assert (dict(kind.counts), kind.distance) == ({"changed": 1}, None)

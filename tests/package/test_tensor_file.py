@@ -15,20 +15,20 @@ from safetensors.numpy import save
 from expertctl.errors import InvalidPackageError
 from expertctl.package.tensor_file import (
     ADAPTER_LIMITS,
-    Limits,
+    HeaderLimits,
     TensorTable,
     parse_header,
     read_header,
     read_table,
 )
-from tests.package.forge import safetensors, table
+from tests.package.forged_packages import make_safetensors, make_tensor_file
 
 NAMES = st.from_regex(r"[a-zA-Z0-9_]{1,8}(\.[a-zA-Z0-9_]{1,8}){0,3}", fullmatch=True)
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def parse(data: bytes, limits: Limits = ADAPTER_LIMITS) -> TensorTable:
+def parse(data: bytes, limits: HeaderLimits = ADAPTER_LIMITS) -> TensorTable:
     return parse_header(data, file_size=len(data), what="x", limits=limits)
 
 
@@ -61,7 +61,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 @given(st.binary(max_size=120))
 @settings(deadline=None, max_examples=200)
 def test_random_headers_are_refused(text: bytes) -> None:
-    refused(safetensors(text))
+    refused(make_safetensors(text))
 
 
 @given(st.integers(0, 300), st.integers(1, 255))
@@ -93,15 +93,19 @@ DEEP = b'{"a":' * 40 + b"1" + b"}" * 40
         pytest.param(b"\xff" * 8, id="length 2^64-1"),
         pytest.param((100_000_001).to_bytes(8, "little") + b"{}", id="length above 100 MB"),
         pytest.param((50).to_bytes(8, "little") + b"{}", id="length beyond the file"),
-        pytest.param(safetensors(b'{"\xff":1}'), id="not UTF-8"),
-        pytest.param(safetensors(b"not json"), id="not JSON"),
-        pytest.param(safetensors(b"[]"), id="an array"),
-        pytest.param(safetensors(b"{}"), id="an empty table"),
-        pytest.param(safetensors(b"{}\0"), id="a trailing NUL"),
-        pytest.param(safetensors(DEEP), id="deep nesting"),
-        pytest.param(safetensors(b'{"\\ud800":1}'), id="a lone surrogate"),
-        pytest.param(safetensors(b" " + json.dumps({"a": GOOD}).encode(), bytes(8)), id="space"),
-        pytest.param(safetensors(json.dumps({"a": GOOD}).encode() + b"\n", bytes(8)), id="newline"),
+        pytest.param(make_safetensors(b'{"\xff":1}'), id="not UTF-8"),
+        pytest.param(make_safetensors(b"not json"), id="not JSON"),
+        pytest.param(make_safetensors(b"[]"), id="an array"),
+        pytest.param(make_safetensors(b"{}"), id="an empty table"),
+        pytest.param(make_safetensors(b"{}\0"), id="a trailing NUL"),
+        pytest.param(make_safetensors(DEEP), id="deep nesting"),
+        pytest.param(make_safetensors(b'{"\\ud800":1}'), id="a lone surrogate"),
+        pytest.param(
+            make_safetensors(b" " + json.dumps({"a": GOOD}).encode(), bytes(8)), id="space"
+        ),
+        pytest.param(
+            make_safetensors(json.dumps({"a": GOOD}).encode() + b"\n", bytes(8)), id="newline"
+        ),
         pytest.param(b"\x80\x04\x95" + bytes(20), id="a pickle"),
         pytest.param(b"PK\x03\x04" + bytes(60), id="a zip, as .pt and .npz and .keras are"),
         pytest.param(b"GGUF\x03\0\0\0" + bytes(60), id="GGUF"),
@@ -166,51 +170,53 @@ def entry(**changes: Any) -> dict[str, Any]:
 def test_a_table_that_could_be_misread_is_refused(
     entries: dict[str, Any], size: int, message: str
 ) -> None:
-    assert message in refused(table(entries, bytes(size)))
+    assert message in refused(make_tensor_file(entries, bytes(size)))
 
 
 def test_a_duplicate_key_is_refused_even_with_the_same_value() -> None:
     one = json.dumps(GOOD)
     text = f'{{"a":{one},"a":{one}}}'.encode()
-    assert deserialize(safetensors(text, bytes(8)))
-    assert "duplicate key 'a'" in refused(safetensors(text, bytes(8)))
+    assert deserialize(make_safetensors(text, bytes(8)))
+    assert "duplicate key 'a'" in refused(make_safetensors(text, bytes(8)))
 
 
 def test_a_pickle_in_the_metadata_stays_text() -> None:
-    data = table({"__metadata__": {"x": "\x80\x04\x95"}, "a": GOOD}, bytes(8))
+    data = make_tensor_file({"__metadata__": {"x": "\x80\x04\x95"}, "a": GOOD}, bytes(8))
     assert list(parse(data).tensors) == ["a"]
 
 
 def test_ten_million_tensors_cost_no_more_than_the_limit() -> None:
     with pytest.raises(InvalidPackageError, match="at most 10 allowed"):
-        parse(table({"a": GOOD}, bytes(8)), Limits(header_bytes=10, tensors=5))
+        parse(make_tensor_file({"a": GOOD}, bytes(8)), HeaderLimits(header_bytes=10, tensors=5))
     many = {f"t{i}": entry(data_offsets=[8 * i, 8 * i + 8]) for i in range(7)}
     with pytest.raises(InvalidPackageError, match="7 tensors, at most 5 allowed"):
-        parse(table(many, bytes(56)), Limits(header_bytes=1000, tensors=5))
+        parse(make_tensor_file(many, bytes(56)), HeaderLimits(header_bytes=1000, tensors=5))
 
 
 def test_every_problem_of_a_table_is_named() -> None:
-    message = refused(table({"a": entry(shape=[3]), "b": entry(dtype="X"), "c/d": entry()}))
+    message = refused(
+        make_tensor_file({"a": entry(shape=[3]), "b": entry(dtype="X"), "c/d": entry()})
+    )
     assert all(text in message for text in ("3 problems", "a: ", "b: ", "'c/d'"))
 
 
 def test_many_problems_are_cut_short() -> None:
-    message = refused(table({f"t{i}": entry(dtype="X") for i in range(50)}))
+    message = refused(make_tensor_file({f"t{i}": entry(dtype="X") for i in range(50)}))
     assert "and 30 more" in message
 
 
 def test_a_huge_type_is_not_repeated_in_the_message() -> None:
-    assert len(refused(table({"a": entry(dtype="F" * 100_000)}, bytes(8)))) < 200
+    assert len(refused(make_tensor_file({"a": entry(dtype="F" * 100_000)}, bytes(8)))) < 200
 
 
 def test_a_header_cut_short_is_refused() -> None:
-    data = table({"a": GOOD}, bytes(8))
+    data = make_tensor_file({"a": GOOD}, bytes(8))
     with pytest.raises(InvalidPackageError, match="cut short"):
         parse_header(data[:20], file_size=len(data), what="x")
 
 
 def test_a_stream_and_a_file_give_the_same_table(tmp_path: Path) -> None:
-    data = table({"a": GOOD}, bytes(8))
+    data = make_tensor_file({"a": GOOD}, bytes(8))
     (tmp_path / "x.safetensors").write_bytes(data)
     from_file = read_table(tmp_path / "x.safetensors")
     assert from_file == parse(data)
@@ -218,7 +224,7 @@ def test_a_stream_and_a_file_give_the_same_table(tmp_path: Path) -> None:
 
 
 def test_the_library_refuses_what_its_own_rules_forbid_and_so_do_we() -> None:
-    data = table({"a": entry(data_offsets=[4, 12])}, bytes(12))
+    data = make_tensor_file({"a": entry(data_offsets=[4, 12])}, bytes(12))
     with pytest.raises(SafetensorError):
         deserialize(data)
     refused(data)

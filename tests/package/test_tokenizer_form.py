@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
-from expertctl.package.tokenizer_form import canonical_tokenizer, tokenizer_digest
+from expertctl.package.tokenizer import canonicalise_tokenizer, compute_tokenizer_digest
 
 Document = dict[str, Any]
 
@@ -35,7 +35,7 @@ PROBES = ["".join(letters) for n in range(1, 4) for letters in product("ab c", r
 
 
 def digest(document: Document) -> Digest:
-    return tokenizer_digest(json.dumps(document).encode(), what="tokenizer.json")
+    return compute_tokenizer_digest(json.dumps(document).encode(), what="tokenizer.json")
 
 
 def digest_or_refused(document: Document) -> Digest | str:
@@ -70,16 +70,16 @@ def token(number: int, content: str, **changes: Any) -> Document:
 def test_what_any_release_saved_has_the_form_that_was_written_by_hand(
     known: Document, document: Document
 ) -> None:
-    form = canonical_tokenizer(json.dumps(document).encode(), what="tokenizer.json")
+    form = canonicalise_tokenizer(json.dumps(document).encode(), what="tokenizer.json")
     assert form.decode() == known["canonical"]
-    assert str(Digest.of(form)) == known["digest"]
+    assert str(Digest.compute(form)) == known["digest"]
 
 
 @pytest.mark.parametrize("pretty", [True, False])
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_tokenizer_that_is_saved_again_here_is_the_same(name: str, pretty: bool) -> None:
     again = opened(newest(name)).to_str(pretty=pretty).encode()
-    assert str(tokenizer_digest(again, what="tokenizer.json")) == KNOWN[name]["digest"]
+    assert str(compute_tokenizer_digest(again, what="tokenizer.json")) == KNOWN[name]["digest"]
 
 
 def test_a_tokenizer_that_was_saved_while_it_cut_and_padded_is_the_same() -> None:
@@ -87,7 +87,9 @@ def test_a_tokenizer_that_was_saved_while_it_cut_and_padded_is_the_same() -> Non
     backend.enable_truncation(8)
     backend.enable_padding(length=16)
     saved = backend.to_str().encode()
-    assert str(tokenizer_digest(saved, what="tokenizer.json")) == KNOWN["wordpiece"]["digest"]
+    assert (
+        str(compute_tokenizer_digest(saved, what="tokenizer.json")) == KNOWN["wordpiece"]["digest"]
+    )
 
 
 def test_merges_written_as_texts_and_as_pairs_are_the_same() -> None:
@@ -221,7 +223,7 @@ def test_the_order_of_added_tokens_counts_where_it_gives_them_their_ids() -> Non
 )
 def test_a_hostile_tokenizer_is_refused(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidPackageError, match=problem):
-        tokenizer_digest(data, what="tokenizer.json")
+        compute_tokenizer_digest(data, what="tokenizer.json")
 
 
 @pytest.mark.parametrize(

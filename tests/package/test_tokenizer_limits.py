@@ -16,8 +16,7 @@ import pytest
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.base_model import read_base
-from expertctl.package.tokenizer_form import canonical_tokenizer
-from expertctl.package.tokenizer_limits import tokenizer_problems
+from expertctl.package.tokenizer import canonicalise_tokenizer, find_tokenizer_problems
 from tests.factories import write_base
 
 VOCAB = {"a": 0, "b": 1, "ab": 2, "é": 3, "aé": 4, "##b": 5, "x\u0301": 6}
@@ -82,17 +81,17 @@ def ends_of(document: Any, folder: Path) -> int:
 @pytest.mark.parametrize("case", ABORTS)
 def test_what_would_end_the_process_is_refused_and_named(case: str) -> None:
     document, problem = ABORTS[case]
-    [found] = tokenizer_problems(document)
+    [found] = find_tokenizer_problems(document)
     assert problem in found
     with pytest.raises(InvalidPackageError, match=r"tokenizer\.json") as refused:
-        canonical_tokenizer(json.dumps(document).encode(), what="tokenizer.json")
+        canonicalise_tokenizer(json.dumps(document).encode(), what="tokenizer.json")
     assert found in str(refused.value)
 
 
 @pytest.mark.parametrize("case", HARMLESS)
 def test_what_the_library_reads_is_not_refused(case: str) -> None:
-    assert tokenizer_problems(HARMLESS[case]) == []
-    canonical_tokenizer(json.dumps(HARMLESS[case]).encode(), what="tokenizer.json")
+    assert find_tokenizer_problems(HARMLESS[case]) == []
+    canonicalise_tokenizer(json.dumps(HARMLESS[case]).encode(), what="tokenizer.json")
 
 
 @pytest.mark.all
@@ -133,13 +132,13 @@ def test_the_library_does_not_abort_on_the_rest(case: str, tmp_path: Path) -> No
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_its_neighbours_are_refused_too(document: Any, problem: str) -> None:
-    assert problem in "\n".join(tokenizer_problems(document))
+    assert problem in "\n".join(find_tokenizer_problems(document))
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[{}]], {"type": 7}, {"type": "Replace"}])
 def test_parts_of_any_shape_are_looked_at(value: Any) -> None:
     document = dict.fromkeys(("model", "normalizer", "pre_tokenizer", "decoder"), value)
-    assert tokenizer_problems(document) == []
+    assert find_tokenizer_problems(document) == []
 
 
 def test_a_base_with_such_a_tokenizer_cannot_be_added(tmp_path: Path) -> None:

@@ -14,12 +14,18 @@ from expertctl.errors import (
     UnsignedError,
 )
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.spool import sign_package
 from expertctl.package.verify import accept_unsigned, verify_contents, verify_file
+from expertctl.package.write import sign_package
 from expertctl.reference import Reference
 from expertctl.trust.keys import PrivateKey
-from expertctl.trust.policy import TrustStore
-from tests.package.forge import edited, files_of, framed, repack, tar_of
+from expertctl.trust.trust_store import TrustStore
+from tests.package.forged_packages import (
+    edit_json_file,
+    make_package_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
 
 
 @pytest.fixture
@@ -114,10 +120,10 @@ def test_a_signed_package_is_never_accepted_as_unsigned(package: Path) -> None:
 def test_a_stripped_signature_is_a_package_without_one(
     package: Path, trust: TrustStore, tmp_path: Path
 ) -> None:
-    files = files_of(tar_of(package))
+    files = read_packed_files(read_archive(package))
     del files["model.sig"]
     with pytest.raises(UnsignedError):
-        verify_file(framed(repack(files), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
 
 
 @pytest.mark.parametrize(
@@ -132,51 +138,53 @@ def test_a_stripped_signature_is_a_package_without_one(
 def test_an_old_signature_on_other_files_is_refused(
     path: str, changes: dict[str, object], package: Path, trust: TrustStore, tmp_path: Path
 ) -> None:
-    files = edited(files_of(tar_of(package)), path, lambda document: document.update(changes))
+    files = edit_json_file(
+        read_packed_files(read_archive(package)), path, lambda document: document.update(changes)
+    )
     with pytest.raises(SignatureError, match=path):
-        verify_file(framed(repack(files), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
 
 
 def test_a_file_that_the_signature_does_not_cover_is_refused(
     package: Path, trust: TrustStore, tmp_path: Path
 ) -> None:
-    files = {**files_of(tar_of(package)), "README.md": b"trust me"}
+    files = {**read_packed_files(read_archive(package)), "README.md": b"trust me"}
     with pytest.raises(SignatureError, match=r"README\.md"):
-        verify_file(framed(repack(files), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
 
 
 def test_a_file_that_the_signature_covers_and_is_gone_is_refused(
     base_dir: Path, shared: Path, key: PrivateKey, trust: TrustStore, tmp_path: Path
 ) -> None:
     from expertctl.package.base_model import read_base
-    from expertctl.package.build import build, plan_build
-    from expertctl.package.draft import Overrides
+    from expertctl.package.build import build_package, plan_build
+    from expertctl.package.draft import ManifestOverrides
     from tests.factories import write_lora
 
     lora = write_lora(tmp_path / "with-card", base_dir)
     (lora / "README.md").write_text("card")
-    plan = plan_build(lora, Overrides(name="acme/card"), base=read_base(base_dir))
-    path = build(plan, tmp_path / "card.expert", key=key).path
+    plan = plan_build(lora, ManifestOverrides(name="acme/card"), base=read_base(base_dir))
+    path = build_package(plan, tmp_path / "card.expert", key=key).path
     assert verify_file(path, trust).signer
-    files = files_of(tar_of(path))
+    files = read_packed_files(read_archive(path))
     del files["README.md"]
     with pytest.raises(SignatureError, match=r"README\.md"):
-        verify_file(framed(repack(files), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
 
 
 @pytest.mark.parametrize("signature", [b"", b"{}", b"not json", b"\x30\x06\x02\x01\x00"])
 def test_a_signature_that_is_none_is_refused(
     signature: bytes, package: Path, trust: TrustStore, tmp_path: Path
 ) -> None:
-    files = {**files_of(tar_of(package)), "model.sig": signature}
+    files = {**read_packed_files(read_archive(package)), "model.sig": signature}
     with pytest.raises(SignatureError):
-        verify_file(framed(repack(files), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
 
 
 def test_a_damaged_file_never_reaches_the_question_of_trust(
     package: Path, trust: TrustStore, tmp_path: Path
 ) -> None:
-    tar = bytearray(tar_of(package))
+    tar = bytearray(read_archive(package))
     tar[-2000] ^= 1
     with pytest.raises((DigestError, InvalidPackageError)):
-        verify_file(framed(bytes(tar), tmp_path / "x.expert"), trust)
+        verify_file(write_frame(bytes(tar), tmp_path / "x.expert"), trust)

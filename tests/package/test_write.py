@@ -13,24 +13,35 @@ import pytest
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.package.archive import archive_size
+from expertctl.package.archive import compute_archive_size
 from expertctl.package.frame import RATIO_FREE_BYTES
-from expertctl.package.layout import Blobs, Layout, layout_of
+from expertctl.package.layout import Blobs, PackageLayout, build_layout
 from expertctl.package.read import read_package
-from expertctl.package.write import export_archive, publishing, write_archive, write_package
-from tests.package.forge import Files, archive, files_of, layout_entries, tar_of
+from expertctl.package.write import (
+    open_atomic_file,
+    write_archive,
+    write_oci_archive,
+    write_package,
+)
+from tests.package.forged_packages import (
+    Files,
+    list_layout_members,
+    make_archive,
+    read_archive,
+    read_packed_files,
+)
 
 CONTENT: Files = {"expert.json": b"{}", "a.safetensors": b"weights", "README.md": b""}
 
 
-def layout_for(files: Files) -> Layout:
-    return layout_of([FileDigest(p, len(d), Digest.of(d)) for p, d in files.items()], None)
+def layout_for(files: Files) -> PackageLayout:
+    return build_layout([FileDigest(p, len(d), Digest.compute(d)) for p, d in files.items()], None)
 
 
 def blobs_of(files: Files) -> Blobs:
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:
-        yield io.BytesIO(next(d for d in files.values() if Digest.of(d) == digest))
+        yield io.BytesIO(next(d for d in files.values() if Digest.compute(d) == digest))
 
     return blob
 
@@ -38,21 +49,21 @@ def blobs_of(files: Files) -> Blobs:
 def test_the_archive_is_the_members_one_after_the_other() -> None:
     layout, stream = layout_for(CONTENT), io.BytesIO()
     write_archive(stream, layout, blobs_of(CONTENT))
-    assert stream.getvalue() == archive(layout_entries(layout, CONTENT))
-    assert len(stream.getvalue()) == archive_size(layout)
+    assert stream.getvalue() == make_archive(list_layout_members(layout, CONTENT))
+    assert len(stream.getvalue()) == compute_archive_size(layout)
 
 
 def test_the_export_is_the_content_of_the_frame(tmp_path: Path) -> None:
     layout = layout_for(CONTENT)
     write_package(tmp_path / "x.expert", layout, blobs_of(CONTENT))
-    export_archive(tmp_path / "x.tar", layout, blobs_of(CONTENT))
-    assert tar_of(tmp_path / "x.expert") == (tmp_path / "x.tar").read_bytes()
+    write_oci_archive(tmp_path / "x.tar", layout, blobs_of(CONTENT))
+    assert read_archive(tmp_path / "x.expert") == (tmp_path / "x.tar").read_bytes()
     assert stat.S_IMODE((tmp_path / "x.expert").stat().st_mode) == 0o644
 
 
 @pytest.mark.parametrize("other", [b"weighty", b"weight", b"weights!", b""])
 def test_other_bytes_than_promised_are_refused(other: bytes, tmp_path: Path) -> None:
-    promised = Digest.of(CONTENT["a.safetensors"])
+    promised = Digest.compute(CONTENT["a.safetensors"])
 
     @contextmanager
     def changed(digest: Digest) -> Iterator[BinaryIO]:
@@ -82,21 +93,21 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_file_is_replaced_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    with publishing(path) as stream:
+    with open_atomic_file(path) as stream:
         stream.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
 
 
 def test_a_directory_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a directory"), publishing(tmp_path):
+    with pytest.raises(UsageError, match="is a directory"), open_atomic_file(tmp_path):
         raise AssertionError
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="none"):
-        export_archive(tmp_path / "none" / "x.tar", layout_for(CONTENT), blobs_of(CONTENT))
+        write_oci_archive(tmp_path / "none" / "x.tar", layout_for(CONTENT), blobs_of(CONTENT))
 
 
 def test_what_readers_would_take_for_a_bomb_is_not_written(tmp_path: Path) -> None:
@@ -124,10 +135,10 @@ class Zeros(io.RawIOBase):
 
 def test_weights_are_never_held_in_memory(package: Path, tmp_path: Path) -> None:
     """A README of 32 MiB stands for weights: both are streamed in the same way."""
-    size, digest = 32 << 20, Digest.of(bytes(32 << 20))
-    files = files_of(tar_of(package))
+    size, digest = 32 << 20, Digest.compute(bytes(32 << 20))
+    files = read_packed_files(read_archive(package))
     del files["model.sig"]
-    layout = layout_of([*layout_for(files).files, FileDigest("README.md", size, digest)], None)
+    layout = build_layout([*layout_for(files).files, FileDigest("README.md", size, digest)], None)
 
     @contextmanager
     def blob(wanted: Digest) -> Iterator[BinaryIO]:

@@ -55,20 +55,20 @@ class DockerRegistry:
 
 
 @contextmanager
-def running_docker_registry(
+def run_docker_registry(
     folder: Path, *, user: str = "", password: str = ""
 ) -> Iterator[DockerRegistry]:
     """Lend a registry that keeps its files in ``folder``; with a user it wants a login."""
-    port = _free_port()
+    port = _find_free_port()
     config = folder / "docker-registry.yml"
     text = _CONFIG.format(root=folder / "docker-registry", port=port)
     if user:
-        text += _PASSWORDS.format(file=_passwords(folder, user, password))
+        text += _PASSWORDS.format(file=_write_password_file(folder, user, password))
     config.write_text(text)
     words = ["docker-registry", "serve", str(config)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait_for(f"http://127.0.0.1:{port}/v2/", process)
+        _wait_until_ready(f"http://127.0.0.1:{port}/v2/", process)
         yield DockerRegistry(port, folder / "docker-registry")
     finally:
         process.terminate()
@@ -80,11 +80,11 @@ def docker_registry(tmp_path: Path) -> Iterator[DockerRegistry]:
     """A registry without a login."""
     if shutil.which("docker-registry") is None:
         pytest.skip("docker-registry is not installed")
-    with running_docker_registry(tmp_path) as registry:
+    with run_docker_registry(tmp_path) as registry:
         yield registry
 
 
-def _passwords(folder: Path, user: str, password: str) -> Path:
+def _write_password_file(folder: Path, user: str, password: str) -> Path:
     line = subprocess.run(
         ["htpasswd", "-Bbn", user, password], check=True, capture_output=True, text=True
     ).stdout
@@ -93,13 +93,13 @@ def _passwords(folder: Path, user: str, password: str) -> Path:
     return file
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket(AF_INET, SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     """Wait until the registry answers; another process owns it, so there is nothing to wait on."""
     deadline = time.monotonic() + START_SECONDS
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

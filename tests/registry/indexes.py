@@ -13,42 +13,46 @@ from expertctl.registry.index_document import (
     RevokedKey,
     SignedForm,
 )
-from expertctl.registry.key_statement import sign_statement
 from expertctl.schema.manifest import BaseRequirement
-from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.dsse import sign_key_statement
+from expertctl.trust.grants import KnownRegistry
 from expertctl.trust.keys import PrivateKey
 
 SQL = PackageName("acme", "sql")
 HOST = "127.0.0.1:8080"
 TIME = "2026-01-02T03:04:05Z"
-BASE = BaseRequirement("tiny", str(Digest.of(b"arch")), str(Digest.of(b"tokenizer")))
+BASE = BaseRequirement("tiny", str(Digest.compute(b"arch")), str(Digest.compute(b"tokenizer")))
 
 
 @cache
-def key(name: str) -> PrivateKey:
+def make_named_key(name: str) -> PrivateKey:
     """A key that is the same within a run."""
     return PrivateKey.generate("ed25519")
 
 
-def key_id(name: str) -> str:
-    return key(name).public.key_id
+def compute_named_key_id(name: str) -> str:
+    return make_named_key(name).public.key_id
 
 
-def known(
+def make_known_registry(
     host: str = HOST, *, index_key: str = "index", namespaces: Sequence[str] = ()
 ) -> KnownRegistry:
-    return KnownRegistry(host, f"http://{host}", key(index_key).public, tuple(namespaces))
+    return KnownRegistry(
+        host, f"http://{host}", make_named_key(index_key).public, tuple(namespaces)
+    )
 
 
-def release(version: str = "1.0.0", *signers: str, content: str = "") -> Release:
+def make_release(version: str = "1.0.0", *signers: str, content: str = "") -> Release:
     """A version with one signed form for each signer, the newest last."""
     forms = [
-        SignedForm(Digest.of(f"{version} {content} {name}".encode()), key_id(name), 1234)
+        SignedForm(
+            Digest.compute(f"{version} {content} {name}".encode()), compute_named_key_id(name), 1234
+        )
         for name in signers or ("alice",)
     ]
     return Release(
         version=Version.parse(version),
-        content_digest=Digest.of(f"content of {version} {content}".encode()),
+        content_digest=Digest.compute(f"content of {version} {content}".encode()),
         forms=tuple(forms),
         size=5678,
         published=TIME,
@@ -58,14 +62,20 @@ def release(version: str = "1.0.0", *signers: str, content: str = "") -> Release
     )
 
 
-def entry(name: str, *, by: str | None = None, namespace: str = "acme") -> KeyEntry:
+def make_key_entry(
+    name: str, *, endorsed_by: str | None = None, namespace: str = "acme"
+) -> KeyEntry:
     """A publisher key, with the word of another where one is given."""
-    new = key(name).public
-    said = None if by is None else sign_statement(namespace=namespace, new=new, by=key(by))
+    new = make_named_key(name).public
+    said = (
+        None
+        if endorsed_by is None
+        else sign_key_statement(namespace=namespace, new=new, by=make_named_key(endorsed_by))
+    )
     return KeyEntry(new, said)
 
 
-def index(
+def make_index_document(
     revision: int = 1,
     *,
     releases: Sequence[Release] | None = None,
@@ -78,11 +88,13 @@ def index(
         revision=revision,
         updated=TIME,
         description="Writes SQL",
-        releases=tuple([release()] if releases is None else releases),
-        keys=tuple(keys or [entry("alice")]),
-        revoked=tuple(RevokedKey(key_id(name), f"{name} was lost") for name in revoked),
+        releases=tuple([make_release()] if releases is None else releases),
+        keys=tuple(keys or [make_key_entry("alice")]),
+        revoked=tuple(
+            RevokedKey(compute_named_key_id(name), f"{name} was lost") for name in revoked
+        ),
     )
 
 
-def with_keys(document: IndexDocument, *keys: KeyEntry) -> IndexDocument:
+def replace_keys(document: IndexDocument, *keys: KeyEntry) -> IndexDocument:
     return replace(document, keys=tuple(keys))

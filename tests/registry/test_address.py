@@ -3,7 +3,8 @@
 import pytest
 
 from expertctl.errors import UsageError
-from expertctl.registry.address import RegistryAddress, is_loopback, looks_numeric
+from expertctl.reference import is_loopback
+from expertctl.registry.address import RegistryAddress, looks_numeric
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import RegistryError, UnauthenticatedError
-from expertctl.registry.address import RegistryAddress
-from expertctl.registry.challenge import (
+from expertctl.registry.address import NetworkScope, RegistryAddress
+from expertctl.registry.credentials import (
     Challenge,
-    Logins,
+    Credential,
+    LoginSessions,
     check_realm,
-    read_challenges,
+    parse_challenges,
 )
-from expertctl.registry.credentials import Credential
-from expertctl.registry.network_scope import Scope
 
 HOME = RegistryAddress.parse("r.example")
 LOCAL = RegistryAddress.parse("127.0.0.1:8080")
 BASIC = "Basic bWU6c2VjcmV0"
-PUBLIC: frozenset[Scope] = frozenset({"global"})
+PUBLIC: frozenset[NetworkScope] = frozenset({"global"})
 
 
 @dataclass
@@ -30,10 +29,10 @@ class Realm:
 
     answer: object = None
     asked: list[tuple[str, str | None]] = field(default_factory=list)
-    reached: list[frozenset[Scope] | None] = field(default_factory=list)
+    reached: list[frozenset[NetworkScope] | None] = field(default_factory=list)
 
     def __call__(
-        self, url: str, authorization: str | None, allowed: frozenset[Scope] | None
+        self, url: str, authorization: str | None, allowed: frozenset[NetworkScope] | None
     ) -> bytes:
         self.asked.append((url, authorization))
         self.reached.append(allowed)
@@ -43,15 +42,17 @@ class Realm:
 
 
 @dataclass
-class Clock:
+class ChallengeClock:
     now: float = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def logins(realm: Realm, credential: Credential | None, clock: Clock | None = None) -> Logins:
-    return Logins(lambda _: credential, realm, clock=clock or Clock())
+def logins(
+    realm: Realm, credential: Credential | None, clock: ChallengeClock | None = None
+) -> LoginSessions:
+    return LoginSessions(lambda _: credential, realm, clock=clock or ChallengeClock())
 
 
 ME = Credential("me", "secret")
@@ -78,12 +79,12 @@ ME = Credential("me", "secret")
     ],
 )  # fmt: skip
 def test_every_challenge_of_a_header_is_read(header: str, challenges: list[Challenge]) -> None:
-    assert read_challenges(header) == challenges
+    assert parse_challenges(header) == challenges
 
 
 @given(st.text(max_size=300))
 def test_no_header_breaks_the_reader(header: str) -> None:
-    for challenge in read_challenges(header):
+    for challenge in parse_challenges(header):
         assert challenge.scheme == challenge.scheme.lower()
 
 
@@ -112,23 +113,28 @@ def test_a_realm_is_known_by_its_origin() -> None:
 
 
 def test_the_own_realm_sees_the_login_and_its_token_is_kept_for_a_scope() -> None:
-    realm, clock = Realm({"token": "short", "expires_in": 100}), Clock()
+    realm, clock = Realm({"token": "short", "expires_in": 100}), ChallengeClock()
     known = logins(realm, ME, clock)
     header = 'Bearer realm="https://r.example/token",service="r",scope="everything"'
-    assert known.known(HOME, "repository:a/b:pull") is None
-    first = known.answer(HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC)
-    assert first == known.known(HOME, "repository:a/b:pull") == "Bearer short"
+    assert known.initial_authorization(HOME, "repository:a/b:pull") is None
+    first = known.answer_challenge(
+        HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC
+    )
+    assert first == known.initial_authorization(HOME, "repository:a/b:pull") == "Bearer short"
     url = "https://r.example/token?service=r&scope=repository%3Aa%2Fb%3Apull"
     assert realm.asked == [(url, BASIC)]
-    assert known.known(HOME, "repository:a/b:pull,push") is None
+    assert known.initial_authorization(HOME, "repository:a/b:pull,push") is None
     clock.now = 91.0
-    assert known.known(HOME, "repository:a/b:pull") is None
+    assert known.initial_authorization(HOME, "repository:a/b:pull") is None
 
 
 def test_a_realm_on_another_host_does_not_see_the_login() -> None:
     realm = Realm()
     header = 'Bearer realm="https://auth.example/token"'
-    assert logins(realm, ME).answer(HOME, "", header, refused=None, reachable=PUBLIC) == "Bearer t1"
+    assert (
+        logins(realm, ME).answer_challenge(HOME, "", header, refused=None, reachable=PUBLIC)
+        == "Bearer t1"
+    )
     assert realm.asked == [("https://auth.example/token", None)]
 
 
@@ -136,9 +142,9 @@ def test_a_realm_that_the_person_named_sees_the_login() -> None:
     realm = Realm()
     header = 'Bearer realm="https://auth.example/token?x=1",service="s"'
     named = Credential("me", "secret", "https://auth.example")
-    logins(realm, named).answer(HOME, "", header, refused=None, reachable=PUBLIC)
+    logins(realm, named).answer_challenge(HOME, "", header, refused=None, reachable=PUBLIC)
     assert realm.asked == [("https://auth.example/token?x=1&service=s", BASIC)]
-    logins(realm, Credential("me", "secret", "https://auth.example:8443")).answer(
+    logins(realm, Credential("me", "secret", "https://auth.example:8443")).answer_challenge(
         HOME, "", header, refused=None, reachable=PUBLIC
     )
     assert realm.asked[-1][1] is None
@@ -150,7 +156,7 @@ def test_only_the_realm_of_the_registry_itself_is_asked_wherever_it_is(named: st
     known = logins(realm, Credential("me", "secret", named))
     for host in ("auth.example", "r.example"):
         header = f'Bearer realm="https://{host}/token"'
-        known.answer(HOME, host, header, refused=None, reachable=PUBLIC)
+        known.answer_challenge(HOME, host, header, refused=None, reachable=PUBLIC)
     assert realm.reached == [PUBLIC, None]
 
 
@@ -158,7 +164,7 @@ def test_another_realm_that_refuses_is_named_with_the_way_to_allow_it() -> None:
     realm = Realm(UnauthenticatedError("auth.example: it wants to know who asks"))
     header = 'Bearer realm="https://auth.example/token"'
     with pytest.raises(UnauthenticatedError) as caught:
-        logins(realm, ME).answer(HOME, "", header, refused=None, reachable=PUBLIC)
+        logins(realm, ME).answer_challenge(HOME, "", header, refused=None, reachable=PUBLIC)
     assert caught.value.message == "r.example: auth.example: it wants to know who asks"
     assert "--realm https://auth.example" in caught.value.hint
 
@@ -167,7 +173,7 @@ def test_a_registry_that_refuses_at_its_own_realm_is_named_once() -> None:
     realm = Realm(UnauthenticatedError("r.example: the token is wrong"))
     own = 'Bearer realm="https://r.example/t"'
     with pytest.raises(UnauthenticatedError) as caught:
-        logins(realm, ME).answer(HOME, "", own, refused=None, reachable=PUBLIC)
+        logins(realm, ME).answer_challenge(HOME, "", own, refused=None, reachable=PUBLIC)
     assert caught.value.message == "r.example: the token is wrong"
     assert caught.value.hint == "log in with `expertctl login r.example`"
 
@@ -175,34 +181,50 @@ def test_a_registry_that_refuses_at_its_own_realm_is_named_once() -> None:
 def test_a_hostile_scope_does_not_widen_what_is_asked_for() -> None:
     realm = Realm()
     header = 'Bearer realm="https://r.example/t",scope="repository:victim/x:push"'
-    logins(realm, ME).answer(HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC)
+    logins(realm, ME).answer_challenge(
+        HOME, "repository:a/b:pull", header, refused=None, reachable=PUBLIC
+    )
     assert realm.asked[0][0].endswith("?scope=repository%3Aa%2Fb%3Apull")
 
 
 def test_basic_is_answered_once_asked_for_and_remembered_for_every_scope() -> None:
     known = logins(Realm(), ME)
-    assert known.known(HOME, "a") is None
-    assert known.shown(HOME) is False
-    assert known.answer(HOME, "a", 'Basic realm="x"', refused=None, reachable=PUBLIC) == BASIC
-    assert known.known(HOME, "b") == BASIC
-    assert known.shown(HOME) is True
-    assert known.answer(HOME, "a", 'Basic realm="x"', refused=BASIC, reachable=PUBLIC) is None
+    assert known.initial_authorization(HOME, "a") is None
+    assert known.has_sent_login(HOME) is False
+    assert (
+        known.answer_challenge(HOME, "a", 'Basic realm="x"', refused=None, reachable=PUBLIC)
+        == BASIC
+    )
+    assert known.initial_authorization(HOME, "b") == BASIC
+    assert known.has_sent_login(HOME) is True
+    assert (
+        known.answer_challenge(HOME, "a", 'Basic realm="x"', refused=BASIC, reachable=PUBLIC)
+        is None
+    )
 
 
 def test_without_a_login_there_is_nothing_to_say_to_basic() -> None:
     assert (
-        logins(Realm(), None).answer(HOME, "", 'Basic realm="x"', refused=None, reachable=PUBLIC)
+        logins(Realm(), None).answer_challenge(
+            HOME, "", 'Basic realm="x"', refused=None, reachable=PUBLIC
+        )
         is None
     )
-    assert logins(Realm(), ME).answer(HOME, "", "Negotiate", refused=None, reachable=PUBLIC) is None
+    assert (
+        logins(Realm(), ME).answer_challenge(HOME, "", "Negotiate", refused=None, reachable=PUBLIC)
+        is None
+    )
 
 
 def test_a_token_of_ours_is_shown_at_once_and_not_again_when_it_is_refused() -> None:
     realm = Realm()
     known = logins(realm, Credential("me", "xpt_1"))
-    assert known.known(HOME, "any") == "Bearer xpt_1"
+    assert known.initial_authorization(HOME, "any") == "Bearer xpt_1"
     header = 'Bearer realm="https://r.example/token", Basic realm="x"'
-    assert known.answer(HOME, "any", header, refused="Bearer xpt_1", reachable=PUBLIC) is None
+    assert (
+        known.answer_challenge(HOME, "any", header, refused="Bearer xpt_1", reachable=PUBLIC)
+        is None
+    )
     assert realm.asked == []
 
 
@@ -210,8 +232,8 @@ def test_two_threads_that_are_challenged_at_once_ask_once() -> None:
     realm = Realm()
     known = logins(realm, ME)
     header = 'Bearer realm="https://r.example/t"'
-    first = known.answer(HOME, "s", header, refused=None, reachable=PUBLIC)
-    assert known.answer(HOME, "s", header, refused=None, reachable=PUBLIC) == first
+    first = known.answer_challenge(HOME, "s", header, refused=None, reachable=PUBLIC)
+    assert known.answer_challenge(HOME, "s", header, refused=None, reachable=PUBLIC) == first
     assert len(realm.asked) == 1
 
 
@@ -222,7 +244,7 @@ def test_two_threads_that_are_challenged_at_once_ask_once() -> None:
 )  # fmt: skip
 def test_a_realm_without_a_sane_token_is_an_error(answer: dict[str, object]) -> None:
     with pytest.raises(RegistryError, match="no token"):
-        logins(Realm(answer), ME).answer(
+        logins(Realm(answer), ME).answer_challenge(
             HOME, "", 'Bearer realm="https://r.example/t"', refused=None, reachable=PUBLIC
         )
 
@@ -231,10 +253,12 @@ def test_a_realm_without_a_sane_token_is_an_error(answer: dict[str, object]) -> 
     ("life", "seconds"), [(100, 90), (None, 54), (-5, 54), ("x", 54), (1e99, 54)]
 )
 def test_how_long_a_token_lives_is_bounded(life: object, seconds: float) -> None:
-    clock = Clock()
+    clock = ChallengeClock()
     known = logins(Realm({"access_token": "t", "expires_in": life}), ME, clock)
-    known.answer(HOME, "s", 'Bearer realm="https://r.example/t"', refused=None, reachable=PUBLIC)
+    known.answer_challenge(
+        HOME, "s", 'Bearer realm="https://r.example/t"', refused=None, reachable=PUBLIC
+    )
     clock.now = seconds - 1
-    assert known.known(HOME, "s") == "Bearer t"
+    assert known.initial_authorization(HOME, "s") == "Bearer t"
     clock.now = seconds + 1
-    assert known.known(HOME, "s") is None
+    assert known.initial_authorization(HOME, "s") is None

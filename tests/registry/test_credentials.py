@@ -23,14 +23,14 @@ def store(tmp_path: Path) -> CredentialStore:
 def test_a_login_is_kept_for_its_address_alone(store: CredentialStore) -> None:
     store.add(HERE, LOGIN)
     store.add(OTHER, Credential("you", "other", "https://auth.example"))
-    assert store.for_address(HERE, {}) == LOGIN
-    assert store.for_address(OTHER, {}) == Credential("you", "other", "https://auth.example")
+    assert store.find_credential(HERE, {}) == LOGIN
+    assert store.find_credential(OTHER, {}) == Credential("you", "other", "https://auth.example")
     plain = RegistryAddress.parse("http://r.example", allow_http=True)
-    assert store.for_address(plain, {}) is None
+    assert store.find_credential(plain, {}) is None
     assert store.remove(HERE) is True
     assert store.remove(HERE) is False
-    assert store.for_address(HERE, {}) is None
-    assert store.for_address(OTHER, {}) is not None
+    assert store.find_credential(HERE, {}) is None
+    assert store.find_credential(OTHER, {}) is not None
 
 
 def test_nobody_else_can_read_the_file(store: CredentialStore) -> None:
@@ -44,7 +44,7 @@ def test_a_file_that_others_can_read_is_refused(store: CredentialStore) -> None:
     store.add(HERE, LOGIN)
     store.path.chmod(0o644)
     with pytest.raises(InvalidPackageError, match="others may read it") as caught:
-        store.for_address(HERE, {})
+        store.find_credential(HERE, {})
     assert "chmod 600" in caught.value.hint
 
 
@@ -68,7 +68,7 @@ def test_expert_token_goes_to_the_registry_of_expert_registry_alone(
     store: CredentialStore, registry: str, address: RegistryAddress, sent: bool
 ) -> None:
     environment = {"EXPERT_TOKEN": "from-environment", "EXPERT_REGISTRY": registry}
-    found = store.for_address(address, environment)
+    found = store.find_credential(address, environment)
     assert (found is not None) is sent
     assert found is None or (found.user, found.secret) == ("token", "from-environment")
 
@@ -76,7 +76,7 @@ def test_expert_token_goes_to_the_registry_of_expert_registry_alone(
 def test_expert_token_wins_over_the_login(store: CredentialStore) -> None:
     store.add(HERE, LOGIN)
     environment = {"EXPERT_TOKEN": " new\n", "EXPERT_REGISTRY": "r.example", "EXPERT_USER": "ci"}
-    assert store.for_address(HERE, environment) == Credential("ci", "new")
+    assert store.find_credential(HERE, environment) == Credential("ci", "new")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_named(store: CredentialStore, document: str) -> None:
     store.path.write_text(document)
     store.path.chmod(0o600)
     with pytest.raises(InvalidPackageError, match=r"credentials\.json"):
-        store.for_address(HERE, {})
+        store.find_credential(HERE, {})
 
 
 def test_neither_netrc_nor_docker_is_asked(
@@ -120,7 +120,7 @@ def test_neither_netrc_nor_docker_is_asked(
     (tmp_path / ".docker").mkdir()
     auths = {"auths": {"r.example": {"auth": "bWU6ZG9ja2Vy"}}}
     (tmp_path / ".docker/config.json").write_text(json.dumps(auths))
-    assert store.for_address(HERE, {}) is None
+    assert store.find_credential(HERE, {}) is None
 
 
 def test_a_file_that_is_being_changed_is_waited_for_and_then_named(

@@ -12,21 +12,17 @@ import pytest
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import NotFoundError, UnauthenticatedError, UnreachableError
-from expertctl.package.layout import layout_of
+from expertctl.package.layout import build_layout
 from expertctl.registry.api_client import ApiClient
-from expertctl.registry.credentials import Credential, OneCredential
-from expertctl.registry.download import Downloads
-from expertctl.registry.http import Http
+from expertctl.registry.credentials import Credential, UnsavedCredential
+from expertctl.registry.download import BlobDownloader
+from expertctl.registry.errors import RetrySchedule
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.retry import Retries
-from expertctl.registry.upload import Upload, Uploader
-from tests.registry.docker_registry import (
-    DockerRegistry,
-    docker_registry,
-    running_docker_registry,
-)
-from tests.registry.hostile import Pauses
-from tests.registry.test_download import Target
+from expertctl.registry.upload import BlobUpload, Uploader
+from tests.registry.docker_registry import DockerRegistry, docker_registry, run_docker_registry
+from tests.registry.hostile_registry import RecordedPauses
+from tests.registry.test_download import StagingTarget
 
 __all__ = ["docker_registry"]
 
@@ -42,8 +38,8 @@ FILES = {
     "adapter_config.json": b"{}",
     "adapter_model.safetensors": LARGE,
 }
-LAYOUT = layout_of([FileDigest(n, len(d), Digest.of(d)) for n, d in FILES.items()], None)
-BLOBS = {Digest.of(data): data for data in [*FILES.values()]}
+LAYOUT = build_layout([FileDigest(n, len(d), Digest.compute(d)) for n, d in FILES.items()], None)
+BLOBS = {Digest.compute(data): data for data in [*FILES.values()]}
 CONFIG = b'{"config":{},"descriptor":{},"modelfs":{"diffIds":[],"type":"layers"}}'
 
 
@@ -53,9 +49,9 @@ def opened(data: bytes) -> Iterator[BinaryIO]:
 
 
 def push(oci: OciClient, repository: str = "acme/sql") -> list[bool]:
-    blobs = {**BLOBS, Digest.of(CONFIG): CONFIG}
+    blobs = {**BLOBS, Digest.compute(CONFIG): CONFIG}
     travelled = [
-        oci.upload(repository, digest, len(data), lambda data=data: opened(data))  # type: ignore[misc]
+        oci.upload_blob(repository, digest, len(data), lambda data=data: opened(data))  # type: ignore[misc]
         for digest, data in blobs.items()
     ]
     oci.put_manifest(repository, "1.0.0", LAYOUT.manifest)
@@ -63,33 +59,33 @@ def push(oci: OciClient, repository: str = "acme/sql") -> list[bool]:
 
 
 def pull(oci: OciClient, folder: Path) -> dict[str, bytes]:
-    target = Target(folder / "staging")
+    target = StagingTarget(folder / "staging")
     target.folder.mkdir()
-    Downloads(folder / "partial").fetch(oci, "acme/sql", LAYOUT.layers, target)
+    BlobDownloader(folder / "partial").fetch(oci, "acme/sql", LAYOUT.layers, target)
     return {file.path: target.path(file.digest).read_bytes() for file in LAYOUT.layers}
 
 
 def test_what_is_pushed_is_pulled_and_travels_once(
     docker_registry: DockerRegistry, tmp_path: Path
 ) -> None:
-    with Http() as http:
+    with RegistryHttp() as http:
         oci = OciClient(http, docker_registry.address, tmp_path / "uploads")
         oci.ping()
         assert push(oci) == [True] * 4
         assert push(oci) == [False] * 4
-        assert oci.tags("acme/sql") == ["1.0.0"]
-        assert oci.manifest_digest("acme/sql", "1.0.0") == LAYOUT.package_digest
-        assert oci.manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
-        assert oci.manifest("acme/sql", LAYOUT.package_digest).data == LAYOUT.manifest
+        assert oci.list_tags("acme/sql") == ["1.0.0"]
+        assert oci.fetch_manifest_digest("acme/sql", "1.0.0") == LAYOUT.package_digest
+        assert oci.fetch_manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
+        assert oci.fetch_manifest("acme/sql", LAYOUT.package_digest).data == LAYOUT.manifest
         assert pull(oci, tmp_path) == FILES
 
 
 def test_a_blob_is_mounted_from_another_repository(docker_registry: DockerRegistry) -> None:
-    with Http() as http:
+    with RegistryHttp() as http:
         oci = OciClient(http, docker_registry.address)
         push(oci)
-        digest = Digest.of(LARGE)
-        sent = oci.upload(
+        digest = Digest.compute(LARGE)
+        sent = oci.upload_blob(
             "acme/fork", digest, len(LARGE), lambda: opened(LARGE), mount_from="acme/sql"
         )
         assert sent is False
@@ -99,7 +95,7 @@ def test_a_blob_is_mounted_from_another_repository(docker_registry: DockerRegist
 def test_an_upload_in_chunks_goes_on_in_another_run(
     docker_registry: DockerRegistry, tmp_path: Path
 ) -> None:
-    digest, reads = Digest.of(LARGE), [0]
+    digest, reads = Digest.compute(LARGE), [0]
 
     class Breaking(BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -112,11 +108,11 @@ def test_an_upload_in_chunks_goes_on_in_another_run(
     def breaking() -> Iterator[BinaryIO]:
         yield Breaking(LARGE)
 
-    upload = Upload("/v2/acme/sql/blobs/uploads/", "", digest, len(LARGE))
-    with Http() as http, pytest.raises(KeyboardInterrupt):
+    upload = BlobUpload("/v2/acme/sql/blobs/uploads/", "", digest, len(LARGE))
+    with RegistryHttp() as http, pytest.raises(KeyboardInterrupt):
         Uploader(http, docker_registry.address, tmp_path, 1 << 20).send(upload, breaking)
     counts: list[int] = []
-    with Http() as http:
+    with RegistryHttp() as http:
         uploader = Uploader(http, docker_registry.address, tmp_path, 1 << 20)
         uploader.send(upload, lambda: opened(LARGE), progress=counts.append)
         assert OciClient(http, docker_registry.address).has_blob("acme/sql", digest)
@@ -125,68 +121,68 @@ def test_an_upload_in_chunks_goes_on_in_another_run(
 
 
 def test_a_download_goes_on_with_a_range(docker_registry: DockerRegistry, tmp_path: Path) -> None:
-    with Http(retries=Retries(attempts=1)) as http:
+    with RegistryHttp(retries=RetrySchedule(attempts=1)) as http:
         oci = OciClient(http, docker_registry.address)
         push(oci)
-        digest = Digest.of(LARGE)
+        digest = Digest.compute(LARGE)
         wrong = FileDigest("f", len(LARGE), digest)
         partial = tmp_path / "partial"
-        target = Target(tmp_path / "staging")
+        target = StagingTarget(tmp_path / "staging")
 
         def interrupt(count: int) -> None:
             if count:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            Downloads(partial).fetch(oci, "acme/sql", [wrong], target, progress=interrupt)
+            BlobDownloader(partial).fetch(oci, "acme/sql", [wrong], target, progress=interrupt)
         kept = (partial / f"{digest.hex}.part").stat().st_size
         assert 0 < kept < len(LARGE)
         target.folder.mkdir()
         counts: list[int] = []
-        Downloads(partial).fetch(oci, "acme/sql", [wrong], target, progress=counts.append)
+        BlobDownloader(partial).fetch(oci, "acme/sql", [wrong], target, progress=counts.append)
         assert counts[0] == kept
         assert target.path(digest).read_bytes() == LARGE
 
 
 def test_a_manifest_is_deleted(docker_registry: DockerRegistry) -> None:
-    with Http() as http:
+    with RegistryHttp() as http:
         oci = OciClient(http, docker_registry.address)
         push(oci)
         oci.delete_manifest("acme/sql", LAYOUT.package_digest)
         with pytest.raises(NotFoundError):
-            oci.manifest("acme/sql", "1.0.0")
+            oci.fetch_manifest("acme/sql", "1.0.0")
 
 
 def test_wrong_bytes_are_not_taken(docker_registry: DockerRegistry) -> None:
-    digest = Digest.of(b"right")
-    with Http() as http, pytest.raises(Exception, match="has another digest"):
-        OciClient(http, docker_registry.address).upload(
+    digest = Digest.compute(b"right")
+    with RegistryHttp() as http, pytest.raises(Exception, match="has another digest"):
+        OciClient(http, docker_registry.address).upload_blob(
             "acme/sql", digest, 5, lambda: opened(b"wrong")
         )
 
 
 def test_a_login_with_a_password_opens_and_a_wrong_one_does_not(tmp_path: Path) -> None:
-    with running_docker_registry(tmp_path, user="me", password="pass") as registry:
-        right = OneCredential(registry.address, Credential("me", "pass"))
-        with Http(right) as http:
+    with run_docker_registry(tmp_path, user="me", password="pass") as registry:
+        right = UnsavedCredential(registry.address, Credential("me", "pass"))
+        with RegistryHttp(right) as http:
             oci = OciClient(http, registry.address)
             oci.ping()
-            assert http.asked_who(registry.address)
+            assert http.has_authenticated(registry.address)
             push(oci)
             assert pull(oci, tmp_path) == FILES
-        wrong = OneCredential(registry.address, Credential("me", "wrong"))
+        wrong = UnsavedCredential(registry.address, Credential("me", "wrong"))
         for credentials in (wrong, None):
-            with Http(credentials) as http, pytest.raises(UnauthenticatedError) as caught:
+            with RegistryHttp(credentials) as http, pytest.raises(UnauthenticatedError) as caught:
                 OciClient(http, registry.address).ping()
             assert "expertctl login" in caught.value.hint
 
 
 def test_a_registry_that_is_gone_is_named(tmp_path: Path) -> None:
-    with running_docker_registry(tmp_path) as registry:
+    with run_docker_registry(tmp_path) as registry:
         address = registry.address
-    pauses = Pauses()
+    pauses = RecordedPauses()
     with (
-        Http(retries=Retries(sleep=pauses)) as http,
+        RegistryHttp(retries=RetrySchedule(sleep=pauses)) as http,
         pytest.raises(UnreachableError, match=f"{address.host}: no connection: .*tried 5 times"),
     ):
         OciClient(http, address).ping()
@@ -194,5 +190,5 @@ def test_a_registry_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_our_own_interface_is_not_there(docker_registry: DockerRegistry) -> None:
-    with Http() as http, pytest.raises(NotFoundError):
+    with RegistryHttp() as http, pytest.raises(NotFoundError):
         ApiClient(http, docker_registry.address).get("whoami")

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest
-from expertctl.durable import make_folders
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -28,33 +27,33 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry.download import Downloads, Wanted
-from expertctl.registry.http import Http
+from expertctl.files import make_folders
+from expertctl.registry.download import BLOB_MODE, KEPT_SECONDS, BlobDownloader, BlobRequest
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.partial import BLOB_MODE, KEPT_SECONDS
-from tests.registry.hostile import (
+from tests.registry.hostile_registry import (
     SECONDS,
     HostileServer,
+    ReceivedRequest,
     Reply,
-    Request,
-    Script,
+    ReplyScript,
     Serve,
-    Stall,
-    client,
-    reply,
+    StallMarker,
+    make_client,
+    make_reply,
+    run_hostile_server,
     serve,
-    serving,
 )
 
 __all__ = ["serve"]
 
 DATA = bytes(range(256)) * 40
-DIGEST = Digest.of(DATA)
+DIGEST = Digest.compute(DATA)
 FILE = FileDigest("weights.safetensors", len(DATA), DIGEST)
 
 
 @dataclass(frozen=True)
-class Target:
+class StagingTarget:
     """Stands for the store's staging."""
 
     folder: Path
@@ -67,13 +66,13 @@ class Target:
 class Place:
     """Where a test downloads to."""
 
-    downloads: Downloads
-    target: Target
+    downloads: BlobDownloader
+    target: StagingTarget
 
     def fetch(self, server: HostileServer, *files: FileDigest, attempts: int = 3) -> list[int]:
         """Fetch files; return the progress that was reported."""
         counts: list[int] = []
-        with client(server, attempts=attempts) as http:
+        with make_client(server, attempts=attempts) as http:
             oci = OciClient(http, server.address)
             self.downloads.fetch(
                 oci, "acme/sql", files or [FILE], self.target, progress=counts.append
@@ -97,7 +96,7 @@ class Place:
 def new_place(folder: Path) -> Place:
     target = folder / "staging"
     target.mkdir()
-    return Place(Downloads(folder / "partial", kept_bytes=0), Target(target))
+    return Place(BlobDownloader(folder / "partial", kept_bytes=0), StagingTarget(target))
 
 
 @pytest.fixture
@@ -105,36 +104,38 @@ def place(tmp_path: Path) -> Place:
     return new_place(tmp_path)
 
 
-def honest(request: Request, data: bytes = DATA, etag: str = '"1"') -> bytes:
+def honest(request: ReceivedRequest, data: bytes = DATA, etag: str = '"1"') -> bytes:
     """What a good registry answers, ranges and If-Range included."""
     wanted = request.headers.get("range")
     if wanted is None or request.headers.get("if-range", etag) != etag:
-        return reply(200, data, ETag=etag)
+        return make_reply(200, data, ETag=etag)
     start = int(wanted.removeprefix("bytes=").removesuffix("-"))
     part = data[start:]
     content = f"bytes {start}-{len(data) - 1}/{len(data)}"
-    return reply(206, part, ETag=etag, Content_Range=content)
+    return make_reply(206, part, ETag=etag, Content_Range=content)
 
 
 def test_blobs_of_several_repositories_come_together(serve: Serve, place: Place) -> None:
-    blobs = {Digest.of(bytes([n]) * 9): bytes([n]) * 9 for n in range(3)}
+    blobs = {Digest.compute(bytes([n]) * 9): bytes([n]) * 9 for n in range(3)}
     server = serve(lambda r: honest(r, blobs[Digest.parse(r.path.rpartition("/")[2])]))
-    with client(server) as http:
+    with make_client(server) as http:
         oci = OciClient(http, server.address)
-        wanted = [Wanted(oci, f"acme/e{n}", FileDigest("f", 9, d)) for n, d in enumerate(blobs)]
+        wanted = [
+            BlobRequest(oci, f"acme/e{n}", FileDigest("f", 9, d)) for n, d in enumerate(blobs)
+        ]
         place.downloads.fetch_all(wanted, place.target)
     assert {d: place.target.path(d).read_bytes() for d in blobs} == blobs
-    paths = {request.path.split("/blobs/")[0] for request in server.seen}
+    paths = {request.path.split("/blobs/")[0] for request in server.requests}
     assert paths == {"/v2/acme/e0", "/v2/acme/e1", "/v2/acme/e2"}
 
 
-def first_then(first: Reply, then: Script = honest) -> Script:
+def first_then(first: Reply, then: ReplyScript = honest) -> ReplyScript:
     answers = iter([first])
     return lambda request: next(answers, None) or then(request)
 
 
 def broken_at(size: int, etag: str = '"1"') -> bytes:
-    return reply(200, DATA[:size], length=len(DATA), ETag=etag)
+    return make_reply(200, DATA[:size], length=len(DATA), ETag=etag)
 
 
 def test_a_blob_arrives_whole_read_only_and_leaves_nothing_behind(
@@ -148,18 +149,18 @@ def test_a_blob_arrives_whole_read_only_and_leaves_nothing_behind(
 
 
 def test_an_empty_blob_arrives_too(serve: Serve, place: Place) -> None:
-    nothing = FileDigest("empty", 0, Digest.of(b""))
+    nothing = FileDigest("empty", 0, Digest.compute(b""))
     place.fetch(serve(lambda r: honest(r, b"")), nothing)
     assert place.target.path(nothing.digest).read_bytes() == b""
 
 
 def test_many_blobs_come_at_once_and_the_same_one_once(serve: Serve, place: Place) -> None:
-    blobs = {Digest.of(bytes([n]) * 3000): bytes([n]) * 3000 for n in range(12)}
+    blobs = {Digest.compute(bytes([n]) * 3000): bytes([n]) * 3000 for n in range(12)}
     server = serve(lambda r: honest(r, blobs[Digest.parse(r.path.rpartition("/")[2])]))
     files = [FileDigest(f"f{n}", 3000, digest) for n, digest in enumerate([*blobs, *blobs])]
     place.fetch(server, *files)
     assert {d: place.target.path(d).read_bytes() for d in blobs} == blobs
-    assert len(server.seen) == 12
+    assert len(server.requests) == 12
 
 
 @settings(
@@ -171,13 +172,13 @@ def test_wherever_the_connection_breaks_it_goes_on_there(
 ) -> None:
     rest = iter(cuts)
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         whole = honest(request)
         cut = next(rest, None)
         return whole if cut is None else whole[: whole.index(b"\r\n\r\n") + 4 + cut]
 
     place = new_place(tmp_path_factory.mktemp("cut"))
-    with serving(script) as server:
+    with run_hostile_server(script) as server:
         counts = place.fetch(server, attempts=6)
     assert place.arrived == DATA
     assert sum(counts) == len(DATA)
@@ -191,11 +192,11 @@ def test_what_broke_off_goes_on_from_the_same_registry_with_a_range(
     with pytest.raises(UnreachableError, match="tried 3 times"):
         place.fetch(server)
     assert place.kept == DATA[:4000]
-    server.seen.clear()
+    server.requests.clear()
     counts = place.fetch(server)
     assert place.arrived == DATA
     assert sum(counts) == len(DATA)
-    [request] = server.seen
+    [request] = server.requests
     assert request.headers["range"] == "bytes=4000-"
     assert request.headers["if-range"] == '"1"'
 
@@ -203,14 +204,14 @@ def test_what_broke_off_goes_on_from_the_same_registry_with_a_range(
 def test_a_registry_that_sends_a_byte_a_connection_is_given_up(serve: Serve, place: Place) -> None:
     """What comes is kept, and is no progress for which to forget the failures before."""
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         head, _, body = honest(request).partition(b"\r\n\r\n")
         return head + b"\r\n\r\n" + body[:1]
 
     server = serve(script)
     with pytest.raises(UnreachableError, match="tried 4 times"):
         place.fetch(server, attempts=4)
-    assert len(server.seen) == 4
+    assert len(server.requests) == 4
     assert place.kept == DATA[:4]
 
 
@@ -223,7 +224,7 @@ def test_a_blob_that_is_never_whole_is_given_up_after_a_time_for_its_size(
     fake = SimpleNamespace(monotonic=lambda: float(next(clock)))
     monkeypatch.setattr("expertctl.registry.download.time", fake)
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         head, _, body = honest(request).partition(b"\r\n\r\n")
         return head + b"\r\n\r\n" + body[:1]
 
@@ -238,26 +239,26 @@ def test_what_another_registry_sent_is_not_gone_on_with(serve: Serve, place: Pla
     server = serve(honest)
     counts = place.fetch(server)
     assert (place.arrived, sum(counts)) == (DATA, len(DATA))
-    assert [r.headers.get("range") for r in server.seen] == [None]
+    assert [r.headers.get("range") for r in server.requests] == [None]
 
 
 def test_an_etag_that_changed_means_from_the_start(serve: Serve, place: Place) -> None:
     server = serve(first_then(broken_at(4000, '"old"'), lambda r: honest(r, etag='"new"')))
     counts = place.fetch(server)
     assert (place.arrived, sum(counts)) == (DATA, len(DATA))
-    assert [r.headers.get("if-range") for r in server.seen] == [None, '"old"', None]
+    assert [r.headers.get("if-range") for r in server.requests] == [None, '"old"', None]
 
 
 def test_the_whole_blob_in_answer_to_a_range_is_not_appended(serve: Serve, place: Place) -> None:
-    server = serve(first_then(broken_at(4000), lambda _: reply(200, DATA)))
+    server = serve(first_then(broken_at(4000), lambda _: make_reply(200, DATA)))
     place.fetch(server)
     assert place.arrived == DATA
-    assert [r.headers.get("range") for r in server.seen] == [None, "bytes=4000-", None]
+    assert [r.headers.get("range") for r in server.requests] == [None, "bytes=4000-", None]
 
 
 def test_a_registry_that_never_grants_a_range_still_gets_there(serve: Serve, place: Place) -> None:
-    def script(request: Request) -> Reply:
-        return reply(416) if "range" in request.headers else reply(200, DATA)
+    def script(request: ReceivedRequest) -> Reply:
+        return make_reply(416) if "range" in request.headers else make_reply(200, DATA)
 
     place.fetch(serve(first_then(broken_at(4000), script)))
     assert place.arrived == DATA
@@ -269,8 +270,8 @@ def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
     """Each time enough comes for the failure before it to be forgotten, and it is of no use."""
     monkeypatch.setattr("expertctl.registry.download.PROGRESS", 4000)
 
-    def script(request: Request) -> Reply:
-        return reply(200, DATA) if "range" in request.headers else broken_at(4000)
+    def script(request: ReceivedRequest) -> Reply:
+        return make_reply(200, DATA) if "range" in request.headers else broken_at(4000)
 
     with pytest.raises(RegistryError, match="changes while it is fetched"):
         place.fetch(serve(script))
@@ -284,8 +285,8 @@ def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
      "bytes 4000-99999999999999999999/10240", "bytes */10240"],
 )  # fmt: skip
 def test_a_wrong_content_range_is_refused(serve: Serve, place: Place, content_range: str) -> None:
-    def script(_: Request) -> Reply:
-        return reply(206, DATA[4000:], Content_Range=content_range)
+    def script(_: ReceivedRequest) -> Reply:
+        return make_reply(206, DATA[4000:], Content_Range=content_range)
 
     with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were asked for"):
         place.fetch(serve(first_then(broken_at(4000), script)))
@@ -294,26 +295,26 @@ def test_a_wrong_content_range_is_refused(serve: Serve, place: Place, content_ra
 
 
 def test_a_content_range_of_unknown_length_is_good_enough(serve: Serve, place: Place) -> None:
-    def script(_: Request) -> Reply:
-        return reply(206, DATA[4000:], Content_Range=f"bytes 4000-{len(DATA) - 1}/*")
+    def script(_: ReceivedRequest) -> Reply:
+        return make_reply(206, DATA[4000:], Content_Range=f"bytes 4000-{len(DATA) - 1}/*")
 
     place.fetch(serve(first_then(broken_at(4000), script)))
     assert place.arrived == DATA
 
 
 def test_a_part_that_nobody_asked_for_is_refused(serve: Serve, place: Place) -> None:
-    part = reply(206, DATA[5:], Content_Range=f"bytes 5-{len(DATA) - 1}/{len(DATA)}")
+    part = make_reply(206, DATA[5:], Content_Range=f"bytes 5-{len(DATA) - 1}/{len(DATA)}")
     with pytest.raises(RegistryError, match="were asked for"):
         place.fetch(serve(part))
     with pytest.raises(RegistryError, match="it refuses a range"):
-        place.fetch(serve(reply(416)))
+        place.fetch(serve(make_reply(416)))
 
 
 def test_a_body_longer_than_promised_is_cut_and_refused(serve: Serve, place: Place) -> None:
     sent: list[int] = []
 
-    def endless(_: Request) -> Iterator[bytes]:
-        yield reply(200, DATA, length=-1)
+    def endless(_: ReceivedRequest) -> Iterator[bytes]:
+        yield make_reply(200, DATA, length=-1)
         while True:
             sent.append(1)
             yield b"x" * 65536
@@ -329,26 +330,26 @@ def test_a_wrong_length_is_refused_before_a_byte_is_written(
     serve: Serve, place: Place, claimed: int
 ) -> None:
     with pytest.raises(DigestError, match="10240 bytes were asked for"):
-        place.fetch(serve(lambda _: [reply(200, DATA, length=claimed), Stall()]))
+        place.fetch(serve(lambda _: [make_reply(200, DATA, length=claimed), StallMarker()]))
     assert place.left() == []
 
 
 def test_an_answer_without_length_that_is_too_short_is_gone_on_with(
     serve: Serve, place: Place
 ) -> None:
-    server = serve(first_then(reply(200, DATA[:100], length=-1)))
+    server = serve(first_then(make_reply(200, DATA[:100], length=-1)))
     place.fetch(server)
     assert place.arrived == DATA
-    assert server.seen[1].headers["range"] == "bytes=100-"
+    assert server.requests[1].headers["range"] == "bytes=100-"
 
 
 def test_a_wrong_digest_is_refused_and_nothing_kept(serve: Serve, place: Place) -> None:
-    server = serve(reply(200, DATA[:-1] + b"\0"))
+    server = serve(make_reply(200, DATA[:-1] + b"\0"))
     with pytest.raises(DigestError, match=r"weights\.safetensors of acme/sql does not have its"):
         place.fetch(server)
     assert place.left() == []
     assert list(place.target.folder.iterdir()) == []
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 def test_a_beginning_that_was_damaged_here_is_fetched_anew(serve: Serve, place: Place) -> None:
@@ -372,7 +373,7 @@ def test_a_beginning_of_unknown_origin_is_not_used(
     server = serve(honest)
     place.fetch(server)
     assert place.arrived == DATA
-    assert "range" not in server.seen[0].headers
+    assert "range" not in server.requests[0].headers
 
 
 def test_a_beginning_longer_than_the_blob_is_not_used(serve: Serve, place: Place) -> None:
@@ -387,7 +388,7 @@ def test_a_beginning_longer_than_the_blob_is_not_used(serve: Serve, place: Place
 
 def test_a_compressed_blob_is_refused(serve: Serve, place: Place) -> None:
     with pytest.raises(RegistryError, match="compressed"):
-        place.fetch(serve(reply(200, DATA, Content_Encoding="br")))
+        place.fetch(serve(make_reply(200, DATA, Content_Encoding="br")))
     assert not place.target.path(DIGEST).exists()
 
 
@@ -395,31 +396,31 @@ def test_a_weak_etag_is_no_reason_to_go_on(serve: Serve, place: Place) -> None:
     server = serve(first_then(broken_at(4000, 'W/"1"')))
     place.fetch(server)
     assert place.arrived == DATA
-    assert "if-range" not in server.seen[1].headers
+    assert "if-range" not in server.requests[1].headers
 
 
 def test_a_stalled_blob_goes_on_on_another_connection(serve: Serve, place: Place) -> None:
-    server = serve(first_then([broken_at(4000), Stall()]))
-    with client(server, stall=0.2) as http:
+    server = serve(first_then([broken_at(4000), StallMarker()]))
+    with make_client(server, stall=0.2) as http:
         oci = OciClient(http, server.address)
         place.downloads.fetch(oci, "acme/sql", [FILE], place.target)
     assert place.arrived == DATA
 
 
 def test_a_blob_that_is_not_there_ends_the_others_at_once(serve: Serve, place: Place) -> None:
-    missing = FileDigest("gone", 5, Digest.of(b"gone!"))
+    missing = FileDigest("gone", 5, Digest.compute(b"gone!"))
     begun = threading.Event()
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         if request.path.endswith(missing.digest.hex):
             begun.wait(SECONDS)
-            return reply(404)
+            return make_reply(404)
         return stalled()
 
-    def stalled() -> Iterator[bytes | Stall]:
+    def stalled() -> Iterator[bytes | StallMarker]:
         yield broken_at(100)
         begun.set()
-        yield Stall()
+        yield StallMarker()
 
     with pytest.raises(NotFoundError):
         place.fetch(serve(script), missing, FILE)
@@ -427,19 +428,19 @@ def test_a_blob_that_is_not_there_ends_the_others_at_once(serve: Serve, place: P
 
 
 def test_a_pause_ends_when_another_blob_fails(serve: Serve, place: Place) -> None:
-    missing = FileDigest("gone", 5, Digest.of(b"gone!"))
+    missing = FileDigest("gone", 5, Digest.compute(b"gone!"))
     begun = threading.Event()
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         if request.path.endswith(missing.digest.hex):
             begun.wait(SECONDS)
-            return reply(404)
+            return make_reply(404)
         begun.set()
-        return reply(503, Retry_After="60")
+        return make_reply(503, Retry_After="60")
 
     server = serve(script)
-    with Http() as http:
-        wanted = [Wanted(OciClient(http, server.address), "a/b", f) for f in (FILE, missing)]
+    with RegistryHttp() as http:
+        wanted = [BlobRequest(OciClient(http, server.address), "a/b", f) for f in (FILE, missing)]
         with pytest.raises(NotFoundError):
             place.downloads.fetch_all(wanted, place.target)
 
@@ -468,7 +469,7 @@ def test_a_full_disk_is_said_and_what_is_here_stays(
     monkeypatch.undo()
     place.fetch(server)
     assert place.arrived == DATA
-    assert server.seen[-1].headers["range"] == "bytes=3000-"
+    assert server.requests[-1].headers["range"] == "bytes=3000-"
 
 
 def test_another_failure_of_the_disk_is_not_called_a_full_one(serve: Serve, place: Place) -> None:
@@ -479,7 +480,7 @@ def test_another_failure_of_the_disk_is_not_called_a_full_one(serve: Serve, plac
 
 def test_a_small_blob_that_broke_off_is_not_kept(serve: Serve, tmp_path: Path) -> None:
     place = new_place(tmp_path)
-    place = Place(Downloads(place.downloads.folder), place.target)
+    place = Place(BlobDownloader(place.downloads.folder), place.target)
     failing = [broken_at(4000), b"", b""]
     server = serve(lambda r: failing.pop(0) if failing else honest(r))
     with pytest.raises(UnreachableError):
@@ -487,7 +488,7 @@ def test_a_small_blob_that_broke_off_is_not_kept(serve: Serve, tmp_path: Path) -
     assert place.left() == []
     place.fetch(server)
     assert place.arrived == DATA
-    assert "range" not in server.seen[-1].headers
+    assert "range" not in server.requests[-1].headers
 
 
 def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place) -> None:
@@ -504,7 +505,7 @@ def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place)
 def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=120)
 
-    def script(request: Request) -> Iterator[bytes]:
+    def script(request: ReceivedRequest) -> Iterator[bytes]:
         whole = honest(request)
         yield whole[:-5000]
         both.wait()  # neither is served before both have begun
@@ -512,7 +513,7 @@ def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: 
 
     server = serve(script)
     places = [
-        Place(Downloads(tmp_path / "partial", kept_bytes=0), Target(tmp_path / name))
+        Place(BlobDownloader(tmp_path / "partial", kept_bytes=0), StagingTarget(tmp_path / name))
         for name in "ab"
     ]
     for place in places:
@@ -536,7 +537,7 @@ def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
         place.downloads.sweep()
     left = {path.name for path in folder.iterdir()} - {"held.lock"}
     assert left == {"held.part", "young.part"}
-    Downloads(folder / "missing").sweep()
+    BlobDownloader(folder / "missing").sweep()
 
 
 PROGRAM = """
@@ -544,17 +545,17 @@ import sys
 from pathlib import Path
 from expertctl.digest import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.download import Downloads, Wanted
-from expertctl.registry.http import Http
+from expertctl.registry.download import BlobDownloader, BlobRequest
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.registry.test_download import Target
+from tests.registry.test_download import StagingTarget
 
 url, folder, digest, size = sys.argv[1:]
-with Http() as http:
+with RegistryHttp() as http:
     oci = OciClient(http, RegistryAddress.parse(url))
     file = FileDigest("f", int(size), Digest.parse(digest))
-    Downloads(Path(folder) / "partial", kept_bytes=0).fetch(
-        oci, "acme/sql", [file], Target(Path(folder) / "staging"),
+    BlobDownloader(Path(folder) / "partial", kept_bytes=0).fetch(
+        oci, "acme/sql", [file], StagingTarget(Path(folder) / "staging"),
         progress=lambda count: print(count, flush=True),
     )
 """
@@ -563,7 +564,7 @@ with Http() as http:
 def test_a_killed_process_leaves_what_another_goes_on_with(
     serve: Serve, place: Place, tmp_path: Path
 ) -> None:
-    server = serve(first_then([broken_at(6000), Stall()]))
+    server = serve(first_then([broken_at(6000), StallMarker()]))
     words = [server.url, str(tmp_path), str(DIGEST), str(len(DATA))]
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
@@ -581,19 +582,19 @@ def test_a_killed_process_leaves_what_another_goes_on_with(
     assert place.kept == DATA[:6000]
     place.fetch(server)
     assert place.arrived == DATA
-    assert server.seen[-1].headers["range"] == "bytes=6000-"
+    assert server.requests[-1].headers["range"] == "bytes=6000-"
 
 
-LIES: dict[str, Script] = {
+LIES: dict[str, ReplyScript] = {
     "none": honest,
     "cut": lambda request: honest(request)[:-1000],
-    "whole": lambda _: reply(200, DATA),
+    "whole": lambda _: make_reply(200, DATA),
     "wrong": lambda request: honest(request)[:-1] + b"\0",
-    "long": lambda _: reply(200, DATA + b"x", length=-1),
-    "short": lambda _: reply(200, DATA[:7], length=-1),
-    "busy": lambda _: reply(503),
+    "long": lambda _: make_reply(200, DATA + b"x", length=-1),
+    "short": lambda _: make_reply(200, DATA[:7], length=-1),
+    "busy": lambda _: make_reply(503),
     "nothing": lambda _: b"",
-    "no range": lambda _: reply(416),
+    "no range": lambda _: make_reply(416),
     "another etag": lambda request: honest(request, etag='"2"'),
 }
 
@@ -607,7 +608,7 @@ def test_whatever_a_registry_answers_only_the_right_bytes_arrive(
 ) -> None:
     rest = iter(answers)
     place = new_place(tmp_path_factory.mktemp("any"))
-    with serving(lambda request: LIES[next(rest, "none")](request)) as server:
+    with run_hostile_server(lambda request: LIES[next(rest, "none")](request)) as server:
         try:
             place.fetch(server)
         except ExpertError:

@@ -22,17 +22,25 @@ from expertctl.registry.index_document import (
     IndexDocument,
     Release,
     SignedForm,
-    read_time,
-    write_time,
+    format_time,
+    parse_time,
 )
 from expertctl.schema.manifest import BaseRequirement
-from tests.registry.indexes import SQL, TIME, entry, index, key, key_id, release
+from tests.registry.indexes import (
+    SQL,
+    TIME,
+    compute_named_key_id,
+    make_index_document,
+    make_key_entry,
+    make_named_key,
+    make_release,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "index"
 Edit = Callable[[dict[str, Any]], object]
 
 names = st.from_regex(r"[a-z0-9]{1,5}(-[a-z0-9]{1,5})?", fullmatch=True)
-digests = st.binary(max_size=8).map(Digest.of)
+digests = st.binary(max_size=8).map(Digest.compute)
 lines = st.text(st.characters(blacklist_categories=("Cc", "Cs", "Zl", "Zp")), max_size=20)
 versions = st.builds(
     Version,
@@ -40,7 +48,7 @@ versions = st.builds(
     st.one_of(st.just(()), st.tuples(st.sampled_from(["rc", "1", "beta-2"]))),
 )
 times = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)).map(
-    lambda moment: write_time(moment.replace(tzinfo=UTC))
+    lambda moment: format_time(moment.replace(tzinfo=UTC))
 )
 bases = st.builds(
     BaseRequirement,
@@ -62,7 +70,9 @@ def documents(draw: st.DrawFn) -> IndexDocument:
     for number, version in enumerate(sorted(used)):
         forms = tuple(
             SignedForm(
-                Digest.of(f"{number} {n}".encode()), key_id("alice"), draw(st.integers(0, 9))
+                Digest.compute(f"{number} {n}".encode()),
+                compute_named_key_id("alice"),
+                draw(st.integers(0, 9)),
             )
             for n in range(draw(st.integers(1, 3)))
         )
@@ -82,10 +92,16 @@ def documents(draw: st.DrawFn) -> IndexDocument:
             )
         )
     keys = draw(
-        st.sampled_from([(), (entry("alice"),), (entry("alice"), entry("bob", by="alice"))])
+        st.sampled_from(
+            [
+                (),
+                (make_key_entry("alice"),),
+                (make_key_entry("alice"), make_key_entry("bob", endorsed_by="alice")),
+            ]
+        )
     )
     return replace(
-        index(draw(st.integers(1, 2**53 - 1)), releases=releases, revoked=["carol"]),
+        make_index_document(draw(st.integers(1, 2**53 - 1)), releases=releases, revoked=["carol"]),
         package=PackageName(draw(names), draw(names)),
         updated=draw(times),
         keys=keys,
@@ -100,25 +116,25 @@ def test_a_document_is_read_as_it_was_written(document: IndexDocument) -> None:
 
 
 def test_the_bytes_are_those_of_the_format() -> None:
-    document = index(3, releases=[release()], keys=[entry("alice")])
-    pem = key("alice").public.pem().decode()
+    document = make_index_document(3, releases=[make_release()], keys=[make_key_entry("alice")])
+    pem = make_named_key("alice").public.pem().decode()
     base = {
         "accepts": [],
-        "arch": str(Digest.of(b"arch")),
+        "arch": str(Digest.compute(b"arch")),
         "name": "tiny",
         "revision": None,
-        "tokenizer": str(Digest.of(b"tokenizer")),
+        "tokenizer": str(Digest.compute(b"tokenizer")),
         "weights": None,
     }
     form = {
-        "package_digest": str(Digest.of(b"1.0.0  alice")),
-        "signer": key_id("alice"),
+        "package_digest": str(Digest.compute(b"1.0.0  alice")),
+        "signer": compute_named_key_id("alice"),
         "size": 1234,
     }
     released = {
         "base": base,
         "conflicts": [],
-        "content_digest": str(Digest.of(b"content of 1.0.0 ")),
+        "content_digest": str(Digest.compute(b"content of 1.0.0 ")),
         "description": "",
         "forms": [form],
         "kinds": ["lora"],
@@ -130,7 +146,7 @@ def test_the_bytes_are_those_of_the_format() -> None:
     }
     expected = {
         "description": "Writes SQL",
-        "keys": [{"key_id": key_id("alice"), "public_key": pem, "statement": None}],
+        "keys": [{"key_id": compute_named_key_id("alice"), "public_key": pem, "statement": None}],
         "package": "acme/sql",
         "releases": [released],
         "revision": 3,
@@ -267,7 +283,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_a_document_has_a_largest_size_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = index()
+    document = make_index_document()
     size = len(document.encode())
     monkeypatch.setattr(index_document, "MAX_BYTES", size)
     data = document.encode()
@@ -280,29 +296,31 @@ def test_a_document_has_a_largest_size_both_ways(monkeypatch: pytest.MonkeyPatch
 
 
 def test_releases_and_forms_are_found() -> None:
-    document = index(releases=[release("1.0.0", "alice", "bob"), release("2.0.0-rc.1")])
+    document = make_index_document(
+        releases=[make_release("1.0.0", "alice", "bob"), make_release("2.0.0-rc.1")]
+    )
     first = document.releases[0]
-    assert document.release(Version(1, 0, 0)) is first
-    assert document.release(Version(2, 0, 0)) is None
-    assert first.form(first.forms[1].package_digest) is first.forms[1]
-    assert first.form(Digest.of(b"else")) is None
+    assert document.find_release(Version(1, 0, 0)) is first
+    assert document.find_release(Version(2, 0, 0)) is None
+    assert first.find_form(first.forms[1].package_digest) is first.forms[1]
+    assert first.find_form(Digest.compute(b"else")) is None
 
 
 def test_a_revoked_key_is_told_from_others() -> None:
-    document = index(revoked=["bob"])
-    assert document.is_revoked(key_id("bob"))
-    assert not document.is_revoked(key_id("alice"))
+    document = make_index_document(revoked=["bob"])
+    assert document.is_revoked(compute_named_key_id("bob"))
+    assert not document.is_revoked(compute_named_key_id("alice"))
 
 
 def test_times_are_kept_to_the_second_in_utc() -> None:
     moment = datetime(2026, 1, 2, 5, 4, 5, 999_999, tzinfo=timezone(timedelta(hours=2)))
-    assert write_time(moment) == TIME
-    assert read_time(TIME) == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert release().published_at == read_time(TIME)
+    assert format_time(moment) == TIME
+    assert parse_time(TIME) == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert make_release().published_at == parse_time(TIME)
 
 
 def test_the_package_of_a_document_is_the_one_it_was_made_for() -> None:
-    assert IndexDocument.parse(index().encode(), what="index").package == SQL
+    assert IndexDocument.parse(make_index_document().encode(), what="index").package == SQL
 
 
 @pytest.mark.parametrize(
@@ -318,6 +336,6 @@ def test_the_package_of_a_document_is_the_one_it_was_made_for() -> None:
 def test_a_document_is_overdue_after_the_interval_that_it_states(
     interval: int | None, age: timedelta, overdue: int | None
 ) -> None:
-    document = replace(index(), interval_days=interval)
+    document = replace(make_index_document(), interval_days=interval)
     assert IndexDocument.parse(document.encode(), what="it") == document
-    assert document.overdue_days(read_time(TIME) + age) == overdue
+    assert document.overdue_days(parse_time(TIME) + age) == overdue

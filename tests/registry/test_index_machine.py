@@ -18,13 +18,19 @@ from hypothesis.stateful import (
 
 from expertctl.errors import RevokedError, TrustError
 from expertctl.reference import PackageName
-from expertctl.registry.index_document import IndexDocument, KeyEntry
-from expertctl.registry.index_envelope import sign_index
+from expertctl.registry.index_document import IndexDocument, KeyEntry, sign_index
 from expertctl.registry.index_store import IndexStore
-from expertctl.registry.pins import pin_verified, signer_problem
-from expertctl.trust.grant import KnownRegistry
-from expertctl.trust.policy import TrustStore
-from tests.registry.indexes import entry, index, key, key_id, known, release
+from expertctl.registry.registry_trust import find_signer_problem, pin_verified_keys
+from expertctl.trust.grants import KnownRegistry
+from expertctl.trust.trust_store import TrustStore
+from tests.registry.indexes import (
+    compute_named_key_id,
+    make_index_document,
+    make_key_entry,
+    make_known_registry,
+    make_named_key,
+    make_release,
+)
 
 HOSTS = ("127.0.0.1:8001", "127.0.0.1:8002")
 NAMES = ("a", "b", "c", "d")
@@ -35,7 +41,7 @@ people = st.sampled_from(NAMES)
 
 
 @dataclass
-class Model:
+class ClientModel:
     """What a client should believe of one namespace of one registry."""
 
     revision: int = 0
@@ -75,7 +81,9 @@ class RegistriesAndAClient(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         self.trust = TrustStore(self.folder / "trust.json")
         self.store = IndexStore(self.folder / "registries")
-        self.model: dict[Place, Model] = {(h, n): Model() for h in HOSTS for n in NAMESPACES}
+        self.model: dict[Place, ClientModel] = {
+            (h, n): ClientModel() for h in HOSTS for n in NAMESPACES
+        }
         self.mine: set[tuple[str, str]] = set()
         self.gone: set[str] = set()
 
@@ -88,7 +96,7 @@ class RegistriesAndAClient(RuleBasedStateMachine):
             self.trust.add_registry(self.registry(host))
 
     def registry(self, host: str) -> KnownRegistry:
-        return known(host, index_key=f"index of {host}")
+        return make_known_registry(host, index_key=f"index of {host}")
 
     def trusted_by_me(self, namespace: str) -> set[str]:
         return {name for name, where in self.mine if where == namespace} - self.gone
@@ -97,10 +105,10 @@ class RegistriesAndAClient(RuleBasedStateMachine):
         """Let a registry show a document; raises what the client makes of it."""
         host, namespace = place
         package = PackageName(namespace, "sql")
-        envelope = sign_index(document, key(signer or f"index of {host}"))
-        floor = self.store.recall(self.registry(host), package)
-        believed = self.store.believe(self.registry(host), package, envelope, floor=floor)
-        pin_verified([(believed, self.registry(host))], self.trust, lambda record: record)
+        envelope = sign_index(document, make_named_key(signer or f"index of {host}"))
+        floor = self.store.load(self.registry(host), package)
+        believed = self.store.accept(self.registry(host), package, envelope, floor=floor)
+        pin_verified_keys([(believed, self.registry(host))], self.trust, lambda record: record)
 
     def document(
         self,
@@ -111,10 +119,11 @@ class RegistriesAndAClient(RuleBasedStateMachine):
     ) -> IndexDocument:
         _, namespace = place
         keys: list[KeyEntry] = [
-            entry(name, by=by, namespace=namespace) for name, by in sorted(words.items())
+            make_key_entry(name, endorsed_by=by, namespace=namespace)
+            for name, by in sorted(words.items())
         ]
-        made = index(
-            revision, keys=keys or [entry("nobody")], revoked=sorted(revoked),
+        made = make_index_document(
+            revision, keys=keys or [make_key_entry("nobody")], revoked=sorted(revoked),
             package=PackageName(namespace, "sql"),
         )  # fmt: skip
         return made if keys else _without_keys(made)
@@ -161,12 +170,12 @@ class RegistriesAndAClient(RuleBasedStateMachine):
     @rule(name=people, namespace=st.sampled_from(NAMESPACES))
     def trust_a_key_myself(self, name: str, namespace: str) -> None:
         if name not in self.gone:
-            self.trust.add(key(name).public, name=name, namespaces=[namespace])
+            self.trust.add(make_named_key(name).public, name=name, namespaces=[namespace])
             self.mine.add((name, namespace))
 
     @rule(name=people)
     def revoke_a_key_myself(self, name: str) -> None:
-        self.trust.revoke(key_id(name))
+        self.trust.revoke(compute_named_key_id(name))
         self.gone.add(name)
 
     @rule()
@@ -189,8 +198,8 @@ class RegistriesAndAClient(RuleBasedStateMachine):
         for (host, namespace), model in self.model.items():
             mine = self.trusted_by_me(namespace)
             for name in NAMES:
-                one = release("1.0.0", name)
-                problem = signer_problem(
+                one = make_release("1.0.0", name)
+                problem = find_signer_problem(
                     one.forms[0], one, package=PackageName(namespace, "sql"), host=host,
                     record=record,
                 )  # fmt: skip
@@ -203,7 +212,7 @@ class RegistriesAndAClient(RuleBasedStateMachine):
     def floors_are_where_they_were(self) -> None:
         for (host, namespace), model in self.model.items():
             package = PackageName(namespace, "sql")
-            found = self.store.recall(self.registry(host), package)
+            found = self.store.load(self.registry(host), package)
             assert (found.document.revision if found else 0) == model.revision
         self.trust.check_integrity()
 

@@ -11,14 +11,19 @@ from filelock import FileLock
 from expertctl.errors import StoreError, TrustError
 from expertctl.reference import PackageName
 from expertctl.registry import index_store
-from expertctl.registry.index_document import IndexDocument, Release
-from expertctl.registry.index_envelope import sign_index
+from expertctl.registry.index_document import IndexDocument, Release, sign_index
 from expertctl.registry.index_store import IndexStore
-from expertctl.trust.grant import KnownRegistry
-from tests.registry.indexes import SQL, index, key, known, release
-from tests.store.faults import run
+from expertctl.trust.grants import KnownRegistry
+from tests.registry.indexes import (
+    SQL,
+    make_index_document,
+    make_known_registry,
+    make_named_key,
+    make_release,
+)
+from tests.store.fault_injection import run_with_fault
 
-KNOWN = known()
+KNOWN = make_known_registry()
 
 
 @pytest.fixture
@@ -27,21 +32,24 @@ def store(tmp_path: Path) -> IndexStore:
 
 
 def envelope(revision: int, *versions: str) -> bytes:
-    return sign_index(index(revision, releases=[release(v) for v in versions]), key("index"))
+    return sign_index(
+        make_index_document(revision, releases=[make_release(v) for v in versions]),
+        make_named_key("index"),
+    )
 
 
 def believe(store: IndexStore, data: bytes, *, registry: KnownRegistry = KNOWN) -> IndexDocument:
-    floor = store.recall(registry, SQL)
-    return store.believe(registry, SQL, data, floor=floor)
+    floor = store.load(registry, SQL)
+    return store.accept(registry, SQL, data, floor=floor)
 
 
 def revision(store: IndexStore, registry: KnownRegistry = KNOWN) -> int | None:
-    found = store.recall(registry, SQL)
+    found = store.load(registry, SQL)
     return None if found is None else found.document.revision
 
 
 def test_nothing_is_known_at_first_and_asking_writes_nothing(store: IndexStore) -> None:
-    assert store.recall(KNOWN, SQL) is None
+    assert store.load(KNOWN, SQL) is None
     assert not store.folder.exists()
 
 
@@ -49,7 +57,7 @@ def test_what_was_believed_is_remembered_byte_for_byte_for_the_owner_alone(
     store: IndexStore,
 ) -> None:
     assert believe(store, envelope(3)).revision == 3
-    found = store.recall(KNOWN, SQL)
+    found = store.load(KNOWN, SQL)
     assert found is not None
     assert found.envelope == envelope(3)
     path = store.path(KNOWN, SQL)
@@ -95,29 +103,29 @@ def test_the_same_again_is_believed_and_not_written_again(store: IndexStore) -> 
 
 
 def test_who_was_told_more_meanwhile_is_right_too(store: IndexStore) -> None:
-    floor = store.recall(KNOWN, SQL)
+    floor = store.load(KNOWN, SQL)
     believe(store, envelope(6))
-    assert store.believe(KNOWN, SQL, envelope(5), floor=floor).revision == 6
-    assert store.believe(KNOWN, SQL, envelope(6), floor=floor).revision == 6
+    assert store.accept(KNOWN, SQL, envelope(5), floor=floor).revision == 6
+    assert store.accept(KNOWN, SQL, envelope(6), floor=floor).revision == 6
     with pytest.raises(TrustError, match="two things"):
-        store.believe(KNOWN, SQL, envelope(6, "9.9.9"), floor=floor)
+        store.accept(KNOWN, SQL, envelope(6, "9.9.9"), floor=floor)
     assert revision(store) == 6
 
 
 def test_packages_and_registries_have_floors_of_their_own(store: IndexStore) -> None:
     other = PackageName("acme", "sql-old")
-    elsewhere = known("127.0.0.1:9090")
+    elsewhere = make_known_registry("127.0.0.1:9090")
     believe(store, envelope(5))
-    data = sign_index(index(1, package=other), key("index"))
-    assert store.believe(KNOWN, other, data, floor=None).revision == 1
+    data = sign_index(make_index_document(1, package=other), make_named_key("index"))
+    assert store.accept(KNOWN, other, data, floor=None).revision == 1
     assert believe(store, envelope(1), registry=elsewhere).revision == 1
     assert revision(store) == 5
 
 
 def test_a_new_index_key_begins_anew_and_the_old_floor_stays(store: IndexStore) -> None:
     believe(store, envelope(2**53 - 1))
-    renewed = known(index_key="renewed")
-    data = sign_index(index(1), key("renewed"))
+    renewed = make_known_registry(index_key="renewed")
+    data = sign_index(make_index_document(1), make_named_key("renewed"))
     assert believe(store, data, registry=renewed).revision == 1
     assert revision(store) == 2**53 - 1
 
@@ -125,7 +133,7 @@ def test_a_new_index_key_begins_anew_and_the_old_floor_stays(store: IndexStore) 
 def test_what_a_foreign_key_signed_is_not_remembered(store: IndexStore) -> None:
     believe(store, envelope(1))
     with pytest.raises(TrustError, match="index key"):
-        believe(store, sign_index(index(9), key("mallory")))
+        believe(store, sign_index(make_index_document(9), make_named_key("mallory")))
     assert revision(store) == 1
 
 
@@ -143,11 +151,11 @@ def test_a_damaged_memory_stops_and_never_forgets_the_floor(damage: str, store: 
         case "flipped":
             path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
         case "other package":
-            other = index(9, package=PackageName("acme", "else"))
-            path.write_bytes(sign_index(other, key("index")))
+            other = make_index_document(9, package=PackageName("acme", "else"))
+            path.write_bytes(sign_index(other, make_named_key("index")))
         case _:
             path.mkdir()
-    for act in (lambda: believe(store, envelope(6)), lambda: store.recall(KNOWN, SQL)):
+    for act in (lambda: believe(store, envelope(6)), lambda: store.load(KNOWN, SQL)):
         with pytest.raises(StoreError, match="said last of acme/sql cannot be read") as refused:
             act()
         assert "move it away" in refused.value.hint
@@ -164,13 +172,15 @@ def test_whatever_stops_the_writing_the_floor_is_the_old_or_the_new_one(
         return store
 
     template = fresh("whole")
-    whole = run(lambda: believe(template, envelope(2)))
+    whole = run_with_fault(lambda: believe(template, envelope(2)))
     assert not whole.errors
     assert len(whole.steps) >= 3
     for step in range(1, len(whole.steps) + 1):
         store = fresh(f"{fault}-{step}")
-        ended = run(lambda s=store: believe(s, envelope(2)), at=step, fault=fault)  # type: ignore[misc, arg-type]
-        assert ended.killed if fault == "kill" else ended.is_whole_or(StoreError), ended.trace
+        ended = run_with_fault(lambda s=store: believe(s, envelope(2)), at=step, fault=fault)  # type: ignore[misc, arg-type]
+        assert ended.killed if fault == "kill" else ended.completed_or_raised(StoreError), (
+            ended.trace
+        )
         assert revision(store) in {1, 2}
         believe(store, envelope(2))
         assert revision(store) == 2
@@ -198,7 +208,7 @@ def test_a_lock_that_is_held_for_too_long_is_told(tmp_path: Path) -> None:
 def _raise_floor(folder: Path, data: list[bytes]) -> None:
     store = IndexStore(folder)
     for one in data:
-        store.believe(KNOWN, SQL, one, floor=None)
+        store.accept(KNOWN, SQL, one, floor=None)
 
 
 def test_processes_that_write_at_once_never_lower_the_floor(store: IndexStore) -> None:
@@ -219,7 +229,7 @@ def test_processes_that_write_at_once_never_lower_the_floor(store: IndexStore) -
 
 
 def said(revision: int, *releases: Release) -> bytes:
-    return sign_index(index(revision, releases=releases), key("index"))
+    return sign_index(make_index_document(revision, releases=releases), make_named_key("index"))
 
 
 def first(store: IndexStore) -> dict[str, str]:
@@ -228,29 +238,33 @@ def first(store: IndexStore) -> dict[str, str]:
 
 
 def test_a_version_that_changes_is_remembered_as_it_was(store: IndexStore) -> None:
-    old, new, other = release("1.0.0"), release("1.0.0", content="b"), release("1.1.0")
+    old, new, other = (
+        make_release("1.0.0"),
+        make_release("1.0.0", content="b"),
+        make_release("1.1.0"),
+    )
     believe(store, said(1, old, other))
     assert first(store) == {}
     believe(store, said(2, new, other))
-    believe(store, said(3, release("1.0.0", content="c"), other))
+    believe(store, said(3, make_release("1.0.0", content="c"), other))
     assert first(store) == {"1.0.0": str(old.content_digest)}
     [content] = store.first_contents(KNOWN, SQL).values()
-    assert content.signers == (key("alice").public.key_id,)
+    assert content.signers == (make_named_key("alice").public.key_id,)
     store.check_integrity(KNOWN)
 
 
 def test_a_version_that_vanishes_is_remembered_for_when_it_comes_back(store: IndexStore) -> None:
-    old = release("1.0.0")
+    old = make_release("1.0.0")
     believe(store, said(1, old))
-    believe(store, said(2, release("2.0.0")))
-    believe(store, said(3, release("1.0.0", content="b"), release("2.0.0")))
+    believe(store, said(2, make_release("2.0.0")))
+    believe(store, said(3, make_release("1.0.0", content="b"), make_release("2.0.0")))
     assert first(store) == {"1.0.0": str(old.content_digest)}
 
 
 def test_a_change_that_is_accepted_is_forgotten_and_noticed_when_it_is_undone(
     store: IndexStore,
 ) -> None:
-    old, new = release("1.0.0"), release("1.0.0", content="b")
+    old, new = make_release("1.0.0"), make_release("1.0.0", content="b")
     believe(store, said(1, old))
     believe(store, said(2, new))
     store.accept_content(KNOWN, SQL, old.version)
@@ -260,16 +274,16 @@ def test_a_change_that_is_accepted_is_forgotten_and_noticed_when_it_is_undone(
 
 
 def test_first_contents_that_cannot_be_read_stop_their_package(store: IndexStore) -> None:
-    believe(store, said(1, release("1.0.0")))
-    believe(store, said(2, release("1.0.0", content="b")))
+    believe(store, said(1, make_release("1.0.0")))
+    believe(store, said(2, make_release("1.0.0", content="b")))
     path = store.path(KNOWN, SQL).with_suffix(".first")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match="cannot be read") as refused:
         store.first_contents(KNOWN, SQL)
     assert str(path) in refused.value.hint
     with pytest.raises(StoreError):
-        believe(store, said(3, release("1.0.0")))
-    assert [problem.hint for problem in store.problems(KNOWN)] == [refused.value.hint]
+        believe(store, said(3, make_release("1.0.0")))
+    assert [problem.hint for problem in store.find_problems(KNOWN)] == [refused.value.hint]
 
 
 def test_more_changed_versions_than_can_be_remembered_are_refused(
@@ -277,11 +291,11 @@ def test_more_changed_versions_than_can_be_remembered_are_refused(
 ) -> None:
     """Otherwise a registry could make the file too large to be read, and have it moved away."""
     monkeypatch.setattr(index_store, "MAX_BYTES", 300)
-    believe(store, said(1, release("1.0.0"), release("1.1.0")))
-    believe(store, said(2, release("1.1.0")))
+    believe(store, said(1, make_release("1.0.0"), make_release("1.1.0")))
+    believe(store, said(2, make_release("1.1.0")))
     assert list(first(store)) == ["1.0.0"]
     with pytest.raises(TrustError, match=r"changed or took away 2 versions of acme/sql, more"):
-        believe(store, said(3, release("2.0.0")))
+        believe(store, said(3, make_release("2.0.0")))
     assert revision(store) == 2
     assert list(first(store)) == ["1.0.0"]
     store.check_integrity(KNOWN)
@@ -291,7 +305,7 @@ def test_a_process_that_is_killed_after_the_first_contents_were_written_forgets_
     store: IndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The envelope is written last, so the next attempt finds the old one and adds nothing."""
-    old, new = release("1.0.0"), release("1.0.0", content="b")
+    old, new = make_release("1.0.0"), make_release("1.0.0", content="b")
     believe(store, said(1, old))
     real = index_store.write_atomic
 

@@ -3,74 +3,78 @@
 import pytest
 
 from expertctl.errors import SignatureError, TrustError
-from expertctl.registry.key_statement import (
-    MAX_BYTES,
-    PAYLOAD_TYPE,
-    claimed_signer,
-    sign_statement,
-    statement_signer,
+from expertctl.schema.strict_json import encode_canonical
+from expertctl.trust.dsse import (
+    KEY_STATEMENT_TYPE,
+    MAX_KEY_STATEMENT_BYTES,
+    DsseEnvelope,
+    read_claimed_signer,
+    sign_key_statement,
+    verify_key_statement,
 )
-from expertctl.schema.strict_json import canonical
-from expertctl.trust.dsse import Envelope
 from expertctl.trust.keys import PublicKey
-from tests.registry.indexes import key, key_id
+from tests.registry.indexes import compute_named_key_id, make_named_key
 
-OLD, NEW, OTHER = key("old"), key("new"), key("other")
+OLD, NEW, OTHER = make_named_key("old"), make_named_key("new"), make_named_key("other")
 
 
 def signer(data: bytes, *, new: PublicKey = NEW.public, namespace: str = "acme") -> str:
     keys = [OTHER.public, OLD.public]
-    return statement_signer(data, namespace=namespace, new=new, keys=keys)
+    return verify_key_statement(data, namespace=namespace, new=new, keys=keys)
 
 
 def statement(**about: str) -> bytes:
     pem = NEW.public.pem().decode()
     said = {"namespace": "acme", "key_id": NEW.public.key_id, "public_key": pem, **about}
-    return Envelope.seal(canonical(said), payload_type=PAYLOAD_TYPE, key=OLD).encode()
+    return DsseEnvelope.sign(
+        encode_canonical(said), payload_type=KEY_STATEMENT_TYPE, key=OLD
+    ).encode()
 
 
 def test_the_signer_of_a_statement_is_told() -> None:
-    data = sign_statement(namespace="acme", new=NEW.public, by=OLD)
+    data = sign_key_statement(namespace="acme", new=NEW.public, by=OLD)
     assert data == statement()
-    assert signer(data) == key_id("old")
-    assert claimed_signer(data) == key_id("old")
+    assert signer(data) == compute_named_key_id("old")
+    assert read_claimed_signer(data) == compute_named_key_id("old")
 
 
 def test_a_statement_about_another_namespace_does_not_count() -> None:
-    data = sign_statement(namespace="zoo", new=NEW.public, by=OLD)
+    data = sign_key_statement(namespace="zoo", new=NEW.public, by=OLD)
     with pytest.raises(TrustError, match="another key or namespace"):
         signer(data)
 
 
 def test_a_statement_about_another_key_does_not_count() -> None:
-    data = sign_statement(namespace="acme", new=OTHER.public, by=OLD)
+    data = sign_key_statement(namespace="acme", new=OTHER.public, by=OLD)
     with pytest.raises(TrustError, match="another key or namespace"):
         signer(data)
 
 
 def test_a_key_cannot_vouch_for_itself() -> None:
-    data = sign_statement(namespace="acme", new=NEW.public, by=NEW)
+    data = sign_key_statement(namespace="acme", new=NEW.public, by=NEW)
     with pytest.raises(TrustError, match="proves nothing"):
-        statement_signer(data, namespace="acme", new=NEW.public, keys=[NEW.public])
+        verify_key_statement(data, namespace="acme", new=NEW.public, keys=[NEW.public])
 
 
 def test_a_key_that_may_not_vouch_does_not_count() -> None:
-    data = sign_statement(namespace="acme", new=NEW.public, by=key("mallory"))
+    data = sign_key_statement(namespace="acme", new=NEW.public, by=make_named_key("mallory"))
     with pytest.raises(TrustError, match="may not vouch"):
         signer(data)
 
 
 def test_a_forged_signature_does_not_count() -> None:
-    real = sign_statement(namespace="acme", new=NEW.public, by=key("mallory"))
-    forged = real.replace(key_id("mallory").encode(), key_id("old").encode())
-    assert claimed_signer(forged) == key_id("old")
+    real = sign_key_statement(namespace="acme", new=NEW.public, by=make_named_key("mallory"))
+    forged = real.replace(
+        compute_named_key_id("mallory").encode(), compute_named_key_id("old").encode()
+    )
+    assert read_claimed_signer(forged) == compute_named_key_id("old")
     with pytest.raises(SignatureError, match="not one by key"):
         signer(forged)
 
 
 @pytest.mark.parametrize(
     "about",
-    [{"key_id": key_id("other")}, {"public_key": "none"}, {"namespace": "acme/*"}],
+    [{"key_id": compute_named_key_id("other")}, {"public_key": "none"}, {"namespace": "acme/*"}],
     ids=["key id", "public key", "namespace"],
 )
 def test_a_statement_that_contradicts_itself_does_not_count(about: dict[str, str]) -> None:
@@ -85,21 +89,24 @@ def test_a_statement_with_more_in_it_is_malformed() -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"[]", b'{"key_id":1}'])
 def test_a_payload_that_is_no_statement_is_malformed(payload: bytes) -> None:
-    data = Envelope.seal(payload, payload_type=PAYLOAD_TYPE, key=OLD).encode()
+    data = DsseEnvelope.sign(payload, payload_type=KEY_STATEMENT_TYPE, key=OLD).encode()
     with pytest.raises(SignatureError, match="malformed"):
         signer(data)
 
 
 def test_the_signature_of_another_kind_of_document_is_no_statement() -> None:
-    payload = canonical({"namespace": "acme"})
-    data = Envelope.seal(payload, payload_type="application/x", key=OLD).encode()
-    assert claimed_signer(data) == ""
+    payload = encode_canonical({"namespace": "acme"})
+    data = DsseEnvelope.sign(payload, payload_type="application/x", key=OLD).encode()
+    assert read_claimed_signer(data) == ""
     with pytest.raises(SignatureError, match="signed as"):
         signer(data)
 
 
 def test_a_statement_is_small() -> None:
-    assert len(sign_statement(namespace="a" * 64, new=NEW.public, by=OLD)) < MAX_BYTES / 4
-    with pytest.raises(SignatureError, match=f"more than {MAX_BYTES} bytes"):
-        signer(b" " * (MAX_BYTES + 1))
-    assert claimed_signer(b" " * (MAX_BYTES + 1)) == ""
+    assert (
+        len(sign_key_statement(namespace="a" * 64, new=NEW.public, by=OLD))
+        < MAX_KEY_STATEMENT_BYTES / 4
+    )
+    with pytest.raises(SignatureError, match=f"more than {MAX_KEY_STATEMENT_BYTES} bytes"):
+        signer(b" " * (MAX_KEY_STATEMENT_BYTES + 1))
+    assert read_claimed_signer(b" " * (MAX_KEY_STATEMENT_BYTES + 1)) == ""

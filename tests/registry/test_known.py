@@ -5,21 +5,21 @@ import pytest
 from expertctl.errors import TrustError, UsageError
 from expertctl.reference import Reference
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.known import (
-    address_of,
+from expertctl.registry.registry_trust import (
     choose_registry,
-    known_registry,
-    required_registry,
+    choose_required_registry,
+    find_known_registry,
+    known_registry_address,
 )
-from expertctl.trust.grant import KnownRegistry
-from expertctl.trust.record import TrustRecord
-from tests.registry.indexes import key, known
+from expertctl.trust.grants import KnownRegistry
+from expertctl.trust.trust_record import TrustRecord
+from tests.registry.indexes import make_known_registry, make_named_key
 
 ONE, TWO = "one.example.com", "two.example.com"
 
 
 def secure(host: str, *namespaces: str) -> KnownRegistry:
-    return KnownRegistry(host, f"https://{host}", key("index").public, namespaces)
+    return KnownRegistry(host, f"https://{host}", make_named_key("index").public, namespaces)
 
 
 def record(*registries: KnownRegistry) -> TrustRecord:
@@ -30,7 +30,7 @@ def record(*registries: KnownRegistry) -> TrustRecord:
 
 
 def pinned(before: TrustRecord, host: str, namespace: str = "acme") -> TrustRecord:
-    return before.with_pins(host, namespace, [key(f"of {host}").public])
+    return before.with_pins(host, namespace, [make_named_key(f"of {host}").public])
 
 
 def chosen(text: str, trusted: TrustRecord, default: str | None = None) -> str:
@@ -38,7 +38,7 @@ def chosen(text: str, trusted: TrustRecord, default: str | None = None) -> str:
 
 
 def required(text: str, trusted: TrustRecord, default: str | None = None) -> str:
-    return required_registry(Reference.parse(text), trusted, default).url
+    return choose_required_registry(Reference.parse(text), trusted, default).url
 
 
 def test_the_host_that_a_person_names_comes_first() -> None:
@@ -96,9 +96,9 @@ def test_a_key_that_is_trusted_for_a_registry_alone_says_whose_the_namespace_is(
 
 
 def test_a_known_registry_is_where_its_accepted_url_says() -> None:
-    plain = KnownRegistry("10.0.0.1:5000", "http://10.0.0.1:5000", key("index").public)
+    plain = KnownRegistry("10.0.0.1:5000", "http://10.0.0.1:5000", make_named_key("index").public)
     assert chosen("10.0.0.1:5000/acme/sql", record(plain)) == "http://10.0.0.1:5000"
-    assert address_of(plain).url == "http://10.0.0.1:5000"
+    assert known_registry_address(plain).url == "http://10.0.0.1:5000"
     assert chosen(f"{ONE.upper()}/acme/sql", record(secure(ONE))) == f"https://{ONE}"
 
 
@@ -131,9 +131,9 @@ def test_a_project_file_that_names_an_unknown_registry_redirects_nothing() -> No
 def test_an_unknown_registry_is_told_with_how_to_accept_it() -> None:
     address = RegistryAddress.parse(TWO)
     with pytest.raises(TrustError, match=r"nothing that it says") as refused:
-        known_registry(address, record(secure(ONE)))
+        find_known_registry(address, record(secure(ONE)))
     assert f"trust registry add https://{TWO} --fingerprint" in refused.value.hint
-    assert known_registry(RegistryAddress.parse(ONE), record(secure(ONE))).host == ONE
+    assert find_known_registry(RegistryAddress.parse(ONE), record(secure(ONE))).host == ONE
 
 
 def test_http_to_another_machine_stays_forbidden_for_unknown_registries() -> None:
@@ -146,4 +146,4 @@ def test_http_to_another_machine_stays_forbidden_for_unknown_registries() -> Non
 
 
 def test_a_loopback_registry_is_reached_by_http() -> None:
-    assert address_of(known()).url == "http://127.0.0.1:8080"
+    assert known_registry_address(make_known_registry()).url == "http://127.0.0.1:8080"

@@ -14,49 +14,49 @@ from expertctl.errors import (
 )
 from expertctl.package.layout import MANIFEST_TYPE
 from expertctl.registry import oci_client
-from expertctl.registry.http import Http
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from tests.registry.hostile import (
+from tests.registry.hostile_registry import (
     HostileServer,
+    ReceivedRequest,
     Reply,
-    Request,
     Serve,
-    client,
-    reply,
+    make_client,
+    make_reply,
     serve,
 )
 
 __all__ = ["serve"]
 
 DATA = b'{"schemaVersion": 2}'
-DIGEST = Digest.of(DATA)
-OTHER = Digest.of(b"other")
+DIGEST = Digest.compute(DATA)
+OTHER = Digest.compute(b"other")
 
 
-def oci(http: Http, server: HostileServer) -> OciClient:
+def oci(http: RegistryHttp, server: HostileServer) -> OciClient:
     return OciClient(http, server.address)
 
 
 def test_a_manifest_by_digest_has_that_digest(serve: Serve) -> None:
-    server = serve(reply(200, DATA, Content_Type=MANIFEST_TYPE))
-    with client(server) as http:
-        found = oci(http, server).manifest("acme/sql", DIGEST)
+    server = serve(make_reply(200, DATA, Content_Type=MANIFEST_TYPE))
+    with make_client(server) as http:
+        found = oci(http, server).fetch_manifest("acme/sql", DIGEST)
     assert (found.digest, found.data, found.media_type) == (DIGEST, DATA, MANIFEST_TYPE)
-    [request] = server.seen
+    [request] = server.requests
     assert request.target == f"/v2/acme/sql/manifests/{DIGEST}"
     assert MANIFEST_TYPE in request.headers["accept"]
 
 
 def test_another_manifest_than_the_digest_is_refused(serve: Serve) -> None:
-    server = serve(reply(200, DATA, Docker_Content_Digest=str(OTHER)))
-    with client(server) as http, pytest.raises(DigestError, match=f"is not {OTHER}"):
-        oci(http, server).manifest("acme/sql", OTHER)
+    server = serve(make_reply(200, DATA, Docker_Content_Digest=str(OTHER)))
+    with make_client(server) as http, pytest.raises(DigestError, match=f"is not {OTHER}"):
+        oci(http, server).fetch_manifest("acme/sql", OTHER)
 
 
 def test_another_manifest_than_the_registry_says_is_refused(serve: Serve) -> None:
-    server = serve(reply(200, DATA, Docker_Content_Digest=str(OTHER)))
-    with client(server) as http, pytest.raises(DigestError, match=f"is not {OTHER}"):
-        oci(http, server).manifest("acme/sql", "1.0.0")
+    server = serve(make_reply(200, DATA, Docker_Content_Digest=str(OTHER)))
+    with make_client(server) as http, pytest.raises(DigestError, match=f"is not {OTHER}"):
+        oci(http, server).fetch_manifest("acme/sql", "1.0.0")
 
 
 @pytest.mark.parametrize("named", [str(DIGEST), None])
@@ -64,56 +64,56 @@ def test_a_manifest_by_tag_is_that_which_the_registry_names(
     serve: Serve, named: str | None
 ) -> None:
     headers = {"Docker_Content_Digest": named} if named else {}
-    server = serve(reply(200, DATA, **headers))
-    with client(server) as http:
-        assert oci(http, server).manifest("acme/sql", "1.0.0").digest == DIGEST
+    server = serve(make_reply(200, DATA, **headers))
+    with make_client(server) as http:
+        assert oci(http, server).fetch_manifest("acme/sql", "1.0.0").digest == DIGEST
 
 
 def test_a_tag_that_moves_between_two_questions_is_seen(serve: Serve) -> None:
     answers = iter([b"", DATA, b'{"moved": 1}'])
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         if request.method == "HEAD":
-            return reply(200, length=len(DATA), Docker_Content_Digest=str(DIGEST))
-        return reply(200, next(answers))
+            return make_reply(200, length=len(DATA), Docker_Content_Digest=str(DIGEST))
+        return make_reply(200, next(answers))
 
     server = serve(script)
     next(answers)
-    with client(server) as http:
+    with make_client(server) as http:
         here = oci(http, server)
-        resolved = here.manifest_digest("acme/sql", "1.0.0")
+        resolved = here.fetch_manifest_digest("acme/sql", "1.0.0")
         assert resolved == DIGEST
-        assert here.manifest("acme/sql", resolved).data == DATA
+        assert here.fetch_manifest("acme/sql", resolved).data == DATA
         with pytest.raises(DigestError):
-            here.manifest("acme/sql", resolved)
+            here.fetch_manifest("acme/sql", resolved)
 
 
 @pytest.mark.parametrize("named", ["sha256:../../x", "sha512:" + "0" * 128, "", "\x1b[31m"])
 def test_a_registry_that_names_no_sane_digest_is_an_error(serve: Serve, named: str) -> None:
-    server = serve(reply(200, Docker_Content_Digest=named))
-    with client(server) as http, pytest.raises(RegistryError, match="digest") as caught:
-        oci(http, server).manifest_digest("acme/sql", "1.0.0")
+    server = serve(make_reply(200, Docker_Content_Digest=named))
+    with make_client(server) as http, pytest.raises(RegistryError, match="digest") as caught:
+        oci(http, server).fetch_manifest_digest("acme/sql", "1.0.0")
     assert caught.value.message.isprintable()
 
 
 def test_what_is_not_there_is_none_or_false(serve: Serve) -> None:
-    server = serve(reply(404))
-    with client(server) as http:
+    server = serve(make_reply(404))
+    with make_client(server) as http:
         here = oci(http, server)
-        assert here.manifest_digest("acme/sql", "1.0.0") is None
+        assert here.fetch_manifest_digest("acme/sql", "1.0.0") is None
         assert here.has_blob("acme/sql", DIGEST) is False
         with pytest.raises(NotFoundError):
-            here.manifest("acme/sql", "1.0.0")
-        with pytest.raises(NotFoundError), here.blob("acme/sql", DIGEST):
+            here.fetch_manifest("acme/sql", "1.0.0")
+        with pytest.raises(NotFoundError), here.open_blob("acme/sql", DIGEST):
             pass
 
 
 def test_a_manifest_beyond_its_bound_is_refused(serve: Serve) -> None:
-    server = serve(reply(200, b" " * 70_000))
-    with client(server) as http:
+    server = serve(make_reply(200, b" " * 70_000))
+    with make_client(server) as http:
         with pytest.raises(RegistryError, match="more than 65536 bytes"):
-            oci(http, server).manifest("acme/sql", "1.0.0")
-        larger = oci(http, server).manifest("acme/sql", "1.0.0", max_bytes=1 << 20)
+            oci(http, server).fetch_manifest("acme/sql", "1.0.0")
+        larger = oci(http, server).fetch_manifest("acme/sql", "1.0.0", max_bytes=1 << 20)
         assert len(larger.data) == 70_000
 
 
@@ -121,103 +121,109 @@ def test_a_manifest_beyond_its_bound_is_refused(serve: Serve) -> None:
     "name", ["", "/", "../x", "a/../b", "A/b", "a//b", "a/b/", "a b", "a/b?x", "a" * 300, "a%2fb"]
 )
 def test_a_name_that_is_none_is_not_asked_for(serve: Serve, name: str) -> None:
-    server = serve(reply(200, DATA))
-    with client(server) as http, pytest.raises(NotFoundError, match="cannot be the name"):
-        oci(http, server).manifest(name, "1.0.0")
-    assert server.seen == []
+    server = serve(make_reply(200, DATA))
+    with make_client(server) as http, pytest.raises(NotFoundError, match="cannot be the name"):
+        oci(http, server).fetch_manifest(name, "1.0.0")
+    assert server.requests == []
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", "../x", "-x", "1.0.0+build", "x" * 200, "a?b"])
 def test_a_tag_that_is_none_is_not_asked_for(serve: Serve, tag: str) -> None:
-    server = serve(reply(200, DATA))
-    with client(server) as http, pytest.raises(NotFoundError, match="cannot be a tag"):
-        oci(http, server).manifest("acme/sql", tag)
-    assert server.seen == []
+    server = serve(make_reply(200, DATA))
+    with make_client(server) as http, pytest.raises(NotFoundError, match="cannot be a tag"):
+        oci(http, server).fetch_manifest("acme/sql", tag)
+    assert server.requests == []
 
 
 def test_a_manifest_is_put_under_its_tag(serve: Serve) -> None:
-    server = serve(reply(201))
-    with client(server) as http:
+    server = serve(make_reply(201))
+    with make_client(server) as http:
         assert oci(http, server).put_manifest("acme/sql", "1.0.0", DATA) == DIGEST
-    [request] = server.seen
+    [request] = server.requests
     assert (request.method, request.target) == ("PUT", "/v2/acme/sql/manifests/1.0.0")
     assert (request.headers["content-type"], request.body) == (MANIFEST_TYPE, DATA)
 
 
 def test_a_tag_that_is_taken_is_a_conflict(serve: Serve) -> None:
-    server = serve(reply(409, b'{"errors": [{"code": "DENIED", "message": "other content"}]}'))
-    with client(server) as http, pytest.raises(ConflictError, match="other content"):
+    server = serve(make_reply(409, b'{"errors": [{"code": "DENIED", "message": "other content"}]}'))
+    with make_client(server) as http, pytest.raises(ConflictError, match="other content"):
         oci(http, server).put_manifest("acme/sql", "1.0.0", DATA)
 
 
 def test_a_manifest_is_removed_by_its_digest(serve: Serve) -> None:
-    server = serve(reply(202))
-    with client(server) as http:
+    server = serve(make_reply(202))
+    with make_client(server) as http:
         oci(http, server).delete_manifest("acme/sql", DIGEST)
-    assert server.seen[0].target == f"/v2/acme/sql/manifests/{DIGEST}"
+    assert server.requests[0].target == f"/v2/acme/sql/manifests/{DIGEST}"
 
 
 def test_a_blob_that_is_there_does_not_travel(serve: Serve) -> None:
-    server, counts = serve(reply(200)), []
-    with client(server) as http:
-        travelled = oci(http, server).upload(
+    server, counts = serve(make_reply(200)), []
+    with make_client(server) as http:
+        travelled = oci(http, server).upload_blob(
             "acme/sql", DIGEST, len(DATA), lambda: BytesIO(DATA), progress=counts.append
         )
     assert (travelled, counts) == (False, [len(DATA)])
-    assert [request.method for request in server.seen] == ["HEAD"]
+    assert [request.method for request in server.requests] == ["HEAD"]
 
 
 def test_a_blob_is_mounted_where_it_is_known_to_be(serve: Serve) -> None:
-    server = serve(lambda r: reply(404 if r.method == "HEAD" else 201))
-    with client(server) as http:
-        travelled = oci(http, server).upload(
+    server = serve(lambda r: make_reply(404 if r.method == "HEAD" else 201))
+    with make_client(server) as http:
+        travelled = oci(http, server).upload_blob(
             "acme/sql", DIGEST, len(DATA), lambda: BytesIO(DATA), mount_from="acme/other"
         )
     assert travelled is False
 
 
 def test_a_login_is_checked(serve: Serve) -> None:
-    server = serve(lambda r: reply(200 if r.login else 401, WWW_Authenticate='Basic realm="x"'))
-    with client(server) as http:
+    server = serve(
+        lambda r: make_reply(200 if r.login else 401, WWW_Authenticate='Basic realm="x"')
+    )
+    with make_client(server) as http:
         oci(http, server).ping()
-    with client() as http, pytest.raises(UnauthenticatedError):
+    with make_client() as http, pytest.raises(UnauthenticatedError):
         oci(http, server).ping()
 
 
 def test_tags_come_page_by_page_from_this_registry_alone(serve: Serve) -> None:
-    thief = serve(reply(200, b'{"tags": ["stolen"]}'))
+    thief = serve(make_reply(200, b'{"tags": ["stolen"]}'))
 
-    def script(request: Request) -> Reply:
+    def script(request: ReceivedRequest) -> Reply:
         if "last=b" in request.target:
-            return reply(200, b'{"tags": ["c", "-bad", 1]}', Link=f'<{thief.url}/x>; rel="next"')
+            return make_reply(
+                200, b'{"tags": ["c", "-bad", 1]}', Link=f'<{thief.url}/x>; rel="next"'
+            )
         if "last=a" in request.target:
             link = f"<http://{request.headers['host']}/v2/acme/sql/tags/list?last=b>; rel=next"
-            return reply(200, b'{"tags": ["b"]}', Link=link)
-        return reply(200, b'{"tags": ["a"]}', Link='</v2/acme/sql/tags/list?last=a>; rel="next"')
+            return make_reply(200, b'{"tags": ["b"]}', Link=link)
+        return make_reply(
+            200, b'{"tags": ["a"]}', Link='</v2/acme/sql/tags/list?last=a>; rel="next"'
+        )
 
     server = serve(script)
-    with client(server) as http:
-        assert oci(http, server).tags("acme/sql") == ["a", "b", "c"]
-    assert thief.seen == []
+    with make_client(server) as http:
+        assert oci(http, server).list_tags("acme/sql") == ["a", "b", "c"]
+    assert thief.requests == []
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"not json"])
 def test_tags_that_are_no_json_are_an_error(serve: Serve, body: bytes) -> None:
-    server = serve(reply(200, body))
-    with client(server) as http, pytest.raises(RegistryError):
-        oci(http, server).tags("acme/sql")
+    server = serve(make_reply(200, body))
+    with make_client(server) as http, pytest.raises(RegistryError):
+        oci(http, server).list_tags("acme/sql")
 
 
 @pytest.mark.parametrize("body", [b'{"tags": null}', b'{"tags": "x"}', b"{}"])
 def test_no_tags_are_none(serve: Serve, body: bytes) -> None:
-    server = serve(reply(200, body))
-    with client(server) as http:
-        assert oci(http, server).tags("acme/sql") == []
+    server = serve(make_reply(200, body))
+    with make_client(server) as http:
+        assert oci(http, server).list_tags("acme/sql") == []
 
 
 def test_tags_that_never_end_are_cut_off(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oci_client, "MAX_TAG_PAGES", 3)
-    server = serve(reply(200, b'{"tags": ["a"]}', Link="</v2/acme/sql/tags/list>; rel=next"))
-    with client(server) as http, pytest.raises(RegistryError, match="never end"):
-        oci(http, server).tags("acme/sql")
-    assert len(server.seen) == 3
+    server = serve(make_reply(200, b'{"tags": ["a"]}', Link="</v2/acme/sql/tags/list>; rel=next"))
+    with make_client(server) as http, pytest.raises(RegistryError, match="never end"):
+        oci(http, server).list_tags("acme/sql")
+    assert len(server.requests) == 3

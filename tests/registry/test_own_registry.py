@@ -12,44 +12,46 @@ import pytest
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, ForbiddenError, NotFoundError, UnauthenticatedError
-from expertctl.registry import challenge
+from expertctl.registry import credentials
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
-from expertctl.registry.credentials import Credential, OneCredential
-from expertctl.registry.download import Downloads
-from expertctl.registry.http import Http
+from expertctl.registry.credentials import Credential, UnsavedCredential
+from expertctl.registry.download import BlobDownloader
+from expertctl.registry.http import RegistryHttp
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.upload import Upload, Uploader
-from tests.registry.live import Live, live_registry
+from expertctl.registry.upload import BlobUpload, Uploader
+from tests.registry.live_registry import LiveRegistry, run_live_registry
 from tests.registry.test_docker_registry import CONFIG, FILES, LAYOUT, push
-from tests.registry.test_download import Target
+from tests.registry.test_download import StagingTarget
 
 DATA = os.urandom(3 << 20)
-DIGEST = Digest.of(DATA)
+DIGEST = Digest.compute(DATA)
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shop:
+class PlainRegistry:
     """A registry with a namespace of the plain kind, and its owner's token."""
 
-    live: Live
+    live: LiveRegistry
     secret: str
 
     @property
     def address(self) -> RegistryAddress:
         return RegistryAddress.parse(self.live.url)
 
-    def http(self, secret: str | None = None, user: str = "alice") -> Http:
-        return Http(OneCredential(self.address, Credential(user, secret or self.secret)))
+    def http(self, secret: str | None = None, user: str = "alice") -> RegistryHttp:
+        return RegistryHttp(
+            UnsavedCredential(self.address, Credential(user, secret or self.secret))
+        )
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    with live_registry(tmp_path / "registry") as live:
-        secret = live.served.user("alice")
-        live.served.namespace("acme", owner="alice")
-        yield Shop(live, secret)
+def shop(tmp_path: Path) -> Iterator[PlainRegistry]:
+    with run_live_registry(tmp_path / "registry") as live:
+        secret = live.served.create_user("alice")
+        live.served.create_namespace("acme", owner="alice")
+        yield PlainRegistry(live, secret)
 
 
 @contextmanager
@@ -57,44 +59,44 @@ def opened(data: bytes) -> Iterator[BinaryIO]:
     yield BytesIO(data)
 
 
-def test_what_is_pushed_is_pulled_and_travels_once(shop: Shop, tmp_path: Path) -> None:
-    target = Target(tmp_path / "staging")
+def test_what_is_pushed_is_pulled_and_travels_once(shop: PlainRegistry, tmp_path: Path) -> None:
+    target = StagingTarget(tmp_path / "staging")
     target.folder.mkdir()
     with shop.http() as http:
         oci = OciClient(http, shop.address, tmp_path / "uploads")
         oci.ping()
         assert push(oci) == [True] * (len(FILES) + 1)
         assert push(oci) == [False] * (len(FILES) + 1)
-        assert oci.tags("acme/sql") == ["1.0.0"]
-        assert oci.manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
-        assert oci.manifest_digest("acme/sql", "1.0.0") == LAYOUT.package_digest
-        Downloads(tmp_path / "partial").fetch(oci, "acme/sql", LAYOUT.layers, target)
+        assert oci.list_tags("acme/sql") == ["1.0.0"]
+        assert oci.fetch_manifest("acme/sql", "1.0.0").data == LAYOUT.manifest
+        assert oci.fetch_manifest_digest("acme/sql", "1.0.0") == LAYOUT.package_digest
+        BlobDownloader(tmp_path / "partial").fetch(oci, "acme/sql", LAYOUT.layers, target)
         oci.delete_manifest("acme/sql", LAYOUT.package_digest)
         with pytest.raises(NotFoundError):
-            oci.manifest("acme/sql", "1.0.0")
+            oci.fetch_manifest("acme/sql", "1.0.0")
     assert {f.path: target.path(f.digest).read_bytes() for f in LAYOUT.layers} == FILES
 
 
-def test_a_blob_is_mounted_from_another_repository(shop: Shop) -> None:
-    digest = Digest.of(CONFIG)
+def test_a_blob_is_mounted_from_another_repository(shop: PlainRegistry) -> None:
+    digest = Digest.compute(CONFIG)
     with shop.http() as http:
         oci = OciClient(http, shop.address)
         push(oci)
-        sent = oci.upload(
+        sent = oci.upload_blob(
             "acme/fork", digest, len(CONFIG), lambda: opened(CONFIG), mount_from="acme/sql"
         )
         assert sent is False
         assert oci.has_blob("acme/fork", digest)
 
 
-def test_an_upload_in_chunks_goes_on_in_another_run(shop: Shop, tmp_path: Path) -> None:
+def test_an_upload_in_chunks_goes_on_in_another_run(shop: PlainRegistry, tmp_path: Path) -> None:
     class Breaking(BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             if self.tell() >= 2 * CHUNK:
                 raise KeyboardInterrupt
             return super().read(size)
 
-    upload = Upload("/v2/acme/sql/blobs/uploads/", "", DIGEST, len(DATA))
+    upload = BlobUpload("/v2/acme/sql/blobs/uploads/", "", DIGEST, len(DATA))
 
     @contextmanager
     def breaking() -> Iterator[BinaryIO]:
@@ -111,9 +113,9 @@ def test_an_upload_in_chunks_goes_on_in_another_run(shop: Shop, tmp_path: Path) 
     assert sum(counts) == len(DATA)
 
 
-def test_a_download_goes_on_with_a_range(shop: Shop, tmp_path: Path) -> None:
+def test_a_download_goes_on_with_a_range(shop: PlainRegistry, tmp_path: Path) -> None:
     file = FileDigest("f", len(DATA), DIGEST)
-    target, downloads = Target(tmp_path / "staging"), Downloads(tmp_path / "partial")
+    target, downloads = StagingTarget(tmp_path / "staging"), BlobDownloader(tmp_path / "partial")
     target.folder.mkdir()
 
     def interrupt(count: int) -> None:
@@ -122,7 +124,7 @@ def test_a_download_goes_on_with_a_range(shop: Shop, tmp_path: Path) -> None:
 
     with shop.http() as http:
         oci = OciClient(http, shop.address)
-        oci.upload("acme/sql", DIGEST, len(DATA), lambda: opened(DATA))
+        oci.upload_blob("acme/sql", DIGEST, len(DATA), lambda: opened(DATA))
         with pytest.raises(KeyboardInterrupt):
             downloads.fetch(oci, "acme/sql", [file], target, progress=interrupt)
         kept = (downloads.folder / f"{DIGEST.hex}.part").stat().st_size
@@ -133,37 +135,39 @@ def test_a_download_goes_on_with_a_range(shop: Shop, tmp_path: Path) -> None:
     assert target.path(DIGEST).read_bytes() == DATA
 
 
-def test_wrong_bytes_are_not_taken(shop: Shop) -> None:
+def test_wrong_bytes_are_not_taken(shop: PlainRegistry) -> None:
     with shop.http() as http, pytest.raises(DigestError):
-        OciClient(http, shop.address).upload(
-            "acme/sql", Digest.of(b"right"), 5, lambda: opened(b"wrong")
+        OciClient(http, shop.address).upload_blob(
+            "acme/sql", Digest.compute(b"right"), 5, lambda: opened(b"wrong")
         )
 
 
-def test_a_login_is_needed(shop: Shop) -> None:
+def test_a_login_is_needed(shop: PlainRegistry) -> None:
     with shop.http() as http:
         assert ApiClient(http, shop.address).get("whoami")["user"] == "alice"
-    with Http(None) as http, pytest.raises(UnauthenticatedError) as caught:
+    with RegistryHttp(None) as http, pytest.raises(UnauthenticatedError) as caught:
         ApiClient(http, shop.address).get("whoami")
     assert "expertctl login" in caught.value.hint
 
 
-def test_the_way_of_other_clients_works_too(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_of_other_clients_works_too(
+    shop: PlainRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They show a token to the realm as a password, and get a short-lived one for a scope."""
-    monkeypatch.setattr(challenge, "OUR_TOKEN", "of nobody")
+    monkeypatch.setattr(credentials, "OUR_TOKEN", "of nobody")
     with shop.http() as http:
         oci = OciClient(http, shop.address)
         push(oci)
-        assert oci.tags("acme/sql") == ["1.0.0"]
+        assert oci.list_tags("acme/sql") == ["1.0.0"]
 
 
 @pytest.mark.parametrize("secret", ["xpt_" + "0" * 43, "wrong"])
-def test_a_wrong_token_opens_nothing(shop: Shop, secret: str) -> None:
+def test_a_wrong_token_opens_nothing(shop: PlainRegistry, secret: str) -> None:
     with shop.http(secret) as http, pytest.raises(UnauthenticatedError):
         OciClient(http, shop.address).ping()
 
 
-def test_nobody_else_pushes(shop: Shop) -> None:
-    mallory = shop.live.served.user("mallory")
+def test_nobody_else_pushes(shop: PlainRegistry) -> None:
+    mallory = shop.live.served.create_user("mallory")
     with shop.http(mallory, "mallory") as http, pytest.raises(ForbiddenError):
         push(OciClient(http, shop.address))

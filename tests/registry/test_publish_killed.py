@@ -15,13 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.package.base_model import read_base
 from expertctl.package.read import read_package
-from expertctl.registry.upload import CHUNK_BYTES
+from expertctl.registry.upload import UPLOAD_CHUNK_BYTES
 from tests.factories import write_base
-from tests.registry.live import Live, live_registry
-from tests.registry.publishing_world import (
-    Workshop,
+from tests.registry.live_registry import (
+    LiveRegistry,
+    PackageWorkspace,
     alice,
-    log_in,
+    run_live_registry,
+    store_credential,
     tiny_base,
     trust,
     workshop,
@@ -82,8 +83,8 @@ def killer() -> Killer:
 
 
 @pytest.fixture
-def live(tmp_path: Path, killer: Killer) -> Iterator[Live]:
-    with live_registry(tmp_path / "registry", around=killer.around) as running:
+def live(tmp_path: Path, killer: Killer) -> Iterator[LiveRegistry]:
+    with run_live_registry(tmp_path / "registry", middleware=killer.around) as running:
         yield running
 
 
@@ -100,16 +101,16 @@ def publish(path: Path, killer: Killer, allowed: int) -> int:
         killer.victim = None
 
 
-def versions(live: Live, secret: str) -> list[str]:
+def versions(live: LiveRegistry, secret: str) -> list[str]:
     answer = live.served.client(secret).get("/api/v1/packages/acme/sql")
     return [v["version"] for v in answer.json()["versions"]] if answer.status_code == 200 else []
 
 
 def test_killed_at_any_request_it_goes_on_where_it_ended(
-    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop
+    live: LiveRegistry, killer: Killer, alice: str, home: Path, workshop: PackageWorkspace
 ) -> None:
     register_key(live, alice, workshop)
-    log_in(live, home, alice)
+    store_credential(live, home, alice)
     path = workshop.package()
     blobs = len(read_package(path).layout.blobs) + 1
     for _ in range(MANY):
@@ -122,36 +123,41 @@ def test_killed_at_any_request_it_goes_on_where_it_ended(
     assert set(killer.finished.values()) == {1}
 
 
-def register_key(live: Live, secret: str, workshop: Workshop) -> None:
+def register_key(live: LiveRegistry, secret: str, workshop: PackageWorkspace) -> None:
     body = {"public_key": workshop.key.public.pem().decode(), "statement": None}
     answer = live.served.client(secret).post("/api/v1/namespaces/acme/keys", json=body)
     assert answer.is_success
 
 
 def test_killed_before_the_first_byte_nothing_is_there(
-    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop
+    live: LiveRegistry, killer: Killer, alice: str, home: Path, workshop: PackageWorkspace
 ) -> None:
     register_key(live, alice, workshop)
-    log_in(live, home, alice)
+    store_credential(live, home, alice)
     assert publish(workshop.package(), killer, allowed=0) == -signal.SIGKILL
     assert versions(live, alice) == []
     assert killer.finished == Counter()
 
 
 def test_killed_between_two_chunks_of_a_blob_it_goes_on_with_the_next_one(
-    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop, tmp_path: Path
+    live: LiveRegistry,
+    killer: Killer,
+    alice: str,
+    home: Path,
+    workshop: PackageWorkspace,
+    tmp_path: Path,
 ) -> None:
     register_key(live, alice, workshop)
-    log_in(live, home, alice)
+    store_credential(live, home, alice)
     wide = write_base(tmp_path / "wide", hidden=64)
     larger = replace(workshop, base_dir=wide, base=read_base(wide))
     path = larger.package(lora={"rank": 4096})
     size = max(file.size for file in read_package(path).files)
     killer.method = "PATCH"
     assert publish(path, killer, allowed=1) == -signal.SIGKILL
-    first = f"0-{CHUNK_BYTES - 1}"
+    first = f"0-{UPLOAD_CHUNK_BYTES - 1}"
     assert killer.finished == Counter([first])
     assert publish(path, killer, allowed=MANY) == 0
     assert versions(live, alice) == ["1.0.0"]
     assert killer.finished[first] == 1
-    assert sum(killer.finished.values()) == -(-size // CHUNK_BYTES)
+    assert sum(killer.finished.values()) == -(-size // UPLOAD_CHUNK_BYTES)

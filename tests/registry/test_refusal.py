@@ -3,29 +3,35 @@
 import pytest
 
 from expertctl.errors import InvalidPackageError, NotFoundError, RateLimitError, UnreachableError
-from expertctl.registry.refusal import Reason, read_reason, refusal, retry_after, shown
+from expertctl.registry.errors import (
+    RefusalReason,
+    make_response_error,
+    parse_error_body,
+    parse_retry_after,
+    sanitise_text,
+)
 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"", Reason()),
-        (b"<html>", Reason()),
-        (b"[]", Reason()),
-        (b'{"errors": []}', Reason()),
-        (b'{"errors": ["x"]}', Reason()),
-        (b'{"errors": [{"code": "DENIED", "message": "no"}]}', Reason("DENIED", "no")),
+        (b"", RefusalReason()),
+        (b"<html>", RefusalReason()),
+        (b"[]", RefusalReason()),
+        (b'{"errors": []}', RefusalReason()),
+        (b'{"errors": ["x"]}', RefusalReason()),
+        (b'{"errors": [{"code": "DENIED", "message": "no"}]}', RefusalReason("DENIED", "no")),
         (b'{"errors": [{"code": "X", "detail": {"code": "budget", "hint": "h"}}]}',
-         Reason("budget", "", "h")),
-        (b'{"errors": [{"code": 5, "message": [], "detail": "text"}]}', Reason()),
-        (b'{"error": {"code": "c", "message": "m", "hint": "h"}}', Reason("c", "m", "h")),
-        (b'{"error": "text"}', Reason()),
-        (b'{"details": "incorrect username"}', Reason("", "incorrect username")),
-        (b'{"message": "m"}', Reason("", "m")),
+         RefusalReason("budget", "", "h")),
+        (b'{"errors": [{"code": 5, "message": [], "detail": "text"}]}', RefusalReason()),
+        (b'{"error": {"code": "c", "message": "m", "hint": "h"}}', RefusalReason("c", "m", "h")),
+        (b'{"error": "text"}', RefusalReason()),
+        (b'{"details": "incorrect username"}', RefusalReason("", "incorrect username")),
+        (b'{"message": "m"}', RefusalReason("", "m")),
     ],
 )  # fmt: skip
-def test_the_known_forms_of_a_refusal_are_read(body: bytes, reason: Reason) -> None:
-    assert read_reason(body) == reason
+def test_the_known_forms_of_a_refusal_are_read(body: bytes, reason: RefusalReason) -> None:
+    assert parse_error_body(body) == reason
 
 
 @pytest.mark.parametrize(
@@ -34,7 +40,7 @@ def test_the_known_forms_of_a_refusal_are_read(body: bytes, reason: Reason) -> N
      ("\u202eback", "back"), ("", ""), ("x" * 600, "x" * 500 + "…")],
 )  # fmt: skip
 def test_a_text_is_bounded_and_harmless(text: str, clean: str) -> None:
-    assert shown(text) == clean
+    assert sanitise_text(text) == clean
 
 
 @pytest.mark.parametrize(
@@ -43,39 +49,41 @@ def test_a_text_is_bounded_and_harmless(text: str, clean: str) -> None:
      ("Wed, 21 Oct 2015 07:28:00 GMT", None), ("9" * 20, None)],
 )  # fmt: skip
 def test_a_pause_is_seconds_or_nothing(text: str, seconds: float | None) -> None:
-    assert retry_after({"retry-after": text}) == seconds
+    assert parse_retry_after({"retry-after": text}) == seconds
 
 
 def test_words_of_our_own_registry_stand_without_the_request() -> None:
     body = b'{"error": {"code": "not_found", "message": "there is no acme/sql", "hint": ""}}'
-    missing = refusal(404, {}, body, host="r.example", what="GET /api/v1/packages/acme/sql")
+    missing = make_response_error(
+        404, {}, body, host="r.example", what="GET /api/v1/packages/acme/sql"
+    )
     assert isinstance(missing, NotFoundError)
     assert missing.message == "r.example: there is no acme/sql"
 
 
 def test_words_of_other_registries_stand_behind_the_request() -> None:
     body = b'{"errors": [{"code": "NAME_UNKNOWN", "message": "unknown"}]}'
-    missing = refusal(404, {}, body, host="r.example", what="GET /v2/acme/sql")
+    missing = make_response_error(404, {}, body, host="r.example", what="GET /v2/acme/sql")
     assert missing.message == "r.example: GET /v2/acme/sql: not there: unknown"
 
 
 def test_who_must_log_in_is_told_where() -> None:
     body = b'{"error": {"code": "unauthenticated", "message": "needs a token", "hint": "other"}}'
-    unknown = refusal(401, {}, body, host="r.example", what="GET /x")
+    unknown = make_response_error(401, {}, body, host="r.example", what="GET /x")
     assert unknown.hint == "log in with `expertctl login r.example`"
 
 
 def test_some_refusals_carry_more_than_a_text() -> None:
-    limited = refusal(429, {}, b"", host="r.example", what="GET /x")
+    limited = make_response_error(429, {}, b"", host="r.example", what="GET /x")
     assert isinstance(limited, RateLimitError)
     assert limited.retry_after == 1
-    busy = refusal(503, {"retry-after": "3"}, b"", host="r.example", what="GET /x")
+    busy = make_response_error(503, {"retry-after": "3"}, b"", host="r.example", what="GET /x")
     assert isinstance(busy, UnreachableError)
     assert (busy.sent, busy.retry_after) == (False, 3.0)
-    failed = refusal(500, {}, b"", host="r.example", what="GET /x")
+    failed = make_response_error(500, {}, b"", host="r.example", what="GET /x")
     assert isinstance(failed, UnreachableError)
     assert failed.sent is True
     body = b'{"error": {"code": "invalid_package", "message": "", "hint": ""}}'
-    invalid = refusal(422, {}, body, host="r.example", what="PUT /x")
+    invalid = make_response_error(422, {}, body, host="r.example", what="PUT /x")
     assert isinstance(invalid, InvalidPackageError)
     assert invalid.message == "r.example: PUT /x: refused"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from expertctl.errors import RateLimitError, RegistryError, UnreachableError
-from expertctl.registry.retry import Retries
-from tests.registry.hostile import Pauses
+from expertctl.registry.errors import RetrySchedule
+from tests.registry.hostile_registry import RecordedPauses
 
 
 def failing(*errors: Exception) -> Callable[[], str]:
@@ -22,15 +22,15 @@ def failing(*errors: Exception) -> Callable[[], str]:
 
 
 def test_pauses_grow_up_to_the_longest_and_vary_by_half() -> None:
-    pauses = Pauses()
+    pauses = RecordedPauses()
     chances = iter([0.0, 1.0, 0.5, 1.0, 1.0, 1.0])
-    retries = Retries(attempts=7, sleep=pauses, chance=lambda: next(chances))
+    retries = RetrySchedule(attempts=7, sleep=pauses, jitter=lambda: next(chances))
     assert retries.run(failing(*[UnreachableError("x")] * 6)) == "done"
     assert pauses.seconds == [0.25, 1.0, 1.5, 4.0, 8.0, 15.0]
 
 
 def test_the_last_error_is_told_with_the_number_of_attempts() -> None:
-    retries = Retries(attempts=2, sleep=Pauses())
+    retries = RetrySchedule(attempts=2, sleep=RecordedPauses())
     errors = [UnreachableError("first"), UnreachableError("last", hint="h"), UnreachableError("x")]
     with pytest.raises(UnreachableError) as caught:
         retries.run(failing(*errors))
@@ -40,19 +40,19 @@ def test_the_last_error_is_told_with_the_number_of_attempts() -> None:
 
 def test_one_attempt_is_not_counted_aloud() -> None:
     with pytest.raises(UnreachableError, match=r"^x$"):
-        Retries(attempts=1).run(failing(UnreachableError("x")))
+        RetrySchedule(attempts=1).run(failing(UnreachableError("x")))
 
 
 def test_other_errors_are_final() -> None:
-    pauses = Pauses()
+    pauses = RecordedPauses()
     with pytest.raises(RegistryError, match="final"):
-        Retries(sleep=pauses).run(failing(RegistryError("final")))
+        RetrySchedule(sleep=pauses).run(failing(RegistryError("final")))
     assert pauses.seconds == []
 
 
 def test_what_may_have_arrived_is_repeated_only_where_that_is_harmless() -> None:
-    pauses = Pauses()
-    retries = Retries(sleep=pauses, chance=lambda: 1.0)
+    pauses = RecordedPauses()
+    retries = RetrySchedule(sleep=pauses, jitter=lambda: 1.0)
     arrived, never = UnreachableError("x", sent=True), UnreachableError("y", sent=False)
     assert retries.run(failing(never), repeatable=False) == "done"
     with pytest.raises(UnreachableError, match="x"):
@@ -61,8 +61,8 @@ def test_what_may_have_arrived_is_repeated_only_where_that_is_harmless() -> None
 
 
 def test_a_pause_that_is_asked_for_is_kept_if_it_is_not_too_long() -> None:
-    pauses = Pauses()
-    retries = Retries(sleep=pauses)
+    pauses = RecordedPauses()
+    retries = RetrySchedule(sleep=pauses)
     assert retries.run(failing(RateLimitError("x", retry_after=60))) == "done"
     with pytest.raises(RateLimitError, match="asks to wait 61 seconds"):
         retries.run(failing(RateLimitError("x", retry_after=61)))
@@ -71,6 +71,6 @@ def test_a_pause_that_is_asked_for_is_kept_if_it_is_not_too_long() -> None:
 
 def test_the_first_failure_alone_is_told_while_it_is_tried_again() -> None:
     told: list[str] = []
-    retries = Retries(tell=told.append, sleep=Pauses())
+    retries = RetrySchedule(tell=told.append, sleep=RecordedPauses())
     assert retries.run(failing(UnreachableError("a"), UnreachableError("b"))) == "done"
     assert told == ["a; trying again"]

@@ -22,47 +22,47 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry.upload import Upload, Uploader, sweep_uploads
-from tests.registry.hostile import (
+from expertctl.registry.upload import BlobUpload, Uploader, sweep_uploads
+from tests.registry.hostile_registry import (
     HostileServer,
-    Pauses,
+    ReceivedRequest,
+    RecordedPauses,
     Reply,
-    Request,
-    Script,
+    ReplyScript,
     Serve,
-    Stall,
-    client,
-    reply,
+    StallMarker,
+    make_client,
+    make_reply,
     serve,
 )
 
 __all__ = ["serve"]
 
 DATA = bytes(range(256)) * 10
-DIGEST = Digest.of(DATA)
+DIGEST = Digest.compute(DATA)
 CHUNK = 1000
 UPLOADS = "/v2/acme/sql/blobs/uploads/"
 
 
 @dataclass
-class Shelf:
+class UploadScript:
     """What a good registry does with uploads."""
 
     sessions: dict[str, bytearray] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, request: Request) -> Reply:
+    def __call__(self, request: ReceivedRequest) -> Reply:
         match request.method:
             case "HEAD":
-                return reply(200 if request.path.rpartition("/")[2] in self.blobs else 404)
+                return make_reply(200 if request.path.rpartition("/")[2] in self.blobs else 404)
             case "POST":
                 path = f"{UPLOADS}{len(self.sessions)}"
                 self.sessions[path] = bytearray()
-                return reply(202, Location=path + "?state=1", **self.headers)
+                return make_reply(202, Location=path + "?state=1", **self.headers)
         held = self.sessions.get(request.path)
         if held is None:
-            return reply(404)
+            return make_reply(404)
         match request.method:
             case "GET":
                 return self._state(204, request, held)
@@ -71,29 +71,29 @@ class Shelf:
             case _:
                 return self._put(request, held)
 
-    def _state(self, status: int, request: Request, held: bytearray) -> bytes:
+    def _state(self, status: int, request: ReceivedRequest, held: bytearray) -> bytes:
         end = max(len(held) - 1, 0)
-        return reply(status, Location=request.path + "?state=2", Range=f"0-{end}")
+        return make_reply(status, Location=request.path + "?state=2", Range=f"0-{end}")
 
-    def _patch(self, request: Request, held: bytearray) -> bytes:
+    def _patch(self, request: ReceivedRequest, held: bytearray) -> bytes:
         start = int(request.headers["content-range"].partition("-")[0])
         if start != len(held):
-            return reply(416)
+            return make_reply(416)
         held += request.body
         return self._state(202, request, held)
 
-    def _put(self, request: Request, held: bytearray) -> bytes:
+    def _put(self, request: ReceivedRequest, held: bytearray) -> bytes:
         data = bytes(held) + request.body
         wanted = request.target.partition("digest=")[2].replace("%3A", ":")
-        if str(Digest.of(data)) != wanted:
-            return reply(400, b'{"errors": [{"code": "DIGEST_INVALID", "message": "other"}]}')
+        if str(Digest.compute(data)) != wanted:
+            return make_reply(400, b'{"errors": [{"code": "DIGEST_INVALID", "message": "other"}]}')
         del self.sessions[request.path]
         self.blobs[wanted] = data
-        return reply(201)
+        return make_reply(201)
 
 
 @dataclass
-class Sender:
+class BlobSender:
     """Sends DATA to a server."""
 
     server: HostileServer
@@ -101,7 +101,7 @@ class Sender:
     chunk: int = CHUNK
     attempts: int = 3
     counts: list[int] = field(default_factory=list)
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: RecordedPauses = field(default_factory=RecordedPauses)
 
     def send(
         self,
@@ -115,32 +115,34 @@ class Sender:
         def opened() -> Iterator[BinaryIO]:
             yield BytesIO(data)
 
-        upload = Upload(
+        upload = BlobUpload(
             UPLOADS, "repository:acme/sql:pull,push", digest, size or len(data), mount_from
         )
-        with client(
+        with make_client(
             self.server, attempts=self.attempts, pauses=self.pauses, secret="xpt_1"
         ) as http:
             uploader = Uploader(http, self.server.address, self.folder, self.chunk)
             return uploader.send(upload, opened, progress=self.counts.append)
 
     def methods(self) -> list[str]:
-        return [request.method for request in self.server.seen]
+        return [request.method for request in self.server.requests]
 
 
-def lying(shelf: Shelf, lie: Callable[[Request], Reply | None]) -> Script:
-    def script(request: Request) -> Reply:
+def lying(shelf: UploadScript, lie: Callable[[ReceivedRequest], Reply | None]) -> ReplyScript:
+    def script(request: ReceivedRequest) -> Reply:
         said = lie(request)
         return shelf(request) if said is None else said
 
     return script
 
 
-def once(method: str, answer: Callable[[Request], Reply]) -> Callable[[Request], Reply | None]:
+def once(
+    method: str, answer: Callable[[ReceivedRequest], Reply]
+) -> Callable[[ReceivedRequest], Reply | None]:
     """Lie to the first request of a method."""
     left = [method]
 
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if left and request.method == left[0]:
             left.clear()
             return answer(request)
@@ -150,8 +152,8 @@ def once(method: str, answer: Callable[[Request], Reply]) -> Callable[[Request],
 
 
 def test_a_small_blob_goes_in_one_piece(serve: Serve) -> None:
-    shelf = Shelf()
-    sender = Sender(serve(shelf), chunk=len(DATA))
+    shelf = UploadScript()
+    sender = BlobSender(serve(shelf), chunk=len(DATA))
     assert sender.send() is True
     assert shelf.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["POST", "PUT"]
@@ -159,48 +161,48 @@ def test_a_small_blob_goes_in_one_piece(serve: Serve) -> None:
 
 
 def test_an_empty_blob_goes_too(serve: Serve) -> None:
-    shelf = Shelf()
-    assert Sender(serve(shelf)).send(b"", digest=Digest.of(b"")) is True
-    assert shelf.blobs == {str(Digest.of(b"")): b""}
+    shelf = UploadScript()
+    assert BlobSender(serve(shelf)).send(b"", digest=Digest.compute(b"")) is True
+    assert shelf.blobs == {str(Digest.compute(b"")): b""}
 
 
 def test_a_large_blob_goes_in_chunks_one_after_another(serve: Serve) -> None:
-    shelf = Shelf()
-    sender = Sender(serve(shelf))
+    shelf = UploadScript()
+    sender = BlobSender(serve(shelf))
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
-    ranges = [r.headers["content-range"] for r in sender.server.seen if r.method == "PATCH"]
+    ranges = [r.headers["content-range"] for r in sender.server.requests if r.method == "PATCH"]
     assert ranges == ["0-999", "1000-1999", "2000-2559"]
     assert sum(sender.counts) == len(DATA)
 
 
 def test_chunks_are_as_long_as_the_registry_demands(serve: Serve) -> None:
-    shelf = Shelf(headers={"OCI_Chunk_Min_Length": "2000"})
-    sender = Sender(serve(shelf))
+    shelf = UploadScript(headers={"OCI_Chunk_Min_Length": "2000"})
+    sender = BlobSender(serve(shelf))
     sender.send()
-    ranges = [r.headers["content-range"] for r in sender.server.seen if r.method == "PATCH"]
+    ranges = [r.headers["content-range"] for r in sender.server.requests if r.method == "PATCH"]
     assert ranges == ["0-1999", "2000-2559"]
 
 
 def test_chunks_of_absurd_length_are_refused(serve: Serve) -> None:
-    sender = Sender(serve(Shelf(headers={"OCI_Chunk_Min_Length": "999999999999"})))
+    sender = BlobSender(serve(UploadScript(headers={"OCI_Chunk_Min_Length": "999999999999"})))
     with pytest.raises(RegistryError, match="it wants chunks of"):
         sender.send()
 
 
 @pytest.mark.parametrize("kept", [0, 1, 500, 1000])
 def test_a_broken_chunk_goes_on_where_the_registry_says(serve: Serve, kept: int) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if request.headers.get("content-range", "").startswith("1000-") and not broken:
             broken.append(request)
             shelf.sessions[request.path] += request.body[:kept]
             return b""
         return None
 
-    broken: list[Request] = []
-    sender = Sender(serve(lying(shelf, lie)))
+    broken: list[ReceivedRequest] = []
+    sender = BlobSender(serve(lying(shelf, lie)))
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
     assert sum(sender.counts) == len(DATA)
@@ -208,74 +210,76 @@ def test_a_broken_chunk_goes_on_where_the_registry_says(serve: Serve, kept: int)
 
 
 def test_a_registry_that_never_takes_the_chunk_is_given_up(serve: Serve) -> None:
-    shelf = Shelf()
-    sender = Sender(serve(lying(shelf, lambda r: b"" if r.method == "PATCH" else None)))
+    shelf = UploadScript()
+    sender = BlobSender(serve(lying(shelf, lambda r: b"" if r.method == "PATCH" else None)))
     with pytest.raises(UnreachableError, match="tried 3 times"):
         sender.send()
 
 
 def test_a_session_that_is_gone_begins_anew(serve: Serve) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def forget(request: Request) -> Reply:
+    def forget(request: ReceivedRequest) -> Reply:
         shelf.sessions.clear()
         shelf.sessions["/used"] = bytearray()
         return b""
 
-    sender = Sender(serve(lying(shelf, once("PATCH", forget))))
+    sender = BlobSender(serve(lying(shelf, once("PATCH", forget))))
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
 def test_a_registry_that_had_more_than_we_thought_is_believed(serve: Serve) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def lie(request: Request) -> Reply:
+    def lie(request: ReceivedRequest) -> Reply:
         shelf.sessions[request.path] += request.body
-        return reply(416)
+        return make_reply(416)
 
-    sender = Sender(serve(lying(shelf, once("PATCH", lie))))
+    sender = BlobSender(serve(lying(shelf, once("PATCH", lie))))
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
 def test_a_registry_that_refuses_what_it_asked_for_is_named(serve: Serve) -> None:
-    sender = Sender(serve(lying(Shelf(), lambda r: reply(416) if r.method == "PATCH" else None)))
+    sender = BlobSender(
+        serve(lying(UploadScript(), lambda r: make_reply(416) if r.method == "PATCH" else None))
+    )
     with pytest.raises(RegistryError, match="refuses the chunk that it asked for"):
         sender.send()
 
 
 @pytest.mark.parametrize("text", ["0-5000", "0-0"])
 def test_an_offset_that_cannot_be_is_refused(serve: Serve, text: str) -> None:
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if request.method != "PATCH":
             return None
         start = request.headers["content-range"]
         if text == "0-0" and start.startswith("0-"):
             return None
-        return reply(202, Location=request.path, Range=text)
+        return make_reply(202, Location=request.path, Range=text)
 
     with pytest.raises(RegistryError, match="it says to have"):
-        Sender(serve(lying(Shelf(), lie))).send()
+        BlobSender(serve(lying(UploadScript(), lie))).send()
 
 
 def test_a_state_beyond_the_end_is_refused(serve: Serve) -> None:
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if request.method == "PATCH":
             return b""
         if request.method == "GET":
-            return reply(204, Location=request.path, Range="0-99999")
+            return make_reply(204, Location=request.path, Range="0-99999")
         return None
 
     with pytest.raises(RegistryError, match="more than was sent"):
-        Sender(serve(lying(Shelf(), lie))).send()
+        BlobSender(serve(lying(UploadScript(), lie))).send()
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_without_chunks_it_goes_in_one_piece(serve: Serve, status: int) -> None:
-    shelf = Shelf()
-    refuses = serve(lying(shelf, lambda r: reply(status) if r.method == "PATCH" else None))
-    sender = Sender(refuses)
+    shelf = UploadScript()
+    refuses = serve(lying(shelf, lambda r: make_reply(status) if r.method == "PATCH" else None))
+    sender = BlobSender(refuses)
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
     assert sum(sender.counts) == len(DATA)
@@ -290,38 +294,38 @@ def test_without_chunks_it_goes_in_one_piece(serve: Serve, status: int) -> None:
      "http://me:pw@{host}/x", "http://[::/x"],
 )  # fmt: skip
 def test_an_upload_that_shall_go_on_elsewhere_is_refused(serve: Serve, location: str) -> None:
-    thief = serve(reply(201))
+    thief = serve(make_reply(201))
 
-    def lie(request: Request) -> Reply:
-        place = location.format(thief=thief.other_name, host=request.headers["host"])
-        return reply(202, Location=place)
+    def lie(request: ReceivedRequest) -> Reply:
+        place = location.format(thief=thief.alias_url, host=request.headers["host"])
+        return make_reply(202, Location=place)
 
-    sender = Sender(serve(lying(Shelf(), once("POST", lie))))
+    sender = BlobSender(serve(lying(UploadScript(), once("POST", lie))))
     with pytest.raises(RegistryError, match="which is not this registry") as caught:
         sender.send()
     assert "nothing was sent there" in caught.value.hint
-    assert thief.seen == []
+    assert thief.requests == []
 
 
 def test_a_chunk_that_shall_go_on_elsewhere_is_refused(serve: Serve) -> None:
-    thief = serve(reply(201))
+    thief = serve(make_reply(201))
 
-    def lie(_: Request) -> Reply:
-        return reply(202, Location=thief.other_name, Range="0-999")
+    def lie(_: ReceivedRequest) -> Reply:
+        return make_reply(202, Location=thief.alias_url, Range="0-999")
 
     with pytest.raises(RegistryError, match="which is not this registry"):
-        Sender(serve(lying(Shelf(), once("PATCH", lie)))).send()
-    assert thief.seen == []
+        BlobSender(serve(lying(UploadScript(), once("PATCH", lie)))).send()
+    assert thief.requests == []
 
 
 def test_a_whole_address_of_the_same_registry_is_fine(serve: Serve) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def lie(request: Request) -> Reply:
+    def lie(request: ReceivedRequest) -> Reply:
         shelf(request)
-        return reply(202, Location=f"http://{request.headers['host']}{UPLOADS}0")
+        return make_reply(202, Location=f"http://{request.headers['host']}{UPLOADS}0")
 
-    Sender(serve(lying(shelf, once("POST", lie)))).send()
+    BlobSender(serve(lying(shelf, once("POST", lie)))).send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
@@ -329,20 +333,21 @@ def test_a_whole_address_of_the_same_registry_is_fine(serve: Serve) -> None:
 
 
 def test_other_bytes_than_their_digest_are_never_finished(serve: Serve) -> None:
-    shelf = Shelf()
-    sender = Sender(serve(shelf))
+    shelf = UploadScript()
+    sender = BlobSender(serve(shelf))
     with pytest.raises(DigestError, match="has another digest"):
         sender.send(DATA[:-1] + b"\0")
     assert "PUT" not in sender.methods()
-    small = Sender(serve(shelf), chunk=10**6)
+    small = BlobSender(serve(shelf), chunk=10**6)
     with pytest.raises(DigestError, match="has another digest"):
         small.send(DATA[:-1] + b"\0")
     assert shelf.blobs == {}
 
 
 def test_a_registry_that_wrongly_finds_another_digest_is_blamed(serve: Serve) -> None:
-    sender = Sender(
-        serve(lying(Shelf(), lambda r: reply(400) if r.method == "PUT" else None)), chunk=10**6
+    sender = BlobSender(
+        serve(lying(UploadScript(), lambda r: make_reply(400) if r.method == "PUT" else None)),
+        chunk=10**6,
     )
     with pytest.raises(RegistryError, match="the request is refused"):
         sender.send()
@@ -350,7 +355,7 @@ def test_a_registry_that_wrongly_finds_another_digest_is_blamed(serve: Serve) ->
 
 def test_a_file_that_has_become_shorter_is_named(serve: Serve) -> None:
     with pytest.raises(DigestError, match="shorter"):
-        Sender(serve(Shelf())).send(DATA[:1500], size=len(DATA))
+        BlobSender(serve(UploadScript())).send(DATA[:1500], size=len(DATA))
 
 
 @pytest.mark.parametrize(
@@ -358,17 +363,17 @@ def test_a_file_that_has_become_shorter_is_named(serve: Serve) -> None:
 )
 def test_a_refusal_keeps_its_kind(serve: Serve, status: int, kind: type[RegistryError]) -> None:
     with pytest.raises(kind):
-        Sender(serve(reply(status))).send()
+        BlobSender(serve(make_reply(status))).send()
 
 
 def test_a_broken_piece_is_sent_again_in_a_new_session(serve: Serve) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def break_off(request: Request) -> Reply:
+    def break_off(request: ReceivedRequest) -> Reply:
         shelf.sessions[request.path] += request.body[:100]  # a registry that keeps what came
         return b""
 
-    sender = Sender(serve(lying(shelf, once("PUT", break_off))), chunk=10**6)
+    sender = BlobSender(serve(lying(shelf, once("PUT", break_off))), chunk=10**6)
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["POST", "PUT", "POST", "PUT"]
@@ -377,36 +382,36 @@ def test_a_broken_piece_is_sent_again_in_a_new_session(serve: Serve) -> None:
 
 @pytest.mark.parametrize("chunk", [CHUNK, 10**6])
 def test_a_lost_answer_to_the_last_request_is_no_failure(serve: Serve, chunk: int) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
 
-    def lose(request: Request) -> Reply:
+    def lose(request: ReceivedRequest) -> Reply:
         shelf(request)
         return b""
 
-    sender = Sender(serve(lying(shelf, once("PUT", lose))), chunk=chunk)
+    sender = BlobSender(serve(lying(shelf, once("PUT", lose))), chunk=chunk)
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
 def test_a_finish_that_is_not_found_and_not_there_is_a_failure(serve: Serve) -> None:
-    def lie(request: Request) -> Reply | None:
-        return reply(404) if request.method == "PUT" else None
+    def lie(request: ReceivedRequest) -> Reply | None:
+        return make_reply(404) if request.method == "PUT" else None
 
     with pytest.raises(Exception, match="not there"):
-        Sender(serve(lying(Shelf(), lie))).send()
+        BlobSender(serve(lying(UploadScript(), lie))).send()
 
 
 def test_a_mounted_blob_does_not_travel(serve: Serve) -> None:
-    sender = Sender(serve(reply(201)))
+    sender = BlobSender(serve(make_reply(201)))
     assert sender.send(mount_from="acme/other") is False
-    [request] = sender.server.seen
+    [request] = sender.server.requests
     assert request.target == f"{UPLOADS}?mount=sha256%3A{DIGEST.hex}&from=acme%2Fother"
     assert sum(sender.counts) == len(DATA)
 
 
 def test_a_mount_that_becomes_an_upload_is_gone_on_with(serve: Serve) -> None:
-    shelf = Shelf()
-    assert Sender(serve(shelf)).send(mount_from="acme/other") is True
+    shelf = UploadScript()
+    assert BlobSender(serve(shelf)).send(mount_from="acme/other") is True
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
@@ -414,22 +419,22 @@ def test_a_mount_that_becomes_an_upload_is_gone_on_with(serve: Serve) -> None:
 
 
 def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
     closed: list[int] = []
 
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if request.headers.get("content-range", "").startswith("1000-") and not closed:
             return b""
         return None
 
     server = serve(lying(shelf, lie))
     with pytest.raises(UnreachableError):
-        Sender(server, tmp_path / "uploads").send()
+        BlobSender(server, tmp_path / "uploads").send()
     [state] = (tmp_path / "uploads").iterdir()
     assert state.stat().st_mode & 0o777 == 0o600
     closed.append(1)
-    server.seen.clear()
-    sender = Sender(server, tmp_path / "uploads")
+    server.requests.clear()
+    sender = BlobSender(server, tmp_path / "uploads")
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
     assert sender.methods() == ["GET", "PATCH", "PATCH", "PUT"]
@@ -439,20 +444,20 @@ def test_what_broke_off_goes_on_in_another_run(serve: Serve, tmp_path: Path) -> 
 def test_what_an_earlier_run_sent_wrongly_is_not_finished_but_forgotten(
     serve: Serve, tmp_path: Path
 ) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
     down = [True]
 
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         return b"" if down and shelf.sessions.get(request.path) else None
 
     server = serve(lying(shelf, lie))
     with pytest.raises(UnreachableError):
-        Sender(server, tmp_path).send(b"\xff" + DATA[1:])
+        BlobSender(server, tmp_path).send(b"\xff" + DATA[1:])
     down.clear()
     with pytest.raises(RegistryError, match="the request is refused: other"):
-        Sender(server, tmp_path).send()
+        BlobSender(server, tmp_path).send()
     assert shelf.blobs == {}
-    Sender(server, tmp_path).send()
+    BlobSender(server, tmp_path).send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
@@ -464,13 +469,13 @@ def test_what_an_earlier_run_sent_wrongly_is_not_finished_but_forgotten(
 def test_a_memory_that_makes_no_sense_is_passed_over(
     serve: Serve, tmp_path: Path, state: bytes
 ) -> None:
-    shelf = Shelf()
-    server = serve(lying(shelf, once("PATCH", lambda _: reply(403))))
+    shelf = UploadScript()
+    server = serve(lying(shelf, once("PATCH", lambda _: make_reply(403))))
     with pytest.raises(ForbiddenError):
-        Sender(server, tmp_path).send()
+        BlobSender(server, tmp_path).send()
     [path] = tmp_path.iterdir()
     path.write_bytes(state)
-    Sender(server, tmp_path).send()
+    BlobSender(server, tmp_path).send()
     assert shelf.blobs == {str(DIGEST): DATA}
 
 
@@ -489,14 +494,14 @@ from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.http import Http
-from expertctl.registry.upload import Upload, Uploader
+from expertctl.registry.http import RegistryHttp
+from expertctl.registry.upload import BlobUpload, Uploader
 from tests.registry.test_upload import CHUNK, DATA, DIGEST, UPLOADS
 
 url, folder = sys.argv[1:]
-with Http() as http:
+with RegistryHttp() as http:
     Uploader(http, RegistryAddress.parse(url), Path(folder), CHUNK).send(
-        Upload(UPLOADS, "", DIGEST, len(DATA)), lambda: nullcontext(BytesIO(DATA)),
+        BlobUpload(UPLOADS, "", DIGEST, len(DATA)), lambda: nullcontext(BytesIO(DATA)),
         progress=lambda count: print(count, flush=True),
     )
 """
@@ -505,13 +510,13 @@ with Http() as http:
 def test_a_killed_process_leaves_an_upload_that_another_finishes(
     serve: Serve, tmp_path: Path
 ) -> None:
-    shelf = Shelf()
+    shelf = UploadScript()
     stalled = threading.Event()
 
-    def lie(request: Request) -> Reply | None:
+    def lie(request: ReceivedRequest) -> Reply | None:
         if request.headers.get("content-range", "").startswith("1000-") and not stalled.is_set():
             stalled.set()
-            return [Stall()]
+            return [StallMarker()]
         return None
 
     server = serve(lying(shelf, lie))
@@ -529,10 +534,10 @@ def test_a_killed_process_leaves_an_upload_that_another_finishes(
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    server.seen.clear()
-    sender = Sender(server, tmp_path)
+    server.requests.clear()
+    sender = BlobSender(server, tmp_path)
     sender.send()
     assert shelf.blobs == {str(DIGEST): DATA}
-    assert [r.headers.get("content-range") for r in server.seen] == [
+    assert [r.headers.get("content-range") for r in server.requests] == [
         None, "1000-1999", "2000-2559", None,
     ]  # fmt: skip

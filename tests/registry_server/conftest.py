@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.registry_server.served import Served, new_registry, new_settings
+from tests.registry_server.harness import RegistryHarness, create_registry, make_settings
 
-NewRegistry = Callable[..., Served]
+NewRegistry = Callable[..., RegistryHarness]
 
 
 @pytest.fixture
 def make_registry(tmp_path: Path) -> Iterator[NewRegistry]:
     """Make registries, each in a folder of its own; arguments are fields of `Limits`."""
-    made: list[Served] = []
+    made: list[RegistryHarness] = []
 
-    def make(**limits: float) -> Served:
-        made.append(new_registry(new_settings(tmp_path / f"registry-{len(made)}", **limits)))
+    def make(**limits: float) -> RegistryHarness:
+        made.append(create_registry(make_settings(tmp_path / f"registry-{len(made)}", **limits)))
         return made[-1]
 
     yield make
@@ -25,6 +25,6 @@ def make_registry(tmp_path: Path) -> Iterator[NewRegistry]:
 
 
 @pytest.fixture
-def served(make_registry: NewRegistry) -> Served:
+def served(make_registry: NewRegistry) -> RegistryHarness:
     """A registry with the settings of everybody."""
     return make_registry()

@@ -8,25 +8,33 @@ from starlette.testclient import TestClient
 
 from expertctl.errors import StoreError
 from registry_server.app import create_app
+from registry_server.blob_storage import BlobDigest
 from registry_server.database import connection as connection_module
 from registry_server.registry import open_registry
-from registry_server.storage.blob_digest import BlobDigest
-from tests.registry_server.oci.pushing import begin, code_of, noise, push_blob, push_image
-from tests.registry_server.served import Served, new_registry, new_settings
+from tests.registry_server.harness import RegistryHarness, create_registry, make_settings
+from tests.registry_server.oci.images import (
+    begin_upload,
+    push_blob,
+    push_image,
+    random_bytes,
+    read_error_code,
+)
 
-DATA = noise(1000)
+DATA = random_bytes(1000)
 
 
 @pytest.fixture
-def alice(served: Served) -> TestClient:
-    secret = served.user("alice")
-    served.namespace("acme", owner="alice")
+def alice(served: RegistryHarness) -> TestClient:
+    secret = served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     return served.client(secret)
 
 
-def test_the_root_of_the_api_is_for_people_who_are_known(served: Served, alice: TestClient) -> None:
+def test_the_root_of_the_api_is_for_people_who_are_known(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     nobody, known = served.client().get("/v2/"), alice.get("/v2/")
-    assert (nobody.status_code, code_of(nobody)) == (401, "UNAUTHORIZED")
+    assert (nobody.status_code, read_error_code(nobody)) == (401, "UNAUTHORIZED")
     assert (known.status_code, known.json()) == (200, {})
     assert known.headers["Docker-Distribution-Api-Version"] == "registry/2.0"
 
@@ -59,7 +67,7 @@ def test_there_is_nothing_elsewhere(alice: TestClient, path: str) -> None:
 )
 def test_what_is_no_name_of_a_repository_is_refused(alice: TestClient, name: str) -> None:
     answer = alice.get(f"/v2/{name}/tags/list")
-    assert (answer.status_code, code_of(answer)) == (400, "NAME_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "NAME_INVALID")
 
 
 @pytest.mark.parametrize(
@@ -76,9 +84,11 @@ def test_repositories_may_be_called_like_parts_of_the_api(alice: TestClient) -> 
         assert alice.get(f"/v2/{name}/manifests/v1").status_code == 200
 
 
-def test_an_unknown_namespace_and_one_that_may_not_be_read_look_alike(served: Served) -> None:
-    served.user("alice")
-    served.namespace("acme", owner="alice")
+def test_an_unknown_namespace_and_one_that_may_not_be_read_look_alike(
+    served: RegistryHarness,
+) -> None:
+    served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     nobody = served.client()
     known, unknown = nobody.get("/v2/acme/x/tags/list"), nobody.get("/v2/none/x/tags/list")
     assert known.status_code == unknown.status_code == 401
@@ -87,13 +97,13 @@ def test_an_unknown_namespace_and_one_that_may_not_be_read_look_alike(served: Se
 
 def test_a_registry_that_was_never_made_is_not_served(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="index key"):
-        create_app(new_settings(tmp_path / "nothing"))
+        create_app(make_settings(tmp_path / "nothing"))
 
 
 def test_shutting_down_closes_the_registry_and_starting_opens_it_again(tmp_path: Path) -> None:
-    served = new_registry(new_settings(tmp_path / "registry"))
-    secret = served.user("alice")
-    served.namespace("acme", owner="alice")
+    served = create_registry(make_settings(tmp_path / "registry"))
+    secret = served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     with served.client(secret) as client:
         digest = push_image(client, "acme/x", "v1")
     app = create_app(served.settings)
@@ -107,15 +117,15 @@ def test_a_locked_database_refuses_writes_and_reads_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "BUSY_SECONDS", 0)
-    served = new_registry(new_settings(tmp_path / "registry"))
-    secret = served.user("alice")
-    served.namespace("acme", owner="alice")
+    served = create_registry(make_settings(tmp_path / "registry"))
+    secret = served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     alice = served.client(secret)
     digest = push_image(alice, "acme/x", "v1")
     other = sqlite3.connect(served.settings.database, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     refused = alice.post("/v2/acme/x/blobs/uploads/")
-    assert (refused.status_code, code_of(refused)) == (503, "UNAVAILABLE")
+    assert (refused.status_code, read_error_code(refused)) == (503, "UNAVAILABLE")
     assert "Retry-After" in refused.headers
     assert alice.get(f"/v2/acme/x/manifests/{digest}").status_code == 200
     other.execute("ROLLBACK")
@@ -129,7 +139,7 @@ def test_a_locked_database_refuses_writes_and_reads_go_on(
 )
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "fchmod"])
 def test_a_disk_that_fails_in_the_middle_publishes_nothing(
-    served: Served,
+    served: RegistryHarness,
     alice: TestClient,
     monkeypatch: pytest.MonkeyPatch,
     call: str,
@@ -139,13 +149,13 @@ def test_a_disk_that_fails_in_the_middle_publishes_nothing(
     def failing(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    digest = str(BlobDigest.of(DATA))
+    digest = str(BlobDigest.compute(DATA))
     with monkeypatch.context() as broken:
         broken.setattr(os, call, failing)
         answer = alice.post(f"/v2/acme/x/blobs/uploads/?digest={digest}", content=DATA)
-    assert (answer.status_code, code_of(answer)) == (status, "UNAVAILABLE")
+    assert (answer.status_code, read_error_code(answer)) == (status, "UNAVAILABLE")
     assert alice.head(f"/v2/acme/x/blobs/{digest}").status_code == 404
-    assert list(served.registry.storage.blobs()) == []
+    assert list(served.registry.storage.list_blobs()) == []
     assert push_blob(alice, "acme/x", DATA) == digest
     served.registry.check_integrity()
 
@@ -153,14 +163,14 @@ def test_a_disk_that_fails_in_the_middle_publishes_nothing(
 def test_a_disk_that_fills_during_an_upload_keeps_what_came(
     alice: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    location = begin(alice, "acme/x")
+    location = begin_upload(alice, "acme/x")
     alice.patch(location, content=DATA[:400])
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwrite", _no_room)
         assert alice.patch(location, content=DATA[400:]).status_code == 507
     assert alice.get(location).headers["Range"] == "0-399"
     assert alice.patch(location, content=DATA[400:]).status_code == 202
-    done = alice.put(location, params={"digest": str(BlobDigest.of(DATA))})
+    done = alice.put(location, params={"digest": str(BlobDigest.compute(DATA))})
     assert done.status_code == 201
 
 
@@ -169,7 +179,7 @@ def _no_room(*_: object) -> int:
 
 
 def test_an_integrity_check_finds_blobs_that_are_missing_or_short(
-    served: Served, alice: TestClient
+    served: RegistryHarness, alice: TestClient
 ) -> None:
     digest = BlobDigest.parse(push_blob(alice, "acme/x", DATA))
     served.registry.check_integrity()
@@ -183,7 +193,7 @@ def test_an_integrity_check_finds_blobs_that_are_missing_or_short(
 
 
 def test_folders_of_blobs_and_uploads_are_for_the_server_alone(tmp_path: Path) -> None:
-    served = new_registry(new_settings(tmp_path / "registry"))
+    served = create_registry(make_settings(tmp_path / "registry"))
     modes = {f.stat().st_mode & 0o777 for f in (served.settings.blobs, served.settings.uploads)}
     served.close()
     assert modes == {0o700}

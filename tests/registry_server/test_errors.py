@@ -5,8 +5,7 @@ import pytest
 from starlette.responses import Response
 
 from expertctl import errors
-from registry_server.errors import error_response
-from registry_server.oci.errors import OciCode, OciError
+from registry_server.errors import OciCode, OciError, error_response
 from registry_server.settings import ServerSettings
 
 SETTINGS = ServerSettings(data=Path("data"), url="https://registry.example")

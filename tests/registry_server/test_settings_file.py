@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError, NotFoundError
-from registry_server.settings import Limits, ServerSettings
-from registry_server.settings_file import (
+from registry_server.settings import (
+    RegistryLimits,
+    ServerSettings,
     check_settings,
-    overridden,
+    override_settings,
     read_settings,
     settings_path,
     write_settings,
@@ -39,7 +40,7 @@ def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
         private_key=tmp_path / "tab\there.pem",
         index_interval_days=30,
         trusted_proxies=("10.0.0.0/8", "::1"),
-        limits=replace(Limits(), quota_bytes=7, grace_seconds=1.5),
+        limits=replace(RegistryLimits(), quota_bytes=7, grace_seconds=1.5),
     )
     write_settings(settings)
     assert read_settings(tmp_path) == settings
@@ -149,11 +150,11 @@ def test_a_folder_without_settings_is_no_registry(tmp_path: Path) -> None:
 
 def test_the_command_line_overrides_and_is_checked_the_same(tmp_path: Path) -> None:
     settings = ServerSettings(data=tmp_path)
-    changed = overridden(settings, host="::1", port=0)
+    changed = override_settings(settings, host="::1", port=0)
     assert (changed.host, changed.port) == ("::1", 0)
-    assert overridden(settings) == settings
+    assert override_settings(settings) == settings
     with pytest.raises(InvalidPackageError, match="belong together"):
-        overridden(settings, certificate=tmp_path / "a.pem")
+        override_settings(settings, certificate=tmp_path / "a.pem")
 
 
 def test_settings_from_elsewhere_are_checked_as_a_file_is(tmp_path: Path) -> None:
@@ -165,4 +166,4 @@ def test_the_reference_names_every_setting() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "registry-toml.md"
     rows = re.findall(r"^\| `([a-z_]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     known = [f.name for f in fields(ServerSettings) if f.name not in {"data", "limits"}]
-    assert rows == [*known, *(f.name for f in fields(Limits))]
+    assert rows == [*known, *(f.name for f in fields(RegistryLimits))]

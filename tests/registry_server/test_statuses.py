@@ -1,8 +1,7 @@
 import pytest
 
 from expertctl import errors
-from registry_server.oci.errors import OCI_STATUS, OciCode, OciError
-from registry_server.statuses import retry_after, status_of
+from registry_server.errors import STATUS_BY_CODE, OciCode, OciError, get_retry_after, get_status
 
 
 @pytest.mark.parametrize(
@@ -28,14 +27,14 @@ from registry_server.statuses import retry_after, status_of
     ],
 )
 def test_the_most_specific_class_decides(error: errors.ExpertError, status: int) -> None:
-    assert status_of(error) == status
+    assert get_status(error) == status
 
 
 def test_every_code_of_oci_has_a_status() -> None:
-    assert set(OCI_STATUS) == set(OciCode)
+    assert set(STATUS_BY_CODE) == set(OciCode)
 
 
 def test_who_has_to_wait_is_told_how_long() -> None:
-    assert retry_after(errors.RateLimitError("x", retry_after=7)) == 7
-    assert (retry_after(errors.StoreError("x")) or 0) > 0
-    assert retry_after(errors.ForbiddenError("x")) is None
+    assert get_retry_after(errors.RateLimitError("x", retry_after=7)) == 7
+    assert (get_retry_after(errors.StoreError("x")) or 0) > 0
+    assert get_retry_after(errors.ForbiddenError("x")) is None

@@ -4,20 +4,25 @@ from typing import Any
 
 import pytest
 
-from expertctl.routing.candidate import Installed
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import NO_FLAGS, NO_GAINS, RoutingResult, roster_of, route
-from expertctl.schema.validation import problems_of
+from expertctl.routing.router import (
+    NO_FLAGS,
+    NO_GAINS,
+    RoutingResult,
+    find_eligible_experts,
+    route_prompt,
+)
+from expertctl.schema.validation import find_problems
 from expertctl.store.base_record import StoredBase
-from tests.routing.experts import base_at
-from tests.routing.routed import PROMPT, Router
+from tests.routing.experts import PROMPT, Router, make_base
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> StoredBase:
-    return base_at(tmp_path / "base")
+    return make_base(tmp_path / "base")
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def router(base: StoredBase, index: RoutingIndex) -> Router:
     """Routes among the experts that are given; every result is one that the schema allows."""
 
     def run(
-        *experts: Installed,
+        *experts: InstalledExpert,
         success: Any = None,
         flags: Any = NO_FLAGS,
         gains: Any = NO_GAINS,
@@ -38,15 +43,17 @@ def router(base: StoredBase, index: RoutingIndex) -> Router:
     ) -> RoutingResult:
         request = RouteRequest(**{"prompt": PROMPT, "seed": 7, **fields})
         rates = success or {}
-        roster = roster_of(request, experts, base=base, index=index, flags=flags, gains=gains)
-        result = route(
+        roster = find_eligible_experts(
+            request, experts, base=base, index=index, flags=flags, gains=gains
+        )
+        result = route_prompt(
             request,
             roster,
             base=base,
             index=index,
             success_rate=lambda digest, task: rates.get(digest),
         )
-        assert problems_of(json.loads(json.dumps(result.to_json())), "route") == []
+        assert find_problems(json.loads(json.dumps(result.to_json())), "route") == []
         return result
 
     return run

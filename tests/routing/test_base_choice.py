@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import NotFoundError
-from expertctl.install.starter import read_pins
+from expertctl.install.starter import read_starter_manifest
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.base_choice import DEMO, BaseRule
-from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
-from tests.foreign_bases import write_gpt2
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.gpt2_base import write_gpt2
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -25,11 +25,11 @@ PLURALS = {"description": "Writes plurals of English nouns.", "routing": {"keywo
 
 
 @dataclass(frozen=True)
-class Desk:
+class BaseChoiceHome:
     """A home with the demo, and what a person asks of it."""
 
-    house: House
-    shop: Shop
+    house: HomeFixture
+    shop: PackageFactory
     folder: Path
 
     def add(self, name: str, *, seed: int) -> Path:
@@ -55,71 +55,71 @@ class Desk:
         base: str | None = None,
         setting: str | None = None,
         alone: bool = False,
-    ) -> Planned:
-        force = () if expert is None else (Forced(Reference.parse(expert), 1.0),)
+    ) -> PlannedPrompt:
+        force = () if expert is None else (ForcedExpert(Reference.parse(expert), 1.0),)
         request = RouteRequest(prompt=prompt, force=force, base_alone=alone)
         return self.planner(setting).plan(request, base=base)
 
 
 @pytest.fixture
-def desk(house: House, shop: Shop, tmp_path: Path) -> Desk:
+def desk(house: HomeFixture, shop: PackageFactory, tmp_path: Path) -> BaseChoiceHome:
     """The demo with an expert that sorts, as a new home has it."""
-    house.trusting("acme")
-    house.bases.add(shop.base_dir, name=DEMO)
+    house.trust_keys("acme")
+    house.bases.add(shop.base_dir, name=DEMO_BASE)
     house.install(shop.package("acme/sorting", **SORTING))
-    return Desk(house, shop, tmp_path)
+    return BaseChoiceHome(house, shop, tmp_path)
 
 
 def test_the_demo_has_the_name_that_the_starter_pack_gives_it() -> None:
-    assert read_pins().base.name == DEMO
+    assert read_starter_manifest().base.name == DEMO_BASE
 
 
-def test_in_a_new_home_the_demo_answers_with_its_experts(desk: Desk) -> None:
+def test_in_a_new_home_the_demo_answers_with_its_experts(desk: BaseChoiceHome) -> None:
     planned = desk.ask()
-    assert planned.base.name == DEMO
+    assert planned.base.name == DEMO_BASE
     assert [expert.ref for expert in planned.experts] == ["acme/sorting@1.0.0"]
 
 
-def test_a_real_base_that_was_added_answers_instead_of_the_demo(desk: Desk) -> None:
+def test_a_real_base_that_was_added_answers_instead_of_the_demo(desk: BaseChoiceHome) -> None:
     desk.add("real", seed=3)
     assert desk.ask("Hello").base.name == "real"
     assert desk.ask(alone=True).base.name == "real"
 
 
 def test_experts_of_the_demo_pull_no_answer_to_it_and_the_note_says_how_to_get_them(
-    desk: Desk,
+    desk: BaseChoiceHome,
 ) -> None:
     desk.add("real", seed=3)
     planned = desk.ask(PROMPT)
     assert (planned.base.name, planned.experts) == ("real", ())
     [candidate] = planned.result.candidates
-    assert candidate.barred
+    assert candidate.is_ineligible
     assert "made for" in candidate.reason
     [*_, note] = planned.result.notes
     assert "the closest is acme/sorting@1.0.0, made for tiny-base" in note
     assert "`--expert acme/sorting@1.0.0` asks for it and its base" in note
 
 
-def test_an_expert_of_the_demo_that_is_named_answers_on_the_demo(desk: Desk) -> None:
+def test_an_expert_of_the_demo_that_is_named_answers_on_the_demo(desk: BaseChoiceHome) -> None:
     desk.add("real", seed=3)
     planned = desk.ask(expert="acme/sorting")
-    assert planned.base.name == DEMO
+    assert planned.base.name == DEMO_BASE
     assert [expert.ref for expert in planned.experts] == ["acme/sorting@1.0.0"]
 
 
-def test_the_demo_answers_with_its_experts_when_it_is_named(desk: Desk) -> None:
+def test_the_demo_answers_with_its_experts_when_it_is_named(desk: BaseChoiceHome) -> None:
     desk.add("real", seed=3)
-    planned = desk.ask(base=DEMO)
-    assert (planned.base.name, len(planned.experts)) == (DEMO, 1)
+    planned = desk.ask(base=DEMO_BASE)
+    assert (planned.base.name, len(planned.experts)) == (DEMO_BASE, 1)
 
 
-def test_the_demo_answers_when_a_person_sets_it(desk: Desk) -> None:
+def test_the_demo_answers_when_a_person_sets_it(desk: BaseChoiceHome) -> None:
     desk.add("real", seed=3)
-    planned = desk.ask(setting=DEMO)
-    assert (planned.base.name, len(planned.experts)) == (DEMO, 1)
+    planned = desk.ask(setting=DEMO_BASE)
+    assert (planned.base.name, len(planned.experts)) == (DEMO_BASE, 1)
 
 
-def test_of_two_real_bases_the_newest_answers_unless_another_is_set(desk: Desk) -> None:
+def test_of_two_real_bases_the_newest_answers_unless_another_is_set(desk: BaseChoiceHome) -> None:
     desk.add("older", seed=3)
     desk.add("newer", seed=4)
     assert desk.ask("Hello").base.name == "newer"
@@ -127,13 +127,15 @@ def test_of_two_real_bases_the_newest_answers_unless_another_is_set(desk: Desk) 
     assert desk.ask("Hello", setting="older", base="newer").base.name == "newer"
 
 
-def test_the_demo_added_again_is_still_no_rival(desk: Desk) -> None:
+def test_the_demo_added_again_is_still_no_rival(desk: BaseChoiceHome) -> None:
     desk.add("real", seed=3)
-    desk.house.bases.add(desk.shop.base_dir, name=DEMO)
+    desk.house.bases.add(desk.shop.base_dir, name=DEMO_BASE)
     assert desk.ask("Hello").base.name == "real"
 
 
-def test_an_expert_of_another_real_base_that_suits_the_prompt_brings_its_base(desk: Desk) -> None:
+def test_an_expert_of_another_real_base_that_suits_the_prompt_brings_its_base(
+    desk: BaseChoiceHome,
+) -> None:
     older = desk.add("older", seed=3)
     desk.add("newer", seed=4)
     desk.expert("acme/plurals", older, **PLURALS)
@@ -144,7 +146,7 @@ def test_an_expert_of_another_real_base_that_suits_the_prompt_brings_its_base(de
     assert desk.ask("Hello", setting="older").base.name == "older"
 
 
-def test_an_expert_that_fits_two_bases_answers_on_the_one_that_is_set(desk: Desk) -> None:
+def test_an_expert_that_fits_two_bases_answers_on_the_one_that_is_set(desk: BaseChoiceHome) -> None:
     older = desk.add("older", seed=3)
     desk.expert("acme/plurals", older, **PLURALS)
     desk.house.bases.add(older, name="the-same-again")
@@ -152,14 +154,18 @@ def test_an_expert_that_fits_two_bases_answers_on_the_one_that_is_set(desk: Desk
     assert desk.ask(expert="acme/plurals", setting="older").base.name == "older"
 
 
-def test_a_setting_that_names_no_base_is_an_error_that_names_the_setting(desk: Desk) -> None:
+def test_a_setting_that_names_no_base_is_an_error_that_names_the_setting(
+    desk: BaseChoiceHome,
+) -> None:
     with pytest.raises(NotFoundError, match="the setting base: no base is called 'gone'") as caught:
         desk.ask("Hello", setting="gone")
     assert "expertctl config set base" in caught.value.hint
-    assert desk.ask("Hello", setting="gone", base=DEMO).base.name == DEMO
+    assert desk.ask("Hello", setting="gone", base=DEMO_BASE).base.name == DEMO_BASE
 
 
-def test_a_base_is_named_by_its_folder_in_the_option_and_in_the_setting(desk: Desk) -> None:
+def test_a_base_is_named_by_its_folder_in_the_option_and_in_the_setting(
+    desk: BaseChoiceHome,
+) -> None:
     folder = desk.add("older", seed=3)
     desk.add("newer", seed=4)
     assert desk.ask("Hello", base=str(folder)).base.name == "older"
@@ -167,26 +173,30 @@ def test_a_base_is_named_by_its_folder_in_the_option_and_in_the_setting(desk: De
 
 
 def test_a_base_that_only_transformers_runs_comes_behind_those_that_run_here(
-    desk: Desk, tmp_path: Path
+    desk: BaseChoiceHome, tmp_path: Path
 ) -> None:
     desk.add("real", seed=3)
     desk.house.bases.add(write_gpt2(tmp_path / "gpt2"))
-    rule = desk.planner().rule
-    assert [base.name for base in rule.ordered()] == ["real", "gpt2", DEMO]
-    assert [base.name for base in rule.ordered(engine="transformers")] == ["gpt2", "real", DEMO]
+    rule = desk.planner().base_selector
+    assert [base.name for base in rule.list_by_preference()] == ["real", "gpt2", DEMO_BASE]
+    assert [base.name for base in rule.list_by_preference(engine="transformers")] == [
+        "gpt2",
+        "real",
+        DEMO_BASE,
+    ]
 
 
-def test_without_any_base_there_is_no_default(house: House) -> None:
-    assert BaseRule(house.bases).default() is None
-    assert BaseRule(house.bases, "anything").default() is None
+def test_without_any_base_there_is_no_default(house: HomeFixture) -> None:
+    assert BaseSelector(house.bases).find_default() is None
+    assert BaseSelector(house.bases, "anything").find_default() is None
 
 
-def test_one_rule_serves_planning_and_the_default_of_a_server(desk: Desk) -> None:
+def test_one_rule_serves_planning_and_the_default_of_a_server(desk: BaseChoiceHome) -> None:
     desk.add("older", seed=3)
     desk.add("newer", seed=4)
-    for setting in (None, "older", DEMO):
+    for setting in (None, "older", DEMO_BASE):
         planner = desk.planner(setting)
         alone = planner.plan(RouteRequest(prompt="?", base_alone=True))
-        default = planner.rule.default()
+        default = planner.base_selector.find_default()
         assert default is not None
         assert alone.base == replace(default)

@@ -11,15 +11,20 @@ from transformers import GenerationConfig
 from expertctl.errors import BaseMismatchError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.base_sampling import read_base_sampling
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import NO_WISHES, PRESETS, SamplingWishes, resolve
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import (
+    NO_OVERRIDES,
+    PRESETS,
+    SamplingOverrides,
+    read_base_sampling,
+    resolve_sampling,
+)
 from expertctl.schema.manifest import Decoding, Manifest, Routing
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
-from tests.routing.experts import manifest
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.routing.experts import make_manifest
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -49,23 +54,23 @@ def test_the_settings_of_a_published_base_are_those_that_transformers_reads(
     document = PUBLISHED[name]
     found = read_base_sampling(write(tmp_path, document))
     theirs = GenerationConfig.from_pretrained(str(tmp_path))
-    assert found.given == {n: getattr(theirs, n) for n in NAMES if n in document}
+    assert found.settings == {n: getattr(theirs, n) for n in NAMES if n in document}
     assert found.warnings == ()
 
 
 def test_a_base_that_says_not_to_sample_is_greedy_as_in_transformers(tmp_path: Path) -> None:
     found = read_base_sampling(write(tmp_path, {"do_sample": False}))
     assert not GenerationConfig.from_pretrained(str(tmp_path)).do_sample
-    assert resolve(NO_WISHES, [], prompt_task="default", base=found.given).is_greedy
-    warm = SamplingWishes(temperature=0.5)
-    assert resolve(warm, [], prompt_task="default", base=found.given).temperature == 0.5
+    assert resolve_sampling(NO_OVERRIDES, [], prompt_task="default", base=found.settings).is_greedy
+    warm = SamplingOverrides(temperature=0.5)
+    assert resolve_sampling(warm, [], prompt_task="default", base=found.settings).temperature == 0.5
 
 
 @pytest.mark.parametrize("value", [None, "absent"])
 def test_what_is_null_or_missing_is_left_open(value: str | None, tmp_path: Path) -> None:
     document = {} if value else dict.fromkeys(NAMES)
-    assert read_base_sampling(write(tmp_path, document)).given == {}
-    assert read_base_sampling(tmp_path / "nowhere").given == {}
+    assert read_base_sampling(write(tmp_path, document)).settings == {}
+    assert read_base_sampling(tmp_path / "nowhere").settings == {}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_a_value_that_cannot_be_used_is_named_and_the_others_count(
 ) -> None:
     other = "top_p" if name != "top_p" else "min_p"
     found = read_base_sampling(write(tmp_path, {name: value, other: 0.5}))
-    assert found.given == {other: 0.5}
+    assert found.settings == {other: 0.5}
     [warning] = found.warnings
     assert warning.startswith(f"generation_config.json of the base: {name} (")
     assert warning.endswith("the setting is not used")
@@ -127,13 +132,15 @@ def test_a_file_that_cannot_be_read_is_an_error(data: bytes, problem: str, tmp_p
 
 
 def expert(**decoding: Any) -> Manifest:
-    return replace(manifest(), routing=Routing(task="json_parsing"), decoding=Decoding(**decoding))
+    return replace(
+        make_manifest(), routing=Routing(task="json_parsing"), decoding=Decoding(**decoding)
+    )
 
 
 def test_the_user_then_the_expert_then_the_base_then_the_preset_decides() -> None:
     base = {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
-    wishes = SamplingWishes(temperature=0.1)
-    params = resolve(wishes, [expert(top_k=5)], prompt_task="default", base=base)
+    wishes = SamplingOverrides(temperature=0.1)
+    params = resolve_sampling(wishes, [expert(top_k=5)], prompt_task="default", base=base)
     assert (params.temperature, params.top_k) == (0.1, 5)
     assert (params.top_p, params.repetition_penalty) == (0.8, 1.05)
     assert params.max_tokens == PRESETS["json_parsing"].max_tokens
@@ -141,7 +148,7 @@ def test_the_user_then_the_expert_then_the_base_then_the_preset_decides() -> Non
 
 @pytest.mark.parametrize("task", PRESETS)
 def test_no_preset_of_ours_penalises_repetition(task: str) -> None:
-    assert resolve(NO_WISHES, [], prompt_task=task).repetition_penalty == 1.0
+    assert resolve_sampling(NO_OVERRIDES, [], prompt_task=task).repetition_penalty == 1.0
 
 
 @pytest.fixture
@@ -151,14 +158,14 @@ def base_dir(tmp_path: Path) -> Path:
     return write(folder, {**known, "temperature": 0.9, "top_k": 20, "min_p": "low"})
 
 
-def plan_on(house: House, request: RouteRequest) -> Any:
+def plan_on(house: HomeFixture, request: RouteRequest) -> Any:
     return Planner.open(Settings(Home(house.root), encoder="lexical")).plan(request)
 
 
 def test_a_plan_takes_the_settings_of_its_base_and_tells_of_the_one_it_cannot_use(
-    house: House, shop: Shop, base_dir: Path
+    house: HomeFixture, shop: PackageFactory, base_dir: Path
 ) -> None:
-    house.trusting("acme").bases.add(base_dir)
+    house.trust_keys("acme").bases.add(base_dir)
     house.install(
         shop.package("acme/plurals", base_dir=base_dir, base=read_base(base_dir),
                      decoding={"temperature": 0.25})
@@ -167,13 +174,13 @@ def test_a_plan_takes_the_settings_of_its_base_and_tells_of_the_one_it_cannot_us
     params = alone.result.plan.params
     assert (params.temperature, params.top_k, params.min_p) == (0.9, 20, 0.0)
     assert ["min_p ('low')" in warning for warning in alone.warnings] == [True]
-    force = (Forced(Reference.parse("acme/plurals"), 1.0),)
+    force = (ForcedExpert(Reference.parse("acme/plurals"), 1.0),)
     params = plan_on(house, RouteRequest(prompt="Hi", force=force)).result.plan.params
     assert (params.temperature, params.top_k) == (0.25, 20)
 
 
 def test_the_identity_of_a_plan_does_not_depend_on_how_the_base_is_sampled(
-    house: House, base_dir: Path, tmp_path: Path
+    house: HomeFixture, base_dir: Path, tmp_path: Path
 ) -> None:
     house.bases.add(base_dir)
     request = RouteRequest(prompt="Hi", base_alone=True)
@@ -185,7 +192,7 @@ def test_the_identity_of_a_plan_does_not_depend_on_how_the_base_is_sampled(
 
 
 def test_a_file_that_was_damaged_after_the_base_was_added_is_a_changed_base(
-    house: House, base_dir: Path
+    house: HomeFixture, base_dir: Path
 ) -> None:
     house.bases.add(base_dir)
     (base_dir / "generation_config.json").write_text("{")

@@ -8,28 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.calibration import (
+from expertctl.routing.encoder import LexicalEncoder
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.reranker import (
     CALIBRATION_FILE,
-    MOST_ASKED,
-    NOTHING_ASKED,
-    STRANGERS,
-    TURNED_AWAY,
+    MAX_REJECTED_SHARE,
+    MAX_REPLAYED_EXAMPLES,
+    MIN_STRANGER_REJECTION,
+    NO_EVIDENCE,
     Calibration,
-    Evidence,
-    ask_again,
-    calibrated,
-    prior_of,
+    CalibrationEvidence,
+    collect_evidence,
+    find_prior,
+    fit_calibration,
     read_calibration,
+    rerank,
     write_calibration,
 )
-from expertctl.routing.found import Found
-from expertctl.routing.head import judge
-from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
-from expertctl.routing.nearest import exactly
-from expertctl.routing.vector_table import Vectors, VectorTable
-from tests.routing.experts import content_digest, manifest
-from tests.routing.rows import TEXTS, clusters, expert, table_of
+from expertctl.routing.vector_search import find_nearest_exact
+from expertctl.routing.vector_table import SearchHits, Vectors, VectorTable
+from tests.routing.experts import make_content_digest, make_manifest
+from tests.routing.vector_tables import TEXTS, make_clusters, make_expert_digest, make_table
 
 PRIOR = Calibration(0.6, 9.0)
 
@@ -47,7 +46,7 @@ def test_the_score_is_a_half_at_the_threshold_and_the_logistic_function_around_i
 
 def test_the_score_is_the_posterior_of_two_normal_distributions() -> None:
     inside, outside = spread(1.2, 1.6, 5000), spread(0.4, 0.8, 5000)
-    made = calibrated(Evidence(inside, outside), PRIOR, experts=3)
+    made = fit_calibration(CalibrationEvidence(inside, outside), PRIOR, experts=3)
     variance = (np.var(inside) + np.var(outside)) / 2
     slope = min((np.mean(inside) - np.mean(outside)) / variance, 40)
     assert made.slope == pytest.approx(slope, rel=0.01)
@@ -66,35 +65,42 @@ def test_the_score_is_the_posterior_of_two_normal_distributions() -> None:
 
 def test_three_in_a_hundred_of_what_is_right_are_turned_away_where_strangers_come_close() -> None:
     inside, outside = spread(1.0, 2.0, 5000), spread(0.5, 1.9, 5000)
-    made = calibrated(Evidence(inside, outside), PRIOR, experts=3)
-    assert np.mean(np.array(inside) < made.threshold) == pytest.approx(TURNED_AWAY, abs=0.004)
+    made = fit_calibration(CalibrationEvidence(inside, outside), PRIOR, experts=3)
+    assert np.mean(np.array(inside) < made.threshold) == pytest.approx(
+        MAX_REJECTED_SHARE, abs=0.004
+    )
 
 
 def test_fewer_are_turned_away_where_nine_in_ten_strangers_are_all_the_same() -> None:
     inside, outside = spread(1.0, 2.0, 5000), spread(0.2, 0.6, 5000)
-    made = calibrated(Evidence(inside, outside), PRIOR, experts=3)
-    assert np.mean(np.array(outside) < made.threshold) == pytest.approx(STRANGERS, abs=0.01)
+    made = fit_calibration(CalibrationEvidence(inside, outside), PRIOR, experts=3)
+    assert np.mean(np.array(outside) < made.threshold) == pytest.approx(
+        MIN_STRANGER_REJECTION, abs=0.01
+    )
     assert made.threshold < min(inside)
 
 
 def test_with_few_examples_much_of_the_prior_stays() -> None:
     inside, outside = (1.4, 1.5), (0.9, 1.2)
-    made = calibrated(Evidence(inside, outside), PRIOR, experts=2)
-    own = min(float(np.quantile(inside, TURNED_AWAY)), float(np.quantile(outside, STRANGERS)))
+    made = fit_calibration(CalibrationEvidence(inside, outside), PRIOR, experts=2)
+    own = min(
+        float(np.quantile(inside, MAX_REJECTED_SHARE)),
+        float(np.quantile(outside, MIN_STRANGER_REJECTION)),
+    )
     assert made.threshold == pytest.approx(2 / 22 * own + 20 / 22 * PRIOR.threshold)
     assert made.experts == 2
-    lone = calibrated(Evidence(inside, ()), PRIOR, experts=1)
+    lone = fit_calibration(CalibrationEvidence(inside, ()), PRIOR, experts=1)
     assert (lone.slope, lone.threshold > PRIOR.threshold) == (PRIOR.slope, True)
-    none = calibrated(NOTHING_ASKED, PRIOR, experts=4)
+    none = fit_calibration(NO_EVIDENCE, PRIOR, experts=4)
     assert none == Calibration(PRIOR.threshold, PRIOR.slope, 4)
-    assert calibrated(Evidence((), outside), PRIOR, experts=4) == none
+    assert fit_calibration(CalibrationEvidence((), outside), PRIOR, experts=4) == none
 
 
 @given(st.lists(st.floats(0, 2), max_size=30), st.lists(st.floats(0, 2), max_size=30))
 def test_whatever_was_found_the_slope_is_bounded_and_the_threshold_is_a_number(
     inside: list[float], outside: list[float]
 ) -> None:
-    made = calibrated(Evidence(tuple(inside), tuple(outside)), PRIOR, experts=5)
+    made = fit_calibration(CalibrationEvidence(tuple(inside), tuple(outside)), PRIOR, experts=5)
     assert 4 <= made.slope <= 40
     assert 0 <= made.threshold <= 2
 
@@ -111,58 +117,58 @@ def test_it_holds_while_nearly_as_many_experts_are_there(
 
 @pytest.mark.parametrize("encoder", ["minilm", "static", "lexical"])
 def test_every_encoder_has_a_prior(encoder: str) -> None:
-    assert 0 < prior_of(encoder).threshold < 1.5
+    assert 0 < find_prior(encoder).threshold < 1.5
 
 
 def search_in(table: VectorTable, asked: list[Vectors] | None = None) -> object:
-    def run(query: Vectors) -> Found:
+    def run(query: Vectors) -> SearchHits:
         if asked is not None:
             asked.append(query)
-        return exactly(table, query, count=64)
+        return find_nearest_exact(table, query, count=64)
 
     return run
 
 
 def test_examples_are_asked_without_their_own_row_and_without_their_expert() -> None:
-    table = clusters(6)
-    evidence = ask_again(table, table, search_in(table))  # type: ignore[arg-type]  # a local search
+    table = make_clusters(6)
+    evidence = collect_evidence(table, table, search_in(table))  # type: ignore[arg-type]  # a local search
     inside, outside = [], []
     for position in range(6):
         for text in range(1, TEXTS):
             number = position * TEXTS + text
             query = table.rows[number]
             rest = {
-                expert(p): np.delete(rows, text, axis=0) if p == position else rows
+                make_expert_digest(p): np.delete(rows, text, axis=0) if p == position else rows
                 for p, rows in enumerate(np.split(table.rows, 6))
             }
-            held = table_of(rest)
-            order = exactly(held, query, count=64).experts
-            verdict = judge(held, order, query)
+            held = make_table(rest)
+            order = find_nearest_exact(held, query, count=64).experts
+            verdict = rerank(held, order, query)
             best = int(verdict.evidence.argmax())
             if order[best] == position:
                 inside.append(float(verdict.evidence[best]))
             others = order[order != position]
-            outside.append(float(judge(table, others, query).evidence.max()))
+            outside.append(float(rerank(table, others, query).evidence.max()))
     assert np.allclose(evidence.inside, inside, atol=1e-4)
     assert np.allclose(evidence.outside, outside, atol=1e-4)
 
 
 def test_no_more_than_so_many_examples_are_asked_and_always_the_same() -> None:
-    table = clusters(80)
+    table = make_clusters(80)
     first, second = [], []
-    found = ask_again(table, table, search_in(table, first))  # type: ignore[arg-type]  # as above
-    assert ask_again(table, table, search_in(table, second)) == found  # type: ignore[arg-type]
-    assert len(first) == len(second) == len(found.outside) == MOST_ASKED
+    found = collect_evidence(table, table, search_in(table, first))  # type: ignore[arg-type]  # as above
+    assert collect_evidence(table, table, search_in(table, second)) == found  # type: ignore[arg-type]
+    assert len(first) == len(second) == len(found.outside) == MAX_REPLAYED_EXAMPLES
     described = {row.tobytes() for row in table.rows[::TEXTS]}
     assert all(query.tobytes() not in described for query in first)
 
 
 def test_one_expert_alone_has_no_strangers_and_none_has_nothing() -> None:
-    table = clusters(1)
-    found = ask_again(table, table, search_in(table))  # type: ignore[arg-type]  # a local search
+    table = make_clusters(1)
+    found = collect_evidence(table, table, search_in(table))  # type: ignore[arg-type]  # a local search
     assert (len(found.inside), found.outside) == (TEXTS - 1, ())
-    empty = table_of({})
-    assert ask_again(empty, empty, search_in(empty)) == NOTHING_ASKED  # type: ignore[arg-type]
+    empty = make_table({})
+    assert collect_evidence(empty, empty, search_in(empty)) == NO_EVIDENCE  # type: ignore[arg-type]
 
 
 def test_it_is_read_as_it_was_written_by_the_same_encoder_only(tmp_path: Path) -> None:
@@ -177,9 +183,11 @@ def test_it_is_read_as_it_was_written_by_the_same_encoder_only(tmp_path: Path) -
 
 
 ENTRIES = {
-    content_digest(made.ref): made
+    make_content_digest(made.ref): made
     for made in (
-        manifest(f"acme/e{n}", description=f"does job{n}", examples=(f"do job{n} now", f"job{n}"))
+        make_manifest(
+            f"acme/e{n}", description=f"does job{n}", examples=(f"do job{n} now", f"job{n}")
+        )
         for n in range(10)
     )
 }
@@ -216,10 +224,12 @@ def test_examples_are_asked_again_only_when_many_experts_came_or_went(tmp_path: 
     index.add(ENTRIES)
     made = index.calibration
     assert made.experts == 10
-    extra = [manifest(f"zed/e{n}", description=f"other{n}", examples=(f"x{n}",)) for n in (1, 2)]
-    index.add({content_digest(extra[0].ref): extra[0]})
+    extra = [
+        make_manifest(f"zed/e{n}", description=f"other{n}", examples=(f"x{n}",)) for n in (1, 2)
+    ]
+    index.add({make_content_digest(extra[0].ref): extra[0]})
     assert index.calibration is made
-    index.add({content_digest(extra[1].ref): extra[1]})
+    index.add({make_content_digest(extra[1].ref): extra[1]})
     assert index.calibration.experts == 12
     index.remove(list(ENTRIES))
     assert index.calibration.experts == 2

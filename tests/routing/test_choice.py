@@ -16,34 +16,42 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.reference import Reference
-from expertctl.routing.candidate import Installed
-from expertctl.routing.choice import Choice, Selection
-from expertctl.routing.numerics import numeric_settings
-from expertctl.routing.plan import plan_identity
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.numerics import build_numeric_settings
+from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.request import parse_forced
+from expertctl.routing.selection import PlanSelection, SelectedExpert
 from expertctl.schema.manifest import AdapterEntry
 from expertctl.store.base_record import StoredBase
-from tests.routing.routed import Router, refs, soft, sorting, sql
+from tests.routing.experts import (
+    Router,
+    list_refs,
+    make_soft_prompt_expert,
+    make_sort_expert,
+    make_sql_expert,
+)
 
 
 def test_forced_experts_stand_in_the_order_and_with_the_weights_of_the_user(
     router: Router, base: StoredBase
 ) -> None:
     force = (parse_forced("acme/sql:0.5"), parse_forced("acme/sort@1.0.0"))
-    result = router(sorting(), sql(), force=force, prompt="What is the capital of France?")
+    result = router(
+        make_sort_expert(), make_sql_expert(), force=force, prompt="What is the capital of France?"
+    )
     assert [(e.ref, e.weight) for e in result.plan.experts] == [
         ("acme/sql@1.0.0", 0.5),
         ("acme/sort@1.0.0", 1.0),
     ]
     assert {e.reason for e in result.plan.experts} == {"named by the user"}
-    numerics = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
     ordered = [(e.content_digest, e.weight) for e in result.plan.experts]
-    assert result.plan.identity == plan_identity(numerics, ordered)
+    assert result.plan.identity == compute_plan_identity(numerics, ordered)
 
 
 def test_a_forced_expert_brings_what_it_requires_before_it(router: Router) -> None:
-    needy = sorting(composition={"requires": ("acme/english@^1",)})
-    result = router(needy, sql("acme/english"), force=(parse_forced("acme/sort"),))
+    needy = make_sort_expert(composition={"requires": ("acme/english@^1",)})
+    result = router(needy, make_sql_expert("acme/english"), force=(parse_forced("acme/sort"),))
     assert [(e.ref, e.reason) for e in result.plan.experts] == [
         ("acme/english@1.0.0", "required by acme/sort@1.0.0"),
         ("acme/sort@1.0.0", "named by the user"),
@@ -53,9 +61,9 @@ def test_a_forced_expert_brings_what_it_requires_before_it(router: Router) -> No
 def test_a_requirement_that_is_forced_too_keeps_the_place_and_weight_of_the_user(
     router: Router,
 ) -> None:
-    needy = sorting(composition={"requires": ("acme/english@^1",)})
+    needy = make_sort_expert(composition={"requires": ("acme/english@^1",)})
     force = (parse_forced("acme/sort"), parse_forced("acme/english:0.25"))
-    result = router(needy, sql("acme/english"), force=force)
+    result = router(needy, make_sql_expert("acme/english"), force=force)
     assert [(e.ref, e.weight) for e in result.plan.experts] == [
         ("acme/sort@1.0.0", 1.0),
         ("acme/english@1.0.0", 0.25),
@@ -65,23 +73,31 @@ def test_a_requirement_that_is_forced_too_keeps_the_place_and_weight_of_the_user
 def test_a_named_version_meets_a_requirement_although_a_newer_one_is_there(
     router: Router,
 ) -> None:
-    needy = sorting(composition={"requires": ("acme/english@^1",)})
-    experts = (needy, sql("acme/english", "1.0.0"), sql("acme/english", "1.1.0"))
+    needy = make_sort_expert(composition={"requires": ("acme/english@^1",)})
+    experts = (
+        needy,
+        make_sql_expert("acme/english", "1.0.0"),
+        make_sql_expert("acme/english", "1.1.0"),
+    )
     force = (parse_forced("acme/english@1.0.0"), parse_forced("acme/sort"))
-    assert refs(router(*experts, force=force)) == ["acme/english@1.0.0", "acme/sort@1.0.0"]
+    assert list_refs(router(*experts, force=force)) == ["acme/english@1.0.0", "acme/sort@1.0.0"]
 
 
 def test_a_named_version_that_is_not_the_required_one_is_refused(router: Router) -> None:
-    needy = sorting(composition={"requires": ("acme/english@^1.2",)})
-    experts = (needy, sql("acme/english", "1.0.0"), sql("acme/english", "1.3.0"))
+    needy = make_sort_expert(composition={"requires": ("acme/english@^1.2",)})
+    experts = (
+        needy,
+        make_sql_expert("acme/english", "1.0.0"),
+        make_sql_expert("acme/english", "1.3.0"),
+    )
     force = (parse_forced("acme/english@1.0.0"), parse_forced("acme/sort"))
     with pytest.raises(ConflictError, match="are versions of one package"):
         router(*experts, force=force)
 
 
 def test_what_is_required_has_a_weight_that_counts(router: Router) -> None:
-    needy = sorting(composition={"requires": ("acme/english@^1",)})
-    experts = (needy, sql("acme/english"))
+    needy = make_sort_expert(composition={"requires": ("acme/english@^1",)})
+    experts = (needy, make_sql_expert("acme/english"))
 
     def weights(*words: str) -> list[float]:
         plan = router(*experts, force=tuple(map(parse_forced, words))).plan
@@ -96,10 +112,10 @@ def test_what_is_required_has_a_weight_that_counts(router: Router) -> None:
 
 @pytest.mark.parametrize("weight", ["0.5", "-1", "2"])
 def test_a_soft_prompt_has_no_weight_but_one_and_none(router: Router, weight: str) -> None:
-    expert = soft("acme/soft", 8)
+    expert = make_soft_prompt_expert("acme/soft", 8)
     for allowed in ("1", "0"):
         plan = router(expert, force=(parse_forced(f"acme/soft:{allowed}"),))
-        assert refs(plan) == ["acme/soft@1.0.0"]
+        assert list_refs(plan) == ["acme/soft@1.0.0"]
     with pytest.raises(IncompatibleError, match=r"acme/soft@1\.0\.0 has a soft prompt"):
         router(expert, force=(parse_forced(f"acme/soft:{weight}"),))
 
@@ -109,23 +125,23 @@ def test_an_expert_of_several_adapters_is_of_all_their_kinds(router: Router) -> 
         AdapterEntry("soft_prompt", "p.safetensors", "p.json", "float32", 1, tokens=4),
         AdapterEntry("lora", "adapter.safetensors", "l.json", "float32", 2, 4),
     )
-    expert = sql()
+    expert = make_sql_expert()
     expert = replace(expert, manifest=replace(expert.manifest, adapters=both))
     result = router(expert, force=(parse_forced("acme/sql"),))
     assert [planned.kind for planned in result.plan.experts] == ["soft_prompt+lora"]
 
 
 def test_a_prerelease_and_an_old_version_can_be_named(router: Router) -> None:
-    experts = [sorting(version=v) for v in ("1.0.0", "2.0.0", "3.0.0-rc.1")]
-    assert refs(router(*experts, force=(parse_forced("acme/sort"),))) == ["acme/sort@2.0.0"]
-    assert refs(router(*experts, force=(parse_forced("acme/sort@^1"),))) == ["acme/sort@1.0.0"]
+    experts = [make_sort_expert(version=v) for v in ("1.0.0", "2.0.0", "3.0.0-rc.1")]
+    assert list_refs(router(*experts, force=(parse_forced("acme/sort"),))) == ["acme/sort@2.0.0"]
+    assert list_refs(router(*experts, force=(parse_forced("acme/sort@^1"),))) == ["acme/sort@1.0.0"]
     named = router(*experts, force=(parse_forced("acme/sort@3.0.0-rc.1"),))
-    assert refs(named) == ["acme/sort@3.0.0-rc.1"]
+    assert list_refs(named) == ["acme/sort@3.0.0-rc.1"]
 
 
 def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> None:
-    result = router(sorting(signer=None), force=(parse_forced("acme/sort"),))
-    assert refs(result) == ["acme/sort@1.0.0"]
+    result = router(make_sort_expert(signer=None), force=(parse_forced("acme/sort"),))
+    assert list_refs(result) == ["acme/sort@1.0.0"]
     assert "acme/sort@1.0.0 is unsigned: nobody vouches for it" in result.warnings
 
 
@@ -133,71 +149,84 @@ def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> No
     ("experts", "request_", "error", "message"),
     [
         ([], {"force": ("acme/sort",)}, NotFoundError, "acme/sort is not installed"),
-        ([sorting()], {"force": ("acme/sort@^2",)}, NotFoundError, r"acme/sort@\^2 is not"),
         (
-            [sorting()],
+            [make_sort_expert()],
+            {"force": ("acme/sort@^2",)},
+            NotFoundError,
+            r"acme/sort@\^2 is not",
+        ),
+        (
+            [make_sort_expert()],
             {"force": ("sha256:" + "0" * 64,)},
             NotFoundError,
             "sha256:0+ is not installed",
         ),
-        ([sorting(revoked=True)], {"force": ("acme/sort",)}, RevokedError, "revoked"),
+        ([make_sort_expert(revoked=True)], {"force": ("acme/sort",)}, RevokedError, "revoked"),
         (
-            [sorting(arch=Digest.of(b"x"))],
+            [make_sort_expert(arch=Digest.compute(b"x"))],
             {"force": ("acme/sort",)},
             BaseMismatchError,
             "was made for",
         ),
-        ([sorting()], {"force": ("acme/sort", "acme/sort@1.0.0")}, UsageError, "named twice"),
         (
-            [sorting()],
+            [make_sort_expert()],
+            {"force": ("acme/sort", "acme/sort@1.0.0")},
+            UsageError,
+            "named twice",
+        ),
+        (
+            [make_sort_expert()],
             {"force": ("acme/sort",), "exclude": (Reference.parse("acme/sort"),)},
             UsageError,
             "forced and excluded at once",
         ),
         (
-            [sorting()],
+            [make_sort_expert()],
             {"force": ("acme/sort",), "base_alone": True},
             UsageError,
             "forced and forbidden at once",
         ),
         (
-            [sorting(), sql()],
+            [make_sort_expert(), make_sql_expert()],
             {"force": ("acme/sort", "acme/sql"), "max_experts": 1},
             UsageError,
             "2 experts are forced, at most 1",
         ),
         (
-            [sorting(composition={"requires": ("acme/sql@*",)}), sql()],
+            [make_sort_expert(composition={"requires": ("acme/sql@*",)}), make_sql_expert()],
             {"force": ("acme/sort",), "max_experts": 1},
             UsageError,
             "with what they require, 2 experts",
         ),
         (
-            [sorting(composition={"requires": ("acme/sql@*",)})],
+            [make_sort_expert(composition={"requires": ("acme/sql@*",)})],
             {"force": ("acme/sort",)},
             MissingDependencyError,
             r"requires acme/sql@\*",
         ),
         (
-            [sorting(composition={"requires": ("acme/sql@*",)}), sql(revoked=True)],
+            [
+                make_sort_expert(composition={"requires": ("acme/sql@*",)}),
+                make_sql_expert(revoked=True),
+            ],
             {"force": ("acme/sort",)},
             MissingDependencyError,
             "no such expert can be used",
         ),
         (
-            [sorting(composition={"conflicts": ("acme/sql@*",)}), sql()],
+            [make_sort_expert(composition={"conflicts": ("acme/sql@*",)}), make_sql_expert()],
             {"force": ("acme/sql", "acme/sort")},
             ConflictError,
             r"acme/sort@1\.0\.0 conflicts with acme/sql@1\.0\.0",
         ),
         (
-            [sorting(), sorting(version="2.0.0")],
+            [make_sort_expert(), make_sort_expert(version="2.0.0")],
             {"force": ("acme/sort@1.0.0", "acme/sort@2.0.0")},
             ConflictError,
             "versions of one package",
         ),
         (
-            [sorting(composition={"max_chain": 1}), sql()],
+            [make_sort_expert(composition={"max_chain": 1}), make_sql_expert()],
             {"force": ("acme/sort", "acme/sql")},
             IncompatibleError,
             "allows at most 1 experts",
@@ -206,7 +235,7 @@ def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> No
 )
 def test_a_forced_plan_that_cannot_be_is_an_error(
     router: Router,
-    experts: list[Installed],
+    experts: list[InstalledExpert],
     request_: dict[str, Any],
     error: type[Exception],
     message: str,
@@ -217,13 +246,15 @@ def test_a_forced_plan_that_cannot_be_is_an_error(
 
 
 def test_a_selection_holds_each_expert_once() -> None:
-    selection = Selection([sorting(), sql()], max_experts=2, context=512, gains={})
+    selection = PlanSelection(
+        [make_sort_expert(), make_sql_expert()], max_experts=2, context=512, gains={}
+    )
     selection.check_integrity()
-    selection.add(Choice(sorting(), 1.0, "first"))
-    selection.add(Choice(sql(), 1.0, "second"))
+    selection.add(SelectedExpert(make_sort_expert(), 1.0, "first"))
+    selection.add(SelectedExpert(make_sql_expert(), 1.0, "second"))
     selection.check_integrity()
     with pytest.raises(IncompatibleError, match="at most 2 are allowed"):
-        selection.add(Choice(sorting("acme/third"), 1.0, "third"))
+        selection.add(SelectedExpert(make_sort_expert("acme/third"), 1.0, "third"))
     assert [choice.reason for choice in selection.choices] == ["first", "second"]
     selection.choices.append(selection.choices[0])
     with pytest.raises(AssertionError):

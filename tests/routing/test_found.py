@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest
-from expertctl.routing.found import Allowed, best_of_each
-from expertctl.routing.vector_table import VectorTable
+from expertctl.routing.vector_table import SearchFilter, VectorTable, group_by_expert
 
 
 def table_of(counts: Sequence[int]) -> VectorTable:
     """A table with entries of so many rows."""
     total = sum(counts)
     return VectorTable(
-        encoder=Digest.of(b"encoder"),
+        encoder=Digest.compute(b"encoder"),
         stamp="encoder",
         keys=np.arange(32 * len(counts), dtype=np.int64).astype(np.uint8).reshape(-1, 32),
         counts=np.array(counts, np.int64),
@@ -31,7 +30,7 @@ def table_of(counts: Sequence[int]) -> VectorTable:
     [([True, True, True], True), ([True, False, True], False), ([False] * 3, False)],
 )
 def test_a_filter_is_open_when_every_row_passes(mask: list[bool], is_open: bool) -> None:
-    assert Allowed(table_of([2, 1, 3]), np.array(mask)).is_open == is_open
+    assert SearchFilter(table_of([2, 1, 3]), np.array(mask)).admits_all == is_open
 
 
 @given(
@@ -49,7 +48,7 @@ def test_each_expert_has_its_best_row_and_of_equal_rows_the_first(
     wanted: dict[int, int] = {}
     for row in sorted(rows, key=lambda row: (-cosines[row], row)):
         wanted.setdefault(int(table.owners[row]), row)
-    found = best_of_each(
+    found = group_by_expert(
         table, np.array(rows), np.array([cosines[row] for row in rows], np.float32)
     )
     assert found.experts.tolist() == list(wanted)

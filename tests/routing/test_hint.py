@@ -1,8 +1,7 @@
 import pytest
 
-from expertctl.routing.features import features_of
-from expertctl.routing.hint import holds
-from expertctl.schema.hint import parse_hint
+from expertctl.routing.features import evaluate_hint, extract_features
+from expertctl.schema.manifest import parse_hint
 
 
 @pytest.mark.parametrize(
@@ -29,4 +28,4 @@ from expertctl.schema.hint import parse_hint
     ],
 )
 def test_a_hint_holds_or_not(hint: str, prompt: str, expected: bool) -> None:
-    assert holds(parse_hint(hint), features_of(prompt)) is expected
+    assert evaluate_hint(parse_hint(hint), extract_features(prompt)) is expected

@@ -11,30 +11,29 @@ from filelock import FileLock
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
+from expertctl.routing import index as index_module
 from expertctl.routing import index as indexes
-from expertctl.routing import searching, vector_files, vector_store
-from expertctl.routing.encoded import Encoded
-from expertctl.routing.graph import GRAPH_FILE, Graph, build_graph
-from expertctl.routing.index import DEEP_FOLDER, RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing import vector_files, vector_search
+from expertctl.routing.encoder import LexicalEncoder
+from expertctl.routing.index import LOCK_FILE, RERANK_FOLDER, RoutingIndex
 from expertctl.routing.vector_files import JOURNAL_FILE
-from expertctl.routing.vector_store import LOCK_FILE
-from expertctl.routing.vector_table import Vectors, VectorTable
+from expertctl.routing.vector_search import GRAPH_FILE, HnswGraph, build_graph
+from expertctl.routing.vector_table import EncodedTexts, Vectors, VectorTable
 from expertctl.schema.manifest import Manifest
-from tests.routing.experts import content_digest, manifest
-from tests.routing.searched import found_for, vector_of
+from tests.routing.experts import make_content_digest, make_manifest
+from tests.routing.vector_tables import encode_prompt, find_closest
 
 needs_hnswlib = pytest.mark.skipif(
     find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
 )
-SORT = manifest(
+SORT = make_manifest(
     "acme/sort", description="Sorts numbers.", examples=("Sort these numbers: 3, 1, 2",)
 )
-SQL = manifest("acme/sql", examples=("Write an SQL query for users", "Query the orders table"))
+SQL = make_manifest("acme/sql", examples=("Write an SQL query for users", "Query the orders table"))
 
 
 def texts(*manifests: Manifest) -> dict[Digest, Manifest]:
-    return {content_digest(m.ref): m for m in manifests}
+    return {make_content_digest(m.ref): m for m in manifests}
 
 
 BOTH = texts(SORT, SQL)
@@ -48,7 +47,7 @@ class OtherEncoder(LexicalEncoder):
         self.encoded: list[str] = []
 
     def digest(self) -> Digest:
-        return Digest.of(self.stamp.split("@")[0].encode())
+        return Digest.compute(self.stamp.split("@")[0].encode())
 
     def encode(self, listed: Any) -> Vectors:
         self.encoded += listed
@@ -57,21 +56,21 @@ class OtherEncoder(LexicalEncoder):
 
 def test_an_expert_is_as_close_as_its_closest_text(index: RoutingIndex) -> None:
     index.add(BOTH)
-    found = found_for(index, "query the orders table")
-    assert found[content_digest(SQL.ref)] == (pytest.approx(1), 2)
-    assert found[content_digest(SORT.ref)][0] < 0.1
-    assert found_for(index, "Sorts numbers.")[content_digest(SORT.ref)][1] == 0
+    found = find_closest(index, "query the orders table")
+    assert found[make_content_digest(SQL.ref)] == (pytest.approx(1), 2)
+    assert found[make_content_digest(SORT.ref)][0] < 0.1
+    assert find_closest(index, "Sorts numbers.")[make_content_digest(SORT.ref)][1] == 0
     index.check_integrity()
 
 
 def test_of_equal_texts_the_first_is_named(index: RoutingIndex) -> None:
-    doubled = manifest("acme/twice", examples=("sort it", "SORT it"))
+    doubled = make_manifest("acme/twice", examples=("sort it", "SORT it"))
     index.add(texts(doubled))
-    assert found_for(index, "sort it")[content_digest(doubled.ref)][1] == 1
+    assert find_closest(index, "sort it")[make_content_digest(doubled.ref)][1] == 1
 
 
 def test_an_empty_index_finds_nothing_and_writes_nothing(index: RoutingIndex) -> None:
-    assert found_for(index, "anything") == {}
+    assert find_closest(index, "anything") == {}
     assert not index.folder.exists()
 
 
@@ -130,12 +129,12 @@ def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
 
 def test_experts_are_forgotten_and_all_made_again(index: RoutingIndex) -> None:
     index.add(BOTH)
-    index.remove([content_digest(SQL.ref), content_digest("acme/unknown@1.0.0")])
+    index.remove([make_content_digest(SQL.ref), make_content_digest("acme/unknown@1.0.0")])
     assert set(RoutingIndex(index.folder, LexicalEncoder()).table.digests) == set(texts(SORT))
     index.rebuild(texts(SQL))
     assert set(index.table.digests) == set(texts(SQL))
     index.rebuild({})
-    assert found_for(index, "sql") == {}
+    assert find_closest(index, "sql") == {}
     index.check_integrity()
 
 
@@ -158,10 +157,10 @@ def test_a_full_disk_keeps_vectors_in_memory(
     assert set(index.table.digests) == set(BOTH)
     assert "No space left" in index.notes[0]
     index.remove(BOTH)
-    assert found_for(index, "sort") == {}
+    assert find_closest(index, "sort") == {}
     with pytest.raises(DiskFullError):
         index.rebuild(BOTH)
-    assert {path.name for path in index.folder.rglob("*")} <= {DEEP_FOLDER, LOCK_FILE}
+    assert {path.name for path in index.folder.rglob("*")} <= {RERANK_FOLDER, LOCK_FILE}
 
 
 def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
@@ -169,15 +168,15 @@ def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, encoder)
     index.add(BOTH)
     encoder.encoded.clear()
-    assert found_for(index, "sort") == found_for(index, "sort")
-    assert index.encoded("other").rows.shape == (1, encoder.dimensions)
+    assert find_closest(index, "sort") == find_closest(index, "sort")
+    assert index.encode_prompt("other").rows.shape == (1, encoder.dimensions)
     assert encoder.encoded == ["sort", "other"]
 
 
 def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
     index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vector_store, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(index_module, "LOCK_SECONDS", 0.05)
     index.folder.mkdir()
     with FileLock(index.folder / LOCK_FILE):
         index.add(BOTH)
@@ -192,7 +191,7 @@ def test_what_another_process_published_meanwhile_is_kept(index: RoutingIndex) -
     index.add(texts(SORT))
     assert other.table.digests  # read before the next one writes
     other.add(texts(SORT, SQL))
-    index.add(texts(manifest("acme/third")))
+    index.add(texts(make_manifest("acme/third")))
     assert len(RoutingIndex(index.folder, LexicalEncoder()).table.digests) == 3
 
 
@@ -208,53 +207,59 @@ def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
 
 def test_a_search_names_positions_and_the_closest_text_of_each(index: RoutingIndex) -> None:
     index.add(BOTH)
-    found = index.search(vector_of(index, "query the orders table"))
-    assert [index.digest(position) for position in found.experts] == [
-        content_digest(SQL.ref),
-        content_digest(SORT.ref),
+    found = index.search(encode_prompt(index, "query the orders table"))
+    assert [index.digest_at(position) for position in found.experts] == [
+        make_content_digest(SQL.ref),
+        make_content_digest(SORT.ref),
     ]
     assert found.cosines[0] == pytest.approx(1)
     assert found.texts[0] == 2
-    only = index.allow([content_digest(SORT.ref), content_digest("acme/absent@1.0.0")])
-    assert index.search(vector_of(index, "query"), allowed=only).experts.tolist() == [0]
-    measured = index.measure(vector_of(index, "query"), index.positions([content_digest(SQL.ref)]))
+    only = index.build_filter(
+        [make_content_digest(SORT.ref), make_content_digest("acme/absent@1.0.0")]
+    )
+    assert index.search(encode_prompt(index, "query"), allowed=only).experts.tolist() == [0]
+    measured = index.measure_similarity(
+        encode_prompt(index, "query"), index.find_positions([make_content_digest(SQL.ref)])
+    )
     assert measured.experts.tolist() == [1]
 
 
 def test_the_rows_of_an_expert_are_those_of_its_texts(index: RoutingIndex) -> None:
     index.add(BOTH)
-    at = index.positions([content_digest(SORT.ref), content_digest("acme/absent@1.0.0")])
-    rows = index.table.rows[index.table.rows_of(at)]
+    at = index.find_positions(
+        [make_content_digest(SORT.ref), make_content_digest("acme/absent@1.0.0")]
+    )
+    rows = index.table.rows[index.table.select_rows(at)]
     texts_ = ["Sorts numbers.", "Sort these numbers: 3, 1, 2", "sort"]
     assert np.array_equal(rows, index.encoder.encode(texts_))
 
 
 def test_forgetting_much_writes_what_is_left_anew(index: RoutingIndex) -> None:
-    many = texts(*(manifest(f"acme/e{n}", examples=(f"do {n}",)) for n in range(10)))
+    many = texts(*(make_manifest(f"acme/e{n}", examples=(f"do {n}",)) for n in range(10)))
     index.add(many)
     revision = index.revision
     index.remove(list(many)[:3])
-    assert index.positions(many).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert index.find_positions(many).tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert index.revision != revision
     index.remove(list(many)[3:5])
-    assert index.positions(many).tolist() == [0, 1, 2, 3, 4]
+    assert index.find_positions(many).tolist() == [0, 1, 2, 3, 4]
     assert set(index.table.digests) == set(list(many)[5:])
-    assert [index.digest(n) for n in range(5)] == list(many)[5:]
+    assert [index.digest_at(n) for n in range(5)] == list(many)[5:]
     index.check_integrity()
 
 
 def test_what_was_forgotten_is_never_found_and_may_come_back(index: RoutingIndex) -> None:
-    many = texts(*(manifest(f"acme/e{n}", examples=(f"do job{n} now",)) for n in range(10)))
+    many = texts(*(make_manifest(f"acme/e{n}", examples=(f"do job{n} now",)) for n in range(10)))
     index.add(many)
     gone = list(many)[7]
-    everyone = index.allow(many)
+    everyone = index.build_filter(many)
     index.remove([gone])
     for allowed in (None, everyone):
-        found = index.search(vector_of(index, "do job7 now"), allowed=allowed)
-        assert gone not in {index.digest(at) for at in found.experts}
+        found = index.search(encode_prompt(index, "do job7 now"), allowed=allowed)
+        assert gone not in {index.digest_at(at) for at in found.experts}
     index.add({gone: many[gone]})
-    found = index.search(vector_of(index, "do job7 now"))
-    assert index.digest(found.experts[0]) == gone
+    found = index.search(encode_prompt(index, "do job7 now"))
+    assert index.digest_at(found.experts[0]) == gone
 
 
 def test_a_process_that_did_not_see_a_removal_forgets_too_when_it_writes(
@@ -263,8 +268,8 @@ def test_a_process_that_did_not_see_a_removal_forgets_too_when_it_writes(
     other = RoutingIndex(index.folder, LexicalEncoder())
     index.add(BOTH)
     assert set(other.table.digests) == set(BOTH)
-    index.remove([content_digest(SQL.ref)])
-    other.remove([content_digest(SQL.ref)])
+    index.remove([make_content_digest(SQL.ref)])
+    other.remove([make_content_digest(SQL.ref)])
     assert set(other.table.digests) == set(texts(SORT))
 
 
@@ -293,27 +298,27 @@ def test_the_rows_of_the_head_come_of_the_same_pass(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, encoder)
     index.add(BOTH)
     assert len(encoder.encoded) == 7
-    deep = index.deep
-    at = deep.positions([content_digest(SQL.ref)])
+    deep = index.rerank_table
+    at = deep.find_positions([make_content_digest(SQL.ref)])
     texts_ = [SQL.description, *SQL.routing.examples]
-    assert np.array_equal(deep.rows[deep.rows_of(at)], encoder.encode(texts_))
-    index.remove([content_digest(SQL.ref)])
-    assert index.deep.digests == [content_digest(SORT.ref)]
+    assert np.array_equal(deep.rows[deep.select_rows(at)], encoder.encode(texts_))
+    index.remove([make_content_digest(SQL.ref)])
+    assert index.rerank_table.digests == [make_content_digest(SORT.ref)]
     index.rebuild(texts(SQL))
-    assert index.deep.digests == [content_digest(SQL.ref)]
+    assert index.rerank_table.digests == [make_content_digest(SQL.ref)]
 
 
-@pytest.mark.parametrize("gone", ["", DEEP_FOLDER])
+@pytest.mark.parametrize("gone", ["", RERANK_FOLDER])
 def test_where_either_half_is_lost_it_is_made_again_and_the_other_stays(
     tmp_path: Path, gone: str
 ) -> None:
     RoutingIndex(tmp_path, LexicalEncoder()).add(BOTH)
-    kept = tmp_path / (DEEP_FOLDER if not gone else "") / JOURNAL_FILE
+    kept = tmp_path / (RERANK_FOLDER if not gone else "") / JOURNAL_FILE
     size = kept.stat().st_size
     (tmp_path / gone / JOURNAL_FILE).unlink()
     fresh = RoutingIndex(tmp_path, LexicalEncoder())
     fresh.add(BOTH)
-    assert set(fresh.table.digests) == set(fresh.deep.digests) == set(BOTH)
+    assert set(fresh.table.digests) == set(fresh.rerank_table.digests) == set(BOTH)
     assert kept.stat().st_size == size
     fresh.check_integrity()
 
@@ -323,14 +328,14 @@ def test_many_experts_are_published_a_part_at_a_time(
 ) -> None:
     monkeypatch.setattr(indexes, "BATCH", 4)
     encoder = OtherEncoder("one")
-    many = texts(*(manifest(f"acme/e{n}") for n in range(10)))
+    many = texts(*(make_manifest(f"acme/e{n}") for n in range(10)))
 
-    def encode_deep(listed: Any) -> Encoded:
+    def encode_deep(listed: Any) -> EncodedTexts:
         if len(encoder.encoded) >= 16:
             raise KeyboardInterrupt
-        return Encoded.flat(encoder.encode(listed))
+        return EncodedTexts.from_rows(encoder.encode(listed))
 
-    monkeypatch.setattr(encoder, "encode_deep", encode_deep)
+    monkeypatch.setattr(encoder, "encode_for_rerank", encode_deep)
     with pytest.raises(KeyboardInterrupt):
         RoutingIndex(tmp_path, encoder).add(many)
     assert RoutingIndex(tmp_path, encoder).table.digests == list(many)[:8]
@@ -341,23 +346,25 @@ def test_making_all_again_builds_a_graph_where_it_pays_and_removes_it_where_not(
     index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexes, "GRAPH_ROWS", 60)
-    monkeypatch.setattr(searching, "GRAPH_ROWS", 60)
+    monkeypatch.setattr(vector_search, "GRAPH_ROWS", 60)
     many = texts(
         *(
-            manifest(f"acme/e{n}", description=f"does job{n}", examples=(f"do job{n} now",))
+            make_manifest(f"acme/e{n}", description=f"does job{n}", examples=(f"do job{n} now",))
             for n in range(40)
         )
     )
     index.rebuild(many)
     assert (index.folder / GRAPH_FILE).exists()
     fresh = RoutingIndex(index.folder, LexicalEncoder())
-    fresh.prepare()
+    fresh.load_search_graph()
     for each in (index, fresh):
-        found = each.search(vector_of(each, "does job7"), count=10)
-        assert each.digest(found.experts[0]) == content_digest("acme/e7@1.0.0")
+        found = each.search(encode_prompt(each, "does job7"), count=10)
+        assert each.digest_at(found.experts[0]) == make_content_digest("acme/e7@1.0.0")
         assert len(found) < 10  # the owners of the ten closest rows
-        named = each.positions([content_digest("acme/e39@1.0.0")])
-        assert each.measure(vector_of(each, "does job7"), named).experts.tolist() == [39]
+        named = each.find_positions([make_content_digest("acme/e39@1.0.0")])
+        assert each.measure_similarity(
+            encode_prompt(each, "does job7"), named
+        ).experts.tolist() == [39]
     index.remove(list(many)[:20])
     assert not (index.folder / GRAPH_FILE).exists()
     index.rebuild(many)
@@ -370,9 +377,9 @@ def test_a_graph_that_was_built_too_late_is_thrown_away(
     index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexes, "GRAPH_ROWS", 10)
-    many = texts(*(manifest(f"acme/e{n}", description=f"does job{n}") for n in range(40)))
+    many = texts(*(make_manifest(f"acme/e{n}", description=f"does job{n}") for n in range(40)))
 
-    def overtaken(table: VectorTable) -> Graph | None:
+    def overtaken(table: VectorTable) -> HnswGraph | None:
         monkeypatch.setattr(indexes, "build_graph", lambda _: None)
         RoutingIndex(index.folder, LexicalEncoder()).rebuild(texts(SORT))
         return build_graph(table)
@@ -384,7 +391,7 @@ def test_a_graph_that_was_built_too_late_is_thrown_away(
 
 
 def test_forgetting_what_is_not_there_writes_nothing(index: RoutingIndex) -> None:
-    index.remove([content_digest("acme/unknown@1.0.0")])
+    index.remove([make_content_digest("acme/unknown@1.0.0")])
     assert not index.folder.exists()
     index.add(BOTH)
     assert index.table.digests == list(BOTH)

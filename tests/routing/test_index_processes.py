@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
-from tests.routing.experts import content_digest, manifest
-from tests.routing.searched import vector_of
+from tests.routing.experts import make_content_digest, make_manifest
 from tests.routing.test_index import BOTH, SQL, texts
+from tests.routing.vector_tables import encode_prompt
 
 
 def add_some(folder: Path, first: int) -> None:
     for number in range(first, first + 5):
-        RoutingIndex(folder, LexicalEncoder()).add(texts(manifest(f"acme/e{number}")))
+        RoutingIndex(folder, LexicalEncoder()).add(texts(make_manifest(f"acme/e{number}")))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks")
@@ -35,9 +35,9 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
 def write_much(folder: Path) -> None:
     index = RoutingIndex(folder, LexicalEncoder())
     for number in range(12):
-        index.add(texts(manifest(f"acme/e{number}")))
+        index.add(texts(make_manifest(f"acme/e{number}")))
         if number % 3 == 2:
-            index.remove([content_digest(f"acme/e{number}@1.0.0")])
+            index.remove([make_content_digest(f"acme/e{number}@1.0.0")])
     index.rebuild(BOTH)
 
 
@@ -48,8 +48,8 @@ def test_readers_always_find_a_whole_index_while_another_process_writes(tmp_path
     writer.start()
     for _ in range(100_000):
         reader = RoutingIndex(tmp_path, LexicalEncoder())
-        found = reader.search(vector_of(reader, "query the orders table"))
-        assert reader.digest(found.experts[0]) == content_digest(SQL.ref)
+        found = reader.search(encode_prompt(reader, "query the orders table"))
+        assert reader.digest_at(found.experts[0]) == make_content_digest(SQL.ref)
         if not writer.is_alive():
             break
     writer.join()

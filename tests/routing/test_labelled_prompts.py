@@ -10,8 +10,12 @@ from hypothesis import given
 
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.reference import PackageName
-from expertctl.routing.labelled_prompts import LabelledPrompt, check_installed, read_labelled
-from tests.line_bytes import any_bytes_amid
+from expertctl.routing.evaluation import (
+    LabelledPrompt,
+    read_labelled_prompts,
+    require_experts_installed,
+)
+from tests.package.forged_packages import draw_line_bytes
 
 SORTING, DATES = PackageName("acme", "sorting"), PackageName("acme", "dates")
 GOOD = {"prompt": "Sort 3, 1, 2", "expert": "acme/sorting"}
@@ -25,7 +29,7 @@ def written(folder: Path, *lines: object) -> Path:
 
 def problems(path: Path) -> tuple[str, ...]:
     with pytest.raises(InvalidPackageError) as caught:
-        read_labelled(path)
+        read_labelled_prompts(path)
     return caught.value.problems
 
 
@@ -36,14 +40,14 @@ def test_prompts_are_read_with_their_lines_under_either_name_of_a_key(tmp_path: 
         {"text": "Hello", "label": None, "id": "hello"},
         {"prompt": "What day is it?", "label": "acme/dates"},
     )
-    data = read_labelled(path)
+    data = read_labelled_prompts(path)
     assert data.prompts == (
         LabelledPrompt(1, "Sort 3, 1, 2", SORTING),
         LabelledPrompt(2, "Hello", None, "hello"),
         LabelledPrompt(3, "What day is it?", DATES),
     )
     assert data.digest.hex == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert data.experts == [DATES, SORTING]
+    assert data.expected_experts == [DATES, SORTING]
     assert data.warnings == ()
 
 
@@ -80,18 +84,18 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number(
 
 def test_the_longest_names_are_read(tmp_path: Path) -> None:
     name = f"{'a' * 64}/{'b' * 64}"
-    (prompt,) = read_labelled(written(tmp_path, {"prompt": "x", "expert": name})).prompts
+    (prompt,) = read_labelled_prompts(written(tmp_path, {"prompt": "x", "expert": name})).prompts
     assert str(prompt.expert) == name
 
 
 def test_repeated_prompts_are_warned_of(tmp_path: Path) -> None:
-    (warning,) = read_labelled(written(tmp_path, GOOD, GOOD)).warnings
+    (warning,) = read_labelled_prompts(written(tmp_path, GOOD, GOOD)).warnings
     assert warning.endswith("1 prompt is repeated, the first on line 2, from line 1")
 
 
 def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
-        read_labelled(tmp_path / "nowhere.jsonl")
+        read_labelled_prompts(tmp_path / "nowhere.jsonl")
     assert problems(written(tmp_path)) == ("it is empty: there is nothing to evaluate",)
 
 
@@ -99,9 +103,9 @@ def test_every_unknown_expert_is_named_once_with_what_was_meant(tmp_path: Path) 
     lines = [GOOD, {"prompt": "x", "expert": None}]
     lines += [{"prompt": str(i), "expert": "acme/sortign"} for i in range(2)]
     lines += [{"prompt": "y", "expert": "zzz/qqq"}]
-    data = read_labelled(written(tmp_path, *lines))
+    data = read_labelled_prompts(written(tmp_path, *lines))
     with pytest.raises(NotFoundError) as caught:
-        check_installed(data, {SORTING, DATES})
+        require_experts_installed(data, {SORTING, DATES})
     assert caught.value.message == (
         f"{data.path}: 2 experts are not installed\n"
         "  - line 3: acme/sortign; did you mean acme/sorting?\n"
@@ -112,27 +116,29 @@ def test_every_unknown_expert_is_named_once_with_what_was_meant(tmp_path: Path) 
 
 def test_a_flood_of_unknown_experts_is_told_briefly(tmp_path: Path) -> None:
     lines = [{"prompt": str(i), "expert": f"acme/x{i}"} for i in range(60)]
-    data = read_labelled(written(tmp_path, *lines))
+    data = read_labelled_prompts(written(tmp_path, *lines))
     with pytest.raises(NotFoundError) as caught:
-        check_installed(data, set())
+        require_experts_installed(data, set())
     assert "60 experts are not installed" in caught.value.message
     assert caught.value.message.count("\n") == 51
     assert caught.value.message.endswith("… and more")
 
 
 def test_installed_experts_and_none_are_fine(tmp_path: Path) -> None:
-    data = read_labelled(written(tmp_path, GOOD, {"prompt": "x", "expert": None}))
-    check_installed(data, {SORTING})
+    data = read_labelled_prompts(written(tmp_path, GOOD, {"prompt": "x", "expert": None}))
+    require_experts_installed(data, {SORTING})
 
 
-@given(any_bytes_amid(b'{"prompt": "a", "expert": null}', b'{"prompt": "b", "expert": "acme/sql"}'))
+@given(
+    draw_line_bytes(b'{"prompt": "a", "expert": null}', b'{"prompt": "b", "expert": "acme/sql"}')
+)
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_bytes(data)
     with suppress(InvalidPackageError):
-        found = read_labelled(path)
+        found = read_labelled_prompts(path)
         said = [json.loads(line) for line in data.splitlines() if line.strip()]
         assert [(p.prompt, p.expert and str(p.expert)) for p in found.prompts] == [
             (line["prompt"], line["expert"]) for line in said

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.routing.lexical import CALIBRATION, DIMENSIONS, LexicalEncoder
-from expertctl.routing.words import MAX_CHARACTERS
+from expertctl.routing.encoder import CALIBRATION, DIMENSIONS, LexicalEncoder
+from expertctl.routing.text import MAX_CHARACTERS
 
 ENCODER = LexicalEncoder()
 
@@ -70,7 +70,7 @@ def test_the_calibration_is_monotone_and_keeps_the_ends() -> None:
 
 def test_a_text_has_the_same_vector_in_every_process() -> None:
     program = (
-        "from expertctl.routing.lexical import LexicalEncoder\n"
+        "from expertctl.routing.encoder import LexicalEncoder\n"
         "print(LexicalEncoder().encode(['Sort 3, 1, 2']).tobytes().hex())"
     )
     runs = {

@@ -15,7 +15,7 @@ from expertctl.errors import InvalidPackageError
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.minilm import FILES, MAX_TOKENS, open_minilm
 from expertctl.routing.vector_table import Vectors
-from tests.routing.tiny_bert import VOCABULARY, word_piece, write_tiny
+from tests.routing.tiny_bert import VOCABULARY, make_word_piece_tokenizer, write_tiny_bert
 
 TEXTS = [
     "a",
@@ -47,7 +47,7 @@ def reference(directory: Path, texts: list[str]) -> Vectors:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "tiny")
+    return write_tiny_bert(tmp_path / "tiny")
 
 
 def test_the_numpy_bert_equals_transformers(tiny: Path) -> None:
@@ -72,7 +72,7 @@ def test_batches_do_not_change_a_vector(tiny: Path) -> None:
 def test_other_float_types_are_widened_or_narrowed(
     tmp_path: Path, dtype: torch.dtype, tolerance: float
 ) -> None:
-    directory = write_tiny(tmp_path / "typed", dtype=dtype)
+    directory = write_tiny_bert(tmp_path / "typed", dtype=dtype)
     error = np.abs(open_minilm(directory).encode(TEXTS) - reference(directory, TEXTS)).max()
     assert error < tolerance
 
@@ -85,8 +85,8 @@ def test_weights_named_as_a_part_of_a_larger_model_are_found(tiny: Path) -> None
 
 
 def test_the_digest_changes_with_the_weights_and_the_stamp_with_the_file(tmp_path: Path) -> None:
-    one, two = write_tiny(tmp_path / "one"), write_tiny(tmp_path / "two", seed=1)
-    same = write_tiny(tmp_path / "same")
+    one, two = write_tiny_bert(tmp_path / "one"), write_tiny_bert(tmp_path / "two", seed=1)
+    same = write_tiny_bert(tmp_path / "same")
     assert open_minilm(one).digest() == open_minilm(same).digest() != open_minilm(two).digest()
     assert len({open_minilm(d).stamp for d in (one, two, same)}) == 3
     assert open_minilm(one).stamp == open_minilm(one).stamp
@@ -139,7 +139,7 @@ def test_damaged_files_are_refused(tiny: Path, name: str, data: bytes) -> None:
 
 def test_a_tokenizer_of_another_model_is_refused(tiny: Path) -> None:
     many = [*VOCABULARY, *(f"w{i}" for i in range(500))]
-    (tiny / "tokenizer.json").write_text(json.dumps(word_piece(many)))
+    (tiny / "tokenizer.json").write_text(json.dumps(make_word_piece_tokenizer(many)))
     with pytest.raises(InvalidPackageError, match="more tokens"):
         open_minilm(tiny)
 
@@ -189,24 +189,24 @@ def reference_deep(directory: Path, texts: list[str]) -> Vectors:
 
 def test_a_deep_row_is_made_of_three_views(tiny: Path) -> None:
     encoder = open_minilm(tiny)
-    encoded = encoder.encode_deep(TEXTS)
-    assert encoded.deep.shape == (len(TEXTS), 96) == (len(TEXTS), encoder.deep_dimensions)
-    assert np.abs(encoded.deep - reference_deep(tiny, TEXTS)).max() < 1e-5
-    assert np.allclose(np.linalg.norm(encoded.deep, axis=1), 1, atol=1e-5)
+    encoded = encoder.encode_for_rerank(TEXTS)
+    assert encoded.rerank_rows.shape == (len(TEXTS), 96) == (len(TEXTS), encoder.rerank_dimensions)
+    assert np.abs(encoded.rerank_rows - reference_deep(tiny, TEXTS)).max() < 1e-5
+    assert np.allclose(np.linalg.norm(encoded.rerank_rows, axis=1), 1, atol=1e-5)
     assert np.array_equal(encoded.rows, encoder.encode(TEXTS))
-    assert encoder.encode_deep([]).deep.shape == (0, 96)
+    assert encoder.encode_for_rerank([]).rerank_rows.shape == (0, 96)
 
 
 def test_a_model_of_one_layer_has_its_views_too(tiny: Path) -> None:
     with edited_config(tiny) as document:
         document["num_hidden_layers"] = 1
-    encoded = open_minilm(tiny).encode_deep(TEXTS)
-    assert np.allclose(np.linalg.norm(encoded.deep, axis=1), 1, atol=1e-5)
+    encoded = open_minilm(tiny).encode_for_rerank(TEXTS)
+    assert np.allclose(np.linalg.norm(encoded.rerank_rows, axis=1), 1, atol=1e-5)
     assert np.abs(encoded.rows - reference(tiny, TEXTS)).max() < 1e-5
 
 
 @pytest.mark.skipif(MINILM is None, reason="all-MiniLM-L6-v2 is not on this machine")
 def test_the_deep_rows_of_the_real_model_equal_the_reference() -> None:
     assert MINILM is not None
-    deep = open_minilm(MINILM).encode_deep(TEXTS).deep
+    deep = open_minilm(MINILM).encode_for_rerank(TEXTS).rerank_rows
     assert np.abs(deep - reference_deep(MINILM, TEXTS)).max() < 1e-4

@@ -8,8 +8,8 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.routing import numerics
-from expertctl.routing.numerics import check_identity, dtype_of, numeric_settings
-from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, plan_identity
+from expertctl.routing.numerics import build_numeric_settings, check_identity, choose_dtype
+from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, compute_plan_identity
 from expertctl.routing.request import Dtype, MoeMiss, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -17,7 +17,7 @@ from tests.factories import write_base
 
 
 def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
-    settings = numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
+    settings = build_numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
     assert (settings.arch, settings.weights) == (base.identity.arch, base.identity.weights)
     assert settings.rope == {"theta": 1000000.0, "dims": 128, "scaling": None}
     assert (settings.dtype, settings.adapter_dtype) == ("bf16", "fp16")
@@ -26,32 +26,32 @@ def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
 def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
     (base.path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(InvalidPackageError, match="hidden_size"):
-        numeric_settings(base, dtype="float32", adapter_dtype="published")
+        build_numeric_settings(base, dtype="float32", adapter_dtype="published")
 
 
 ASKED = RouteRequest(prompt="x", dtype="float32")
 
 
 def saved_as(settings: NumericSettings, base: StoredBase) -> Plan:
-    return Plan(plan_identity(settings, []), 0, base.name, (), SamplingParams())
+    return Plan(compute_plan_identity(settings, []), 0, base.name, (), SamplingParams())
 
 
 def refused(plan: Plan, base: StoredBase, asked: RouteRequest = ASKED) -> IncompatibleError:
-    now = numeric_settings(
+    now = build_numeric_settings(
         base,
         dtype=asked.dtype,
         adapter_dtype=asked.adapter_dtype,
         deterministic=asked.deterministic,
     )
     with pytest.raises(IncompatibleError) as caught:
-        check_identity(plan, plan_identity(now, []), base=base, request=asked)
+        check_identity(plan, compute_plan_identity(now, []), base=base, request=asked)
     return caught.value
 
 
 def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> None:
-    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
     plan = saved_as(settings, base)
-    check_identity(plan, plan_identity(settings, []), base=base, request=ASKED)
+    check_identity(plan, compute_plan_identity(settings, []), base=base, request=ASKED)
 
 
 @pytest.mark.parametrize(
@@ -75,31 +75,31 @@ def test_a_plan_made_with_other_options_names_them_alone(
     made: dict[str, Any], asked: RouteRequest, options: str, base: StoredBase
 ) -> None:
     given = {"dtype": "float32", "adapter_dtype": "published", **made}
-    error = refused(saved_as(numeric_settings(base, **given), base), base, asked)
+    error = refused(saved_as(build_numeric_settings(base, **given), base), base, asked)
     assert error.message == f"the plan was made with {options}"
     assert error.hint == f"run it with {options}, or route the prompt again"
 
 
 def test_an_edited_plan_is_called_edited_first(base: StoredBase) -> None:
-    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
-    edited = replace(saved_as(settings, base), identity=Digest.of(b"edited"))
+    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    edited = replace(saved_as(settings, base), identity=Digest.compute(b"edited"))
     error = refused(edited, base)
     assert error.message.startswith("the plan was edited after it was saved, or the base acme/tiny")
     assert error.hint == "route the prompt again"
-    changed = saved_as(replace(settings, weights=Digest.of(b"x")), base)
+    changed = saved_as(replace(settings, weights=Digest.compute(b"x")), base)
     assert "the base acme/tiny or the engine changed" in refused(changed, base).message
 
 
 def test_a_plan_of_another_base_names_it(base: StoredBase) -> None:
-    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
-    other = replace(saved_as(replace(settings, arch=Digest.of(b"y")), base), base="smollm2")
+    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    other = replace(saved_as(replace(settings, arch=Digest.compute(b"y")), base), base="smollm2")
     error = refused(other, base)
     assert error.message == "the plan was made for the base smollm2, not for acme/tiny"
 
 
 def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBase) -> None:
-    native = numeric_settings(base, dtype="float32", adapter_dtype="published")
-    compat = numeric_settings(
+    native = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    compat = build_numeric_settings(
         base, dtype="float32", adapter_dtype="published", engine="transformers"
     )
     assert compat.engine == f"transformers {version('transformers')}, peft {version('peft')}"
@@ -109,9 +109,9 @@ def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBa
 def test_a_base_that_only_transformers_runs_is_refused_with_the_way_out(base: StoredBase) -> None:
     foreign = replace(base, foreign=True)
     with pytest.raises(IncompatibleError, match="does not run the base acme/tiny") as caught:
-        numeric_settings(foreign, dtype="float32", adapter_dtype="published")
+        build_numeric_settings(foreign, dtype="float32", adapter_dtype="published")
     assert "--engine transformers" in caught.value.hint
-    settings = numeric_settings(
+    settings = build_numeric_settings(
         foreign, dtype="float32", adapter_dtype="published", engine="transformers"
     )
     assert settings.rope == {}
@@ -125,7 +125,9 @@ def test_without_the_libraries_the_extra_is_named(
 
     monkeypatch.setattr(numerics, "version", absent)
     with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
-        numeric_settings(base, dtype="float32", adapter_dtype="published", engine="transformers")
+        build_numeric_settings(
+            base, dtype="float32", adapter_dtype="published", engine="transformers"
+        )
     assert caught.value.hint == "pip install 'expertctl[compat]'"
 
 
@@ -148,27 +150,27 @@ def test_a_base_that_is_not_small_is_held_as_it_is_stored_where_nothing_is_asked
     sizes = {"hidden": 64, "layers": 1, "intermediate": 16}
     directory = write_base(tmp_path / "base", dtype=stored, vocab=vocab, **sizes)
     base = BaseStore(tmp_path / "bases").add(directory)
-    assert dtype_of(base, asked) == held
-    assert dtype_of(base, None, engine="transformers") == "float32"
+    assert choose_dtype(base, asked) == held
+    assert choose_dtype(base, None, engine="transformers") == "float32"
 
 
 def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:
     plain, fixed = (
-        numeric_settings(base, dtype="bf16", adapter_dtype="published", deterministic=d)
+        build_numeric_settings(base, dtype="bf16", adapter_dtype="published", deterministic=d)
         for d in (False, True)
     )
-    assert plan_identity(plain) != plan_identity(fixed)
+    assert compute_plan_identity(plain) != compute_plan_identity(fixed)
 
 
 def test_how_much_may_be_skipped_is_part_of_what_a_plan_is(base: StoredBase) -> None:
     def identity(miss: MoeMiss, cap: float) -> Digest:
-        settings = numeric_settings(
+        settings = build_numeric_settings(
             base, dtype="bf16", adapter_dtype="published", moe_miss=miss, moe_skip_cap=cap
         )
-        return plan_identity(settings)
+        return compute_plan_identity(settings)
 
     assert len({identity("exact", 0.25), identity("skip", 0.25), identity("skip", 1.0)}) == 3
     assert identity("exact", 0.25) == identity("exact", 1.0), "nothing is skipped there"
-    assert identity("exact", 0.25) == plan_identity(
-        numeric_settings(base, dtype="bf16", adapter_dtype="published")
+    assert identity("exact", 0.25) == compute_plan_identity(
+        build_numeric_settings(base, dtype="bf16", adapter_dtype="published")
     )

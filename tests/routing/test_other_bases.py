@@ -9,21 +9,21 @@ from expertctl.errors import BaseMismatchError, NotFoundError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
-from tests.store.shop import BASE_NAME, House, Shop, fast, house, shop
+from tests.store.fixtures import BASE_NAME, HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
-NAMED = RouteRequest(prompt="Hello", force=(Forced(Reference.parse("acme/sql")),))
+NAMED = RouteRequest(prompt="Hello", force=(ForcedExpert(Reference.parse("acme/sql")),))
 FLAG = "--allow-base-mismatch"
 
 
 @pytest.fixture
-def planner(house: House, shop: Shop) -> Planner:
+def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
     house.bases.add(shop.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(shop.package())
     return Planner.open(Settings(Home(house.root), encoder="lexical"))
 
@@ -39,7 +39,7 @@ def refusal(planner: Planner, base: str | None = None) -> BaseMismatchError:
 
 
 def test_where_its_base_is_here_the_option_that_takes_it_is_named(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(write_base(tmp_path / "mine", layers=1, hidden=32, heads=2, kv_heads=1))
     error = refusal(planner, base="mine")
@@ -48,7 +48,7 @@ def test_where_its_base_is_here_the_option_that_takes_it_is_named(
 
 
 def test_the_flag_is_named_where_the_shapes_of_all_modules_agree(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(another(tmp_path, seed=8))
     assert FLAG in refusal(planner, base="mine").hint
@@ -57,7 +57,7 @@ def test_the_flag_is_named_where_the_shapes_of_all_modules_agree(
 
 
 def test_the_flag_is_named_for_another_architecture_whose_shapes_agree(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     """The adapter changes q_proj alone, and a wider MLP leaves that as it is."""
     house.bases.add(another(tmp_path, intermediate=64))
@@ -69,7 +69,7 @@ def test_the_flag_is_named_for_another_architecture_whose_shapes_agree(
 
 
 def test_without_its_base_the_base_and_the_command_that_adds_it_are_named(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(write_base(tmp_path / "mine", layers=1, hidden=32, heads=2, kv_heads=1))
     house.bases.remove(house.bases.find(BASE_NAME))
@@ -79,7 +79,7 @@ def test_without_its_base_the_base_and_the_command_that_adds_it_are_named(
 
 
 def test_without_any_base_a_named_expert_says_which_it_needs(
-    planner: Planner, house: House
+    planner: Planner, house: HomeFixture
 ) -> None:
     house.bases.remove(house.bases.find(BASE_NAME))
     with pytest.raises(NotFoundError) as caught:
@@ -89,10 +89,10 @@ def test_without_any_base_a_named_expert_says_which_it_needs(
 
 
 def test_a_base_of_a_hub_is_named_with_the_command_that_downloads_it(
-    house: House, shop: Shop, tmp_path: Path
+    house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     facts = read_base(shop.base_dir, name="Acme/Tiny-1B")
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(shop.package(base=facts, base_dir=shop.base_dir))
     house.bases.add(write_base(tmp_path / "mine", layers=1, hidden=32, heads=2, kv_heads=1))
     error = refusal(Planner.open(Settings(Home(house.root), encoder="lexical")))
@@ -103,11 +103,11 @@ def test_a_base_of_a_hub_is_named_with_the_command_that_downloads_it(
 
 
 def test_experts_of_another_base_are_counted_by_that_base(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     house.bases.add(write_base(tmp_path / "mine", layers=1, hidden=32, heads=2, kv_heads=1))
     result = planner.plan(RouteRequest(prompt="Hello"), base="mine").result
     assert result.other_bases == {BASE_NAME: 1}
     (candidate,) = result.candidates
     assert candidate.other_base == BASE_NAME
-    assert candidate.told == f"made for {BASE_NAME} (hidden size 16; mine has 32)"
+    assert candidate.short_reason == f"made for {BASE_NAME} (hidden size 16; mine has 32)"

@@ -13,9 +13,10 @@ from expertctl.routing.plan import (
     Plan,
     PlannedExpert,
     SamplingParams,
-    plan_identity,
+    SavedPlan,
+    compute_plan_identity,
+    parse_plan,
 )
-from expertctl.routing.plan_file import SavedPlan, parse_plan
 
 ONE, TWO = Digest("1" * 64), Digest("2" * 64)
 SETTINGS = NumericSettings(
@@ -35,7 +36,7 @@ def test_the_identity_is_the_digest_of_canonical_json_written_by_hand() -> None:
         '"tokenizer":"sha256:' + "c" * 64 + '","weights":"sha256:' + "b" * 64 + '"}'
     )
     expected = hashlib.sha256(text.encode()).hexdigest()
-    assert plan_identity(SETTINGS, [(ONE, 1.0), (TWO, 0.5)]) == Digest(expected)
+    assert compute_plan_identity(SETTINGS, [(ONE, 1.0), (TWO, 0.5)]) == Digest(expected)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_the_identity_is_the_digest_of_canonical_json_written_by_hand() -> None:
     ids=str,
 )
 def test_everything_the_numbers_depend_on_changes_the_identity(changed: dict[str, Any]) -> None:
-    assert plan_identity(replace(SETTINGS, **changed)) != plan_identity(SETTINGS)
+    assert compute_plan_identity(replace(SETTINGS, **changed)) != compute_plan_identity(SETTINGS)
 
 
 def test_order_and_weight_of_experts_change_the_identity() -> None:
@@ -65,16 +66,16 @@ def test_order_and_weight_of_experts_change_the_identity() -> None:
         [(ONE, 0.5)],
         [],
     )
-    assert len({plan_identity(SETTINGS, experts) for experts in plans}) == len(plans)
+    assert len({compute_plan_identity(SETTINGS, experts) for experts in plans}) == len(plans)
 
 
 def test_greedy_makes_every_penalty_neutral_and_keeps_the_limits() -> None:
     params = SamplingParams(presence_penalty=1.0, top_k=5, min_p=0.1, max_tokens=7, stop=("x",))
     assert not params.is_greedy
-    assert params.greedy() == SamplingParams(
+    assert params.to_greedy() == SamplingParams(
         temperature=0, top_p=1, repetition_penalty=1, max_tokens=7, stop=("x",)
     )
-    assert params.greedy().is_greedy
+    assert params.to_greedy().is_greedy
 
 
 hexes = st.text("0123456789abcdef", min_size=64, max_size=64).map(Digest)

@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.routing.plan import Plan, PlannedExpert, SamplingParams
-from expertctl.routing.plan_file import MAX_PLAN_BYTES, parse_plan, read_plan
-from expertctl.schema.validation import problems_of
+from expertctl.routing.plan import (
+    MAX_PLAN_BYTES,
+    Plan,
+    PlannedExpert,
+    SamplingParams,
+    parse_plan,
+    read_plan,
+)
+from expertctl.schema.validation import find_problems
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "route"
 ROUTE = EXAMPLES / "valid" / "one-expert.json"
@@ -58,13 +64,13 @@ def test_the_threads_of_the_run_that_saved_it_are_read() -> None:
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "valid").iterdir()), ids=lambda p: p.name)
 def test_valid_examples_satisfy_the_schema(path: Path) -> None:
-    assert problems_of(json.loads(path.read_text()), "route") == []
+    assert find_problems(json.loads(path.read_text()), "route") == []
     read_plan(path)
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "invalid").iterdir()), ids=lambda p: p.name)
 def test_invalid_examples_do_not(path: Path) -> None:
-    assert problems_of(json.loads(path.read_text()), "route") != []
+    assert find_problems(json.loads(path.read_text()), "route") != []
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,14 @@ from expertctl.errors import (
 )
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
-from expertctl.routing.plan import Plan
-from expertctl.routing.plan_file import parse_plan
-from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.plan import Plan, parse_plan
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
-from tests.foreign_bases import write_gpt2
-from tests.store.shop import House, Shop, a_key, fast, house, shop
+from tests.gpt2_base import write_gpt2
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -37,39 +36,39 @@ PLURALS = {"description": "Writes plurals of English nouns.", "routing": {"keywo
 
 
 @pytest.fixture
-def planner(house: House, shop: Shop) -> Planner:
+def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
     house.bases.add(shop.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     return Planner.open(Settings(Home(house.root), encoder="lexical"))
 
 
-def named(text: str, weight: float = 1.0) -> Forced:
-    return Forced(Reference.parse(text), weight)
+def named(text: str, weight: float = 1.0) -> ForcedExpert:
+    return ForcedExpert(Reference.parse(text), weight)
 
 
-def refs(planned: Planned) -> list[str]:
+def refs(planned: PlannedPrompt) -> list[str]:
     return [expert.ref for expert in planned.experts]
 
 
 def test_vectors_that_are_made_when_somebody_waits_are_told_of_once(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     told: list[str] = []
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
-    waited_for = replace(planner, tell=told.append)
+    waited_for = replace(planner, notify=told.append)
     for _ in range(2):
         waited_for.plan(RouteRequest(prompt=PROMPT))
     assert told == ["making the routing vectors of 2 experts with lexical, to be kept"]
-    waited_for.index.remove([house.store.experts()[0].content_digest])
+    waited_for.index.remove([house.store.list_experts()[0].content_digest])
     waited_for.plan(RouteRequest(prompt=PROMPT))
     assert told[1:] == ["making the routing vectors of 1 expert with lexical, to be kept"]
 
 
 def test_vectors_that_another_process_made_are_not_told_of(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     told: list[str] = []
-    waited_for = replace(planner, tell=told.append)
+    waited_for = replace(planner, notify=told.append)
     house.install(shop.package("acme/sorting", **SORTING), index=house.index)
     waited_for.plan(RouteRequest(prompt=PROMPT))
     house.install(shop.package("acme/plurals", **PLURALS), index=house.index)
@@ -78,7 +77,9 @@ def test_vectors_that_another_process_made_are_not_told_of(
     waited_for.index.check_integrity()
 
 
-def test_the_prompt_finds_the_expert_for_it(house: House, shop: Shop, planner: Planner) -> None:
+def test_the_prompt_finds_the_expert_for_it(
+    house: HomeFixture, shop: PackageFactory, planner: Planner
+) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == ["acme/sorting@1.0.0"]
@@ -86,7 +87,9 @@ def test_the_prompt_finds_the_expert_for_it(house: House, shop: Shop, planner: P
     assert planned.warnings == ()
 
 
-def test_named_experts_come_in_the_order_named(house: House, shop: Shop, planner: Planner) -> None:
+def test_named_experts_come_in_the_order_named(
+    house: HomeFixture, shop: PackageFactory, planner: Planner
+) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     force = (named("acme/plurals"), named("acme/sorting", 0.5))
     planned = planner.plan(RouteRequest(prompt=PROMPT, force=force))
@@ -94,7 +97,7 @@ def test_named_experts_come_in_the_order_named(house: House, shop: Shop, planner
     assert [expert.weight for expert in planned.result.plan.experts] == [1.0, 0.5]
 
 
-def test_without_a_base_the_way_out_is_named(house: House) -> None:
+def test_without_a_base_the_way_out_is_named(house: HomeFixture) -> None:
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     with pytest.raises(NotFoundError, match="no base model is known") as caught:
         planner.plan(RouteRequest(prompt=PROMPT))
@@ -112,7 +115,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_the_experts_decide_which_base_answers(
-    house: House, shop: Shop, planner: Planner, other: Path
+    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
 ) -> None:
     house.bases.add(other)
     assert planner.plan(RouteRequest(prompt=PROMPT)).base.name == "other-base"
@@ -124,7 +127,7 @@ def test_the_experts_decide_which_base_answers(
 
 
 def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
-    house: House, shop: Shop, planner: Planner, tmp_path: Path
+    house: HomeFixture, shop: PackageFactory, planner: Planner, tmp_path: Path
 ) -> None:
     house.bases.add(write_gpt2(tmp_path / "gpt2"))
     house.install(shop.package("acme/sorting", **SORTING))
@@ -138,7 +141,9 @@ def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
     assert "--engine transformers" in caught.value.hint
 
 
-def test_where_no_base_can_run_the_engine_that_could_is_named(house: House, tmp_path: Path) -> None:
+def test_where_no_base_can_run_the_engine_that_could_is_named(
+    house: HomeFixture, tmp_path: Path
+) -> None:
     house.bases.add(write_gpt2(tmp_path / "gpt2"))
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     with pytest.raises(IncompatibleError) as caught:
@@ -147,7 +152,7 @@ def test_where_no_base_can_run_the_engine_that_could_is_named(house: House, tmp_
 
 
 def test_of_two_bases_the_one_with_the_better_expert_answers(
-    house: House, shop: Shop, planner: Planner, other: Path
+    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
 ) -> None:
     house.bases.add(other)
     house.install(
@@ -159,7 +164,9 @@ def test_of_two_bases_the_one_with_the_better_expert_answers(
     assert (planned.base.name, refs(planned)) == ("other-base", ["acme/plurals@1.0.0"])
 
 
-def test_the_base_alone_is_the_one_added_last(planner: Planner, house: House, other: Path) -> None:
+def test_the_base_alone_is_the_one_added_last(
+    planner: Planner, house: HomeFixture, other: Path
+) -> None:
     house.bases.add(other)
     planned = planner.plan(RouteRequest(prompt=PROMPT, base_alone=True))
     assert (planned.base.name, refs(planned)) == ("other-base", [])
@@ -167,7 +174,7 @@ def test_the_base_alone_is_the_one_added_last(planner: Planner, house: House, ot
 
 
 def test_a_base_that_is_named_is_taken_whatever_the_experts_say(
-    house: House, shop: Shop, planner: Planner, other: Path
+    house: HomeFixture, shop: PackageFactory, planner: Planner, other: Path
 ) -> None:
     house.bases.add(other)
     house.install(shop.package("acme/sorting", **SORTING))
@@ -177,7 +184,7 @@ def test_a_base_that_is_named_is_taken_whatever_the_experts_say(
 
 
 def test_a_damaged_expert_is_left_out_and_said_so(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     damage(house, "acme/plurals")
@@ -189,7 +196,7 @@ def test_a_damaged_expert_is_left_out_and_said_so(
 
 
 def test_a_damaged_expert_that_is_named_is_an_error(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     damage(house, "acme/plurals")
@@ -199,7 +206,9 @@ def test_a_damaged_expert_that_is_named_is_an_error(
         planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/nothing"),)))
 
 
-def test_a_damaged_record_is_said_so(house: House, shop: Shop, planner: Planner) -> None:
+def test_a_damaged_record_is_said_so(
+    house: HomeFixture, shop: PackageFactory, planner: Planner
+) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     (house.store.paths.refs / "local" / "acme" / "plurals" / "1.0.0").write_bytes(b"{x")
     planned = planner.plan(RouteRequest(prompt=PROMPT))
@@ -211,7 +220,7 @@ def test_a_damaged_record_is_said_so(house: House, shop: Shop, planner: Planner)
 
 @pytest.mark.parametrize("gone", [".", "config.json"])
 def test_a_base_that_is_gone_is_told_with_the_way_out(
-    gone: str, planner: Planner, house: House, other: Path
+    gone: str, planner: Planner, house: HomeFixture, other: Path
 ) -> None:
     house.bases.add(other, name="my/base")
     (other / gone).resolve().rename(other.with_name("elsewhere"))
@@ -220,18 +229,18 @@ def test_a_base_that_is_gone_is_told_with_the_way_out(
     assert "`expertctl base remove my/base --force` and add it again" in caught.value.hint
 
 
-def damage(house: House, name: str) -> None:
+def damage(house: HomeFixture, name: str) -> None:
     expert = house.store.find(Reference.parse(name))
-    blob = house.store.blob_path(expert.file("expert.json").digest)
+    blob = house.store.blob_path(expert.find_file("expert.json").digest)
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes().replace(b"1.0.0", b"1.0.1"))
 
 
 def test_what_a_revoked_key_signed_is_not_chosen_and_refused_when_named(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.trust.revoke(make_key("acme").public.key_id)
     planned = planner.plan(RouteRequest(prompt=PROMPT))
     assert refs(planned) == []
     assert "revoked" in planned.result.candidates[0].reason
@@ -240,7 +249,7 @@ def test_what_a_revoked_key_signed_is_not_chosen_and_refused_when_named(
 
 
 def test_an_unsigned_expert_answers_only_when_it_is_named(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     package = shop.package("acme/sorting", key=None, **SORTING)
     with pytest.raises(UnsignedError):
@@ -259,11 +268,11 @@ def saved_plan(planner: Planner, **request: Any) -> Plan:
 
 
 def test_a_saved_plan_is_repeated_whatever_the_prompt(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     force = (named("acme/plurals", 0.5), named("acme/sorting"))
-    saved = saved_plan(planner, force=force, wishes=SamplingWishes(temperature=0.9, stop=(";",)))
+    saved = saved_plan(planner, force=force, wishes=SamplingOverrides(temperature=0.9, stop=(";",)))
     again = planner.replay(saved, RouteRequest(prompt="Guten Morgen")).result.plan
     assert [(e.ref, e.weight) for e in again.experts] == [
         ("acme/plurals@1.0.0", 0.5),
@@ -272,15 +281,15 @@ def test_a_saved_plan_is_repeated_whatever_the_prompt(
     assert (again.identity, again.seed, again.params) == (saved.identity, saved.seed, saved.params)
     assert (again.params.temperature, again.params.stop) == (0.9, (";",))
     other = planner.replay(
-        saved, RouteRequest(prompt=PROMPT, seed=5, wishes=SamplingWishes(max_tokens=3))
+        saved, RouteRequest(prompt=PROMPT, seed=5, sampling=SamplingOverrides(max_tokens=3))
     ).result.plan
     assert (other.seed, other.params) == (5, replace(saved.params, max_tokens=3))
-    greedy = RouteRequest(prompt=PROMPT, wishes=SamplingWishes(greedy=True))
-    assert planner.replay(saved, greedy).result.plan.params == saved.params.greedy()
+    greedy = RouteRequest(prompt=PROMPT, sampling=SamplingOverrides(greedy=True))
+    assert planner.replay(saved, greedy).result.plan.params == saved.params.to_greedy()
 
 
 def test_a_saved_plan_of_the_base_alone_stays_that(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     saved = saved_plan(planner, base_alone=True)
     house.install(shop.package("acme/sorting", **SORTING))
@@ -288,7 +297,7 @@ def test_a_saved_plan_of_the_base_alone_stays_that(
 
 
 def test_a_saved_plan_that_would_not_give_the_same_is_refused(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
     saved, request = saved_plan(planner), RouteRequest(prompt=PROMPT)
@@ -305,13 +314,13 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
             planner.replay(saved, wanted)
     with pytest.raises(UsageError, match="forced and excluded"):
         planner.replay(saved, replace(request, exclude=(Reference.parse("acme/sorting"),)))
-    house.trust.revoke(a_key("acme").public.key_id)
+    house.trust.revoke(make_key("acme").public.key_id)
     with pytest.raises(RevokedError):
         planner.replay(saved, request)
 
 
 def test_a_saved_plan_of_what_is_not_installed_names_it(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
@@ -322,7 +331,7 @@ def test_a_saved_plan_of_what_is_not_installed_names_it(
 
 
 def test_a_saved_plan_of_an_expert_with_another_content_names_it(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
@@ -333,13 +342,13 @@ def test_a_saved_plan_of_an_expert_with_another_content_names_it(
 
 
 def test_an_expert_that_was_signed_anew_is_used_and_named(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
-    house.trusting("bob")
+    house.trust_keys("bob")
     house.install(shop.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
     house.install(shop.package("acme/sorting", key="bob", **SORTING))
-    [now] = house.store.experts()
+    [now] = house.store.list_experts()
     [before] = saved.experts
     assert now.content_digest == before.content_digest
     assert now.package_digest != before.package_digest
@@ -353,7 +362,7 @@ def test_an_expert_that_was_signed_anew_is_used_and_named(
 
 
 def test_a_saved_plan_of_a_damaged_expert_names_it(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
@@ -364,7 +373,7 @@ def test_a_saved_plan_of_a_damaged_expert_names_it(
 
 @pytest.mark.parametrize("edit", [{"ref": "acme/other@1.0.0"}, {"kind": "ia3"}])
 def test_a_saved_plan_that_says_something_else_of_its_experts_was_edited(
-    edit: dict[str, Any], house: House, shop: Shop, planner: Planner
+    edit: dict[str, Any], house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
@@ -375,7 +384,7 @@ def test_a_saved_plan_that_says_something_else_of_its_experts_was_edited(
 
 
 def test_a_saved_plan_in_another_order_was_edited(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
@@ -385,7 +394,7 @@ def test_a_saved_plan_in_another_order_was_edited(
 
 
 def test_a_saved_plan_with_requirements_is_repeated_in_its_order(
-    house: House, shop: Shop, planner: Planner
+    house: HomeFixture, shop: PackageFactory, planner: Planner
 ) -> None:
     needy = shop.package("acme/sorting", composition={"requires": ["acme/plurals@^1"]}, **SORTING)
     house.install(shop.package("acme/plurals", **PLURALS), needy)

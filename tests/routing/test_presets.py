@@ -7,19 +7,19 @@ import pytest
 
 from expertctl.errors import ContextLengthError, UsageError
 from expertctl.routing.plan import SamplingParams
-from expertctl.routing.presets import (
+from expertctl.routing.sampling_presets import (
     DEFAULT_MAX_EXPERTS,
     LIMITS,
     MAX_PROMPT_CHARACTERS,
-    NO_WISHES,
+    NO_OVERRIDES,
     PRESETS,
-    SamplingWishes,
+    SamplingOverrides,
     check_limit,
     check_prompt,
-    resolve,
+    resolve_sampling,
 )
 from expertctl.schema.manifest import Decoding, Manifest, Routing
-from tests.routing.experts import manifest
+from tests.routing.experts import make_manifest
 
 VECTORS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "runtime.json").read_text()
@@ -27,7 +27,7 @@ VECTORS: dict[str, Any] = json.loads(
 
 
 def expert(task: str = "default", **decoding: Any) -> Manifest:
-    return replace(manifest(), routing=Routing(task=task), decoding=Decoding(**decoding))
+    return replace(make_manifest(), routing=Routing(task=task), decoding=Decoding(**decoding))
 
 
 def test_presets_are_those_of_the_vectors() -> None:
@@ -41,7 +41,7 @@ def test_limits_and_defaults_are_those_of_the_vectors() -> None:
     defaults = limits.pop("defaults")
     assert limits.pop("prompt_chars_max") == MAX_PROMPT_CHARACTERS
     assert {name: list(LIMITS[name]) for name in limits} == limits
-    plain = resolve(NO_WISHES, [], prompt_task="default")
+    plain = resolve_sampling(NO_OVERRIDES, [], prompt_task="default")
     assert plain.top_p == defaults["top_p"]
     assert plain.repetition_penalty == defaults["repetition_penalty"]
     assert defaults["max_experts"] == DEFAULT_MAX_EXPERTS
@@ -49,8 +49,8 @@ def test_limits_and_defaults_are_those_of_the_vectors() -> None:
 
 def test_the_user_wins_over_the_expert_and_the_expert_over_the_preset() -> None:
     experts = [expert("json_parsing", temperature=0.1, max_tokens=99)]
-    wishes = SamplingWishes(temperature=0.9)
-    assert resolve(wishes, experts, prompt_task="creative_writing") == SamplingParams(
+    wishes = SamplingOverrides(temperature=0.9)
+    assert resolve_sampling(wishes, experts, prompt_task="creative_writing") == SamplingParams(
         temperature=0.9, max_tokens=99
     )
 
@@ -61,21 +61,24 @@ def test_of_several_experts_the_first_that_says_something_wins() -> None:
         expert("code_generation", temperature=0.3, max_tokens=20, stop=(";",)),
         expert("json_parsing", temperature=0.1, top_k=5, stop=("}",)),
     ]
-    params = resolve(NO_WISHES, experts, prompt_task="creative_writing")
+    params = resolve_sampling(NO_OVERRIDES, experts, prompt_task="creative_writing")
     assert params == SamplingParams(temperature=0.3, max_tokens=10, top_k=5, stop=(";",))
 
 
 @pytest.mark.parametrize("task", [*PRESETS, "translation", ""])
 def test_the_base_alone_is_set_by_what_the_prompt_looks_like(task: str) -> None:
     expected = PRESETS.get(task, PRESETS["default"])
-    assert resolve(NO_WISHES, [], prompt_task=task) == expected
+    assert resolve_sampling(NO_OVERRIDES, [], prompt_task=task) == expected
 
 
 def test_an_expert_whose_task_has_no_preset_leaves_it_to_the_next() -> None:
     experts = [expert("poetry"), expert("creative_writing")]
-    assert resolve(NO_WISHES, experts, prompt_task="default") == PRESETS["creative_writing"]
     assert (
-        resolve(NO_WISHES, experts[:1], prompt_task="code_generation")
+        resolve_sampling(NO_OVERRIDES, experts, prompt_task="default")
+        == PRESETS["creative_writing"]
+    )
+    assert (
+        resolve_sampling(NO_OVERRIDES, experts[:1], prompt_task="code_generation")
         == (PRESETS["code_generation"])
     )
 
@@ -83,41 +86,41 @@ def test_an_expert_whose_task_has_no_preset_leaves_it_to_the_next() -> None:
 @pytest.mark.parametrize(
     ("wishes", "experts"),
     [
-        (SamplingWishes(greedy=True, max_tokens=5), [expert(top_k=7)]),
-        (SamplingWishes(temperature=0.0, max_tokens=5), []),
-        (SamplingWishes(max_tokens=5), [expert(temperature=0.0, repetition_penalty=1.5)]),
+        (SamplingOverrides(greedy=True, max_tokens=5), [expert(top_k=7)]),
+        (SamplingOverrides(temperature=0.0, max_tokens=5), []),
+        (SamplingOverrides(max_tokens=5), [expert(temperature=0.0, repetition_penalty=1.5)]),
     ],
 )
 def test_greedy_decoding_makes_every_penalty_neutral(
-    wishes: SamplingWishes, experts: list[Manifest]
+    wishes: SamplingOverrides, experts: list[Manifest]
 ) -> None:
-    assert resolve(wishes, experts, prompt_task="default") == (
-        SamplingParams(max_tokens=5).greedy()
+    assert resolve_sampling(wishes, experts, prompt_task="default") == (
+        SamplingParams(max_tokens=5).to_greedy()
     )
 
 
 @pytest.mark.parametrize(
     "wishes",
     [
-        SamplingWishes(greedy=True, repetition_penalty=1.2),
-        SamplingWishes(temperature=0.0, presence_penalty=0.5),
-        SamplingWishes(frequency_penalty=0.5),  # the expert decodes greedily
+        SamplingOverrides(greedy=True, repetition_penalty=1.2),
+        SamplingOverrides(temperature=0.0, presence_penalty=0.5),
+        SamplingOverrides(frequency_penalty=0.5),  # the expert decodes greedily
     ],
 )
 def test_a_penalty_that_the_user_gives_holds_beside_greedy_decoding(
-    wishes: SamplingWishes,
+    wishes: SamplingOverrides,
 ) -> None:
-    found = resolve(wishes, [expert(temperature=0.0)], prompt_task="default")
+    found = resolve_sampling(wishes, [expert(temperature=0.0)], prompt_task="default")
     assert found.is_greedy
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        neutral = getattr(SamplingParams().greedy(), name)
+        neutral = getattr(SamplingParams().to_greedy(), name)
         given = getattr(wishes, name)
         assert getattr(found, name) == (neutral if given is None else given)
 
 
 def test_a_temperature_beside_greedy_decoding_is_refused() -> None:
     with pytest.raises(UsageError, match=r"temperature 0\.8 has no effect"):
-        resolve(SamplingWishes(greedy=True, temperature=0.8), [], prompt_task="default")
+        resolve_sampling(SamplingOverrides(greedy=True, temperature=0.8), [], prompt_task="default")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_a_temperature_beside_greedy_decoding_is_refused() -> None:
 )
 def test_a_setting_beyond_its_limits_is_refused(wish: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wish))):
-        resolve(SamplingWishes(**wish), [], prompt_task="default")
+        resolve_sampling(SamplingOverrides(**wish), [], prompt_task="default")
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from expertctl.routing.prompt_parts import (
-    LONG,
-    asking_paragraph,
-    asks,
-    is_pile,
-    request_of,
-    sentences,
-    shortened,
-    without_lists,
-    without_repeats,
+from expertctl.routing.prompt_normalisation import (
+    LONG_WORDS,
+    extract_request,
+    find_asking_paragraph,
+    is_keyword_pile,
+    is_request,
+    select_asking_sentences,
+    split_sentences,
+    strip_keyword_lists,
+    strip_repeats,
 )
 
 STORY = "The rain went on for hours. A window was open."
@@ -22,18 +22,19 @@ STORY = "The rain went on for hours. A window was open."
 )
 def test_a_body_is_left_out_where_the_request_says_enough(mark: str) -> None:
     assert (
-        request_of(f"sort these numbers\n{mark}\nquery the table").strip() == "sort these numbers"
+        extract_request(f"sort these numbers\n{mark}\nquery the table").strip()
+        == "sort these numbers"
     )
 
 
 @pytest.mark.parametrize("head", ["Please do this for me", "Answer the following question", "It"])
 def test_a_request_that_only_points_at_its_body_keeps_it(head: str) -> None:
     text = f"{head}\n---\nsort 3, 1, 2"
-    assert request_of(text) == text
+    assert extract_request(text) == text
 
 
 def test_a_prompt_that_begins_with_a_mark_is_no_body() -> None:
-    assert request_of("---\nsort 3, 1, 2") == "---\nsort 3, 1, 2"
+    assert extract_request("---\nsort 3, 1, 2") == "---\nsort 3, 1, 2"
 
 
 @pytest.mark.parametrize(
@@ -49,12 +50,12 @@ def test_a_prompt_that_begins_with_a_mark_is_no_body() -> None:
     ],
 )
 def test_the_paragraph_that_asks_is_taken(text: str, paragraph: str) -> None:
-    assert asking_paragraph(text) == paragraph
+    assert find_asking_paragraph(text) == paragraph
 
 
 def test_sentences_end_with_stops_and_lines() -> None:
     text = "Sort 3.5 and 2. Then\nstop! \u505c\u3002\u8d70"
-    assert sentences(text) == ["Sort 3.5 and 2.", "Then", "stop!", "\u505c\u3002", "\u8d70"]
+    assert split_sentences(text) == ["Sort 3.5 and 2.", "Then", "stop!", "\u505c\u3002", "\u8d70"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_sentences_end_with_stops_and_lines() -> None:
     ],
 )
 def test_questions_and_wishes_ask(sentence: str, answer: bool) -> None:
-    assert asks(sentence) is answer
+    assert is_request(sentence) is answer
 
 
 @pytest.mark.parametrize(
@@ -85,21 +86,24 @@ def test_questions_and_wishes_ask(sentence: str, answer: bool) -> None:
     ],
 )
 def test_words_that_nothing_joins_are_a_pile(sentence: str, answer: bool) -> None:
-    assert is_pile(sentence) is answer
+    assert is_keyword_pile(sentence) is answer
 
 
 def test_of_a_long_text_only_what_asks_is_left() -> None:
-    story = ["The rain went on for hours and hours."] * LONG
-    assert shortened([*story, "sort it", *story]) == ["sort it"]
-    assert shortened([*story, "my card is lost"]) == ["my card is lost"]
-    assert shortened(story) == story[:1]
-    assert shortened(["The rain went on.", "sort it"]) == ["The rain went on.", "sort it"]
+    story = ["The rain went on for hours and hours."] * LONG_WORDS
+    assert select_asking_sentences([*story, "sort it", *story]) == ["sort it"]
+    assert select_asking_sentences([*story, "my card is lost"]) == ["my card is lost"]
+    assert select_asking_sentences(story) == story[:1]
+    assert select_asking_sentences(["The rain went on.", "sort it"]) == [
+        "The rain went on.",
+        "sort it",
+    ]
 
 
 def test_words_said_again_and_again_are_left_out() -> None:
-    assert without_repeats("sort it sql sql sql sql").split() == ["sort", "it"]
-    assert without_repeats("sort 4 4 4 4 4") == "sort 4 4 4 4 4"
-    assert without_repeats("the cat and the dog and the hen") == "the cat and the dog and the hen"
+    assert strip_repeats("sort it sql sql sql sql").split() == ["sort", "it"]
+    assert strip_repeats("sort 4 4 4 4 4") == "sort 4 4 4 4 4"
+    assert strip_repeats("the cat and the dog and the hen") == "the cat and the dog and the hen"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_words_said_again_and_again_are_left_out() -> None:
 def test_attack_105_lists_of_keywords_around_a_request_are_left_out(
     sentence: str, left: str
 ) -> None:
-    assert without_lists(sentence).strip() == left
+    assert strip_keyword_lists(sentence).strip() == left
 
 
 @pytest.mark.parametrize(
@@ -135,4 +139,4 @@ def test_attack_105_lists_of_keywords_around_a_request_are_left_out(
     ],
 )
 def test_lists_that_a_request_is_about_are_kept(sentence: str) -> None:
-    assert without_lists(sentence) == sentence
+    assert strip_keyword_lists(sentence) == sentence

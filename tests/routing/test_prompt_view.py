@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.prompt_view import mentionable, view
-from expertctl.routing.words import MAX_CHARACTERS
+from expertctl.routing.prompt_normalisation import collect_expert_names, normalise_prompt
+from expertctl.routing.text import MAX_CHARACTERS
 
-NAMES = mentionable(["acme/sql", "acme/carry-on", "acme/text-to-speech", "bank/credit_limit"])
+NAMES = collect_expert_names(
+    ["acme/sql", "acme/carry-on", "acme/text-to-speech", "bank/credit_limit"]
+)
 PROMPT = "how much do i still owe on my card"
 
 
@@ -26,7 +28,7 @@ PROMPT = "how much do i still owe on my card"
     ],
 )
 def test_honest_prompts_are_seen_as_they_are(prompt: str) -> None:
-    assert view(prompt, NAMES) == prompt
+    assert normalise_prompt(prompt, NAMES) == prompt
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_honest_prompts_are_seen_as_they_are(prompt: str) -> None:
     ],
 )
 def test_attack_105_naming_an_expert_changes_nothing(prompt: str) -> None:
-    assert view(prompt, NAMES) == PROMPT
+    assert normalise_prompt(prompt, NAMES) == PROMPT
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_attack_105_naming_an_expert_changes_nothing(prompt: str) -> None:
     ],
 )
 def test_attack_105_orders_to_the_router_change_nothing(prompt: str) -> None:
-    assert view(prompt, NAMES) == PROMPT
+    assert normalise_prompt(prompt, NAMES) == PROMPT
 
 
 @pytest.mark.parametrize(
@@ -75,32 +77,32 @@ def test_attack_105_orders_to_the_router_change_nothing(prompt: str) -> None:
     ],
 )
 def test_attack_105_stuffed_bodies_and_padding_change_nothing(prompt: str) -> None:
-    assert view(prompt, NAMES) == PROMPT
+    assert normalise_prompt(prompt, NAMES) == PROMPT
 
 
 def test_the_end_of_a_very_long_prompt_is_seen() -> None:
     story = "The rain went on for hours. " * MAX_CHARACTERS
-    assert view(f"{story}\n\n{PROMPT}", NAMES) == PROMPT
+    assert normalise_prompt(f"{story}\n\n{PROMPT}", NAMES) == PROMPT
 
 
 @pytest.mark.parametrize(
     "prompt", ["Use the sql expert.", "acme/sql", "sql sql sql sql sql sql", "#sql", "---\n---\n"]
 )
 def test_where_nothing_would_remain_the_prompt_is_seen_as_it_is(prompt: str) -> None:
-    assert view(prompt, NAMES) == prompt
+    assert normalise_prompt(prompt, NAMES) == prompt
 
 
 def test_names_that_are_not_installed_are_words() -> None:
-    assert view(f"{PROMPT} other/thing", NAMES) == f"{PROMPT} other/thing"
+    assert normalise_prompt(f"{PROMPT} other/thing", NAMES) == f"{PROMPT} other/thing"
 
 
 @pytest.mark.parametrize("part", ["a", "a, ", "a-", "(a, b, c, ", "a b, ", "#", "a/", "a: "])
 def test_a_prompt_made_to_be_slow_has_a_view(part: str) -> None:
-    assert len(view(part * MAX_CHARACTERS, NAMES)) <= len(part) * MAX_CHARACTERS
+    assert len(normalise_prompt(part * MAX_CHARACTERS, NAMES)) <= len(part) * MAX_CHARACTERS
 
 
 @given(st.text(max_size=400))
 def test_any_prompt_has_a_view(prompt: str) -> None:
-    seen = view(prompt, NAMES)
+    seen = normalise_prompt(prompt, NAMES)
     assert len(seen) <= 18 * max(1, len(prompt))  # one ligature becomes up to 18 letters
     assert "\u200b" not in seen

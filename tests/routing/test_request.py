@@ -9,8 +9,8 @@ from expertctl.digest import Digest
 from expertctl.errors import ExpertError, UsageError
 from expertctl.reference import Reference
 from expertctl.routing.request import (
-    SKIP_CAP,
-    Forced,
+    DEFAULT_SKIP_CAP,
+    ForcedExpert,
     RouteRequest,
     check_request,
     parse_forced,
@@ -23,18 +23,21 @@ HEX = "sha256:" + "1" * 64
 @pytest.mark.parametrize(
     ("text", "forced"),
     [
-        ("acme/sql", Forced(Reference.parse("acme/sql"))),
-        ("acme/sql@^1.2", Forced(Reference.parse("acme/sql@^1.2"))),
-        ("acme/sql:0.5", Forced(Reference.parse("acme/sql"), 0.5)),
-        ("acme/sql@1.2.0:-1", Forced(Reference.parse("acme/sql@1.2.0"), -1.0)),
-        ("acme/sql@>=1,<2:0", Forced(Reference.parse("acme/sql@>=1,<2"), 0.0)),
-        ("host.example:8080/acme/sql", Forced(Reference.parse("host.example:8080/acme/sql"))),
-        ("host.example:8080/acme/sql:2", Forced(Reference.parse("host.example:8080/acme/sql"), 2)),
-        (HEX, Forced(Digest.parse(HEX))),
-        (f"{HEX}:0.25", Forced(Digest.parse(HEX), 0.25)),
+        ("acme/sql", ForcedExpert(Reference.parse("acme/sql"))),
+        ("acme/sql@^1.2", ForcedExpert(Reference.parse("acme/sql@^1.2"))),
+        ("acme/sql:0.5", ForcedExpert(Reference.parse("acme/sql"), 0.5)),
+        ("acme/sql@1.2.0:-1", ForcedExpert(Reference.parse("acme/sql@1.2.0"), -1.0)),
+        ("acme/sql@>=1,<2:0", ForcedExpert(Reference.parse("acme/sql@>=1,<2"), 0.0)),
+        ("host.example:8080/acme/sql", ForcedExpert(Reference.parse("host.example:8080/acme/sql"))),
+        (
+            "host.example:8080/acme/sql:2",
+            ForcedExpert(Reference.parse("host.example:8080/acme/sql"), 2),
+        ),
+        (HEX, ForcedExpert(Digest.parse(HEX))),
+        (f"{HEX}:0.25", ForcedExpert(Digest.parse(HEX), 0.25)),
     ],
 )
-def test_a_forced_expert_is_read(text: str, forced: Forced) -> None:
+def test_a_forced_expert_is_read(text: str, forced: ForcedExpert) -> None:
     assert parse_forced(text) == forced
 
 
@@ -65,7 +68,7 @@ def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
 def test_what_may_be_left_out_is_a_share(cap: float) -> None:
     with pytest.raises(UsageError, match="--moe-skip-cap"):
         check_request(RouteRequest(prompt="?", moe_skip_cap=cap))
-    assert run_options.SKIP_CAP == SKIP_CAP
+    assert run_options.SKIP_CAP == DEFAULT_SKIP_CAP
 
 
 def test_to_leave_out_what_is_not_there_and_to_promise_bits_is_refused() -> None:

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.routing.resemblance import Told, resemblance
 from expertctl.routing.vector_table import Mask, Vectors, VectorTable
-from expertctl.store.flags import Flag
+from expertctl.routing.vetting import PackageRows, find_near_duplicates
+from expertctl.store.preference import Flag
 
 SIZE = 64
 
 
-class Plain:
+class CalibratedEncoder:
     """An encoder of which only the calibration is asked."""
 
     dimensions, deep_dimensions, stamp = SIZE, SIZE, "plain"
@@ -39,9 +39,9 @@ ABOUT = np.full(SIZE, SIZE**-0.5, np.float32)
 
 
 def others(*entries: Vectors) -> VectorTable:
-    digest = Digest.of(b"encoder")
+    digest = Digest.compute(b"encoder")
     empty = VectorTable.empty(encoder=digest, stamp="plain", dimensions=SIZE)
-    return empty.with_entries({Digest.of(bytes([n])): rows for n, rows in enumerate(entries)})
+    return empty.add_entries({Digest.compute(bytes([n])): rows for n, rows in enumerate(entries)})
 
 
 def found(
@@ -53,9 +53,15 @@ def found(
     encoder: str = "minilm",
 ) -> list[Flag]:
     everybody = np.ones(len(table), np.bool_) if mask is None else mask
-    told = Told(description, examples)
+    told = PackageRows(description, examples)
     return list(
-        resemblance(table, told, others=everybody, name="expert {}".format, encoder=Plain(encoder))  # type: ignore[arg-type]  # only what is asked
+        find_near_duplicates(
+            table,
+            told,
+            others=everybody,
+            name="expert {}".format,
+            encoder=CalibratedEncoder(encoder),
+        )  # type: ignore[arg-type]  # only what is asked
     )
 
 
@@ -76,25 +82,25 @@ def test_a_few_near_examples_are_no_copy() -> None:
     assert found(others(axis(0, 1, 2)), examples) == []
 
 
-def test_attack_105_a_grab_all_is_flagged() -> None:
+def test_attack_105_a_catch_all_is_flagged() -> None:
     table = others(*(axis(n) for n in range(6)))
     (flag,) = found(table, leaning(axis(0, 1, 2, 3, 4, 5), 0.7))
     assert (flag.code, flag.other) == ("grab-all", None)
 
 
-def test_examples_that_have_something_in_common_are_no_grab_all() -> None:
+def test_examples_that_have_something_in_common_are_no_catch_all() -> None:
     table = others(*(axis(n) for n in range(6)))
     examples = axis(0, 1, 2, 3, 4, 5) + axis(30)
     assert found(table, examples / np.linalg.norm(examples, axis=1, keepdims=True)) == []
 
 
-def test_examples_that_resemble_few_others_are_no_grab_all() -> None:
+def test_examples_that_resemble_few_others_are_no_catch_all() -> None:
     table = others(axis(0, 1, 2), axis(3, 4, 5))
     assert found(table, leaning(axis(0, 1, 2, 3, 4, 5), 0.7)) == []
 
 
 @pytest.mark.parametrize("encoder", ["lexical", "static"])
-def test_an_encoder_that_sees_words_alone_sees_no_grab_all(encoder: str) -> None:
+def test_an_encoder_that_sees_words_alone_sees_no_catch_all(encoder: str) -> None:
     table = others(*(axis(n) for n in range(10)))
     everything = leaning(axis(*range(10)), 0.7)
     assert [flag.code for flag in found(table, everything)] == ["grab-all"]
@@ -109,14 +115,14 @@ def test_attack_105_examples_about_everything_are_flagged_where_nobody_else_is()
 
 
 @pytest.mark.parametrize("cosine", [0.15, 0.3])
-def test_a_wide_field_that_its_description_names_is_no_grab_all(cosine: float) -> None:
+def test_a_wide_field_that_its_description_names_is_no_catch_all(cosine: float) -> None:
     examples = axis(*range(20))
     about = axis(*range(20)).sum(0) * np.float32(cosine) + axis(61)[0]
     about /= np.linalg.norm(about)
     assert found(others(axis(60)), examples, description=about) == []
 
 
-def test_a_few_examples_about_this_and_that_are_no_grab_all() -> None:
+def test_a_few_unrelated_examples_are_no_catch_all() -> None:
     assert found(others(axis(60)), axis(*range(9)), description=axis(61)[0]) == []
 
 

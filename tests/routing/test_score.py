@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.routing.score import (
-    DEFAULT_SUCCESS,
+    DEFAULT_SUCCESS_RATE,
     THRESHOLD,
-    Order,
-    decided_tie,
-    mebibytes,
-    order_key,
-    trusted,
+    CandidateSortKey,
+    build_sort_key,
+    discount_by_success,
+    explain_tie,
+    to_mebibytes,
 )
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "runtime.json").read_text())["score"]
@@ -28,45 +28,50 @@ BETTER_FIRST = (
     {"score": 0.8, "flagged": True, "success": 0.8, "priority": 0.8, "vram_mb": 2.0, "name": "a"},
     {"score": 0.8, "flagged": True, "success": 0.8, "priority": 0.8, "vram_mb": 2.0, "name": "b"},
 )
-KEYS = [order_key(**each) for each in BETTER_FIRST]
+KEYS = [build_sort_key(**each) for each in BETTER_FIRST]
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=str)
 def test_scores_are_those_of_the_vectors(case: dict[str, float]) -> None:
-    assert trusted(case["head"], success=case["success"]) == pytest.approx(case["score"])
+    assert discount_by_success(case["head"], success=case["success"]) == pytest.approx(
+        case["score"]
+    )
 
 
 def test_thresholds_and_defaults_are_those_of_the_vectors() -> None:
-    assert VECTORS["success_default"] == DEFAULT_SUCCESS
+    assert VECTORS["success_default"] == DEFAULT_SUCCESS_RATE
     assert VECTORS["threshold"] == THRESHOLD
 
 
 def test_sizes_are_told_in_mebibytes() -> None:
-    assert mebibytes(3 << 20) == 3
+    assert to_mebibytes(3 << 20) == 3
 
 
 def test_each_of_the_order_counts_only_where_all_before_it_are_equal() -> None:
     assert sorted(KEYS[::-1]) == KEYS
-    told = [decided_tie(a, b) for a, b in pairwise(KEYS)]
+    told = [explain_tie(a, b) for a, b in pairwise(KEYS)]
     assert told == ["", *DECIDES[1:]]
 
 
 def test_scores_that_look_the_same_are_the_same() -> None:
     key = {**BETTER_FIRST[0], "name": "a"}
     near = {**key, "score": 0.9004, "name": "b"}
-    assert decided_tie(order_key(**key), order_key(**near)) == "name"
+    assert explain_tie(build_sort_key(**key), build_sort_key(**near)) == "name"
 
 
 def test_scores_near_one_are_not_the_same_where_their_odds_differ() -> None:
     key = {**BETTER_FIRST[0], "score": 0.99999, "priority": 0.0}
     near = {**key, "score": 0.9995, "priority": 1.0}
-    assert sorted([order_key(**near), order_key(**key)]) == [order_key(**key), order_key(**near)]
-    assert decided_tie(order_key(**key), order_key(**near)) == ""
+    assert sorted([build_sort_key(**near), build_sort_key(**key)]) == [
+        build_sort_key(**key),
+        build_sort_key(**near),
+    ]
+    assert explain_tie(build_sort_key(**key), build_sort_key(**near)) == ""
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_equals_are_close_and_a_better_score_never_sorts_behind(one: float, two: float) -> None:
-    first, second = (order_key(**{**BETTER_FIRST[0], "score": score}) for score in (one, two))
+    first, second = (build_sort_key(**{**BETTER_FIRST[0], "score": score}) for score in (one, two))
     assert first[0] != second[0] or abs(one - two) < 0.03
     assert first[0] <= second[0] or one < two
 
@@ -75,11 +80,15 @@ def test_equals_are_close_and_a_better_score_never_sorts_behind(one: float, two:
 def test_no_answers_lift_a_score_and_worse_ones_never_help(
     score: float, success: float, worse: float
 ) -> None:
-    assert trusted(score, success=min(success, worse)) <= trusted(score, success=success) <= score
+    assert (
+        discount_by_success(score, success=min(success, worse))
+        <= discount_by_success(score, success=success)
+        <= score
+    )
 
 
 candidates = st.builds(
-    order_key,
+    build_sort_key,
     score=st.floats(0, 1),
     flagged=st.booleans(),
     success=st.floats(0, 1),
@@ -90,5 +99,5 @@ candidates = st.builds(
 
 
 @given(st.lists(candidates, unique_by=lambda key: key[-1]))
-def test_the_order_does_not_depend_on_who_comes_first(listed: list[Order]) -> None:
+def test_the_order_does_not_depend_on_who_comes_first(listed: list[CandidateSortKey]) -> None:
     assert sorted(listed) == sorted(listed[::-1])

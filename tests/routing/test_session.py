@@ -10,17 +10,17 @@ import pytest
 
 from expertctl.errors import NotFoundError
 from expertctl.reference import Reference
-from expertctl.routing.candidate import Installed
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.decision import EligibleExperts
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Forced, RouteRequest, parse_target
-from expertctl.routing.roster import Roster
-from expertctl.routing.session import ROSTERS, PlanningSession
+from expertctl.routing.request import ForcedExpert, RouteRequest, parse_target
+from expertctl.routing.session import MAX_ELIGIBLE_SETS, PlanningSession
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
-from expertctl.store.flags import FILE as FLAGGED_FILE
-from expertctl.store.flags import GRAB_ALL, Flag, write_flagged
+from expertctl.store.preference import CATCH_ALL, Flag, write_flags
+from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
 from tests.factories import write_base
-from tests.store.shop import House, Shop, a_key, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, make_key, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -32,15 +32,15 @@ REQUESTS = [
     RouteRequest(prompt=DAYS, seed=1),
     RouteRequest(prompt="Hello there", seed=1),
     RouteRequest(prompt=SORT, seed=1, exclude=(parse_target("acme/sorting"),)),
-    RouteRequest(prompt=SORT, seed=1, force=(Forced(Reference.parse("acme/dates")),)),
+    RouteRequest(prompt=SORT, seed=1, force=(ForcedExpert(Reference.parse("acme/dates")),)),
     RouteRequest(prompt=SORT, seed=1, base_alone=True),
 ]
 
 
 @pytest.fixture
-def planner(house: House, shop: Shop) -> Planner:
+def planner(house: HomeFixture, shop: PackageFactory) -> Planner:
     house.bases.add(shop.base_dir)
-    house.trusting("acme")
+    house.trust_keys("acme")
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
     return Planner.open(Settings(Home(house.root), encoder="lexical"))
 
@@ -49,15 +49,15 @@ def planner(house: House, shop: Shop) -> Planner:
 def made(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The bases that a roster was worked out for, in order."""
     bases: list[str] = []
-    roster = Planner.roster
+    roster = Planner.find_eligible
 
     def counted(
-        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
-    ) -> Roster:
+        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
+    ) -> EligibleExperts:
         bases.append(base.name)
         return roster(self, request, base, experts)
 
-    monkeypatch.setattr(Planner, "roster", counted)
+    monkeypatch.setattr(Planner, "find_eligible", counted)
     return bases
 
 
@@ -87,7 +87,7 @@ def test_who_may_answer_is_worked_out_once_for_each_way_of_asking(
 
 
 def test_each_base_has_its_own(
-    planner: Planner, house: House, made: list[str], tmp_path: Path
+    planner: Planner, house: HomeFixture, made: list[str], tmp_path: Path
 ) -> None:
     other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
     house.bases.add(other)
@@ -110,7 +110,9 @@ def test_after_the_vectors_changed_it_is_worked_out_again(
     assert len(made) == 2
 
 
-def test_what_comes_and_goes_meanwhile_is_seen(planner: Planner, house: House, shop: Shop) -> None:
+def test_what_comes_and_goes_meanwhile_is_seen(
+    planner: Planner, house: HomeFixture, shop: PackageFactory
+) -> None:
     session = PlanningSession(planner)
     session.plan(REQUESTS[0])
     plurals = {"description": "Writes plurals.", "routing": {"examples": ["Plural of wolf"]}}
@@ -123,36 +125,38 @@ def test_what_comes_and_goes_meanwhile_is_seen(planner: Planner, house: House, s
     session.check_integrity()
 
 
-def test_a_key_that_is_revoked_meanwhile_counts_at_once(planner: Planner, house: House) -> None:
+def test_a_key_that_is_revoked_meanwhile_counts_at_once(
+    planner: Planner, house: HomeFixture
+) -> None:
     session = PlanningSession(planner)
-    assert session.recall(REQUESTS[0]).experts != ()
-    house.trust.revoke(a_key("acme").public.key_id)
-    assert session.recall(REQUESTS[0]).experts == ()
+    assert session.plan_cached(REQUESTS[0]).experts != ()
+    house.trust.revoke(make_key("acme").public.key_id)
+    assert session.plan_cached(REQUESTS[0]).experts == ()
 
 
 def test_a_version_that_is_yanked_meanwhile_gives_way_at_once(
-    planner: Planner, house: House, shop: Shop
+    planner: Planner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
     session = PlanningSession(planner)
-    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
     house.home.yanked.write_text(json.dumps({"local": {"acme/sorting@1.1.0": "wrong order"}}))
-    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.0.0"]
+    assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.0.0"]
     house.home.yanked.unlink()
-    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
     session.check_integrity()
 
 
 def test_a_version_that_is_locked_meanwhile_is_taken_at_once(
-    planner: Planner, house: House, shop: Shop, tmp_path: Path
+    planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     house.install(shop.package("acme/sorting", "1.1.0", **SORTING))
     work = tmp_path / "work"
     work.mkdir()
     session = PlanningSession(replace(planner, folder=work))
-    assert [e.ref for e in session.recall(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
+    assert [e.ref for e in session.plan_cached(REQUESTS[0]).experts] == ["acme/sorting@1.1.0"]
     (work / "experts.toml").write_text('[experts]\n"acme/sorting" = "1.0.0"\n')
-    planned = session.recall(REQUESTS[0])
+    planned = session.plan_cached(REQUESTS[0])
     assert [e.ref for e in planned.experts] == ["acme/sorting@1.0.0"]
     reasons = {c.expert.ref: c.reason for c in planned.result.candidates}
     assert reasons["acme/sorting@1.1.0"] == f"{work / 'experts.toml'} names acme/sorting@1.0.0"
@@ -167,105 +171,109 @@ def test_installed_experts_are_read_once_as_long_as_nothing_changes(planner: Pla
 
 
 def test_an_expert_from_a_file_is_planned_with_and_not_remembered(
-    planner: Planner, house: House, shop: Shop
+    planner: Planner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     session = PlanningSession(planner)
     offered = session.inventory.experts[0]
     house.store.remove(offered.stored)
-    request = RouteRequest(prompt=SORT, seed=1, force=(Forced(offered.digest),))
+    request = RouteRequest(prompt=SORT, seed=1, force=(ForcedExpert(offered.digest),))
     for _ in range(2):
-        planned = session.recall(request, files=[offered])
+        planned = session.plan_cached(request, files=[offered])
         assert planned.experts == (offered,)
         assert "remembered" not in planned.result.timings_ms
     with pytest.raises(NotFoundError):
-        session.recall(request)
+        session.plan_cached(request)
 
 
 def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(
     planner: Planner, made: list[str]
 ) -> None:
     session = PlanningSession(planner)
-    for n in range(ROSTERS + 4):
+    for n in range(MAX_ELIGIBLE_SETS + 4):
         session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{n}"),)))
         session.check_integrity()
-    assert made == ["tiny-base"] * (ROSTERS + 4)
-    session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{ROSTERS + 3}"),)))
-    assert len(made) == ROSTERS + 4
+    assert made == ["tiny-base"] * (MAX_ELIGIBLE_SETS + 4)
+    session.plan(
+        RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{MAX_ELIGIBLE_SETS + 3}"),))
+    )
+    assert len(made) == MAX_ELIGIBLE_SETS + 4
     session.plan(RouteRequest(prompt=SORT, exclude=(parse_target("acme/e0"),)))
-    assert len(made) == ROSTERS + 5
+    assert len(made) == MAX_ELIGIBLE_SETS + 5
 
 
-def test_what_is_flagged_while_a_roster_is_made_counts_for_the_next_prompt(
+def test_what_is_flagged_while_experts_are_listed_counts_for_the_next_prompt(
     planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process judges between the reading of the flags and the end of encoding."""
     digest = planner.plan(REQUESTS[0]).experts[0].digest
-    flags = {digest: (Flag(GRAB_ALL, "its examples are everywhere"),)}
-    roster = Planner.roster
+    flags = {digest: (Flag(CATCH_ALL, "its examples are everywhere"),)}
+    roster = Planner.find_eligible
 
     def overtaken(
-        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
-    ) -> Roster:
+        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
+    ) -> EligibleExperts:
         made = roster(self, request, base, experts)
-        write_flagged(planner.index.folder / FLAGGED_FILE, flags)
+        write_flags(planner.index.folder / FLAGGED_FILE, flags)
         return made
 
     session = PlanningSession(planner)
     with monkeypatch.context() as patch:
-        patch.setattr(Planner, "roster", overtaken)
-        session.recall(REQUESTS[0])
+        patch.setattr(Planner, "find_eligible", overtaken)
+        session.plan_cached(REQUESTS[0])
     theirs = planner.plan(REQUESTS[0]).result.candidates
-    assert session.recall(REQUESTS[0]).result.candidates == theirs
+    assert session.plan_cached(REQUESTS[0]).result.candidates == theirs
     assert [c.flags for c in theirs if c.flags] == [flags[digest]]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["moved", "made the default"])
 def test_a_base_that_is_added_again_is_planned_with_at_once(
-    again: bool, planner: Planner, house: House, shop: Shop, tmp_path: Path
+    again: bool, planner: Planner, house: HomeFixture, shop: PackageFactory, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(shop.base_dir, tmp_path / "other-base"))
     if again:
         house.bases.add(other, name="other-base")
     session = PlanningSession(planner)
-    before = session.recall(REQUESTS[0]).base
+    before = session.plan_cached(REQUESTS[0]).base
     added = house.bases.add(shop.base_dir if again else other, name="tiny-base")
     assert before != added
-    assert session.recall(REQUESTS[0]).base == added
+    assert session.plan_cached(REQUESTS[0]).base == added
 
 
 def test_files_of_a_base_with_another_time_are_read_once_more_only(
-    planner: Planner, house: House, tmp_path: Path
+    planner: Planner, house: HomeFixture, tmp_path: Path
 ) -> None:
     directory = write_base(tmp_path / "here", layers=1, hidden=16, heads=2, kv_heads=1)
     house.bases.add(directory)
     session = PlanningSession(planner)
-    before = session.recall(REQUESTS[0], base="here").base
+    before = session.plan_cached(REQUESTS[0], base="here").base
     (directory / "config.json").touch()
     house.bases.check(before)
-    now = session.recall(REQUESTS[0], base="here").base
+    now = session.plan_cached(REQUESTS[0], base="here").base
     assert now == house.bases.find("here")
     assert now != before
 
 
 def test_an_expert_that_was_repaired_is_read_again(
-    planner: Planner, house: House, shop: Shop
+    planner: Planner, house: HomeFixture, shop: PackageFactory
 ) -> None:
     session = PlanningSession(planner)
-    (expert,) = session.recall(REQUESTS[0]).experts
-    house.store.blob_path(expert.stored.file("expert.json").digest).unlink()
+    (expert,) = session.plan_cached(REQUESTS[0]).experts
+    house.store.blob_path(expert.stored.find_file("expert.json").digest).unlink()
     session = PlanningSession(planner)
-    assert session.recall(REQUESTS[0]).experts == ()
+    assert session.plan_cached(REQUESTS[0]).experts == ()
     house.install(shop.package("acme/sorting", **SORTING))
-    assert session.recall(REQUESTS[0]).experts == (expert,)
+    assert session.plan_cached(REQUESTS[0]).experts == (expert,)
 
 
-def test_a_roster_of_what_is_not_read_any_more_is_found(planner: Planner, house: House) -> None:
+def test_eligible_experts_that_are_not_read_any_more_are_found(
+    planner: Planner, house: HomeFixture
+) -> None:
     session = PlanningSession(planner)
     session.plan(REQUESTS[0])
     house.store.remove(session.inventory.experts[0].stored)
     session.check_integrity()  # it has not looked since
-    assert session._kept is not None
-    mark, inventory = session._kept
-    session._kept = (mark, replace(inventory, experts=()))
+    assert session._cached_inventory is not None
+    mark, inventory = session._cached_inventory
+    session._cached_inventory = (mark, replace(inventory, experts=()))
     with pytest.raises(AssertionError):
         session.check_integrity()

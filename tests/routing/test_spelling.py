@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.spelling import hidden, plain
+from expertctl.routing.text import find_confusable, fold_confusables
 
 CYRILLIC_A, CYRILLIC_E, CYRILLIC_O = "\u0430", "\u0435", "\u043e"
 
@@ -28,7 +28,7 @@ CYRILLIC_A, CYRILLIC_E, CYRILLIC_O = "\u0430", "\u0435", "\u043e"
     ],
 )
 def test_what_cannot_be_seen_is_left_out(text: str, seen: str) -> None:
-    assert plain(text) == seen
+    assert fold_confusables(text) == seen
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_cannot_be_seen_is_left_out(text: str, seen: str) -> None:
     ],
 )
 def test_letters_that_look_latin_are_read_so(text: str, seen: str) -> None:
-    assert plain(text) == seen
+    assert fold_confusables(text) == seen
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_letters_that_look_latin_are_read_so(text: str, seen: str) -> None:
     ],
 )
 def test_words_of_one_alphabet_stay(text: str) -> None:
-    assert plain(text) == unicodedata.normalize("NFKC", text)
+    assert fold_confusables(text) == unicodedata.normalize("NFKC", text)
 
 
 @given(st.text(max_size=200))
 def test_reading_twice_changes_nothing_more_than_reading_once(text: str) -> None:
-    once = plain(text)
-    assert plain(plain(once)) == plain(once)
+    once = fold_confusables(text)
+    assert fold_confusables(fold_confusables(once)) == fold_confusables(once)
     assert "\u200b" not in once
 
 
@@ -77,4 +77,4 @@ def test_reading_twice_changes_nothing_more_than_reading_once(text: str) -> None
     ],
 )
 def test_a_disguised_word_is_named(text: str, word: str | None) -> None:
-    assert hidden(text) == word
+    assert find_confusable(text) == word

@@ -11,15 +11,13 @@ from examples.starter.compositions import COMPOSITIONS, Composition
 from examples.starter.experts import EXPERTS
 from examples.starter.pack import manifest as packed_manifest
 from examples.starter.samples import Task, held_out
-from expertctl.routing.candidate import Installed
-from expertctl.routing.encoder import Encoder, find_minilm
+from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.encoder import Encoder, LexicalEncoder, find_minilm
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.minilm import open_minilm
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import roster_of, route
-from tests.routing.experts import base_at, installed, manifest
-from tests.routing.unrelated import UNRELATED
+from expertctl.routing.router import find_eligible_experts, route_prompt
+from tests.routing.experts import UNRELATED, make_base, make_installed, make_manifest
 
 ENCODERS = ["lexical"] + (["minilm"] if find_minilm() else [])
 Routed = Callable[[str], list[str]]
@@ -31,11 +29,13 @@ def encoder(name: str) -> Encoder:
     return open_minilm(found) if name == "minilm" and found else LexicalEncoder()
 
 
-def starter(task: Task) -> Installed:
+def starter(task: Task) -> InstalledExpert:
     packed: dict[str, Any] = packed_manifest(task)
     routing, composition = map(with_tuples, (packed["routing"], packed["composition"]))
-    made = manifest(task.name, description=task.description, composition=composition, **routing)
-    return installed(made, size=200_000)
+    made = make_manifest(
+        task.name, description=task.description, composition=composition, **routing
+    )
+    return make_installed(made, size=200_000)
 
 
 def with_tuples(values: dict[str, Any]) -> dict[str, Any]:
@@ -56,13 +56,13 @@ def routed(index: RoutingIndex, tmp_path_factory: pytest.TempPathFactory) -> Rou
     return router_of(index, INSTALLED, tmp_path_factory.mktemp("starter-base"))
 
 
-def router_of(index: RoutingIndex, experts: list[Installed], folder: Path) -> Routed:
-    base = base_at(folder)
-    roster = roster_of(RouteRequest(prompt="any"), experts, base=base, index=index)
+def router_of(index: RoutingIndex, experts: list[InstalledExpert], folder: Path) -> Routed:
+    base = make_base(folder)
+    roster = find_eligible_experts(RouteRequest(prompt="any"), experts, base=base, index=index)
 
     def run(prompt: str) -> list[str]:
-        result = route(RouteRequest(prompt=prompt), roster, base=base, index=index)
-        return [choice.expert.manifest.name for choice in result.choices]
+        result = route_prompt(RouteRequest(prompt=prompt), roster, base=base, index=index)
+        return [choice.expert.manifest.name for choice in result.selected]
 
     return run
 

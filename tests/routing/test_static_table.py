@@ -5,26 +5,26 @@ import pytest
 from tokenizers import Tokenizer
 
 from expertctl.digest import Digest
-from expertctl.routing.static_table import (
+from expertctl.routing.static_encoder import (
     TABLE,
     TOKENIZER,
     StaticTable,
     derive_rows,
-    read_static,
-    write_static,
+    read_static_table,
+    write_static_table,
 )
-from tests.routing.tiny_bert import VOCABULARY, write_tiny
+from tests.routing.tiny_bert import VOCABULARY, write_tiny_bert
 
-SOURCE = Digest.of(b"model")
+SOURCE = Digest.compute(b"model")
 
 
 def table_of(rows: object, tokenizer: bytes = b"{}") -> StaticTable:
-    return StaticTable.of(np.array(rows, np.float16), tokenizer, source=SOURCE, stamp="here")
+    return StaticTable.build(np.array(rows, np.float16), tokenizer, source=SOURCE, stamp="here")
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(write_tiny(tmp_path / "tiny") / TOKENIZER))
+    return Tokenizer.from_file(str(write_tiny_bert(tmp_path / "tiny") / TOKENIZER))
 
 
 def test_rows_keep_the_angles_of_the_centred_embeddings(tokenizer: Tokenizer) -> None:
@@ -66,8 +66,8 @@ def test_embeddings_that_are_all_alike_give_zeros(tokenizer: Tokenizer) -> None:
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "static"
     table = table_of([[1, 2], [3, 4]], b"tokens")
-    write_static(folder, table)
-    again = read_static(folder)
+    write_static_table(folder, table)
+    again = read_static_table(folder)
     assert again is not None
     assert np.array_equal(again.rows, table.rows)
     assert (again.tokenizer, again.digest) == (b"tokens", table.digest)
@@ -80,7 +80,7 @@ def test_the_digest_depends_on_numbers_shape_and_tokenizer_only() -> None:
     table = table_of([[1, 2], [3, 4]])
     others = [table_of([[1, 2], [3, 5]]), table_of([[1, 2, 3, 4]]), table_of([[1, 2], [3, 4]], b"")]
     assert len({table.digest, *(other.digest for other in others)}) == 4
-    moved = StaticTable.of(table.rows, b"{}", source=Digest.of(b"other"), stamp="there")
+    moved = StaticTable.build(table.rows, b"{}", source=Digest.compute(b"other"), stamp="there")
     assert moved.digest == table.digest
 
 
@@ -89,30 +89,32 @@ def test_the_digest_depends_on_numbers_shape_and_tokenizer_only() -> None:
 def test_a_damaged_or_absent_file_is_no_table(
     tmp_path: Path, name: str, data: bytes | None
 ) -> None:
-    write_static(tmp_path, table_of([[1, 2]], b"tokens"))
+    write_static_table(tmp_path, table_of([[1, 2]], b"tokens"))
     (tmp_path / name).unlink()
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    assert read_static(tmp_path) is None
+    assert read_static_table(tmp_path) is None
 
 
 def test_one_changed_bit_is_noticed(tmp_path: Path) -> None:
-    write_static(tmp_path, table_of([[1, 2], [3, 4]]))
+    write_static_table(tmp_path, table_of([[1, 2], [3, 4]]))
     data = bytearray((tmp_path / TABLE).read_bytes())
     data[-1] ^= 1
     (tmp_path / TABLE).write_bytes(data)
-    assert read_static(tmp_path) is None
+    assert read_static_table(tmp_path) is None
 
 
 @pytest.mark.parametrize("rows", [[[0.0] * 257], [1.0, 2.0], np.zeros((0, 3))])
 def test_rows_of_another_shape_are_no_table(tmp_path: Path, rows: object) -> None:
-    write_static(tmp_path, StaticTable(np.array(rows, np.float16), b"", SOURCE, SOURCE, "here"))
-    assert read_static(tmp_path) is None
+    write_static_table(
+        tmp_path, StaticTable(np.array(rows, np.float16), b"", SOURCE, SOURCE, "here")
+    )
+    assert read_static_table(tmp_path) is None
 
 
 def test_a_table_of_another_format_is_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_static(tmp_path, table_of([[1, 2]]))
-    monkeypatch.setattr("expertctl.routing.static_table.FORMAT", "2")
-    assert read_static(tmp_path) is None
+    write_static_table(tmp_path, table_of([[1, 2]]))
+    monkeypatch.setattr("expertctl.routing.static_encoder.FORMAT", "2")
+    assert read_static_table(tmp_path) is None

@@ -5,15 +5,19 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.reference import PackageName
-from expertctl.routing.choice import choose_forced
-from expertctl.routing.request import Forced, parse_target
-from expertctl.routing.suggestion import did_you_mean, idle_exclusions, names_like
-from tests.routing.experts import installed, manifest
+from expertctl.routing.request import ForcedExpert, parse_target
+from expertctl.routing.selection import (
+    find_near_names,
+    format_suggestion,
+    list_unused_exclusions,
+    select_forced,
+)
+from tests.routing.experts import make_installed, make_manifest
 
 SQL, NEWER, DATES = (
-    installed(manifest("acme/sql-gen", "1.0.0")),
-    installed(manifest("acme/sql-gen", "2.0.0-rc.1")),
-    installed(manifest("corp/dates")),
+    make_installed(make_manifest("acme/sql-gen", "1.0.0")),
+    make_installed(make_manifest("acme/sql-gen", "2.0.0-rc.1")),
+    make_installed(make_manifest("corp/dates")),
 )
 EXPERTS = (SQL, NEWER, DATES)
 NAMES = [expert.stored.package for expert in EXPERTS]
@@ -33,13 +37,17 @@ FULL = "sha256:" + "0" * 64
 def test_names_like_one_are_those_of_other_namespaces_and_slips(
     typed: str, meant: list[str]
 ) -> None:
-    assert names_like(PackageName.parse(typed), NAMES) == meant
+    assert find_near_names(PackageName.parse(typed), NAMES) == meant
 
 
 def test_at_most_three_names_are_suggested_and_each_once() -> None:
     many = [PackageName(f"n{i}", "sql") for i in range(5)]
-    assert names_like(PackageName("acme", "sql"), [*many, *many]) == ["n0/sql", "n1/sql", "n2/sql"]
-    assert did_you_mean(PackageName("acme", "sql"), []) == ""
+    assert find_near_names(PackageName("acme", "sql"), [*many, *many]) == [
+        "n0/sql",
+        "n1/sql",
+        "n2/sql",
+    ]
+    assert format_suggestion(PackageName("acme", "sql"), []) == ""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def test_an_expert_that_is_forced_and_unknown_is_answered_with_what_was_meant(
     target: str, hint: str
 ) -> None:
     with pytest.raises(NotFoundError) as caught:
-        choose_forced([Forced(parse_target(target))], EXPERTS, EXPERTS, context=100)
+        select_forced([ForcedExpert(parse_target(target))], EXPERTS, EXPERTS, context=100)
     assert caught.value.message == f"{target} is not installed"
     assert caught.value.hint == hint
 
@@ -78,13 +86,13 @@ def test_an_expert_that_is_forced_and_unknown_is_answered_with_what_was_meant(
 def test_an_exclusion_that_excludes_nothing_is_warned_of(
     exclude: list[str], warnings: list[str]
 ) -> None:
-    assert idle_exclusions([parse_target(text) for text in exclude], EXPERTS) == warnings
+    assert list_unused_exclusions([parse_target(text) for text in exclude], EXPERTS) == warnings
 
 
 def test_a_prerelease_alone_is_excluded_by_the_name_of_its_package() -> None:
-    assert idle_exclusions([parse_target("acme/sql-gen")], [NEWER]) == []
+    assert list_unused_exclusions([parse_target("acme/sql-gen")], [NEWER]) == []
 
 
 def test_a_digest_that_names_nothing_installed_is_warned_of() -> None:
-    (warning,) = idle_exclusions([Digest.typed(FULL)], EXPERTS)
+    (warning,) = list_unused_exclusions([Digest.parse_input(FULL)], EXPERTS)
     assert warning.startswith(f"{FULL} is excluded, and no such expert")

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.routing.vector_journal import (
+from expertctl.routing.vector_files import (
     ADDED,
     FORMAT,
     RECORD,
-    Header,
+    JournalHeader,
     Records,
-    added_records,
-    buried_records,
+    build_added_records,
+    build_removed_records,
     read_journal,
     replay,
-    sealed,
+    seal_records,
 )
 from expertctl.routing.vector_table import Vectors
 
-HEADER = Header(FORMAT, str(Digest.of(b"encoder")), "a stamp", 4, "vectors-0.rows")
-ONE, TWO, THREE = (Digest.of(name) for name in (b"one", b"two", b"three"))
+HEADER = JournalHeader(FORMAT, str(Digest.compute(b"encoder")), "a stamp", 4, "vectors-0.rows")
+ONE, TWO, THREE = (Digest.compute(name) for name in (b"one", b"two", b"three"))
 ROWS = np.full((2, 4), 0.5, np.float32)
 ENTRIES: dict[Digest, Vectors] = {ONE: ROWS, TWO: ROWS[:1], THREE: ROWS}
 KEYS = np.stack([np.frombuffer(bytes.fromhex(digest.hex), np.uint8) for digest in ENTRIES])
@@ -30,7 +30,7 @@ KEYS = np.stack([np.frombuffer(bytes.fromhex(digest.hex), np.uint8) for digest i
 def records() -> Records:
     """Three entries of which the second is buried."""
     return np.concatenate(
-        [added_records(ENTRIES, row=0), buried_records(KEYS, np.array([1], np.int64))]
+        [build_added_records(ENTRIES, row=0), build_removed_records(KEYS, np.array([1], np.int64))]
     )
 
 
@@ -41,7 +41,7 @@ def written(folder: Path, data: bytes) -> Path:
 
 
 def whole() -> bytes:
-    return HEADER.to_bytes() + sealed(records(), HEADER, first=0)
+    return HEADER.to_bytes() + seal_records(records(), HEADER, first=0)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_records_that_are_sealed_one_by_one_are_those_that_are_sealed_together() -> None:
-    parts = [sealed(records()[n : n + 1], HEADER, first=n) for n in range(4)]
-    assert b"".join(parts) == sealed(records(), HEADER, first=0)
+    parts = [seal_records(records()[n : n + 1], HEADER, first=n) for n in range(4)]
+    assert b"".join(parts) == seal_records(records(), HEADER, first=0)
 
 
 @pytest.mark.parametrize("cut", range(1, 130, 13))
@@ -88,7 +88,7 @@ def test_a_changed_byte_ends_the_records_and_is_called_damage(tmp_path: Path, by
 def test_records_count_only_in_their_place_below_their_header(tmp_path: Path) -> None:
     data, start = whole(), len(HEADER.to_bytes())
     swapped = data[:start] + data[start + 64 : start + 128] + data[start : start + 64]
-    other = Header(FORMAT, HEADER.encoder, "another stamp", 4, HEADER.rows).to_bytes()
+    other = JournalHeader(FORMAT, HEADER.encoder, "another stamp", 4, HEADER.rows).to_bytes()
     for forged in (swapped, other + data[start:]):
         journal = read_journal(written(tmp_path, forged))
         assert journal is not None

@@ -9,11 +9,11 @@ from filelock import FileLock
 
 from expertctl.digest import Digest
 from expertctl.errors import StoreError
-from expertctl.routing import vector_store
-from expertctl.routing.lexical import LexicalEncoder
-from expertctl.routing.vector_store import LOCK_FILE, VectorStore
+from expertctl.routing import index
+from expertctl.routing.encoder import LexicalEncoder
+from expertctl.routing.index import LOCK_FILE, VectorStore
 from expertctl.routing.vector_table import Vectors
-from tests.routing.rows import DIMENSIONS, expert
+from tests.routing.vector_tables import DIMENSIONS, make_expert_digest
 
 ROWS: Vectors = np.eye(DIMENSIONS, dtype=np.float32)[:2]
 
@@ -25,7 +25,7 @@ class NamedEncoder(LexicalEncoder):
         self.stamp = stamp
 
     def digest(self) -> Digest:
-        return Digest.of(self.stamp.split("@")[0].encode())
+        return Digest.compute(self.stamp.split("@")[0].encode())
 
 
 def store(folder: Path, stamp: str = "one") -> VectorStore:
@@ -33,19 +33,23 @@ def store(folder: Path, stamp: str = "one") -> VectorStore:
 
 
 def some(*numbers: int) -> dict[Digest, Vectors]:
-    return {expert(number): ROWS for number in numbers}
+    return {make_expert_digest(number): ROWS for number in numbers}
 
 
 def test_what_one_appends_another_finds(tmp_path: Path) -> None:
     one, other = store(tmp_path), store(tmp_path)
     one.append(some(1))
-    assert other.table.digests == [expert(1)]
+    assert other.table.digests == [make_expert_digest(1)]
     one.append(some(2))
-    assert other.table.digests == [expert(1)]
+    assert other.table.digests == [make_expert_digest(1)]
     other.refresh()
-    assert other.table.digests == [expert(1), expert(2)]
+    assert other.table.digests == [make_expert_digest(1), make_expert_digest(2)]
     other.append(some(1, 2, 3))
-    assert store(tmp_path).table.digests == [expert(1), expert(2), expert(3)]
+    assert store(tmp_path).table.digests == [
+        make_expert_digest(1),
+        make_expert_digest(2),
+        make_expert_digest(3),
+    ]
     assert one.check()
     assert one.notes == []
 
@@ -54,21 +58,21 @@ def test_a_table_that_was_given_stays_as_it_is(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.append(some(1, 2))
     before = kept.table
-    kept.bury([expert(1)])
+    kept.remove([make_expert_digest(1)])
     kept.replace(some(5))
-    assert before.digests == [expert(1), expert(2)]
+    assert before.digests == [make_expert_digest(1), make_expert_digest(2)]
     assert np.array_equal(before.rows, np.concatenate([ROWS, ROWS]))
-    assert kept.table.digests == [expert(5)]
+    assert kept.table.digests == [make_expert_digest(5)]
 
 
 def test_burying_tells_when_positions_became_others(tmp_path: Path) -> None:
     many = store(tmp_path)
     many.append(some(*range(10)))
-    assert not many.bury([expert(0), expert(99)])
-    assert not many.bury([expert(99)])
-    assert many.table.positions([expert(9)]).tolist() == [9]
-    assert many.bury([expert(1), expert(2), expert(3)])
-    assert many.table.positions([expert(9)]).tolist() == [5]
+    assert not many.remove([make_expert_digest(0), make_expert_digest(99)])
+    assert not many.remove([make_expert_digest(99)])
+    assert many.table.find_positions([make_expert_digest(9)]).tolist() == [9]
+    assert many.remove([make_expert_digest(1), make_expert_digest(2), make_expert_digest(3)])
+    assert many.table.find_positions([make_expert_digest(9)]).tolist() == [5]
 
 
 def test_vectors_of_another_encoder_do_not_count(tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_vectors_of_another_encoder_do_not_count(tmp_path: Path) -> None:
     other = store(tmp_path, "two")
     assert len(other.table) == 0
     other.append(some(2))
-    assert store(tmp_path, "two").table.digests == [expert(2)]
+    assert store(tmp_path, "two").table.digests == [make_expert_digest(2)]
     assert len(store(tmp_path).table) == 0
 
 
@@ -85,18 +89,21 @@ def test_what_was_made_outlives_another_encoder_that_writes_between(tmp_path: Pa
     one.append(some(1))
     other.append(some(1))
     one.append(some(2))
-    assert one.table.digests == [expert(1), expert(2)]
-    assert store(tmp_path).table.digests == [expert(1), expert(2)]
-    assert other.table.digests == [expert(1)]
+    assert one.table.digests == [make_expert_digest(1), make_expert_digest(2)]
+    assert store(tmp_path).table.digests == [make_expert_digest(1), make_expert_digest(2)]
+    assert other.table.digests == [make_expert_digest(1)]
 
 
 def test_the_same_encoder_in_another_place_counts(tmp_path: Path) -> None:
     store(tmp_path, "one@here").append(some(1))
     moved = store(tmp_path, "one@there")
-    assert moved.table.digests == [expert(1)]
+    assert moved.table.digests == [make_expert_digest(1)]
     moved.append(some(2))
     assert store(tmp_path, "one@there").table.stamp == "one@there"
-    assert store(tmp_path, "one@there").table.digests == [expert(1), expert(2)]
+    assert store(tmp_path, "one@there").table.digests == [
+        make_expert_digest(1),
+        make_expert_digest(2),
+    ]
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_a_note(tmp_path: Path) -> None:
@@ -104,7 +111,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_a_note(tmp_path: Path
     memory = store(tmp_path / "file" / "home")
     memory.append(some(1))
     memory.append(some(2))
-    assert memory.table.digests == [expert(1), expert(2)]
+    assert memory.table.digests == [make_expert_digest(1), make_expert_digest(2)]
     assert memory.notes[0].startswith("the routing index was not saved: ")
     with pytest.raises(StoreError):
         memory.replace(some(3))
@@ -114,11 +121,11 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_a_note(tmp_path: Path
 def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vector_store, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.05)
     waiting = store(tmp_path)
     with FileLock(tmp_path / LOCK_FILE):
         waiting.append(some(1))
         with pytest.raises(StoreError, match="held for too long"):
-            waiting.bury([expert(1)])
-    assert waiting.table.digests == [expert(1)]
+            waiting.remove([make_expert_digest(1)])
+    assert waiting.table.digests == [make_expert_digest(1)]
     assert "held for too long" in waiting.notes[0]

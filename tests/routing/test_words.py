@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.words import contains, is_number, read_words, says_something, words_of
+from expertctl.routing.text import (
+    contains_phrase,
+    has_content_word,
+    is_number,
+    read_words,
+    split_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +24,7 @@ from expertctl.routing.words import contains, is_number, read_words, says_someth
     ],
 )
 def test_words_are_read_in_one_spelling(text: str, words: list[str]) -> None:
-    assert words_of(text) == words
+    assert split_words(text) == words
     assert [word.text for word in read_words(text)] == words
 
 
@@ -32,7 +38,7 @@ def test_words_are_read_in_one_spelling(text: str, words: list[str]) -> None:
     ],
 )
 def test_lists_pairs_and_what_follows_a_colon_are_data(text: str, data: set[str]) -> None:
-    assert {word.text for word in read_words(text) if word.data} == data
+    assert {word.text for word in read_words(text) if word.is_data} == data
 
 
 @pytest.mark.parametrize(
@@ -49,17 +55,17 @@ def test_lists_pairs_and_what_follows_a_colon_are_data(text: str, data: set[str]
     ],
 )
 def test_a_phrase_is_found_as_whole_words(phrase: str, found: bool) -> None:
-    assert contains(words_of("An SQL query for me"), phrase) is found
+    assert contains_phrase(split_words("An SQL query for me"), phrase) is found
 
 
 def test_numbers_and_empty_phrases_are_told_apart() -> None:
     assert is_number("12km")
     assert not is_number("km")
-    assert says_something("the plural")
-    assert not says_something("what is the")
+    assert has_content_word("the plural")
+    assert not has_content_word("what is the")
 
 
 @given(st.text(max_size=300))
 def test_every_word_of_a_text_is_in_it(text: str) -> None:
-    words = words_of(text)
-    assert all(contains(words, word) for word in words)
+    words = split_words(text)
+    assert all(contains_phrase(words, word) for word in words)

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
-def write_tiny(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def write_tiny_bert(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A random BERT with the names and files of the real model."""
     directory.mkdir(parents=True)
     config = BertConfig(
@@ -33,11 +33,13 @@ def write_tiny(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.flo
     document = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**document, "model_type": "bert"}))
     pieces = [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-    (directory / "tokenizer.json").write_text(json.dumps(word_piece([*VOCABULARY, *pieces])))
+    (directory / "tokenizer.json").write_text(
+        json.dumps(make_word_piece_tokenizer([*VOCABULARY, *pieces]))
+    )
     return directory
 
 
-def word_piece(vocabulary: list[str]) -> dict[str, Any]:
+def make_word_piece_tokenizer(vocabulary: list[str]) -> dict[str, Any]:
     """A BERT tokenizer that truncates and pads, as the published file does."""
     ids = {token: i for i, token in enumerate(vocabulary)}
     template = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]

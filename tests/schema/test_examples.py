@@ -7,10 +7,10 @@ import pytest
 from jsonschema_rs import Draft202012Validator, meta
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_config
+from expertctl.package.adapter_config import parse_adapter_config
 from expertctl.registry.index_document import IndexDocument
 from expertctl.schema.manifest import parse_manifest
-from expertctl.schema.validation import problems_of
+from expertctl.schema.validation import find_problems
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 NAMES = sorted(path.name.removesuffix(".schema.json") for path in SCHEMAS.glob("*.schema.json"))
@@ -19,9 +19,9 @@ VALID, INVALID = (
 )
 READERS = {
     "manifest": parse_manifest,
-    "adapter-config-lora": parse_config,
-    "adapter-config-ia3": parse_config,
-    "adapter-config-prompt": parse_config,
+    "adapter-config-lora": parse_adapter_config,
+    "adapter-config-ia3": parse_adapter_config,
+    "adapter-config-prompt": parse_adapter_config,
     "index": IndexDocument.parse,
 }
 
@@ -46,7 +46,7 @@ def test_every_example_belongs_to_a_schema() -> None:
 @pytest.mark.parametrize("path", VALID, ids=example_name)
 def test_a_valid_example_is_valid(path: Path) -> None:
     schema = path.parents[1].name
-    assert problems_of(json.loads(path.read_text(encoding="utf-8")), schema) == []
+    assert find_problems(json.loads(path.read_text(encoding="utf-8")), schema) == []
     if schema in READERS:
         assert READERS[schema](path.read_bytes(), what=path.name)
 
@@ -54,7 +54,7 @@ def test_a_valid_example_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", INVALID, ids=example_name)
 def test_an_invalid_example_is_invalid(path: Path) -> None:
     schema = path.parents[1].name
-    assert problems_of(json.loads(path.read_text(encoding="utf-8")), schema) != []
+    assert find_problems(json.loads(path.read_text(encoding="utf-8")), schema) != []
     if schema in READERS:
         with pytest.raises(InvalidPackageError):
             READERS[schema](path.read_bytes(), what=path.name)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.schema.hint import (
-    MAX_DEPTH,
+from expertctl.schema.manifest import (
+    MAX_HINT_DEPTH,
     AllOf,
     AnyOf,
     Comparison,
@@ -76,8 +76,8 @@ def test_a_hint_is_read(text: str, hint: Hint) -> None:
         ("format=sql; rm", "cannot read"),
         ("price=3", "one of format"),
         ("x" * 501, "501 characters, at most 500"),
-        ("(" * (MAX_DEPTH + 1) + "format=sql", "nested deeper"),
-        ("NOT " * (MAX_DEPTH + 1) + "format=sql", "nested deeper"),
+        ("(" * (MAX_HINT_DEPTH + 1) + "format=sql", "nested deeper"),
+        ("NOT " * (MAX_HINT_DEPTH + 1) + "format=sql", "nested deeper"),
     ],
 )
 def test_what_is_no_hint_is_refused_with_the_place(text: str, message: str) -> None:

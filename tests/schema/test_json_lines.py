@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError
-from expertctl.schema.json_lines import JsonLines, read_lines, repeated
 from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.validation import JsonLinesReader, read_json_lines, warn_repeated
 
 
-def lines(**aliases: str) -> JsonLines:
-    return JsonLines("x.jsonl", schema="evaluation-sample", hint="look here", aliases=aliases)
+def lines(**aliases: str) -> JsonLinesReader:
+    return JsonLinesReader("x.jsonl", schema="evaluation-sample", hint="look here", aliases=aliases)
 
 
-def read(reader: JsonLines, text: str) -> list[tuple[int, JsonObject]]:
+def read(reader: JsonLinesReader, text: str) -> list[tuple[int, JsonObject]]:
     found = list(reader.read(text.encode()))
-    reader.check()
+    reader.raise_problems()
     return found
 
 
@@ -40,9 +40,9 @@ def test_a_key_under_both_of_its_names_is_refused() -> None:
 def test_problems_are_told_at_the_end_all_of_them_with_the_way_out() -> None:
     reader = lines()
     assert [number for number, _ in reader.read(b'{}\n\n{"prompt": "a", "answer": "b"}')] == [3]
-    reader.complain(3, "it is odd", "it is long")
+    reader.add_problems(3, "it is odd", "it is long")
     with pytest.raises(InvalidPackageError) as caught:
-        reader.check()
+        reader.raise_problems()
     assert caught.value.problems == (
         'line 1: document: "prompt" is a required property',
         'line 1: document: "answer" is a required property',
@@ -62,9 +62,9 @@ def test_after_many_problems_the_rest_is_passed_over() -> None:
 def test_a_file_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"{}\n")
-    assert read_lines(path) == b"{}\n"
+    assert read_json_lines(path) == b"{}\n"
     with pytest.raises(InvalidPackageError, match="not a regular file"):
-        read_lines(tmp_path)
+        read_json_lines(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_a_file_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
 def test_what_comes_twice_is_told_once(
     prompts: list[tuple[int, str]], told: tuple[str, ...]
 ) -> None:
-    assert repeated(Path("f"), prompts) == told
+    assert warn_repeated(Path("f"), prompts) == told

@@ -9,7 +9,7 @@ import pytest
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.strict_json import JsonObject
-from expertctl.schema.validation import schema_path
+from expertctl.schema.validation import find_schema
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "manifest"
 
@@ -188,4 +188,4 @@ def test_no_part_of_a_hostile_document_makes_a_huge_message(document: JsonObject
 
 
 def test_the_schema_is_found_in_the_checkout() -> None:
-    assert json.loads(schema_path("manifest").read_text())["title"] == "expert.json"
+    assert json.loads(find_schema("manifest").read_text())["title"] == "expert.json"

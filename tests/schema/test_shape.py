@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from expertctl.schema.shape import shape, shape_json
+from expertctl.schema.validation import convert_document, decode_json
 
 CROWD = """
 import sys, threading
 import msgspec
-from expertctl.schema.shape import shape, shape_json
+from expertctl.schema.validation import convert_document, decode_json
 
 def use(kind, start):
     start.wait()
-    shape({"one": {"number": 1}, "many": [{"text": "x"}]}, kind)
-    shape_json('{"one": {}, "many": []}', kind)
+    convert_document({"one": {"number": 1}, "many": [{"text": "x"}]}, kind)
+    decode_json('{"one": {}, "many": []}', kind)
 
 sys.setswitchinterval(1e-6)
 for _ in range(200):
@@ -39,15 +39,15 @@ class Thing:
 
 
 def test_a_document_becomes_a_value() -> None:
-    assert shape({"name": "a", "size": 3}, Thing) == Thing("a", 3)
-    assert shape({"name": "a", "size": "3"}, Thing, strict=False) == Thing("a", 3)
-    assert shape_json(b'{"name": "a"}', Thing) == Thing("a")
+    assert convert_document({"name": "a", "size": 3}, Thing) == Thing("a", 3)
+    assert convert_document({"name": "a", "size": "3"}, Thing, strict=False) == Thing("a", 3)
+    assert decode_json(b'{"name": "a"}', Thing) == Thing("a")
 
 
 @pytest.mark.parametrize("document", [{}, {"name": 1}, {"name": "a", "size": "3"}, []])
 def test_another_shape_is_refused(document: object) -> None:
     with pytest.raises(msgspec.ValidationError):
-        shape(document, Thing)
+        convert_document(document, Thing)
 
 
 def test_many_threads_use_a_class_for_the_first_time() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.schema.strict_json import MAX_DEPTH, canonical, load_object, loads
+from expertctl.schema.strict_json import MAX_DEPTH, encode_canonical, load_object, loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | st.text(),
@@ -94,7 +94,7 @@ def test_canonical_bytes_are_those_of_rfc_8785() -> None:
     # RFC 8785 section 3.2.3: keys sort by UTF-16 code units.
     document = {"\u20ac": 1, "\r": 2, "\ufb33": 3, "1": 4, "\U0001f600": 5, "\x80": 6, "\xf6": 7}
     expected = '{"\\r":2,"1":4,"\x80":6,"\xf6":7,"\u20ac":1,"\U0001f600":5,"\ufb33":3}'
-    assert canonical(document) == expected.encode()
+    assert encode_canonical(document) == expected.encode()
 
 
 @pytest.mark.parametrize("end", [b"]", b",NaN]"])

@@ -3,7 +3,12 @@
 import pytest
 
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.schema.validation import LARGE, LONGEST, MAX_PROBLEMS, problems_of
+from expertctl.schema.validation import (
+    LARGE_DOCUMENT_VALUES,
+    MAX_PROBLEM_LENGTH,
+    MAX_PROBLEMS,
+    find_problems,
+)
 
 
 def sample(**changed: JsonValue) -> JsonObject:
@@ -11,7 +16,7 @@ def sample(**changed: JsonValue) -> JsonObject:
 
 
 def test_a_valid_document_has_no_problems() -> None:
-    assert problems_of(sample(), "routing-sample") == []
+    assert find_problems(sample(), "routing-sample") == []
 
 
 @pytest.mark.parametrize(
@@ -24,22 +29,22 @@ def test_a_value_too_long_to_be_told_still_has_its_reason(value: str, problem: s
         "long": ["x" * 200_000],
     }
     manifest: JsonObject = {"routing": {"examples": texts[value]}}
-    told = next(p for p in problems_of(manifest, "manifest") if p.startswith("routing/examples"))
+    told = next(p for p in find_problems(manifest, "manifest") if p.startswith("routing/examples"))
     assert told.endswith(problem)
     assert "…" in told
-    assert len(told) < LONGEST + 40
+    assert len(told) < MAX_PROBLEM_LENGTH + 40
 
 
 def test_at_most_so_many_problems_are_told() -> None:
     manifest: JsonObject = {"routing": {"examples": [False] * 150}}
-    told = problems_of(manifest, "manifest")
+    told = find_problems(manifest, "manifest")
     assert len(told) == MAX_PROBLEMS + 1
     assert told[-1] == "… and more"
 
 
 def test_of_a_document_with_too_many_problems_to_gather_one_is_told() -> None:
-    manifest: JsonObject = {"routing": {"examples": [False] * (LARGE + 1)}}
-    told = problems_of(manifest, "manifest")
+    manifest: JsonObject = {"routing": {"examples": [False] * (LARGE_DOCUMENT_VALUES + 1)}}
+    told = find_problems(manifest, "manifest")
     assert len(told) == 2
     assert told[0].startswith(("routing/examples", "document: "))
     assert told[-1] == "… and more"

@@ -10,9 +10,14 @@ import pytest
 
 from expertctl import __version__, errors
 from expertctl.errors import ExpertError
-from tests.sdk.serving import Process, environment, new_key, serving_process
-from tests.server.served import BASE, EXPERTS, make_stock
-from tests.server.status_page.browser import browser
+from tests.server.harness import BASE, EXPERTS, make_served_packages
+from tests.server.server_process import (
+    HomeServerProcess,
+    create_api_key,
+    make_environment,
+    run_home_server,
+)
+from tests.server.status_page.browser import run_browser
 
 pytestmark = pytest.mark.all
 ROOT = Path(__file__).parents[2]
@@ -50,18 +55,18 @@ def compiled(package: Path) -> Path:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("typescript")
-    return make_stock(folder / "stock").house(folder / "home").root
+    return make_served_packages(folder / "stock").make_home(folder / "home").root
 
 
 @pytest.fixture(scope="module")
 def keys(home: Path) -> tuple[str, str, str]:
-    slow = new_key(home, "slow", "--per-minute", "10")
-    return new_key(home, "one", "--manage"), new_key(home, "other"), slow
+    slow = create_api_key(home, "slow", "--per-minute", "10")
+    return create_api_key(home, "one", "--manage"), create_api_key(home, "other"), slow
 
 
 @pytest.fixture(scope="module")
-def server(home: Path, keys: tuple[str, str]) -> Iterator[Process]:
-    with serving_process(home) as server:
+def server(home: Path, keys: tuple[str, str]) -> Iterator[HomeServerProcess]:
+    with run_home_server(home) as server:
         yield server
 
 
@@ -73,10 +78,10 @@ def test_it_reads_streams_maps_names_and_guards_the_key_without_a_server(compile
 
 @pytest.mark.parametrize("name", ["client", "document"])
 def test_it_agrees_with_a_real_server(
-    name: str, compiled: Path, server: Process, keys: tuple[str, str, str], home: Path
+    name: str, compiled: Path, server: HomeServerProcess, keys: tuple[str, str, str], home: Path
 ) -> None:
     surroundings = {
-        **environment(home),
+        **make_environment(home),
         "EXPERT_TEST_URL": server.url,
         "EXPERT_TEST_KEY": keys[0],
         "EXPERT_TEST_OTHER_KEY": keys[1],
@@ -98,7 +103,7 @@ console.log(typeof stream.next);
 
 
 def test_a_stream_that_is_never_read_keeps_no_program_running(
-    compiled: Path, server: Process, tmp_path: Path
+    compiled: Path, server: HomeServerProcess, tmp_path: Path
 ) -> None:
     index = (compiled.parent / "src" / "index.js").as_uri()
     program = tmp_path / "unread.mjs"
@@ -121,20 +126,20 @@ import("/sdk/index.js").then(async ({ ExpertClient }) => {
 
 
 def test_it_works_in_a_browser_too(
-    compiled: Path, server: Process, keys: tuple[str, str, str], tmp_path: Path
+    compiled: Path, server: HomeServerProcess, keys: tuple[str, str, str], tmp_path: Path
 ) -> None:
     question = {"prompt": "Sort: 3, 1, 2", "temperature": 0, "maxTokens": 12}
     script = BROWSED.replace("KEY", json.dumps(keys[0])).replace("QUESTION", json.dumps(question))
-    with browser(tmp_path / "profile") as tab:
-        tab.lend(f"{server.url}/sdk/", compiled.parent / "src")
+    with run_browser(tmp_path / "profile") as tab:
+        tab.serve_modules_from(f"{server.url}/sdk/", compiled.parent / "src")
         tab.open(f"{server.url}/status")
-        tab.wait("document.readyState === 'complete'")
-        told = tab.value(script)
+        tab.wait_for("document.readyState === 'complete'")
+        told = tab.evaluate(script)
         assert told["text"] == told["streamed"] != ""
         assert told["refused"] == "UnauthenticatedError"
         key = {"headers": {"authorization": f"Bearer {keys[0]}"}}
         numbers = f"fetch('/status/data', {json.dumps(key)}).then((answer) => answer.json())"
-        tab.wait(f"{numbers}.then((data) => data.jobs.running === 0)")
+        tab.wait_for(f"{numbers}.then((data) => data.jobs.running === 0)")
 
 
 def test_its_errors_are_those_of_ours(compiled: Path) -> None:

@@ -10,41 +10,43 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.http.connections import allow_files
+from expertctl.http.granian_server import raise_file_limit
 from expertctl.server.settings import ServeSettings
-from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
-from tests.server.served import Served, Stock, make_stock, serving
+from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
+from tests.server.harness import ServedPackages, ServerHarness, make_served_packages, run_app
 
 __all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 
-MakeServed = Callable[..., Served]
+MakeServed = Callable[..., ServerHarness]
 
 
 @pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> ServedPackages:
     """The base and the packages that are served."""
-    return make_stock(tmp_path_factory.mktemp("stock"))
+    return make_served_packages(tmp_path_factory.mktemp("stock"))
 
 
 @pytest.fixture(scope="module")
-def served(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerHarness]:
     """A server with the settings of everybody, for all tests of one file."""
-    house = stock.house(tmp_path_factory.mktemp("served") / "home")
-    with serving(house) as one:
+    house = stock.make_home(tmp_path_factory.mktemp("served") / "home")
+    with run_app(house) as one:
         yield one
 
 
 @pytest.fixture
-def make_served(stock: Stock, tmp_path: Path) -> Iterator[MakeServed]:
+def make_served(stock: ServedPackages, tmp_path: Path) -> Iterator[MakeServed]:
     """Make servers with settings of their own, each in a home of its own."""
     with ExitStack() as stack:
         count = 0
 
-        def make(settings: ServeSettings | None = None) -> Served:
+        def make(settings: ServeSettings | None = None) -> ServerHarness:
             nonlocal count
             count += 1
-            house = stock.house(tmp_path / f"served-{count}")
-            return stack.enter_context(serving(house, settings))
+            house = stock.make_home(tmp_path / f"served-{count}")
+            return stack.enter_context(run_app(house, settings))
 
         yield make
 
@@ -53,6 +55,6 @@ def make_served(stock: Stock, tmp_path: Path) -> Iterator[MakeServed]:
 def open_files() -> Iterator[None]:
     """As many as are needed, here; afterwards what it was before."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allow_files()
+    raise_file_limit()
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

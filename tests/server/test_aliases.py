@@ -6,31 +6,32 @@ from queue import SimpleQueue
 import openai
 import pytest
 
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import ExpertError, IncompatibleError, NotFoundError, UsageError
-from expertctl.server.aliases import (
-    check_bases,
-    check_installed,
-    check_names,
-    check_served,
+from expertctl.server.app import EngineWorker
+from expertctl.server.model_name import (
+    ModelNotFoundError,
+    check_alias_base,
+    check_alias_bases,
+    check_alias_experts,
+    check_alias_names,
     parse_aliases,
+    parse_model,
 )
-from expertctl.server.model_name import ModelNotFoundError, chosen
-from expertctl.server.opening import Opening
 from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
 from tests.server.conftest import MakeServed
-from tests.server.openai.clients import a_client
-from tests.server.served import BASE, Stock
-from tests.store.shop import House
+from tests.server.harness import BASE, ServedPackages
+from tests.server.openai.client import make_client
+from tests.store.fixtures import HomeFixture
 
 ALIASES = {"gpt-4o-mini": "auto", "claude-haiku": BASE, "gpt-sql": "acme/sql:0.5+acme/json"}
 
 
 @pytest.fixture(scope="module")
-def stocked(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> House:
-    return stock.house(tmp_path_factory.mktemp("aliases") / "home")
+def stocked(stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory) -> HomeFixture:
+    return stock.make_home(tmp_path_factory.mktemp("aliases") / "home")
 
 
 def test_aliases_are_read_as_they_are_typed() -> None:
@@ -77,24 +78,24 @@ def test_attack_112_an_alias_hides_nothing_that_is_or_may_come(
     aliases: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        check_names(aliases)
+        check_alias_names(aliases)
     with pytest.raises(UsageError, match=words):
         check_settings(ServeSettings(aliases=aliases))
 
 
 def test_an_alias_neither_hides_a_base_nor_stands_for_nothing() -> None:
-    check_bases(ALIASES, {BASE, "other"})
+    check_alias_bases(ALIASES, {BASE, "other"})
     with pytest.raises(UsageError, match="would hide the base other"):
-        check_bases({"other": "auto"}, {BASE, "other"})
+        check_alias_bases({"other": "auto"}, {BASE, "other"})
     with pytest.raises(NotFoundError, match="'gone', which is no model"):
-        check_bases({"gpt": "gone"}, {BASE})
+        check_alias_bases({"gpt": "gone"}, {BASE})
     with pytest.raises(NotFoundError) as refused:
-        check_bases({"gpt": "tinny"}, {BASE})
+        check_alias_bases({"gpt": "tinny"}, {BASE})
     assert "did you mean tiny?" in refused.value.hint
 
 
-def test_an_alias_of_what_is_installed_is_served(stocked: House) -> None:
-    check_installed({**ALIASES, "gpt-old": "acme/sql@^1"}, stocked.store)
+def test_an_alias_of_what_is_installed_is_served(stocked: HomeFixture) -> None:
+    check_alias_experts({**ALIASES, "gpt-old": "acme/sql@^1"}, stocked.store)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +108,10 @@ def test_an_alias_of_what_is_installed_is_served(stocked: House) -> None:
     ],
 )
 def test_an_alias_of_an_expert_that_is_not_installed_is_refused(
-    stocked: House, model: str, fact: str, hint: str
+    stocked: HomeFixture, model: str, fact: str, hint: str
 ) -> None:
     with pytest.raises(NotFoundError) as refused:
-        check_installed({"q": model}, stocked.store)
+        check_alias_experts({"q": model}, stocked.store)
     assert fact in refused.value.message
     assert hint in refused.value.hint
     missing = model.rpartition("+")[2]
@@ -118,19 +119,19 @@ def test_an_alias_of_an_expert_that_is_not_installed_is_refused(
 
 
 def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
-    stock: Stock, tmp_path: Path
+    stock: ServedPackages, tmp_path: Path
 ) -> None:
-    house = stock.house(tmp_path / "home")
+    house = stock.make_home(tmp_path / "home")
     other = write_base(tmp_path / "other", seed=9, hidden_size=48)
     house.bases.add(other, name="other")
     settings = ServeSettings(
-        aliases={"q": "acme/sql"}, batch=BatchSettings(base="other", budget=64 << 20)
+        aliases={"q": "acme/sql"}, batch=EngineConfig(base="other", budget=64 << 20)
     )
-    opening = Opening(settings, Settings(Home(house.root), encoder="lexical"))
+    opening = EngineWorker(settings, Settings(Home(house.root), encoder="lexical"))
     told = SimpleQueue[ExpertError | None]()
-    opening.begin(told.put)
+    opening.start(told.put)
     error = told.get()
-    opening.end()
+    opening.shut_down()
     assert isinstance(error, IncompatibleError)
     assert error.message.startswith("the alias q: ")
 
@@ -139,12 +140,12 @@ def test_an_alias_that_the_served_base_cannot_answer_ends_the_start(
 def test_an_expert_that_was_removed_since_is_missed_in_the_words_of_the_client(
     make_served: MakeServed, path: str
 ) -> None:
-    settings = ServeSettings(aliases={"q": "acme/sql"}, batch=BatchSettings(budget=64 << 20))
+    settings = ServeSettings(aliases={"q": "acme/sql"}, batch=EngineConfig(budget=64 << 20))
     served = make_served(settings)
     body = {"model": "q", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
     assert served.client().post(path, json=body).status_code == 200
     store = served.house.store
-    store.remove(next(one for one in store.experts() if str(one.package) == "acme/sql"))
+    store.remove(next(one for one in store.list_experts() if str(one.package) == "acme/sql"))
     answer = served.client().post(path, json=body)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -156,26 +157,26 @@ def test_an_expert_that_was_removed_since_is_missed_in_the_words_of_the_client(
 
 
 def test_an_alias_stands_for_the_base_that_is_served_and_for_no_other() -> None:
-    check_served(ALIASES, base=BASE, bases={BASE, "other"})
+    check_alias_base(ALIASES, base=BASE, bases={BASE, "other"})
     with pytest.raises(UsageError, match="stands for the base other, but tiny is served"):
-        check_served({"gpt": "other"}, base=BASE, bases={BASE, "other"})
+        check_alias_base({"gpt": "other"}, base=BASE, bases={BASE, "other"})
 
 
 @pytest.mark.parametrize(("alias", "model"), ALIASES.items())
 def test_an_alias_chooses_what_its_model_does(alias: str, model: str) -> None:
-    named = chosen(alias, base_name=BASE, aliases=ALIASES)
-    assert named == chosen(model, base_name=BASE)
+    named = parse_model(alias, base_name=BASE, aliases=ALIASES)
+    assert named == parse_model(model, base_name=BASE)
 
 
 def test_a_model_that_is_no_alias_is_still_not_found() -> None:
     with pytest.raises(ModelNotFoundError):
-        chosen("gpt-4o", base_name=BASE, aliases=ALIASES)
+        parse_model("gpt-4o", base_name=BASE, aliases=ALIASES)
 
 
 def test_a_client_that_knows_one_name_lists_it_and_is_answered(make_served: MakeServed) -> None:
-    settings = ServeSettings(aliases=ALIASES, batch=BatchSettings(budget=64 << 20))
+    settings = ServeSettings(aliases=ALIASES, batch=EngineConfig(budget=64 << 20))
     served = make_served(settings)
-    with a_client(served) as client:
+    with make_client(served) as client:
         names = [model.id for model in client.models.list()]
         assert set(ALIASES) < set(names)
         assert client.models.retrieve("gpt-4o-mini").id == "gpt-4o-mini"

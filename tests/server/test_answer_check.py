@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.answer_form import Checked
-from expertctl.server.answer_check import StrictTool, answer_check
-from expertctl.server.answer_reader import Reading
-from expertctl.server.field_error import FieldError
-from expertctl.server.post_processing.json_answer import check_object
-from expertctl.server.post_processing.json_schema import MAX_PATTERNS
-from expertctl.server.tool_calls.call_format import HERMES
+from expertctl.engine.text.answer_format import FormatCheck
+from expertctl.server.output_parser import OutputParserConfig, StrictTool, build_answer_validator
+from expertctl.server.post_processing.json_schema import MAX_PATTERNS, check_json_object
+from expertctl.server.request_body import FieldError
+from expertctl.server.tool_parser import HERMES
 
-READING = Reading(form=HERMES, tools=frozenset({"f", "g"}))
+READING = OutputParserConfig(call_format=HERMES, tools=frozenset({"f", "g"}))
 NUMBER: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GOOD = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BAD = '<tool_call>{"name": "f", "arguments": {"a": "one"}}</tool_call>'
@@ -23,14 +21,16 @@ def tool(schema: Any = NUMBER, *, name: str = "f", number: int = 0) -> StrictToo
     return StrictTool(name, schema, f"tools[{number}].schema")
 
 
-PLAIN = Reading(form=HERMES)
+PLAIN = OutputParserConfig(call_format=HERMES)
 
 
-def checked(text: str, *, form: Any = None, tools: Any = None) -> Checked:
-    check = answer_check(READING, form=form, tools=(tool(),) if tools is None else tools)
+def checked(text: str, *, form: Any = None, tools: Any = None) -> FormatCheck:
+    check = build_answer_validator(
+        READING, text_check=form, tools=(tool(),) if tools is None else tools
+    )
     assert check is not None
     found = check(text)
-    assert isinstance(found, Checked)
+    assert isinstance(found, FormatCheck)
     return found
 
 
@@ -57,23 +57,23 @@ def test_what_does_not_fit_is_said_with_the_tool_and_the_place() -> None:
 
 
 def test_a_form_is_asked_of_what_is_said_only() -> None:
-    assert checked("<think>So?</think>{}", form=check_object, tools=()).passed is True
-    assert checked("So? {}", form=check_object, tools=()).passed is False
-    assert checked(LOOSE, form=check_object, tools=()).passed is None
+    assert checked("<think>So?</think>{}", form=check_json_object, tools=()).passed is True
+    assert checked("So? {}", form=check_json_object, tools=()).passed is False
+    assert checked(LOOSE, form=check_json_object, tools=()).passed is None
 
 
 @pytest.mark.parametrize("text", ["<think>[1]</think>\n\n{}", "{}", f"<think>{BAD}</think>{{}}"])
 def test_where_nothing_was_asked_what_is_said_is_returned_for_the_usual_check(text: str) -> None:
-    check = answer_check(READING, form=None, tools=(tool(),))
+    check = build_answer_validator(READING, text_check=None, tools=(tool(),))
     assert check is not None
     assert check(text) == "{}"
 
 
 def test_an_answer_that_is_said_as_it_is_written_needs_no_check_of_its_own() -> None:
-    assert answer_check(PLAIN, form=None, tools=()) is None
-    assert answer_check(PLAIN, form=check_object, tools=()) is not None
-    thinks = Reading(form=HERMES, thinks=True)
-    assert answer_check(thinks, form=None, tools=()) is not None
+    assert build_answer_validator(PLAIN, text_check=None, tools=()) is None
+    assert build_answer_validator(PLAIN, text_check=check_json_object, tools=()) is not None
+    thinks = OutputParserConfig(call_format=HERMES, may_think=True)
+    assert build_answer_validator(thinks, text_check=None, tools=()) is not None
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,17 @@ def test_an_answer_that_is_said_as_it_is_written_needs_no_check_of_its_own() -> 
 )
 def test_a_schema_that_cannot_be_used_is_refused_by_its_place(schema: Any) -> None:
     with pytest.raises(FieldError) as refused:
-        answer_check(READING, form=None, tools=(tool(), tool(schema, name="g", number=1)))
+        build_answer_validator(
+            READING, text_check=None, tools=(tool(), tool(schema, name="g", number=1))
+        )
     assert refused.value.field == "tools[1].schema"
 
 
 def test_the_schemas_of_all_tools_together_are_bounded_as_one_is() -> None:
     half = {"patternProperties": {f"^{n}$": {} for n in range(MAX_PATTERNS // 2 + 1)}}
-    answer_check(READING, form=None, tools=(tool(half),))
+    build_answer_validator(READING, text_check=None, tools=(tool(half),))
     with pytest.raises(FieldError, match="patterns") as refused:
-        answer_check(READING, form=None, tools=(tool(half), tool(half, name="g", number=1)))
+        build_answer_validator(
+            READING, text_check=None, tools=(tool(half), tool(half, name="g", number=1))
+        )
     assert refused.value.field == "tools"

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import ConflictError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.server.api_keys import ApiKeys
+from expertctl.server.api_keys import ApiKeyStore
 
 NOW = 1_800_000_000.0
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> ApiKeys:
-    return ApiKeys(tmp_path / "home" / "api-keys.json")
+def keys(tmp_path: Path) -> ApiKeyStore:
+    return ApiKeyStore(tmp_path / "home" / "api-keys.json")
 
 
-def test_a_secret_finds_its_key_and_no_other(keys: ApiKeys) -> None:
-    first, second = keys.make("first", now=NOW), keys.make("second", now=NOW)
+def test_a_secret_finds_its_key_and_no_other(keys: ApiKeyStore) -> None:
+    first, second = keys.create("first", now=NOW), keys.create("second", now=NOW)
     assert keys.find(first.secret, now=NOW) == first.key
     assert keys.find(second.secret, now=NOW) == second.key
     assert first.key.id != second.key.id
@@ -28,13 +28,13 @@ def test_a_secret_finds_its_key_and_no_other(keys: ApiKeys) -> None:
 @pytest.mark.parametrize(
     "secret", ["", "xpk_", "xpk_" + "a" * 43, "a" * 47, "xpk_" + "\udcff" * 43]
 )
-def test_what_is_no_secret_finds_nothing(keys: ApiKeys, secret: str) -> None:
-    keys.make("first", now=NOW)
+def test_what_is_no_secret_finds_nothing(keys: ApiKeyStore, secret: str) -> None:
+    keys.create("first", now=NOW)
     assert keys.find(secret, now=NOW) is None
 
 
-def test_only_hashes_are_kept_for_the_owner_alone(keys: ApiKeys) -> None:
-    made = keys.make("first", now=NOW)
+def test_only_hashes_are_kept_for_the_owner_alone(keys: ApiKeyStore) -> None:
+    made = keys.create("first", now=NOW)
     text = keys.path.read_text()
     assert made.secret not in text
     assert made.secret[4:] not in text
@@ -44,14 +44,14 @@ def test_only_hashes_are_kept_for_the_owner_alone(keys: ApiKeys) -> None:
     assert made.secret not in repr(made)
 
 
-def test_a_key_ends_when_it_expires(keys: ApiKeys) -> None:
-    made = keys.make("first", now=NOW, expires=NOW + 60)
+def test_a_key_ends_when_it_expires(keys: ApiKeyStore) -> None:
+    made = keys.create("first", now=NOW, expires=NOW + 60)
     assert keys.find(made.secret, now=NOW + 59) == made.key
     assert keys.find(made.secret, now=NOW + 60) is None
 
 
-def test_a_key_that_was_made_before_keys_could_manage_does_not(keys: ApiKeys) -> None:
-    made = keys.make("first", now=NOW, manages=True)
+def test_a_key_that_was_made_before_keys_could_manage_does_not(keys: ApiKeyStore) -> None:
+    made = keys.create("first", now=NOW, manages=True)
     found = keys.find(made.secret, now=NOW)
     assert found is not None
     assert found.manages
@@ -61,57 +61,57 @@ def test_a_key_that_was_made_before_keys_could_manage_does_not(keys: ApiKeys) ->
     for each in document["keys"]:
         del each["manages"]
     keys.path.write_text(json.dumps(document))
-    older = ApiKeys(keys.path).find(made.secret, now=NOW)
+    older = ApiKeyStore(keys.path).find(made.secret, now=NOW)
     assert older is not None
     assert not older.manages
 
 
 @pytest.mark.parametrize("by", ["name", "id"])
-def test_a_revoked_key_ends_at_once_for_a_server_that_runs(keys: ApiKeys, by: str) -> None:
-    server = ApiKeys(keys.path)
-    made, other = keys.make("first", now=NOW), keys.make("other", now=NOW)
+def test_a_revoked_key_ends_at_once_for_a_server_that_runs(keys: ApiKeyStore, by: str) -> None:
+    server = ApiKeyStore(keys.path)
+    made, other = keys.create("first", now=NOW), keys.create("other", now=NOW)
     assert server.find(made.secret, now=NOW) == made.key
     assert keys.revoke(getattr(made.key, by)) == made.key
     assert server.find(made.secret, now=NOW) is None
     assert server.find(other.secret, now=NOW) == other.key
 
 
-def test_a_server_that_runs_knows_a_new_key_at_once(keys: ApiKeys) -> None:
-    server = ApiKeys(keys.path)
+def test_a_server_that_runs_knows_a_new_key_at_once(keys: ApiKeyStore) -> None:
+    server = ApiKeyStore(keys.path)
     assert server.find("xpk_" + "a" * 43, now=NOW) is None
-    made = keys.make("first", now=NOW)
+    made = keys.create("first", now=NOW)
     assert server.find(made.secret, now=NOW) == made.key
 
 
-def test_revoking_the_last_key_opens_nothing(keys: ApiKeys) -> None:
-    assert not keys.are_demanded
-    keys.make("first", now=NOW)
+def test_revoking_the_last_key_opens_nothing(keys: ApiKeyStore) -> None:
+    assert not keys.are_required
+    keys.create("first", now=NOW)
     keys.revoke("first")
-    assert keys.listed() == ()
-    assert keys.are_demanded
+    assert keys.list_keys() == ()
+    assert keys.are_required
 
 
-def test_names_are_taken_once(keys: ApiKeys) -> None:
-    keys.make("first", now=NOW)
+def test_names_are_taken_once(keys: ApiKeyStore) -> None:
+    keys.create("first", now=NOW)
     with pytest.raises(ConflictError, match="first"):
-        keys.make("first", now=NOW)
-    assert [key.name for key in keys.listed()] == ["first"]
+        keys.create("first", now=NOW)
+    assert [key.name for key in keys.list_keys()] == ["first"]
 
 
 @pytest.mark.parametrize("name", ["", "A", "a b", "-a", "a--b", "a/b", "a" * 65, "../a", "é"])
-def test_a_name_is_one_word(keys: ApiKeys, name: str) -> None:
+def test_a_name_is_one_word(keys: ApiKeyStore, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name"):
-        keys.make(name, now=NOW)
+        keys.create(name, now=NOW)
     assert not keys.path.exists()
 
 
 @pytest.mark.parametrize("limit", [0, -1, 10**9 + 1])
-def test_a_limit_is_at_least_one_in_a_minute(keys: ApiKeys, limit: int) -> None:
+def test_a_limit_is_at_least_one_in_a_minute(keys: ApiKeyStore, limit: int) -> None:
     with pytest.raises(UsageError, match="a limit is"):
-        keys.make("first", now=NOW, requests_per_minute=limit)
+        keys.create("first", now=NOW, requests_per_minute=limit)
 
 
-def test_what_is_not_there_cannot_be_revoked(keys: ApiKeys) -> None:
+def test_what_is_not_there_cannot_be_revoked(keys: ApiKeyStore) -> None:
     with pytest.raises(NotFoundError, match="no key 'nobody'"):
         keys.revoke("nobody")
 
@@ -129,16 +129,16 @@ def test_what_is_not_there_cannot_be_revoked(keys: ApiKeys) -> None:
         b" " * (2 << 20),
     ],
 )
-def test_a_damaged_file_lets_nobody_in(keys: ApiKeys, content: bytes) -> None:
-    made = keys.make("first", now=NOW)
+def test_a_damaged_file_lets_nobody_in(keys: ApiKeyStore, content: bytes) -> None:
+    made = keys.create("first", now=NOW)
     keys.path.write_bytes(content)
     with pytest.raises(InvalidPackageError, match=r"api-keys\.json"):
         keys.find(made.secret, now=NOW)
-    assert keys.are_demanded
+    assert keys.are_required
 
 
-def test_a_link_is_not_followed(keys: ApiKeys, tmp_path: Path) -> None:
-    made = keys.make("first", now=NOW)
+def test_a_link_is_not_followed(keys: ApiKeyStore, tmp_path: Path) -> None:
+    made = keys.create("first", now=NOW)
     elsewhere = tmp_path / "elsewhere"
     keys.path.rename(elsewhere)
     os.mkfifo(keys.path)

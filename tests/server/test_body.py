@@ -8,28 +8,29 @@ import pytest
 from msgspec import Meta, Struct
 
 from expertctl.errors import UsageError
-from expertctl.server.body import in_turn, parse_body
-from expertctl.server.field_error import FieldError
+from expertctl.server.request_body import FieldError, parse_body, run_in_turn
 
 
-class Turn(Struct, frozen=True, forbid_unknown_fields=True):
+class BodyTurn(Struct, frozen=True, forbid_unknown_fields=True):
     role: str
     text: str = ""
 
 
-class Wish(Struct, frozen=True, forbid_unknown_fields=True):
-    turns: list[Turn]
+class BodyExample(Struct, frozen=True, forbid_unknown_fields=True):
+    turns: list[BodyTurn]
     limit: Annotated[int, Meta(ge=1, le=9)] = 5
     share: float = 0.5
     extra: object = None
 
 
 def test_a_body_becomes_a_value() -> None:
-    assert parse_body(b'{"turns": [{"role": "user"}], "limit": 7}', Wish) == Wish([Turn("user")], 7)
+    assert parse_body(b'{"turns": [{"role": "user"}], "limit": 7}', BodyExample) == BodyExample(
+        [BodyTurn("user")], 7
+    )
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    wish = parse_body(b'{"turns": [], "limit": 5.0, "share": 1, "extra": 1.5}', Wish)
+    wish = parse_body(b'{"turns": [], "limit": 5.0, "share": 1, "extra": 1.5}', BodyExample)
     assert (wish.limit, wish.share, wish.extra) == (5, 1.0, 1.5)
 
 
@@ -51,7 +52,7 @@ def test_what_has_another_shape_is_refused_by_the_path_of_its_field(
     body: bytes, field: str
 ) -> None:
     with pytest.raises(FieldError, match="body") as caught:
-        parse_body(body, Wish)
+        parse_body(body, BodyExample)
     assert caught.value.field == field
     assert "/openapi.json" in caught.value.hint
 
@@ -79,7 +80,7 @@ def test_what_has_another_shape_is_refused_by_the_path_of_its_field(
 )
 def test_what_is_no_strict_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(UsageError, match="the body"):
-        parse_body(body, Wish)
+        parse_body(body, BodyExample)
 
 
 def test_what_takes_long_is_done_one_after_the_other() -> None:
@@ -93,7 +94,7 @@ def test_what_takes_long_is_done_one_after_the_other() -> None:
         at_once -= 1
 
     async def ask() -> None:
-        await asyncio.gather(*(in_turn(work) for _ in range(5)))
+        await asyncio.gather(*(run_in_turn(work) for _ in range(5)))
 
     asyncio.run(ask())
     assert (at_once, most) == (0, 1)

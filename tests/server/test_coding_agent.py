@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from expertctl.server.app import create_app
-from tests.server.openai.scripted_base import ANSWER, scripted_stock
-from tests.server.served import BASE, URL, Served, serving
+from tests.server.harness import BASE, URL, ServerHarness, run_app
+from tests.server.openai.scripted_base import ANSWER, make_scripted_packages
 
 RECORDED = json.loads((Path(__file__).parent / "anthropic" / "coding_agent.json").read_text())
 BODY: dict[str, Any] = RECORDED["body"]
@@ -33,14 +33,14 @@ IGNORED = {
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     folder = tmp_path_factory.mktemp("agent")
-    with serving(scripted_stock(folder / "stock").house(folder / "home")) as served:
+    with run_app(make_scripted_packages(folder / "stock").make_home(folder / "home")) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def client(scripted: Served) -> Iterator[TestClient]:
+def client(scripted: ServerHarness) -> Iterator[TestClient]:
     """A client of a server that calls the base by the name that the agent knows."""
     settings = replace(scripted.service.settings, aliases={BODY["model"]: BASE})
     app = create_app(replace(scripted.service, settings=settings))

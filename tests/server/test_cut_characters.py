@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.factories import BYTE_TOKENS, text_of_bytes
-from tests.server.served import BASE, Served
+from tests.factories import BYTE_TOKENS, decode_bytes
+from tests.server.harness import BASE, ServerHarness
 
 PROMPT = "Grüße 🙂"
 LENGTHS = range(1, 40)
@@ -14,20 +14,20 @@ DRAWN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 HEADERS = {"anthropic-version": "2023-06-01"}
 
 
-def infer(served: Served, most: int) -> Any:
+def infer(served: ServerHarness, most: int) -> Any:
     without = ["acme/sql", "acme/json", "acme/dates"]
     body = {"prompt": PROMPT, "max_tokens": most, **DRAWN, "seed": 4, "exclude_experts": without}
     return served.client().post("/v1/infer", json=body).json()
 
 
 @pytest.fixture(scope="module")
-def cut(served: Served) -> tuple[int, str]:
+def cut(served: ServerHarness) -> tuple[int, str]:
     """A length at which the answer is cut inside a character, and its text by Python's decoder."""
     for most in LENGTHS:
         ids = infer(served, most)["tokens"]["ids"]
         whole = bytes(i for i in ids if i < BYTE_TOKENS).decode("utf-8", "replace")
-        if whole != text_of_bytes(ids):
-            return most, text_of_bytes(ids)
+        if whole != decode_bytes(ids):
+            return most, decode_bytes(ids)
     raise AssertionError("this base never begins a character of several bytes")
 
 
@@ -41,12 +41,12 @@ def fields(most: int, **more: Any) -> dict[str, Any]:
     return {"model": BASE, "max_tokens": most, **DRAWN, "seed": 4, **more}
 
 
-def test_infer(served: Served, cut: tuple[int, str]) -> None:
+def test_infer(served: ServerHarness, cut: tuple[int, str]) -> None:
     most, text = cut
     assert infer(served, most)["text"] == text
 
 
-def test_chat_completions(served: Served, cut: tuple[int, str]) -> None:
+def test_chat_completions(served: ServerHarness, cut: tuple[int, str]) -> None:
     most, text = cut
     body = fields(most, messages=[{"role": "user", "content": PROMPT}])
     client = served.client()
@@ -57,7 +57,7 @@ def test_chat_completions(served: Served, cut: tuple[int, str]) -> None:
     assert "".join(told) == text
 
 
-def test_messages(served: Served, cut: tuple[int, str]) -> None:
+def test_messages(served: ServerHarness, cut: tuple[int, str]) -> None:
     most, text = cut
     body = fields(most, messages=[{"role": "user", "content": PROMPT}])
     client = served.client()

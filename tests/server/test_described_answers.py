@@ -8,9 +8,9 @@ import pytest
 from jsonschema_rs import Draft202012Validator
 
 from expertctl.errors import StoreError
-from expertctl.server.error_bodies import error_event
-from tests.server.openai.scripted_base import scripted_stock
-from tests.server.served import Served, serving
+from expertctl.server.responses import format_error_event
+from tests.server.harness import ServerHarness, run_app
+from tests.server.openai.scripted_base import make_scripted_packages
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 COUNT, INFER, ROUTE, MODELS = "/v1/messages/count_tokens", "/v1/infer", "/v1/route", "/v1/models"
@@ -58,14 +58,14 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     folder = tmp_path_factory.mktemp("described")
-    with serving(scripted_stock(folder / "stock").house(folder / "home")) as served:
+    with run_app(make_scripted_packages(folder / "stock").make_home(folder / "home")) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def document(scripted: Served) -> Any:
+def document(scripted: ServerHarness) -> Any:
     return closed(scripted.client().get("/openapi.json").json())
 
 
@@ -99,7 +99,9 @@ def check_answer(document: Any, method: str, path: str, answer: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATED)
-def test_whole_answers_are_described(scripted: Served, document: Any, path: str, body: Any) -> None:
+def test_whole_answers_are_described(
+    scripted: ServerHarness, document: Any, path: str, body: Any
+) -> None:
     answer = scripted.client().post(path, json=body)
     assert answer.status_code == 200
     check_answer(document, "post", path, answer)
@@ -107,7 +109,7 @@ def test_whole_answers_are_described(scripted: Served, document: Any, path: str,
 
 @pytest.mark.parametrize(("path", "body"), GENERATED)
 def test_events_of_streams_are_described(
-    scripted: Served, document: Any, path: str, body: Any
+    scripted: ServerHarness, document: Any, path: str, body: Any
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if path in {CHAT, COMPLETIONS} else {}
     answer = scripted.client().post(path, json={**body, "stream": True, **options})
@@ -128,12 +130,12 @@ def data_of(stream: str) -> Iterator[Any]:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, INFER])
 def test_the_error_that_ends_a_stream_is_described(document: Any, path: str) -> None:
     scope = {"type": "http", "path": path, "headers": [], "state": {"request_id": "req_1"}}
-    [event] = data_of(error_event(StoreError("the disk is gone"), scope).decode())
+    [event] = data_of(format_error_event(StoreError("the disk is gone"), scope).decode())
     check(document, contents(document, "post", path, 200)["text/event-stream"], event)
 
 
 @pytest.mark.parametrize(("path", "body"), WRONG)
-def test_errors_are_described(scripted: Served, document: Any, path: str, body: Any) -> None:
+def test_errors_are_described(scripted: ServerHarness, document: Any, path: str, body: Any) -> None:
     answer = scripted.client().post(path, json=body)
     assert 400 <= answer.status_code < 500
     check_answer(document, "post", path, answer)
@@ -141,7 +143,7 @@ def test_errors_are_described(scripted: Served, document: Any, path: str, body: 
 
 @pytest.mark.parametrize(("path", "body"), [(COUNT, chat()), (ROUTE, {"prompt": "Sort: 3, 1"})])
 def test_what_generates_nothing_is_described(
-    scripted: Served, document: Any, path: str, body: Any
+    scripted: ServerHarness, document: Any, path: str, body: Any
 ) -> None:
     sent = {name: value for name, value in body.items() if name != "temperature"}
     answer = scripted.client().post(path, json=sent)
@@ -152,14 +154,14 @@ def test_what_generates_nothing_is_described(
 @pytest.mark.parametrize("headers", [{}, VERSION])
 @pytest.mark.parametrize(("name", "status"), [("", 200), ("/acme/sql", 200), ("/gone", 404)])
 def test_models_are_described_in_both_shapes(
-    scripted: Served, document: Any, headers: Any, name: str, status: int
+    scripted: ServerHarness, document: Any, headers: Any, name: str, status: int
 ) -> None:
     answer = scripted.client().get(f"{MODELS}{name}", headers=headers)
     assert answer.status_code == status
     check_answer(document, "get", f"{MODELS}/{{name}}" if name else MODELS, answer)
 
 
-def test_jobs_and_experts_are_described(scripted: Served, document: Any) -> None:
+def test_jobs_and_experts_are_described(scripted: ServerHarness, document: Any) -> None:
     client = scripted.client()
     submitted = client.post("/v1/jobs", json={"prompt": "Hi", "max_tokens": 2})
     check_answer(document, "post", "/v1/jobs", submitted)

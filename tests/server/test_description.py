@@ -6,8 +6,8 @@ import pytest
 from jsonschema_rs import Draft202012Validator
 from starlette.routing import Route
 
-from expertctl.server.description import OPERATIONS
-from tests.server.served import Served
+from expertctl.server.operations import OPERATIONS
+from tests.server.harness import ServerHarness
 
 UNDESCRIBED = {"/", "/openapi.json"}
 """Beside the status page, which is for browsers."""
@@ -18,13 +18,13 @@ def _is_for_browsers(path: str) -> bool:
 
 
 @pytest.fixture
-def document(served: Served) -> Any:
+def document(served: ServerHarness) -> Any:
     answer = served.client().get("/openapi.json")
     assert answer.headers["content-type"] == "application/json"
     return answer.json()
 
 
-def test_every_address_is_described(served: Served, document: Any) -> None:
+def test_every_address_is_described(served: ServerHarness, document: Any) -> None:
     routed = {
         (route.path.replace(":path", ""), method.lower())
         for route in served.app.routes
@@ -61,7 +61,7 @@ def test_names_of_operations_are_given_once(document: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/infer", "/v1/messages", "/v1/chat/completions"])
 def test_errors_are_described_in_the_shape_of_their_api(
-    served: Served, document: Any, path: str
+    served: ServerHarness, document: Any, path: str
 ) -> None:
     shape = document["paths"][path]["post"]["responses"]["400"]["content"]["application/json"]
     name = shape["schema"]["$ref"].rpartition("/")[2]

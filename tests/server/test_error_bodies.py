@@ -25,9 +25,9 @@ from expertctl.errors import (
     UnknownAddressError,
     UsageError,
 )
-from expertctl.server.error_bodies import error_event, error_response
-from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import ModelNotFoundError
+from expertctl.server.request_body import FieldError
+from expertctl.server.responses import error_response, format_error_event
 
 OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/acme/sql")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
@@ -119,8 +119,8 @@ def test_an_address_of_no_api_is_answered_in_the_form_of_whoever_asks(path: str)
     assert (shown.error.type, shown.error.message) == ("not_found_error", "no")
 
 
-LONG = ContextLengthError("the prompt has 20 tokens", size=20, most=16, hint="--truncate")
-MANY = ContextLengthError("messages: 9 characters", size=9, most=5, unit="characters")
+LONG = ContextLengthError("the prompt has 20 tokens", size=20, limit=16, hint="--truncate")
+MANY = ContextLengthError("messages: 9 characters", size=9, limit=5, unit="characters")
 
 
 def test_openais_clients_know_a_conversation_that_is_too_long_by_code_and_words() -> None:
@@ -160,11 +160,13 @@ def test_a_message_is_bounded_and_printable() -> None:
 
 def test_an_error_in_a_stream_is_an_event_of_its_api() -> None:
     error = ExpertError("broken")
-    assert error_event(error, scope("/v1/chat/completions")).startswith(b'data: {"error":{')
-    event = error_event(error, scope("/v1/messages"))
+    assert format_error_event(error, scope("/v1/chat/completions")).startswith(b'data: {"error":{')
+    event = format_error_event(error, scope("/v1/messages"))
     assert event.startswith(b'event: error\ndata: {"type":"error",')
     assert event.endswith(b"\n\n")
-    assert error_event(error, scope("/v1/infer")).startswith(b'event: error\ndata: {"error":')
+    assert format_error_event(error, scope("/v1/infer")).startswith(
+        b'event: error\ndata: {"error":'
+    )
 
 
 @pytest.mark.parametrize("make", [openai.OpenAI, anthropic.Anthropic])

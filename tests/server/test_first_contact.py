@@ -11,14 +11,14 @@ import openai
 import pytest
 
 from expertctl import __version__
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.errors import UsageError
 from expertctl.server.settings import ServeSettings, check_settings
 from tests.server.conftest import MakeServed
-from tests.server.served import BASE, URL, Served
+from tests.server.harness import BASE, URL, ServerHarness
 
 CHAT = {"model": BASE, "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
-SMALL = BatchSettings(budget=64 << 20)
+SMALL = EngineConfig(budget=64 << 20)
 
 
 def test_whoever_waits_for_health_is_told_when_requests_are_answered(
@@ -36,7 +36,7 @@ def test_whoever_waits_for_health_is_told_when_requests_are_answered(
 
 def test_health_and_version_need_no_key(make_served: MakeServed) -> None:
     served = make_served()
-    served.service.keys.make("first", now=0.0)
+    served.service.keys.create("first", now=0.0)
     client = served.client()
     assert client.get("/v1/models").status_code == 401
     assert client.get("/health").status_code == 200
@@ -55,14 +55,14 @@ def test_health_and_version_need_no_key(make_served: MakeServed) -> None:
     ],
 )
 def test_a_slash_at_the_end_of_an_address_changes_nothing(
-    served: Served, method: str, path: str, body: Any
+    served: ServerHarness, method: str, path: str, body: Any
 ) -> None:
     assert served.client().request(method, path, json=body).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models//", "/v1//models/"])
 def test_slashes_that_two_programs_could_read_differently_are_refused(
-    served: Served, path: str
+    served: ServerHarness, path: str
 ) -> None:
     assert served.client().get(path).status_code == 400
 
@@ -72,7 +72,7 @@ def test_a_page_of_an_allowed_origin_may_read_limits_and_ignored_fields(
 ) -> None:
     origin = "http://localhost:3000"
     served = make_served(ServeSettings(allowed_origins=(origin,), batch=SMALL))
-    secret = served.service.keys.make("page", now=0.0, requests_per_minute=9).secret
+    secret = served.service.keys.create("page", now=0.0, requests_per_minute=9).secret
     for path in ("/v1/chat/completions", "/v1/messages"):
         body = {**CHAT, "keep_alive": "5m"}
         answer = served.client(secret).post(path, json=body, headers={"Origin": origin})
@@ -155,7 +155,7 @@ def test_programs_that_are_made_of_pages_have_origins_too(origin: str) -> None:
 
 @pytest.mark.parametrize(("base", "meant"), [("", "/v1"), ("/v1/v1", "/v1")])
 def test_openais_client_with_a_wrong_base_url_is_told_the_right_one(
-    served: Served, base: str, meant: str
+    served: ServerHarness, base: str, meant: str
 ) -> None:
     inner: Any = served.client()
     with (
@@ -168,7 +168,7 @@ def test_openais_client_with_a_wrong_base_url_is_told_the_right_one(
     assert told.value.code == "unknown_url"
 
 
-def test_anthropics_client_with_a_wrong_base_url_gets_its_own_error(served: Served) -> None:
+def test_anthropics_client_with_a_wrong_base_url_gets_its_own_error(served: ServerHarness) -> None:
     inner: Any = served.client()
     with (
         anthropic.Anthropic(
@@ -180,7 +180,7 @@ def test_anthropics_client_with_a_wrong_base_url_gets_its_own_error(served: Serv
     assert told.value.body["error"]["type"] == "not_found_error"
 
 
-def test_an_address_of_ours_that_is_not_there_is_told_in_our_form(served: Served) -> None:
+def test_an_address_of_ours_that_is_not_there_is_told_in_our_form(served: ServerHarness) -> None:
     body = served.client().get("/v1/jobs/nothing/more").json()
     assert set(body["error"]) == {"code", "message", "hint"}
     assert body["error"]["code"] == "unknown_url"

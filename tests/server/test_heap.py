@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from expertctl.server.heap import ARENAS
+from expertctl.server.serve import MAX_ARENAS
 
 THREADS = 12
 PROGRAM = f"""
 import ctypes, sys, tempfile, threading
-from expertctl.server.heap import bound_arenas
+from expertctl.server.serve import bound_arenas
 if sys.argv[1] == "bound":
     assert bound_arenas()
 libc = ctypes.CDLL(None)
@@ -40,14 +40,14 @@ def arenas(how: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
 def test_threads_share_few_arenas() -> None:
-    assert arenas("as it is") > ARENAS
-    assert arenas("bound") == ARENAS
+    assert arenas("as it is") > MAX_ARENAS
+    assert arenas("bound") == MAX_ARENAS
 
 
 TRIMMED = """
 import ctypes
 from pathlib import Path
-from expertctl.server.heap import return_free_pages
+from expertctl.server.serve import trim_heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def resident():
@@ -60,7 +60,7 @@ kept = blocks[::500] + blocks[-1:]
 for block in set(blocks) - set(kept):
     libc.free(block)
 free = resident()
-assert return_free_pages()
+assert trim_heap()
 print(before, free, resident())
 """
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.serving import ticket
+from expertctl.engine.serving import request
 from expertctl.http.log import JsonFormatter
+from tests.server.harness import BASE, ServerHarness
 from tests.server.native.test_jobs import ENDLESS, submit, until
-from tests.server.served import BASE, Served
 
 KEYS = {
     *("submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms"),
@@ -31,7 +31,7 @@ def records(told: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 def test_an_answer_is_one_line_without_a_word_of_it(
-    served: Served, told: pytest.LogCaptureFixture
+    served: ServerHarness, told: pytest.LogCaptureFixture
 ) -> None:
     body = {"prompt": "Sort: 33331, 2", "force_experts": ["acme/sql"], "max_tokens": 5}
     answer = served.client().post("/v1/infer", json=body).json()
@@ -48,7 +48,7 @@ def test_an_answer_is_one_line_without_a_word_of_it(
 
 
 def test_a_job_that_fails_says_why_by_a_code(
-    served: Served, told: pytest.LogCaptureFixture
+    served: ServerHarness, told: pytest.LogCaptureFixture
 ) -> None:
     body = {"model": BASE, "prompt": "word " * 9000, "max_tokens": 2}
     assert served.client().post("/v1/completions", json=body).status_code == 400
@@ -60,13 +60,13 @@ def test_a_job_that_fails_says_why_by_a_code(
 
 
 def test_an_answer_that_was_cut_by_its_time_is_no_success(
-    served: Served, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = served.client()
     job_id = submit(client, {**ENDLESS, "timeout_ms": 1_000_000})
     until(client, job_id, "text")
     later = time.monotonic() + 2000
-    monkeypatch.setattr(ticket, "now", lambda: later)
+    monkeypatch.setattr(request, "now", lambda: later)
     until(client, job_id, "ended_at")
     [line] = records(told)
     assert line["finish_reasons"] == ["timeout"]

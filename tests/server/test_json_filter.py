@@ -6,20 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.server.answer_check import answer_check
-from expertctl.server.answer_reader import AnswerReader, Reading
-from expertctl.server.json_filter import MAX_SPACE, JsonFilter, json_of
-from expertctl.server.post_processing.check import check_of
-from expertctl.server.post_processing.response_format import ResponseFormat
-from expertctl.server.tool_calls.call import Call
-from expertctl.server.tool_calls.call_format import HERMES
-from expertctl.server.tool_calls.scanner import Text
+from expertctl.server.output_parser import (
+    MAX_SPACE,
+    JsonExtractor,
+    OutputParser,
+    OutputParserConfig,
+    build_answer_validator,
+    extract_json,
+)
+from expertctl.server.post_processing.response_format import ResponseFormat, build_check
+from expertctl.server.tool_parser import HERMES, ParsedToolCall, PlainText
 
 INNER = '{"a": [1, 2], "b": "```not a fence```"}'
 
 
 def in_pieces(text: str, size: int) -> str:
-    fence = JsonFilter()
+    fence = JsonExtractor()
     pieces = [fence.push(text[i : i + size]) for i in range(0, len(text), size)]
     return "".join([*pieces, fence.finish()])
 
@@ -39,7 +41,7 @@ def in_pieces(text: str, size: int) -> str:
 )
 def test_json_is_left_without_its_fence(text: str, size: int) -> None:
     assert json.loads(in_pieces(text, size)) == json.loads(INNER)
-    assert in_pieces(text, size) == json_of(text)
+    assert in_pieces(text, size) == extract_json(text)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -82,20 +84,20 @@ def test_what_follows_whole_json_is_left_out(text: str, left: str, size: int) ->
 
 def test_what_follows_json_stays_where_it_may_be_a_call() -> None:
     text = f'{INNER}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>'
-    whole = Reading(form=HERMES, tools={"now"}, json_asked=True).whole(text)
-    assert (whole.said, whole.calls) == (INNER, (Call("now", {}),))
+    whole = OutputParserConfig(call_format=HERMES, tools={"now"}, expects_json=True).parse(text)
+    assert (whole.text, whole.calls) == (INNER, (ParsedToolCall("now", {}),))
 
 
 def test_whoever_reads_the_answer_is_told_what_was_left_out() -> None:
-    reading = Reading(form=HERMES, json_asked=True)
+    reading = OutputParserConfig(call_format=HERMES, expects_json=True)
     told = ("a Markdown fence around the JSON was removed", "text after the JSON was left out")
-    assert reading.whole(f"```json\n{INNER}\n```\nDone.").warnings == told
-    assert reading.whole(f"```json\n{INNER}\n```\n").warnings == told[:1]
-    assert reading.whole(f"{INNER}\n").warnings == ()
+    assert reading.parse(f"```json\n{INNER}\n```\nDone.").warnings == told
+    assert reading.parse(f"```json\n{INNER}\n```\n").warnings == told[:1]
+    assert reading.parse(f"{INNER}\n").warnings == ()
 
 
 def test_json_is_given_out_while_it_is_written() -> None:
-    fence = JsonFilter()
+    fence = JsonExtractor()
     assert fence.push("```js") == ""
     assert fence.push('on\n{"a"') == '{"a"'
     assert fence.push(": [") == ": ["
@@ -112,32 +114,32 @@ def test_json_is_given_out_while_it_is_written() -> None:
 def test_how_a_text_is_cut_does_not_matter(parts: list[str], size: int) -> None:
     text = "".join(parts)
     found = in_pieces(text, size)
-    assert found == json_of(text)
+    assert found == extract_json(text)
     assert found in text
 
 
 def test_space_without_end_is_not_held_back() -> None:
-    fence = JsonFilter()
+    fence = JsonExtractor()
     given_out = fence.push("```\n{") + "".join(fence.push(" " * 100) for _ in range(100))
     assert len(given_out) > 10_000 - MAX_SPACE - 100
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_fence_goes_only_where_json_was_asked_for(asked: bool) -> None:
-    reading = Reading(form=HERMES, json_asked=asked)
+    reading = OutputParserConfig(call_format=HERMES, expects_json=asked)
     text = f"```json\n{INNER}\n```"
-    whole = reading.whole(f"<think>Hm.</think>{text}")
-    assert whole.said == (INNER if asked else text)
+    whole = reading.parse(f"<think>Hm.</think>{text}")
+    assert whole.text == (INNER if asked else text)
     assert whole.warnings == (("a Markdown fence around the JSON was removed",) if asked else ())
 
 
 def test_a_call_in_a_fence_is_a_call_where_json_was_asked_for() -> None:
-    reader = AnswerReader(Reading(form=HERMES, tools={"now"}, json_asked=True))
+    reader = OutputParser(OutputParserConfig(call_format=HERMES, tools={"now"}, expects_json=True))
     parts = [*reader.push('```json\n{"name": "now", "arguments": {}}\n```'), *reader.finish()]
-    assert parts == [Call("now", {})]
-    reader = AnswerReader(Reading(form=HERMES, tools={"now"}, json_asked=True))
+    assert parts == [ParsedToolCall("now", {})]
+    reader = OutputParser(OutputParserConfig(call_format=HERMES, tools={"now"}, expects_json=True))
     parts = [*reader.push("```json\n{}"), *reader.finish()]
-    assert Text("{}") in parts
+    assert PlainText("{}") in parts
 
 
 SCHEMA = ResponseFormat("json_schema", schema={"type": "object", "required": ["a"]})
@@ -156,8 +158,8 @@ SCHEMA = ResponseFormat("json_schema", schema={"type": "object", "required": ["a
 def test_the_check_reads_what_the_client_has_in_the_end(
     before: str, text: str, passed: bool
 ) -> None:
-    reading = Reading(form=HERMES, json_asked=True, before=before)
-    check = answer_check(reading, form=check_of(SCHEMA), tools=())
+    reading = OutputParserConfig(call_format=HERMES, expects_json=True, prefix=before)
+    check = build_answer_validator(reading, text_check=build_check(SCHEMA), tools=())
     assert check is not None
     found = check(text)
     assert not isinstance(found, str)
@@ -183,19 +185,19 @@ def test_the_check_reads_what_the_client_has_in_the_end(
 def test_json_that_the_request_has_begun_is_followed_to_its_own_end(
     before: str, text: str, left: str, size: int
 ) -> None:
-    fence = JsonFilter(before=before)
+    fence = JsonExtractor(prefix=before)
     pieces = [fence.push(text[i : i + size]) for i in range(0, len(text), size)]
     assert "".join([*pieces, fence.finish()]) == left
 
 
 def test_a_fence_that_the_request_wrote_is_not_reported_as_removed() -> None:
-    reading = Reading(form=HERMES, json_asked=True, before="```json\n")
-    assert reading.whole(f"{INNER}\n```").warnings == ()
+    reading = OutputParserConfig(call_format=HERMES, expects_json=True, prefix="```json\n")
+    assert reading.parse(f"{INNER}\n```").warnings == ()
 
 
 def test_long_white_space_in_a_block_is_read_in_linear_time() -> None:
     """A search with two runs of white space took seconds for a thousand spaces and a letter."""
-    fence = JsonFilter(ends=False)
+    fence = JsonExtractor(drop_rest=False)
     assert fence.push("```\n{") == "{"
     spaces = " " * (MAX_SPACE - 1)
     given_out = "".join(fence.push(spaces + "1,") for _ in range(200))

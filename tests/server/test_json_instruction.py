@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.message import Message
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.server.json_instruction import (
-    ADDED,
-    MAX_CHARACTERS,
-    WORDS,
-    instruct,
-    json_instruction,
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.text.prompt import ConversationMessage
+from expertctl.server.chat_prompt import (
+    INSTRUCTION_TEXT,
+    INSTRUCTION_WARNING,
+    MAX_INSTRUCTION_CHARACTERS,
+    add_json_instruction,
+    build_json_instruction,
 )
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.served import BASE, Served
+from tests.server.harness import BASE, ServerHarness
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 PERSON: dict[str, Any] = {
@@ -27,14 +27,14 @@ PERSON: dict[str, Any] = {
     "properties": {"name": TEXT, "age": WHOLE},
     "required": ["name", "age"],
 }
-INSTRUCTION = f'{WORDS}\n{{"name": "<name>", "age": 12}}'
+INSTRUCTION = f'{INSTRUCTION_TEXT}\n{{"name": "<name>", "age": 12}}'
 
 
 def example(schema: dict[str, Any]) -> Any:
-    told = json_instruction(schema)
+    told = build_json_instruction(schema)
     assert told is not None
     words, _, line = told.partition("\n")
-    assert words == WORDS
+    assert words == INSTRUCTION_TEXT
     return json.loads(line)
 
 
@@ -96,16 +96,16 @@ POWER = {
         WIDE,
         POWER,
         {"$ref": "#"},
-        of(**{"x" * (MAX_CHARACTERS // 2): TEXT}),
+        of(**{"x" * (MAX_INSTRUCTION_CHARACTERS // 2): TEXT}),
     ],
     ids=lambda schema: str(schema)[:60],
 )
 def test_where_no_example_of_useful_size_can_be_made_nothing_is_said(
     schema: dict[str, Any],
 ) -> None:
-    assert json_instruction(schema) is None
-    messages = (Message("user", "Hi"),)
-    assert instruct(messages, schema) == messages
+    assert build_json_instruction(schema) is None
+    messages = (ConversationMessage("user", "Hi"),)
+    assert add_json_instruction(messages, schema) == messages
 
 
 @given(
@@ -135,15 +135,23 @@ def test_where_no_example_of_useful_size_can_be_made_nothing_is_said(
 )
 def test_a_malformed_schema_breaks_nothing_and_says_the_same_twice(value: Any) -> None:
     schema = value if isinstance(value, dict) else {"properties": value}
-    assert json_instruction(schema) == json_instruction(schema)
+    assert build_json_instruction(schema) == build_json_instruction(schema)
 
 
 def test_the_last_message_of_the_user_says_the_form() -> None:
-    before = (Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Hello"))
-    begun = Message("assistant", "{")
-    asked = (*before, Message("user", "Who wrote Hamlet?"), begun)
-    told = instruct(asked, PERSON)
-    assert told == (*before, Message("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}"), begun)
+    before = (
+        ConversationMessage("system", "Be brief."),
+        ConversationMessage("user", "Hi"),
+        ConversationMessage("assistant", "Hello"),
+    )
+    begun = ConversationMessage("assistant", "{")
+    asked = (*before, ConversationMessage("user", "Who wrote Hamlet?"), begun)
+    told = add_json_instruction(asked, PERSON)
+    assert told == (
+        *before,
+        ConversationMessage("user", f"Who wrote Hamlet?\n\n{INSTRUCTION}"),
+        begun,
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,8 +166,8 @@ def test_the_last_message_of_the_user_says_the_form() -> None:
 def test_nothing_is_added_to_messages_that_show_the_form(
     role: Any, said: str, is_shown: bool
 ) -> None:
-    messages = (Message(role, said), Message("user", "Who wrote Hamlet?"))
-    assert (instruct(messages, PERSON) == messages) is is_shown
+    messages = (ConversationMessage(role, said), ConversationMessage("user", "Who wrote Hamlet?"))
+    assert (add_json_instruction(messages, PERSON) == messages) is is_shown
 
 
 QUESTION = "Who wrote Hamlet?"
@@ -198,7 +206,7 @@ def prompt_tokens(document: Any) -> int:
     return int(usage.get("prompt_tokens") or usage["input_tokens"] + kept)
 
 
-def chat_prompt(served: Served, text: str) -> int:
+def chat_prompt(served: ServerHarness, text: str) -> int:
     message = {"role": "user", "content": text}
     answer = served.client().post("/v1/chat/completions", json={**CHAT, "messages": [message]})
     return prompt_tokens(answer.json())
@@ -207,25 +215,25 @@ def chat_prompt(served: Served, text: str) -> int:
 @pytest.mark.parametrize("path", TOLD)
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_api_tells_the_model_the_form_and_the_client_that_it_did(
-    served: Served, path: str, stream: bool
+    served: ServerHarness, path: str, stream: bool
 ) -> None:
     answer = served.client().post(path, json={**TOLD[path], "stream": stream})
     assert answer.status_code == 200
-    assert ADDED in answer.text
+    assert INSTRUCTION_WARNING in answer.text
     if not stream:
         assert prompt_tokens(answer.json()) == chat_prompt(served, f"{QUESTION}\n\n{INSTRUCTION}")
 
 
 @pytest.mark.parametrize("path", TOLD)
 def test_a_server_can_leave_it_out(make_served: MakeServed, path: str) -> None:
-    batch = BatchSettings(budget=64 << 20)
+    batch = EngineConfig(budget=64 << 20)
     served = make_served(ServeSettings(json_instruction=False, batch=batch))
     answer = served.client().post(path, json=TOLD[path])
-    assert ADDED not in answer.text
+    assert INSTRUCTION_WARNING not in answer.text
     assert prompt_tokens(answer.json()) == chat_prompt(served, QUESTION)
 
 
-def test_counted_tokens_are_those_that_are_read(served: Served) -> None:
+def test_counted_tokens_are_those_that_are_read(served: ServerHarness) -> None:
     body = {k: v for k, v in TOLD["/v1/messages"].items() if k not in {"max_tokens", "temperature"}}
     counted = served.client().post("/v1/messages/count_tokens", json=body).json()
     read = served.client().post("/v1/messages", json=TOLD["/v1/messages"]).json()
@@ -241,14 +249,16 @@ def test_counted_tokens_are_those_that_are_read(served: Served) -> None:
     ],
     ids=lambda more: str(more)[:40],
 )
-def test_nothing_is_added_beside_tools_or_without_a_schema(served: Served, more: Any) -> None:
+def test_nothing_is_added_beside_tools_or_without_a_schema(
+    served: ServerHarness, more: Any
+) -> None:
     body = {**TOLD["/v1/chat/completions"], **more}
     answer = served.client().post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
-    assert ADDED not in answer.text
+    assert INSTRUCTION_WARNING not in answer.text
 
 
-def test_neither_the_route_nor_the_plan_depends_on_it(served: Served) -> None:
+def test_neither_the_route_nor_the_plan_depends_on_it(served: ServerHarness) -> None:
     body = {"prompt": QUESTION, "max_tokens": 2, "seed": 1}
     plain = served.client().post("/v1/infer", json=body).json()
     told = served.client().post("/v1/infer", json={**TOLD["/v1/infer"], **body}).json()
@@ -256,8 +266,8 @@ def test_neither_the_route_nor_the_plan_depends_on_it(served: Served) -> None:
     assert told["plan"]["experts"] == plain["plan"]["experts"]
 
 
-def test_a_template_of_the_request_is_not_added_to(served: Served) -> None:
+def test_a_template_of_the_request_is_not_added_to(served: ServerHarness) -> None:
     body = {**TOLD["/v1/infer"], "template": "Say: {prompt}"}
     answer = served.client().post("/v1/infer", json=body).json()
-    assert ADDED not in answer["warnings"]
+    assert INSTRUCTION_WARNING not in answer["warnings"]
     assert answer["tokens"]["prompt"] == chat_prompt(served, f"Say: {QUESTION}")

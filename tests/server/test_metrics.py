@@ -7,16 +7,16 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.served import BASE, EXPERTS, Served, Stock
+from tests.server.harness import BASE, EXPERTS, ServedPackages, ServerHarness
 
 ASKED: dict[str, Any] = {"prompt": "Sort: 3, 1, 2", "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture
-def scraped(served: Served) -> dict[str, Metric]:
+def scraped(served: ServerHarness) -> dict[str, Metric]:
     """What is counted after two answers, one of an expert."""
     client = served.client()
     for model in (BASE, "acme/sql"):
@@ -68,7 +68,7 @@ def test_what_the_engine_does_is_there(scraped: dict[str, Metric]) -> None:
 
 
 def test_keys_and_values_are_told_in_blocks_of_16_tokens(
-    stock: Stock, scraped: dict[str, Metric]
+    stock: ServedPackages, scraped: dict[str, Metric]
 ) -> None:
     told_of = json.loads((stock.base_dir / "config.json").read_text())
     head = told_of["hidden_size"] // told_of["num_attention_heads"]
@@ -101,7 +101,7 @@ def test_gateways_find_what_they_schedule_by(scraped: dict[str, Metric]) -> None
 
 
 def test_gateways_see_which_experts_run_and_which_wait(make_served: MakeServed) -> None:
-    client = make_served(ServeSettings(batch=BatchSettings(budget=64 << 20, rows=1))).client()
+    client = make_served(ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1))).client()
     ask = {"prompt": "Sort: 3, 1", "temperature": 0, "max_tokens": 100_000}
     names = [EXPERTS[0], *(EXPERTS[1],) * 8]
     jobs = [client.post("/v1/jobs", json={**ask, "force_experts": [n]}).json() for n in names]
@@ -118,7 +118,7 @@ def test_gateways_see_which_experts_run_and_which_wait(make_served: MakeServed) 
     assert value(scraped["expertctl_kv_blocks"], state="used") >= 1
 
 
-def test_no_client_makes_new_time_series(served: Served) -> None:
+def test_no_client_makes_new_time_series(served: ServerHarness) -> None:
     client = served.client()
     for number in range(20):
         client.request(f"METHOD{number}", f"/nowhere-{number}")
@@ -128,8 +128,8 @@ def test_no_client_makes_new_time_series(served: Served) -> None:
 
 
 def test_the_first_tokens_are_known_to_the_status_page(
-    served: Served, scraped: dict[str, Metric]
+    served: ServerHarness, scraped: dict[str, Metric]
 ) -> None:
-    count, seconds = served.service.metrics.first_tokens()
+    count, seconds = served.service.metrics.read_first_token_totals()
     assert count == value(scraped["expertctl_time_to_first_token_seconds"], "_count")
     assert seconds > 0

@@ -3,21 +3,23 @@
 import pytest
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.server.model_name import Choice, chosen
+from expertctl.server.model_name import ModelSelection, parse_model
 
 BASE = "Qwen/Qwen3-0.6B"
 
 
 def experts(model: str) -> list[tuple[str, float]]:
-    return [(str(forced.target), forced.weight) for forced in chosen(model, base_name=BASE).force]
+    return [
+        (str(forced.target), forced.weight) for forced in parse_model(model, base_name=BASE).force
+    ]
 
 
 def test_the_base_answers_alone_by_its_own_name() -> None:
-    assert chosen(BASE, base_name=BASE) == Choice(base_alone=True)
+    assert parse_model(BASE, base_name=BASE) == ModelSelection(base_alone=True)
 
 
 def test_auto_leaves_the_choice_to_the_router() -> None:
-    assert chosen("auto", base_name=BASE) == Choice(auto=True)
+    assert parse_model("auto", base_name=BASE) == ModelSelection(auto=True)
 
 
 def test_experts_are_forced_in_the_order_they_are_named() -> None:
@@ -58,7 +60,7 @@ def test_a_plus_sign_may_belong_to_a_weight() -> None:
 )
 def test_anything_else_is_not_found(model: str) -> None:
     with pytest.raises(NotFoundError) as caught:
-        chosen(model, base_name=BASE)
+        parse_model(model, base_name=BASE)
     assert caught.value.code == "model_not_found"
     assert len(caught.value.message) < 200
 
@@ -69,4 +71,4 @@ def test_anything_else_is_not_found(model: str) -> None:
 )
 def test_what_is_beyond_the_limits_is_refused(model: str) -> None:
     with pytest.raises(UsageError):
-        chosen(model, base_name=BASE)
+        parse_model(model, base_name=BASE)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from expertctl.server.opening import _log
+from expertctl.server.app import _log_engine_message
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,6 @@ def test_a_warning_and_a_bug_are_more_than_news(
     told: str, level: str, message: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="expertctl.server")
-    _log(told)
+    _log_engine_message(told)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (level, message or told)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.server import served as stocks
-from tests.server.served import BASE, CHAT_TEMPLATE, Served, make_stock, serving
+from tests.server import harness as stocks
+from tests.server.harness import BASE, CHAT_TEMPLATE, ServerHarness, make_served_packages, run_app
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 STRICT = (
@@ -17,13 +17,13 @@ STRICT = (
 
 
 @pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     """A server whose base insists on an order of roles."""
     folder = tmp_path_factory.mktemp("strict")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stocks, "CHAT_TEMPLATE", STRICT)
-        stock = make_stock(folder / "stock")
-    with serving(stock.house(folder / "home")) as one:
+        stock = make_served_packages(folder / "stock")
+    with run_app(stock.make_home(folder / "home")) as one:
         yield one
 
 
@@ -41,7 +41,7 @@ def asked(*said: tuple[str, str], **more: Any) -> dict[str, Any]:
     ],
 )
 def test_openais_clients_are_told_in_the_words_of_the_template(
-    strict: Served, said: list[tuple[str, str]], words: str, stream: bool
+    strict: ServerHarness, said: list[tuple[str, str]], words: str, stream: bool
 ) -> None:
     answer = strict.client().post(CHAT, json=asked(*said, stream=stream))
     error = answer.json()["error"]
@@ -50,7 +50,7 @@ def test_openais_clients_are_told_in_the_words_of_the_template(
     assert len(answer.content) < 1000
 
 
-def test_anthropics_clients_are_told_in_the_words_of_the_template(strict: Served) -> None:
+def test_anthropics_clients_are_told_in_the_words_of_the_template(strict: ServerHarness) -> None:
     body = asked(("user", "Hi"), system="Be brief.")
     answer = strict.client().post(MESSAGES, json=body)
     error = answer.json()["error"]
@@ -58,7 +58,7 @@ def test_anthropics_clients_are_told_in_the_words_of_the_template(strict: Served
     assert "Roles must alternate" in error["message"]
 
 
-def test_ours_are_told_and_who_keeps_the_order_is_answered(strict: Served) -> None:
+def test_ours_are_told_and_who_keeps_the_order_is_answered(strict: ServerHarness) -> None:
     answer = strict.client().post("/v1/infer", json={"prompt": "break", "max_tokens": 3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "usage")
     said = asked(("user", "Hi"), ("assistant", "Hello"), ("user", "Again"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.served import BASE, Served, Stock, serving
+from tests.server.harness import BASE, ServedPackages, ServerHarness, run_app
 
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20,
               "repetition_penalty": 1.05}  # fmt: skip
@@ -18,23 +18,25 @@ HEADERS = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.fixture(scope="module")
-def warm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def warm(
+    stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerHarness]:
     """A server whose base comes with the sampling settings of Qwen2.5."""
     folder = tmp_path_factory.mktemp("warm")
     directory = folder / BASE
     shutil.copytree(stock.base_dir, directory)
     path = directory / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **GENERATION}))
-    with serving(replace(stock, base_dir=directory).house(folder / "home")) as served:
+    with run_app(replace(stock, base_dir=directory).make_home(folder / "home")) as served:
         yield served
 
 
-def chat(served: Served, model: str, **fields: Any) -> Any:
+def chat(served: ServerHarness, model: str, **fields: Any) -> Any:
     body = {"model": model, "messages": MESSAGES, "max_tokens": 2, **fields}
     return served.client().post("/v1/chat/completions", json=body).json()
 
 
-def params_by(served: Served, way: str, **fields: Any) -> dict[str, Any]:
+def params_by(served: ServerHarness, way: str, **fields: Any) -> dict[str, Any]:
     """The sampling settings of the plan that answered."""
     client, body = served.client(), {"max_tokens": 2, **fields}
     if way.startswith("chat "):
@@ -56,27 +58,27 @@ WAYS = [f"chat {BASE}", "chat auto", "chat acme/sql", "infer", "completions", "m
 
 @pytest.mark.parametrize("way", WAYS)
 def test_silence_means_the_settings_of_the_base_whichever_way_a_request_comes_in(
-    way: str, warm: Served
+    way: str, warm: ServerHarness
 ) -> None:
     assert EXPECTED.items() <= params_by(warm, way).items()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_client_says_wins_over_the_base(way: str, warm: Served) -> None:
+def test_what_a_client_says_wins_over_the_base(way: str, warm: ServerHarness) -> None:
     params = params_by(warm, way, temperature=0.25)
     assert (params["temperature"], params["top_p"]) == (0.25, 0.8)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_settings_of_the_base_ours_count_and_no_repetition_is_penalised(
-    way: str, served: Served
+    way: str, served: ServerHarness
 ) -> None:
     params = params_by(served, way)
     assert (params["temperature"], params["top_p"]) == (0.6, 0.95)
     assert (params["top_k"], params["repetition_penalty"]) == (0, 1.0)
 
 
-def test_one_seed_gives_one_answer_whatever_the_model_is_called(warm: Served) -> None:
+def test_one_seed_gives_one_answer_whatever_the_model_is_called(warm: ServerHarness) -> None:
     answers = [chat(warm, model, seed=7, max_tokens=12) for model in (BASE, "auto")]
     texts = {answer["choices"][0]["message"]["content"] for answer in answers}
     assert len(texts) == 1

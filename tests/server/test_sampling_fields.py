@@ -2,42 +2,42 @@
 
 import pytest
 
-from expertctl.engine.stop import USUAL_RULES, StopRules
-from expertctl.routing.presets import LIMITS
-from expertctl.server.field_error import FieldError
-from expertctl.server.sampling_fields import (
-    stop_rules_of,
-    top_k_of,
-    top_p_of,
-    within,
+from expertctl.engine.generation import DEFAULT_STOP_RULES, StopRules
+from expertctl.routing.sampling_presets import LIMITS
+from expertctl.server.request_body import (
+    FieldError,
+    field_limits,
+    make_stop_rules,
+    normalise_top_k,
+    normalise_top_p,
 )
 
 
 def test_nothing_of_the_probability_is_the_likeliest_token_alone() -> None:
-    least = top_p_of(0.0)
+    least = normalise_top_p(0.0)
     assert least is not None
     assert 0 < least < 1e-6
-    assert (top_p_of(0.5), top_p_of(None)) == (0.5, None)
+    assert (normalise_top_p(0.5), normalise_top_p(None)) == (0.5, None)
 
 
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_the_limits_of_a_field_are_those_of_the_runtime(name: str) -> None:
-    limits = within(name)
+    limits = field_limits(name)
     assert (limits.ge, limits.le) == tuple(LIMITS[name])
 
 
 @pytest.mark.parametrize(("given", "counts"), [(None, None), (-1, 0), (0, 0), (40, 40)])
 def test_a_top_k_of_minus_one_is_off(given: int | None, counts: int | None) -> None:
-    assert top_k_of(given) == counts
+    assert normalise_top_k(given) == counts
 
 
 def test_rules_for_the_end_are_usual_unless_they_are_given() -> None:
-    none = stop_rules_of(min_tokens=None, ignore_eos=None, stop_token_ids=None, max_tokens=None)
-    assert none == USUAL_RULES
-    some = stop_rules_of(min_tokens=3, ignore_eos=True, stop_token_ids=[7, 7], max_tokens=3)
+    none = make_stop_rules(min_tokens=None, ignore_eos=None, stop_token_ids=None, max_tokens=None)
+    assert none == DEFAULT_STOP_RULES
+    some = make_stop_rules(min_tokens=3, ignore_eos=True, stop_token_ids=[7, 7], max_tokens=3)
     assert some == StopRules(3, ignore_end=True, stop_tokens=frozenset({7}))
 
 
 def test_an_answer_that_may_not_end_before_it_has_to_is_refused() -> None:
     with pytest.raises(FieldError, match="min_tokens 4 is more than max_tokens 3"):
-        stop_rules_of(min_tokens=4, ignore_eos=None, stop_token_ids=None, max_tokens=3)
+        make_stop_rules(min_tokens=4, ignore_eos=None, stop_token_ids=None, max_tokens=3)

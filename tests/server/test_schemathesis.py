@@ -12,10 +12,10 @@ import pytest
 import schemathesis
 from schemathesis.engine import events, from_schema
 
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.served import URL, Served
+from tests.server.harness import URL, ServerHarness
 
 pytestmark = pytest.mark.all
 SEED = 20
@@ -36,7 +36,7 @@ REFUSED = [
     "431",
 ]
 ACCEPTED = ["2xx", *REFUSED]
-SETTINGS = ServeSettings(timeout=0.2, batch=BatchSettings(budget=64 << 20))
+SETTINGS = ServeSettings(timeout=0.2, batch=EngineConfig(budget=64 << 20))
 """Answers may be asked for that take hours."""
 
 
@@ -55,7 +55,7 @@ def configuration(secret: str) -> schemathesis.Config:
     )
 
 
-def run(served: Served, secret: str) -> Iterator[events.EngineEvent]:
+def run(served: ServerHarness, secret: str) -> Iterator[events.EngineEvent]:
     schema = schemathesis.openapi.from_asgi(
         "/openapi.json",
         served.app,
@@ -82,7 +82,7 @@ def answered(event: events.ScenarioFinished) -> Iterator[int]:
 
 def test_no_request_belies_the_openapi_document(make_served: MakeServed) -> None:
     served = make_served(SETTINGS)
-    secret = served.service.keys.make("first", now=time.time(), manages=True).secret
+    secret = served.service.keys.create("first", now=time.time(), manages=True).secret
     wrong: list[str] = []
     statuses: Counter[int] = Counter()
     for event in run(served, secret):

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from expertctl.server.guard import LARGE_BODIES
-from tests.server.openai.scripted_base import scripted_stock
-from tests.server.running import WAIT, Running, running
-from tests.server.served import BASE, Stock
+from expertctl.server.middleware import LARGE_BODIES_BYTES
+from tests.server.harness import BASE, ServedPackages
+from tests.server.openai.scripted_base import make_scripted_packages
+from tests.server.server_process import START_SECONDS, GenerationServerProcess, run_server
 
 pytestmark = pytest.mark.all
 CHAT = "/v1/chat/completions"
@@ -24,15 +24,17 @@ MEBIBYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def server(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GenerationServerProcess]:
     """Four rows, and little patience."""
     home = tmp_path_factory.mktemp("slow") / "home"
-    stock.house(home)
-    with running(home, "--rows", "4", "--queue", "1000", "--behind", "2") as server:
+    stock.make_home(home)
+    with run_server(home, "--rows", "4", "--queue", "1000", "--behind", "2") as server:
         yield server
 
 
-def worker_of(server: Running) -> psutil.Process:
+def worker_of(server: GenerationServerProcess) -> psutil.Process:
     (worker,) = [
         child
         for child in psutil.Process(server.process.pid).children()
@@ -53,7 +55,7 @@ def bytes_of(body: bytes, *, sent: int | None = None) -> bytes:
     return head.encode() + body[:sent]
 
 
-def deaf(server: Running) -> socket.socket:
+def deaf(server: GenerationServerProcess) -> socket.socket:
     """A connection whose other end takes no more than a little."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -61,10 +63,10 @@ def deaf(server: Running) -> socket.socket:
     return made
 
 
-def honest_answer(server: Running) -> None:
+def honest_answer(server: GenerationServerProcess) -> None:
     """Somebody in a hurry is answered whatever others do."""
     began = time.monotonic()
-    answer = server.json("POST", CHAT, asked(5, priority=9))
+    answer = server.request_json("POST", CHAT, asked(5, priority=9))
     assert answer["usage"]["completion_tokens"] <= 5
     assert time.monotonic() - began < 20
 
@@ -81,15 +83,17 @@ def is_waited_for(sender: socket.socket) -> bool:
     return False
 
 
-def is_idle(server: Running) -> bool:
-    text = server.ask("GET", "/metrics")[2].decode()
+def is_idle(server: GenerationServerProcess) -> bool:
+    text = server.send_request("GET", "/metrics")[2].decode()
     kinds = ("running", "waiting")
     return all(
         f'vllm:num_requests_{kind}{{engine="0",model_name="{BASE}"}} 0.0' in text for kind in kinds
     )
 
 
-def test_who_reads_nothing_holds_no_row_and_no_memory(server: Running, open_files: None) -> None:
+def test_who_reads_nothing_holds_no_row_and_no_memory(
+    server: GenerationServerProcess, open_files: None
+) -> None:
     body = json.dumps(asked(100, stream=True, logprobs=True, top_logprobs=20)).encode()
     honest_answer(server)
     worker = worker_of(server)
@@ -97,7 +101,7 @@ def test_who_reads_nothing_holds_no_row_and_no_memory(server: Running, open_file
     with ExitStack() as stack:
         for _ in range(READERS):
             stack.enter_context(deaf(server)).sendall(bytes_of(body))
-        until = time.monotonic() + WAIT
+        until = time.monotonic() + START_SECONDS
         while not is_idle(server):
             honest_answer(server)
             assert time.monotonic() < until
@@ -106,34 +110,37 @@ def test_who_reads_nothing_holds_no_row_and_no_memory(server: Running, open_file
 
 def test_who_reads_nothing_of_a_long_answer_gets_no_more(tmp_path: Path) -> None:
     """So much is written that neither the system nor granian holds it."""
-    scripted_stock(tmp_path / "stock").house(tmp_path / "home")
+    make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
     said = [{"role": "user", "content": "forever"}]
     scores = {"stream": True, "logprobs": True, "top_logprobs": 20, "temperature": 0}
     body = json.dumps({"model": BASE, "messages": said, "max_tokens": 3900, **scores}).encode()
-    with running(tmp_path / "home", "--behind", "1") as server, deaf(server) as listener:
+    with run_server(tmp_path / "home", "--behind", "1") as server, deaf(server) as listener:
         listener.sendall(bytes_of(body))
-        until = time.monotonic() + WAIT
+        until = time.monotonic() + START_SECONDS
         while "a reader is too far behind" not in server.log.read_text():
             honest_answer(server)
             assert time.monotonic() < until
 
 
 def test_a_thousand_halves_of_bodies_keep_nobody_from_being_served(
-    server: Running, open_files: None
+    server: GenerationServerProcess, open_files: None
 ) -> None:
     """Half of them are large: together they would take more than there is room for."""
     small = bytes_of(b'{"model": "' + b"x" * 1000, sent=500)
     large = bytes_of(b'{"model": "' + b"x" * MEBIBYTE, sent=MEBIBYTE - 1000)
     with ExitStack() as stack:
-        senders = [stack.enter_context(server.socket()) for _ in range(SENDERS)]
+        senders = [stack.enter_context(server.connect_socket()) for _ in range(SENDERS)]
         for number, one in enumerate(senders):
             one.settimeout(0.2)
             with suppress(OSError):  # it is not taken any more
                 one.sendall(large if number % 2 else small)
         honest_answer(server)
-        until, most = time.monotonic() + WAIT, LARGE_BODIES * 1.1  # 64 KiB of each are free
+        until, most = (
+            time.monotonic() + START_SECONDS,
+            LARGE_BODIES_BYTES * 1.1,
+        )  # 64 KiB of each are free
         while (held := sum(map(is_waited_for, senders[1::2])) * len(large)) > most:
             assert time.monotonic() < until, held
-        assert held > LARGE_BODIES / 2
+        assert held > LARGE_BODIES_BYTES / 2
         assert all(is_waited_for(one) for one in senders[::2])
     honest_answer(server)

@@ -14,9 +14,9 @@ import httpx2
 import psutil
 import pytest
 
-from tests.server.running import Running, running
-from tests.server.served import BASE, EXPERTS, Stock
-from tests.store.shop import House
+from tests.server.harness import BASE, EXPERTS, ServedPackages
+from tests.server.server_process import GenerationServerProcess, run_server
+from tests.store.fixtures import HomeFixture
 
 pytestmark = pytest.mark.all
 REQUESTS, CLIENTS = 2000, 8
@@ -28,10 +28,10 @@ GROWTH = 24 << 20
 FREE = re.compile(rb"^vllm:num_requests_running(\{[^}]*\})? 0\.0$", re.MULTILINE)
 
 
-class Load:
+class SoakLoad:
     """Callers of one server, and what they were answered."""
 
-    def __init__(self, server: Running) -> None:
+    def __init__(self, server: GenerationServerProcess) -> None:
         self.server, self.statuses = server, Counter[int]()
         self.left, self.asked, self.drawn = 0, 0, random.Random(0)
 
@@ -82,17 +82,17 @@ class Load:
                 await asyncio.gather(*callers)
 
 
-def come_and_go(house: House, stock: Stock) -> None:
+def come_and_go(house: HomeFixture, stock: ServedPackages) -> None:
     """Install an expert again that was removed."""
-    expert = next(e for e in house.store.experts() if str(e.package) == EXPERTS[2])
+    expert = next(e for e in house.store.list_experts() if str(e.package) == EXPERTS[2])
     house.store.remove(expert)
     house.install(stock.packages[EXPERTS[2]])
 
 
-def test_memory_is_flat_and_nothing_is_stuck(stock: Stock, tmp_path: Path) -> None:
-    house = stock.house(tmp_path / "home")
-    with running(house.root, "--rows", "4", "--memory-budget", "8MiB") as server:
-        load = Load(server)
+def test_memory_is_flat_and_nothing_is_stuck(stock: ServedPackages, tmp_path: Path) -> None:
+    house = stock.make_home(tmp_path / "home")
+    with run_server(house.root, "--rows", "4", "--memory-budget", "8MiB") as server:
+        load = SoakLoad(server)
         asyncio.run(load.run(REQUESTS // 4))
         before = load.resident
         for share in (2, 3):
@@ -104,6 +104,6 @@ def test_memory_is_flat_and_nothing_is_stuck(stock: Stock, tmp_path: Path) -> No
         assert load.statuses[200] > 0.9 * load.asked
         assert load.resident - before < GROWTH
         busy = time.monotonic() + 30
-        while not FREE.search(server.ask("GET", "/metrics")[2]):
+        while not FREE.search(server.send_request("GET", "/metrics")[2]):
             assert time.monotonic() < busy, "a row is not free"
         assert server.stop() == 0

@@ -12,17 +12,17 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from expertctl.errors import ExpertError, RateLimitError
-from expertctl.server.error_bodies import error_response
-from expertctl.server.sse import (
-    KEEP_ALIVE,
+from expertctl.server.responses import error_response
+from expertctl.server.streaming import (
+    KEEP_ALIVE_COMMENT,
+    BackpressureLimit,
     EventStream,
-    Patience,
-    event,
-    event_stream,
-    named_event,
+    format_event,
+    format_named_event,
+    make_event_stream,
     while_connected,
 )
-from tests.server.listener import Listener
+from tests.server.harness import StreamingClient
 
 Result = TypeVar("Result")
 PATH = "/v1/messages"
@@ -50,13 +50,13 @@ class Source:
 
 
 def app_of(
-    source: Source, *, quiet_seconds: float = 10, patience: Patience | None = None
+    source: Source, *, quiet_seconds: float = 10, patience: BackpressureLimit | None = None
 ) -> Starlette:
     async def stream(request: Request) -> Response:
         await request.body()
         if quiet_seconds == 10:
-            return event_stream(request, source.lines())
-        return EventStream(request, source.lines(), quiet_seconds=quiet_seconds)
+            return make_event_stream(request, source.lines())
+        return EventStream(request, source.lines(), keep_alive_seconds=quiet_seconds)
 
     app = _app(stream)
     if patience is not None:
@@ -79,25 +79,25 @@ def _app(endpoint: Any) -> Starlette:
 
 
 def test_events_are_written_as_the_standard_says() -> None:
-    assert event(b'{"a":1}') == b'data: {"a":1}\n\n'
-    assert named_event("ping", b"{}") == b"event: ping\ndata: {}\n\n"
+    assert format_event(b'{"a":1}') == b'data: {"a":1}\n\n'
+    assert format_named_event("ping", b"{}") == b"event: ping\ndata: {}\n\n"
 
 
 def test_each_event_is_sent_as_it_comes() -> None:
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source), PATH, {}) as listener:
-            source.queue.put_nowait(event(b"1"))
-            status, headers = await listener.head()
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
+            source.queue.put_nowait(format_event(b"1"))
+            status, headers = await listener.read_head()
             assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
             assert headers["cache-control"] == "no-store"
             assert "content-length" not in headers
-            assert await listener.piece() == b"data: 1\n\n"
-            source.queue.put_nowait(event(b"2"))
-            assert await listener.piece() == b"data: 2\n\n"
+            assert await listener.read_chunk() == b"data: 1\n\n"
+            source.queue.put_nowait(format_event(b"2"))
+            assert await listener.read_chunk() == b"data: 2\n\n"
             source.queue.put_nowait(None)
-            assert await listener.piece() == b""
-            await listener.done()
+            assert await listener.read_chunk() == b""
+            await listener.wait_until_done()
 
     within(read())
 
@@ -106,10 +106,10 @@ def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:
     async def read() -> None:
         source = Source()
         source.queue.put_nowait(RateLimitError("full", retry_after=3))
-        async with Listener(app_of(source), PATH, {}) as listener:
-            status, headers = await listener.head()
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
+            status, headers = await listener.read_head()
             assert (status, headers["retry-after"]) == (429, "3")
-            assert b'"rate_limit_error"' in await listener.piece()
+            assert b'"rate_limit_error"' in await listener.read_chunk()
 
     within(read())
 
@@ -117,14 +117,14 @@ def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:
 def test_an_error_after_the_first_event_is_the_last_one() -> None:
     async def read() -> None:
         source = Source()
-        source.queue.put_nowait(event(b"1"))
+        source.queue.put_nowait(format_event(b"1"))
         source.queue.put_nowait(ExpertError("broken"))
-        async with Listener(app_of(source), PATH, {}) as listener:
-            assert (await listener.head())[0] == 200
-            assert await listener.piece() == b"data: 1\n\n"
-            assert (await listener.piece()).startswith(b'event: error\ndata: {"type":"error"')
-            assert await listener.piece() == b""
-            await listener.done()
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
+            assert (await listener.read_head())[0] == 200
+            assert await listener.read_chunk() == b"data: 1\n\n"
+            assert (await listener.read_chunk()).startswith(b'event: error\ndata: {"type":"error"')
+            assert await listener.read_chunk() == b""
+            await listener.wait_until_done()
 
     within(read())
 
@@ -132,12 +132,12 @@ def test_an_error_after_the_first_event_is_the_last_one() -> None:
 def test_while_nothing_comes_a_comment_says_that_the_server_is_there() -> None:
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source, quiet_seconds=0.01), PATH, {}) as listener:
-            assert (await listener.head())[0] == 200
-            assert await listener.piece() == KEEP_ALIVE
-            assert await listener.piece() == KEEP_ALIVE
+        async with StreamingClient(app_of(source, quiet_seconds=0.01), PATH, {}) as listener:
+            assert (await listener.read_head())[0] == 200
+            assert await listener.read_chunk() == KEEP_ALIVE_COMMENT
+            assert await listener.read_chunk() == KEEP_ALIVE_COMMENT
             source.queue.put_nowait(ExpertError("broken"))
-            while (piece := await listener.piece()) == KEEP_ALIVE:
+            while (piece := await listener.read_chunk()) == KEEP_ALIVE_COMMENT:
                 pass
             assert piece.startswith(b"event: error")
 
@@ -148,12 +148,12 @@ def test_while_nothing_comes_a_comment_says_that_the_server_is_there() -> None:
 def test_who_leaves_ends_the_events(sent: int) -> None:
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source), PATH, {}) as listener:
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
             for _ in range(sent):
-                source.queue.put_nowait(event(b"1"))
-                await listener.head()
-            listener.leave()
-            await listener.done()
+                source.queue.put_nowait(format_event(b"1"))
+                await listener.read_head()
+            listener.disconnect()
+            await listener.wait_until_done()
             assert source.closed.is_set()
 
     within(read())
@@ -162,11 +162,11 @@ def test_who_leaves_ends_the_events(sent: int) -> None:
 def test_who_leaves_without_having_read_ends_the_events() -> None:
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source), PATH, {}) as listener:
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
             listener.may_read.clear()
-            source.queue.put_nowait(event(b"1"))
-            listener.leave()
-            await listener.done()
+            source.queue.put_nowait(format_event(b"1"))
+            listener.disconnect()
+            await listener.wait_until_done()
             assert source.closed.is_set()
 
     within(read())
@@ -177,18 +177,18 @@ def test_who_reads_slowly_holds_up_nobody() -> None:
 
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source), PATH, {}) as listener:
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
             listener.may_read.clear()
             for number in range(500):
-                source.queue.put_nowait(event(b"%d" % number))
+                source.queue.put_nowait(format_event(b"%d" % number))
             source.queue.put_nowait(None)
             await source.closed.wait()
             listener.may_read.set()
-            assert (await listener.head())[0] == 200
+            assert (await listener.read_head())[0] == 200
             for number in range(500):
-                assert await listener.piece() == b"data: %d\n\n" % number
-            assert await listener.piece() == b""
-            await listener.done()
+                assert await listener.read_chunk() == b"data: %d\n\n" % number
+            assert await listener.read_chunk() == b""
+            await listener.wait_until_done()
 
     within(read())
 
@@ -196,35 +196,35 @@ def test_who_reads_slowly_holds_up_nobody() -> None:
 def test_an_error_waits_for_what_was_made_before_it() -> None:
     async def read() -> None:
         source = Source()
-        async with Listener(app_of(source), PATH, {}) as listener:
+        async with StreamingClient(app_of(source), PATH, {}) as listener:
             listener.may_read.clear()
-            source.queue.put_nowait(event(b"1"))
+            source.queue.put_nowait(format_event(b"1"))
             source.queue.put_nowait(ExpertError("broken"))
             await source.closed.wait()
             listener.may_read.set()
-            assert (await listener.head())[0] == 200
-            assert await listener.piece() == b"data: 1\n\n"
-            assert (await listener.piece()).startswith(b"event: error")
-            assert await listener.piece() == b""
+            assert (await listener.read_head())[0] == 200
+            assert await listener.read_chunk() == b"data: 1\n\n"
+            assert (await listener.read_chunk()).startswith(b"event: error")
+            assert await listener.read_chunk() == b""
 
     within(read())
 
 
-@pytest.mark.parametrize("last", [None, ExpertError("broken"), event(b"3")])
+@pytest.mark.parametrize("last", [None, ExpertError("broken"), format_event(b"3")])
 def test_who_leaves_an_event_untaken_for_too_long_gets_no_more(
     last: bytes | ExpertError | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def read() -> None:
         source = Source()
-        app = app_of(source, patience=Patience(seconds=0.05))
-        async with Listener(app, PATH, {}) as listener:
-            source.queue.put_nowait(event(b"1"))
-            assert (await listener.head())[0] == 200
-            assert await listener.piece() == b"data: 1\n\n"
+        app = app_of(source, patience=BackpressureLimit(seconds=0.05))
+        async with StreamingClient(app, PATH, {}) as listener:
+            source.queue.put_nowait(format_event(b"1"))
+            assert (await listener.read_head())[0] == 200
+            assert await listener.read_chunk() == b"data: 1\n\n"
             listener.may_read.clear()
-            source.queue.put_nowait(event(b"2"))
+            source.queue.put_nowait(format_event(b"2"))
             source.queue.put_nowait(last)
-            await listener.done()
+            await listener.wait_until_done()
             assert source.closed.is_set()
 
     caplog.set_level("INFO", logger="expertctl.server")
@@ -235,11 +235,11 @@ def test_who_leaves_an_event_untaken_for_too_long_gets_no_more(
 def test_who_takes_each_event_in_time_may_listen_for_long() -> None:
     async def read() -> None:
         source = Source()
-        app = app_of(source, quiet_seconds=0.01, patience=Patience(seconds=0.05))
-        async with Listener(app, PATH, {}) as listener:
-            assert (await listener.head())[0] == 200
+        app = app_of(source, quiet_seconds=0.01, patience=BackpressureLimit(seconds=0.05))
+        async with StreamingClient(app, PATH, {}) as listener:
+            assert (await listener.read_head())[0] == 200
             for _ in range(20):  # four times as long
-                assert await listener.piece() == KEEP_ALIVE
+                assert await listener.read_chunk() == KEEP_ALIVE_COMMENT
             assert not source.closed.is_set()
 
     within(read())
@@ -248,13 +248,13 @@ def test_who_takes_each_event_in_time_may_listen_for_long() -> None:
 def test_who_leaves_too_much_untaken_gets_no_more() -> None:
     async def read() -> None:
         source = Source()
-        app = app_of(source, patience=Patience(unread_bytes=1000))
-        async with Listener(app, PATH, {}) as listener:
+        app = app_of(source, patience=BackpressureLimit(unread_bytes=1000))
+        async with StreamingClient(app, PATH, {}) as listener:
             listener.may_read.clear()
             while not source.closed.is_set():
-                source.queue.put_nowait(event(b"x" * 90))
+                source.queue.put_nowait(format_event(b"x" * 90))
                 await asyncio.sleep(0)
-            await listener.done()
+            await listener.wait_until_done()
         assert source.queue.qsize() < 50
 
     within(read())
@@ -262,19 +262,19 @@ def test_who_leaves_too_much_untaken_gets_no_more() -> None:
 
 def test_what_nobody_expected_is_no_end_of_a_stream() -> None:
     async def lines() -> AsyncIterator[bytes]:
-        yield event(b"1")
+        yield format_event(b"1")
         raise ZeroDivisionError
 
     async def endpoint(request: Request) -> Response:
         await request.body()
-        return event_stream(request, lines())
+        return make_event_stream(request, lines())
 
     async def read() -> None:
-        async with Listener(_app(endpoint), PATH, {}) as listener:
-            assert (await listener.head())[0] == 200
-            assert await listener.piece() == b"data: 1\n\n"
+        async with StreamingClient(_app(endpoint), PATH, {}) as listener:
+            assert (await listener.read_head())[0] == 200
+            assert await listener.read_chunk() == b"data: 1\n\n"
             with pytest.raises(ZeroDivisionError):
-                await listener.done()
+                await listener.wait_until_done()
 
     with pytest.raises(ZeroDivisionError):
         within(read())
@@ -296,9 +296,9 @@ def test_work_for_who_has_left_is_cancelled() -> None:
         raise AssertionError("it never ends by itself")
 
     async def read() -> None:
-        async with Listener(_app(endpoint), PATH, {}) as listener:
-            listener.leave()
-            assert (await listener.head())[0] == 499
+        async with StreamingClient(_app(endpoint), PATH, {}) as listener:
+            listener.disconnect()
+            assert (await listener.read_head())[0] == 499
 
     within(read())
     assert ended == ["work"]

@@ -11,7 +11,7 @@ from expertctl.errors import (
     TimedOutError,
     UsageError,
 )
-from expertctl.server.statuses import retry_after, status_of
+from expertctl.server.responses import get_retry_after, get_status
 
 TRIED_AGAIN = {408, 409, 429}
 """Below 500, what the official clients of OpenAI and Anthropic send once more by themselves."""
@@ -27,13 +27,13 @@ OURS = [kind for kind in kinds(ExpertError) if kind.__module__ == errors.__name_
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_every_error_has_a_status(kind: type[ExpertError]) -> None:
     error = kind("x", ["y"]) if kind is errors.InvalidPackageError else kind("x")  # type: ignore[call-arg]
-    status = status_of(error)
+    status = get_status(error)
     assert 400 <= status < 600
     again = RateLimitError | SlowBodyError | TimedOutError
     assert (status in TRIED_AGAIN) == isinstance(error, again)
 
 
 def test_who_may_come_again_is_told_when() -> None:
-    assert retry_after(RateLimitError("x", retry_after=9)) == 9
-    assert retry_after(StoreError("x")) == 5
-    assert retry_after(UsageError("x")) is None
+    assert get_retry_after(RateLimitError("x", retry_after=9)) == 9
+    assert get_retry_after(StoreError("x")) == 5
+    assert get_retry_after(UsageError("x")) is None

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.server.thinking import (
+from expertctl.server.reasoning_parser import (
     MAX_SPACE,
-    Answer,
-    Part,
-    ThinkingFilter,
-    Thought,
-    opens_thinking,
-    thoughts_of,
+    AnswerText,
+    ReasoningParser,
+    ReasoningPart,
+    ReasoningText,
+    prompt_opens_reasoning,
+    split_reasoning,
 )
 
 PIECES = st.lists(
@@ -22,8 +22,8 @@ PIECES = st.lists(
 ).map("".join)
 
 
-def merged(parts: list[Part]) -> list[Part]:
-    result: list[Part] = []
+def merged(parts: list[ReasoningPart]) -> list[ReasoningPart]:
+    result: list[ReasoningPart] = []
     for part in parts:
         if result and type(result[-1]) is type(part):
             result[-1] = type(part)(result[-1].text + part.text)
@@ -32,8 +32,8 @@ def merged(parts: list[Part]) -> list[Part]:
     return result
 
 
-def cut(text: str, places: list[int], *, opened: bool) -> list[Part]:
-    parting, parts = ThinkingFilter(opened=opened), list[Part]()
+def cut(text: str, places: list[int], *, opened: bool) -> list[ReasoningPart]:
+    parting, parts = ReasoningParser(starts_in_reasoning=opened), list[ReasoningPart]()
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     for begin, end in zip([0, *ends], ends, strict=False):
         parts += parting.push(text[begin:end])
@@ -61,18 +61,21 @@ def cut(text: str, places: list[int], *, opened: bool) -> list[Part]:
     ],
 )
 def test_a_block_is_parted_from_the_answer(text: str, answer: str, thought: str) -> None:
-    assert thoughts_of(text) == (answer, thought)
+    assert split_reasoning(text) == (answer, thought)
 
 
 def test_a_block_that_the_prompt_opened_needs_no_tag() -> None:
-    assert thoughts_of("Two and two.\n</think>\n\nFour.", opened=True) == ("Four.", "Two and two.")
-    assert thoughts_of("cut short", opened=True) == ("", "cut short")
+    assert split_reasoning("Two and two.\n</think>\n\nFour.", starts_in_reasoning=True) == (
+        "Four.",
+        "Two and two.",
+    )
+    assert split_reasoning("cut short", starts_in_reasoning=True) == ("", "cut short")
 
 
 def test_a_prompt_opens_a_block_only_at_its_end() -> None:
-    assert opens_thinking("<|im_start|>assistant\n<think>\n")
-    assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not opens_thinking("What does <think> mean?<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt_opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not prompt_opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not prompt_opens_reasoning("What does <think> mean?<|im_end|>\n<|im_start|>assistant\n")
 
 
 @settings(deadline=None, max_examples=400)
@@ -97,22 +100,22 @@ def by_partition(text: str) -> tuple[str, str]:
 @settings(deadline=None, max_examples=400)
 @given(text=PIECES)
 def test_nothing_is_lost_but_tags_and_white_space(text: str) -> None:
-    wanted, got = by_partition(text), thoughts_of(text)
+    wanted, got = by_partition(text), split_reasoning(text)
     assert ["".join(part.split()) for part in got] == ["".join(part.split()) for part in wanted]
 
 
 def test_text_is_given_out_as_soon_as_it_is_certain() -> None:
-    parting = ThinkingFilter()
-    assert parting.push("Hello ") == [Answer("Hello ")]
+    parting = ReasoningParser()
+    assert parting.push("Hello ") == [AnswerText("Hello ")]
     assert parting.push("<th") == []
-    assert parting.push("e>") == [Answer("<the>")]
-    assert parting.push("<think>so ") == [Thought("so")]
-    assert parting.push("it is") == [Thought(" it is")]
+    assert parting.push("e>") == [AnswerText("<the>")]
+    assert parting.push("<think>so ") == [ReasoningText("so")]
+    assert parting.push("it is") == [ReasoningText(" it is")]
 
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_white_space_without_end_is_not_hoarded(opened: bool) -> None:
-    parting = ThinkingFilter(opened=opened)
+    parting = ReasoningParser(starts_in_reasoning=opened)
     parting.push("" if not opened else "x")
     given_out = sum(len(part.text) for _ in range(3) for part in parting.push(" " * MAX_SPACE))
     assert given_out >= 2 * MAX_SPACE

@@ -8,20 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.generate import Generated
-from expertctl.engine.tokenizer import Tokenizer
-from expertctl.server.thinking import CLOSE, OPEN
-from expertctl.server.thought_tokens import thought_tokens
+from expertctl.engine.generation import GenerationOutput
+from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.server.reasoning_parser import CLOSE_TAG, OPEN_TAG, count_reasoning_tokens
 from tests.factories import write_base
 
-PIECES = st.lists(st.sampled_from([OPEN, CLOSE, "so", " ", "\n", "é", "🙂", "<", "think>"]))
+PIECES = st.lists(st.sampled_from([OPEN_TAG, CLOSE_TAG, "so", " ", "\n", "é", "🙂", "<", "think>"]))
 
 
 @dataclass(frozen=True)
 class Answer:
     """As much of a result as is looked at."""
 
-    generated: Generated
+    generated: GenerationOutput
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +30,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def counted(tokenizer: Tokenizer, *texts: str, opened: bool = False) -> int:
     answers: Any = [Answer(generated(text, tokenizer.encode(text))) for text in texts]
-    return asyncio.run(thought_tokens(answers, tokenizer, opened=opened))
+    return asyncio.run(count_reasoning_tokens(answers, tokenizer, starts_in_reasoning=opened))
 
 
-def generated(text: str, tokens: list[int]) -> Generated:
-    return Generated(
+def generated(text: str, tokens: list[int]) -> GenerationOutput:
+    return GenerationOutput(
         text=text,
         tokens=tuple(tokens),
         finish_reason="stop",
@@ -51,7 +50,7 @@ def by_offsets(directory_tokenizer: Tokenizer, text: str, *, opened: bool) -> in
     """The same by where the tokenizer itself says that its tokens are."""
     inside, thinking, at = set[int](), opened, 0
     while at < len(text):
-        tag = CLOSE if thinking else OPEN
+        tag = CLOSE_TAG if thinking else OPEN_TAG
         found = text.startswith(tag, at)
         step = len(tag) if found else 1
         if thinking or found:
@@ -71,9 +70,12 @@ def test_tokens_are_counted_by_where_the_tokenizer_says_they_are(
 
 
 def test_all_answers_of_a_call_are_counted(tokenizer: Tokenizer) -> None:
-    one = counted(tokenizer, f"{OPEN}so{CLOSE}yes")
-    assert one == len(tokenizer.encode(f"{OPEN}so{CLOSE}"))
-    assert counted(tokenizer, f"{OPEN}so{CLOSE}yes", "no", f"{OPEN}so{CLOSE}") == 2 * one
+    one = counted(tokenizer, f"{OPEN_TAG}so{CLOSE_TAG}yes")
+    assert one == len(tokenizer.encode(f"{OPEN_TAG}so{CLOSE_TAG}"))
+    assert (
+        counted(tokenizer, f"{OPEN_TAG}so{CLOSE_TAG}yes", "no", f"{OPEN_TAG}so{CLOSE_TAG}")
+        == 2 * one
+    )
 
 
 def test_an_answer_without_a_thought_has_none(tokenizer: Tokenizer) -> None:

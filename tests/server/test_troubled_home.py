@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from expertctl.install.remove import remove_base, remove_expert
-from expertctl.store import sqlite_file
+from expertctl.install.installed_experts import remove_base, remove_expert
+from expertctl.store import locks
 from tests.server.conftest import MakeServed
-from tests.server.listener import Listener
-from tests.server.served import BASE, Served, Stock, serving
-from tests.store.shop import House
+from tests.server.harness import BASE, ServedPackages, ServerHarness, StreamingClient, run_app
+from tests.store.fixtures import HomeFixture
 
 INFER = "/v1/infer"
 ASKED: dict[str, Any] = {"prompt": "Sort: 3, 1, 2", "max_tokens": 4, "temperature": 0}
@@ -41,7 +40,7 @@ def small_disk() -> Iterator[Path]:
             subprocess.run(["umount", folder], check=True)
 
 
-def answered(served: Served, body: dict[str, Any]) -> dict[str, Any]:
+def answered(served: ServerHarness, body: dict[str, Any]) -> dict[str, Any]:
     answer = served.client().post(INFER, json=body)
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
@@ -56,14 +55,14 @@ def test_an_expert_that_is_removed_while_it_answers_answers_to_the_end(
 
     async def listen() -> bytes:
         body = {**FORCED, "max_tokens": 200, "stream": True}
-        async with Listener(served.app, INFER, body) as listener:
-            assert (await listener.head())[0] == 200
-            said = await listener.piece()
+        async with StreamingClient(served.app, INFER, body) as listener:
+            assert (await listener.read_head())[0] == 200
+            said = await listener.read_chunk()
             removing = asyncio.to_thread(
                 remove_expert, "acme/sql", store=house.store, catalogue=house.catalogue
             )
             await removing
-            while piece := await listener.piece():
+            while piece := await listener.read_chunk():
                 said += piece
             return said
 
@@ -115,7 +114,7 @@ def test_a_catalogue_that_another_process_holds_costs_no_answer(
 ) -> None:
     served = make_served()
     answered(served, FORCED)
-    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "BUSY_SECONDS", 0.01)
     with closing(sqlite3.connect(served.house.home.index)) as other:
         other.execute("BEGIN EXCLUSIVE")
         document = answered(served, FORCED)
@@ -124,13 +123,13 @@ def test_a_catalogue_that_another_process_holds_costs_no_answer(
     assert not any("recorded" in warning for warning in answered(served, FORCED)["warnings"])
 
 
-def test_a_home_that_cannot_be_written_is_served(stock: Stock, tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_is_served(stock: ServedPackages, tmp_path: Path) -> None:
     root = tmp_path / "home"
-    stock.house(root)
+    stock.make_home(root)
     mounted(str(root), "--bind", str(root))
     try:
         mounted(str(root), "-o", "remount,ro,bind")
-        with serving(House(root)) as served:
+        with run_app(HomeFixture(root)) as served:
             document = answered(served, FORCED)
         assert document["experts_used"] == ["acme/sql@1.0.0"]
         assert any("was not recorded" in warning for warning in document["warnings"])

@@ -6,26 +6,28 @@ from typing import Any
 import pytest
 
 from expertctl.server.anthropic.message_request import MessageRequest
-from expertctl.server.body import Body, parse_body, parse_lenient_body
-from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.unknown_fields import (
+from expertctl.server.request_body import (
     IGNORED_HEADER,
-    MAX_TOLD,
-    ignored_headers,
-    ignored_warning,
+    MAX_REPORTED,
+    FieldError,
+    ParsedBody,
+    build_ignored_headers,
+    format_ignored_warning,
+    parse_body,
+    parse_lenient_body,
 )
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-def chat(**fields: Any) -> Body[ChatRequest]:
+def chat(**fields: Any) -> ParsedBody[ChatRequest]:
     body = {"model": "auto", "messages": HI, **fields}
     return parse_lenient_body(json.dumps(body).encode(), ChatRequest)
 
 
-def message(**fields: Any) -> Body[MessageRequest]:
+def message(**fields: Any) -> ParsedBody[MessageRequest]:
     body = {"model": "auto", "max_tokens": 9, "messages": HI, **fields}
     return parse_lenient_body(json.dumps(body).encode(), MessageRequest)
 
@@ -47,7 +49,7 @@ def message(**fields: Any) -> Body[MessageRequest]:
 )
 def test_a_field_of_another_server_is_left_out_and_named(name: str, value: Any) -> None:
     read = chat(**{name: value})
-    assert read.ignored == (name,)
+    assert read.ignored_fields == (name,)
     assert read.value == parse_body(
         json.dumps({"model": "auto", "messages": HI}).encode(), ChatRequest
     )
@@ -57,7 +59,7 @@ def test_fields_at_any_depth_are_left_out_and_named_once() -> None:
     turns = [{"role": "user", "content": [{"type": "text", "text": n, "id": n}]} for n in "abc"]
     tool = {"type": "function", "function": {"name": "f", "returns": {}}, "index": 0}
     read = chat(messages=turns, tools=[tool], stream_options={"chunk_size": 9}, seed=1)
-    assert set(read.ignored) == {
+    assert set(read.ignored_fields) == {
         "messages[].content[].id",
         "tools[].index",
         "tools[].function.returns",
@@ -74,7 +76,7 @@ def test_a_coding_agent_may_send_what_later_versions_of_the_api_know() -> None:
         system=[{"type": "text", "text": "You write code.", "cache_control": cached}],
         tools=[{"name": "f", "input_schema": {"type": "object"}, "defer_loading": True}],
     )
-    assert set(read.ignored) == {
+    assert set(read.ignored_fields) == {
         "context_management",
         "system[].cache_control.scope",
         "tools[].defer_loading",
@@ -83,8 +85,8 @@ def test_a_coding_agent_may_send_what_later_versions_of_the_api_know() -> None:
 
 def test_how_and_where_an_answer_is_made_is_left_to_the_server_and_said() -> None:
     read = message(speed="fast", inference_geo="us", diagnostics={"previous_message_id": None})
-    assert read.ignored == ("speed", "inference_geo", "diagnostics")
-    assert message(speed="standard", inference_geo=None).ignored == ()
+    assert read.ignored_fields == ("speed", "inference_geo", "diagnostics")
+    assert message(speed="standard", inference_geo=None).ignored_fields == ()
     body = {"model": "auto", "max_tokens": 9, "messages": HI, "speed": "fast"}
     with pytest.raises(FieldError, match="speed"):  # a server with strict fields
         parse_body(json.dumps(body).encode(), MessageRequest)
@@ -94,9 +96,9 @@ def test_what_a_type_leaves_open_is_not_looked_at() -> None:
     schema = {"type": "object", "properties": {"image": {"type": "string"}}, "$defs": {}}
     tool = {"name": "f", "input_schema": schema}
     read = message(tools=[tool])
-    assert read.ignored == ()
+    assert read.ignored_fields == ()
     assert (read.value.tools or [])[0].input_schema == schema
-    assert chat(metadata={"images": "two"}).ignored == ()
+    assert chat(metadata={"images": "two"}).ignored_fields == ()
 
 
 @pytest.mark.parametrize(
@@ -157,23 +159,23 @@ def test_a_known_field_with_a_wrong_value_is_still_refused(fields: dict[str, Any
 
 def test_an_image_is_still_refused() -> None:
     read = chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
-    assert read.ignored == ()  # refused by name where the conversation is read
+    assert read.ignored_fields == ()  # refused by name where the conversation is read
 
 
 def test_names_are_bounded_and_cannot_end_a_header() -> None:
     hostile = {f"a{n}": n for n in range(1000)}
-    told = ignored_headers(chat(**hostile).ignored)[IGNORED_HEADER]
+    told = build_ignored_headers(chat(**hostile).ignored_fields)[IGNORED_HEADER]
     assert told.endswith(", and more")
-    assert told.count(",") == MAX_TOLD
+    assert told.count(",") == MAX_REPORTED
     for name in ("x\r\nSet-Cookie: a=b", "ключ", "x" * 10_000):
         read = chat(**{name: 1})
-        header = ignored_headers(read.ignored)[IGNORED_HEADER]
+        header = build_ignored_headers(read.ignored_fields)[IGNORED_HEADER]
         assert header.isascii()
         assert header.isprintable()
         assert len(header) <= 80
-        assert header in ignored_warning(read.ignored)[0]
+        assert header in format_ignored_warning(read.ignored_fields)[0]
 
 
 def test_where_nothing_was_ignored_nothing_is_said() -> None:
-    assert ignored_headers(()) == {}
-    assert ignored_warning(()) == ()
+    assert build_ignored_headers(()) == {}
+    assert format_ignored_warning(()) == ()

@@ -1,4 +1,4 @@
-from tests.store.lean import lean
-from tests.store.shop import fast, house, shop
+from tests.store.fault_injection import lean
+from tests.store.fixtures import fast, house, shop
 
 __all__ = ["fast", "house", "lean", "shop"]

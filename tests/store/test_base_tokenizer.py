@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, ConflictError
-from expertctl.package.compatibility import check_base
+from expertctl.package.compatibility import check_expert_base
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: House) -> BaseStore:
+def bases(house: HomeFixture) -> BaseStore:
     return house.bases
 
 
@@ -65,13 +65,13 @@ def test_a_base_that_an_earlier_release_added_gets_its_digest_at_first_use(
     record = bases.folder / "my-base" / "base.json"
     before = record.read_bytes()
     kept = forget_canonical(bases)
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer == added.identity.canonical_tokenizer is not None
     assert kept.is_file()
     assert kept.stat().st_mode & 0o777 == 0o600
     assert record.read_bytes() == before
     shutil.rmtree(directory)  # it is not read again
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer == added.identity.canonical_tokenizer
 
 
@@ -82,7 +82,7 @@ def test_a_kept_digest_that_is_damaged_is_computed_again(
     added = bases.add(directory)
     kept = bases.folder / "my-base" / KEPT
     kept.write_text(content)
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer == added.identity.canonical_tokenizer
     assert json.loads(kept.read_text())["file"] == str(added.identity.tokenizer)
 
@@ -92,7 +92,7 @@ def test_a_home_that_cannot_be_written_only_costs_time(bases: BaseStore, directo
     added = bases.add(directory)
     folder = forget_canonical(bases).parent
     folder.chmod(0o500)
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer == added.identity.canonical_tokenizer
     folder.chmod(0o700)
 
@@ -101,7 +101,7 @@ def test_of_a_file_that_changed_since_no_digest_is_told(bases: BaseStore, direct
     bases.add(directory)
     forget_canonical(bases)
     save_again(directory)
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer is None
     assert not (bases.folder / "my-base" / KEPT).exists()
 
@@ -117,12 +117,12 @@ def test_a_recorded_tokenizer_without_a_canonical_form_goes_on_by_its_file(
     document = json.loads(record.read_text())
     for file in document["files"]:
         if file["path"] == "tokenizer.json":
-            file |= {"size": len(twice), "digest": str(Digest.of(twice))}
-    document["identity"]["tokenizer"] = str(Digest.of(twice))
+            file |= {"size": len(twice), "digest": str(Digest.compute(twice))}
+    document["identity"]["tokenizer"] = str(Digest.compute(twice))
     record.write_text(json.dumps(document))
-    (base,) = bases.bases()
+    (base,) = bases.list_bases()
     assert base.identity.canonical_tokenizer is None
-    assert base.identity.tokenizer == Digest.of(twice) != added.identity.tokenizer
+    assert base.identity.tokenizer == Digest.compute(twice) != added.identity.tokenizer
     assert json.loads((bases.folder / "my-base" / KEPT).read_text())["canonical"] is None
 
 
@@ -134,7 +134,7 @@ def test_a_base_that_was_saved_again_is_added_as_the_base_it_is(
     save_again(directory)
     again = bases.add(directory)
     assert again.identity == first.identity  # plans and packages of version 1 name it so
-    assert bases.bases() == [again]
+    assert bases.list_bases() == [again]
     bases.check(again)
     bases.check_integrity()
 
@@ -163,28 +163,28 @@ def test_the_digest_goes_with_its_base(bases: BaseStore, directory: Path) -> Non
     left = bases.folder / "my-base"
     left.mkdir()
     (left / KEPT).write_text("{}")  # as a process that was killed meanwhile leaves it
-    assert bases.collect() == (left,)
+    assert bases.collect_garbage() == (left,)
     assert not left.exists()
 
 
 @pytest.fixture
-def manifest(shop: Shop) -> Manifest:
+def manifest(shop: PackageFactory) -> Manifest:
     return read_package(shop.package()).manifest
 
 
 def test_a_package_of_version_2_fits_the_base_that_was_saved_again(
-    manifest: Manifest, bases: BaseStore, shop: Shop, tmp_path: Path
+    manifest: Manifest, bases: BaseStore, shop: PackageFactory, tmp_path: Path
 ) -> None:
     assert manifest.base.tokenizer_version == 2
     again = Path(shutil.copytree(shop.base_dir, tmp_path / "again"))
     save_again(again)
-    assert check_base(manifest, bases.add(again).identity) == []
+    assert check_expert_base(manifest, bases.add(again).identity) == []
 
 
 def test_a_package_of_version_2_does_not_fit_another_tokenizer(
-    manifest: Manifest, bases: BaseStore, shop: Shop, tmp_path: Path
+    manifest: Manifest, bases: BaseStore, shop: PackageFactory, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(shop.base_dir, tmp_path / "other"))
     retrain(other)
     with pytest.raises(BaseMismatchError, match="the tokenizer differs"):
-        check_base(manifest, bases.add(other).identity)
+        check_expert_base(manifest, bases.add(other).identity)

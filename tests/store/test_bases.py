@@ -21,8 +21,8 @@ from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
-from tests.foreign_bases import write_gpt2
-from tests.store.shop import House
+from tests.gpt2_base import write_gpt2
+from tests.store.fixtures import HomeFixture
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: House) -> BaseStore:
+def bases(house: HomeFixture) -> BaseStore:
     return house.bases
 
 
@@ -48,7 +48,7 @@ def flip(path: Path) -> None:
 
 def test_a_base_is_remembered_where_it_is(bases: BaseStore, directory: Path) -> None:
     base = bases.add(directory)
-    assert bases.bases() == [base]
+    assert bases.list_bases() == [base]
     assert base.name == "my-base"
     assert base.path == directory
     assert BaseFacts(base.identity, base.shapes) == read_base(directory, name="my-base")
@@ -71,7 +71,7 @@ def test_a_copy_lives_without_the_original(bases: BaseStore, directory: Path) ->
     assert base.path == bases.folder / "org%2Fcopied" / "files"
     assert bases.find("org/copied").identity.revision == "abc"
     bases.remove(base)
-    assert bases.bases() == []
+    assert bases.list_bases() == []
     assert not (bases.folder / "org%2Fcopied").exists()
 
 
@@ -82,7 +82,7 @@ def test_a_copy_moves_with_its_folder(bases: BaseStore, directory: Path, tmp_pat
     assert moved.find("org/copied").path == moved.folder / "org%2Fcopied" / "files"
     assert moved.find("referenced").path == directory
     moved.check_integrity()
-    (base,) = [base for base in moved.bases() if base.copied]
+    (base,) = [base for base in moved.list_bases() if base.copied]
     assert moved.add_copy(directory, name="org/copied").files == base.files
 
 
@@ -93,7 +93,7 @@ def test_a_copy_recorded_with_its_whole_path_moves_too(
     record = bases.folder / "my-base" / "base.json"
     assert str(tmp_path) not in record.read_text()
     record.write_text(record.read_text().replace('"files"', json.dumps(str(base.path)), 1))
-    assert bases.bases() == [base]
+    assert bases.list_bases() == [base]
     moved = BaseStore(bases.folder.rename(tmp_path / "moved"))
     moved.check_integrity()
 
@@ -123,7 +123,7 @@ def test_adding_again_is_harmless(bases: BaseStore, directory: Path, tmp_path: P
     assert bases.add(moved, name="my-base").path == moved
     assert bases.add_copy(moved, name="my-base").copied
     assert not bases.add(moved, name="my-base").copied
-    assert len(bases.bases()) == 1
+    assert len(bases.list_bases()) == 1
     bases.check_integrity()
 
 
@@ -166,7 +166,7 @@ def test_a_label_means_the_only_base_with_its_last_part(
     bases: BaseStore, directory: Path, label: str, found: bool
 ) -> None:
     base = bases.add(directory, name="Qwen3-0.6B")
-    assert bases.meant_by(label) == (base if found else None)
+    assert bases.find_by_label(label) == (base if found else None)
 
 
 def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
@@ -174,8 +174,8 @@ def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
 ) -> None:
     first = bases.add(directory, name="one/tiny")
     bases.add(directory, name="two/tiny")
-    assert bases.meant_by("tiny") is None
-    assert bases.meant_by("one/tiny") == first
+    assert bases.find_by_label("tiny") is None
+    assert bases.find_by_label("one/tiny") == first
 
 
 def test_the_label_of_a_quantised_copy_means_the_base_that_it_was_made_from(
@@ -183,8 +183,8 @@ def test_the_label_of_a_quantised_copy_means_the_base_that_it_was_made_from(
 ) -> None:
     base = bases.add(directory, name="acme/Tiny")
     for label in ("acme/Tiny-bnb-4bit", "unsloth/tiny-unsloth-bnb-4bit", "tiny-bnb-8bit"):
-        assert bases.meant_by(label) == base
-    assert bases.meant_by("acme/Tiny-4bit") is None
+        assert bases.find_by_label(label) == base
+    assert bases.find_by_label("acme/Tiny-4bit") is None
 
 
 def test_a_base_is_found_by_its_folder_however_that_is_written(
@@ -249,7 +249,7 @@ def test_an_architecture_that_cannot_run_is_refused_by_name(
     )
     with pytest.raises(IncompatibleError, match="quantised"):
         bases.add(directory)
-    assert bases.bases() == []
+    assert bases.list_bases() == []
 
 
 def test_a_base_that_only_transformers_runs_is_remembered_as_such(
@@ -372,7 +372,7 @@ def test_the_same_bytes_at_another_time_are_the_same_base(
     shutil.copyfile(path, directory / "again")
     (directory / "again").replace(path)
     bases.check(base)
-    (refreshed,) = bases.bases()
+    (refreshed,) = bases.list_bases()
     assert refreshed != base
     assert refreshed.identity == base.identity
     assert path.stat().st_ino in {file.inode for file in refreshed.files}
@@ -392,14 +392,14 @@ def test_a_damaged_record_is_told_with_the_way_out(bases: BaseStore, directory: 
     for data in (b"", b"{}", b"[]", path.read_bytes().replace(b"sha256:", b"sha255:", 1)):
         path.write_bytes(data)
         with pytest.raises(StoreError, match=r"base\.json is damaged") as error:
-            bases.bases()
+            bases.list_bases()
         assert "add the base again" in error.value.hint
 
 
 def test_removing_forgets_and_leaves_the_files(bases: BaseStore, directory: Path) -> None:
     base = bases.add(directory)
     bases.remove(base)
-    assert bases.bases() == []
+    assert bases.list_bases() == []
     assert (directory / "model.safetensors").exists()
 
 
@@ -409,7 +409,7 @@ def test_a_base_that_changes_while_it_is_read_is_refused(bases: BaseStore, direc
 
     with pytest.raises(InvalidPackageError, match=r"model\.safetensors changed while it was read"):
         bases.add(directory, progress=disturb)
-    assert bases.bases() == []
+    assert bases.list_bases() == []
 
 
 def test_whoever_looks_at_the_folder_sees_every_change_of_a_record(

@@ -8,9 +8,9 @@ import pytest
 
 from expertctl.store.base_record import StoredBase, read_base_record
 from expertctl.store.bases import BaseStore
-from expertctl.store.lock import claim, exclusive
+from expertctl.store.locks import claim_folder, exclusive_lock
 from tests.factories import write_base
-from tests.store.shop import House
+from tests.store.fixtures import HomeFixture
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bases(house: House) -> BaseStore:
+def bases(house: HomeFixture) -> BaseStore:
     return house.bases
 
 
@@ -31,7 +31,7 @@ def test_no_lock_is_held_while_a_base_is_read(
     one_at_a_time = Lock()  # files are hashed in threads, which are no rivals here
 
     def look(_: int) -> None:
-        with one_at_a_time, exclusive(bases.folder / "lock", seconds=0):
+        with one_at_a_time, exclusive_lock(bases.folder / "lock", seconds=0):
             free.append(True)
 
     (bases.add_copy if copied else bases.add)(directory, progress=look)
@@ -46,7 +46,7 @@ def test_copying_again_leaves_a_sound_copy_to_its_readers(
     again = bases.add_copy(directory)
     assert [file.inode for file in again.files] == [file.inode for file in first.files]
     assert again.added_ns > first.added_ns
-    assert bases.bases() == [again]
+    assert bases.list_bases() == [again]
     bases.check_integrity()
 
 
@@ -79,14 +79,14 @@ def test_a_base_that_goes_while_all_are_read_is_left_out(
         return read_base_record(path)
 
     monkeypatch.setattr("expertctl.store.bases.read_base_record", read)
-    assert bases.bases() == [kept]
+    assert bases.list_bases() == [kept]
 
 
 def test_only_copies_that_nobody_makes_are_swept(bases: BaseStore, directory: Path) -> None:
     bases.add(directory)
     left = bases.folder / ".new-0123456789abcdef"
     (left / "files").mkdir(parents=True)
-    with claim(bases.folder, prefix=".new-") as held:
+    with claim_folder(bases.folder, prefix=".new-") as held:
         bases.add(directory, name="another")
         assert held.is_dir()
         assert not left.exists()

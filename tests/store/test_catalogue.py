@@ -10,11 +10,10 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, ExpertError, StoreError
-from expertctl.store.catalogue import Catalogue
-from expertctl.store.history import Usage
-from tests.store.shop import House, Shop
+from expertctl.store.catalogue import Catalogue, UsageCount
+from tests.store.fixtures import HomeFixture, PackageFactory
 
-X, Y = Digest.of(b"x"), Digest.of(b"y")
+X, Y = Digest.compute(b"x"), Digest.compute(b"y")
 
 
 @pytest.fixture
@@ -23,10 +22,10 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 
 def test_an_absent_catalogue_is_read_without_being_made(catalogue: Catalogue) -> None:
-    assert catalogue.usage(X) is None
-    assert catalogue.success_rate(X) is None
-    assert catalogue.refs() == []
-    assert catalogue.problems() == []
+    assert catalogue.find_usage(X) is None
+    assert catalogue.find_success_rate(X) is None
+    assert catalogue.list_refs() == []
+    assert catalogue.find_problems() == []
     assert not catalogue.path.exists()
 
 
@@ -34,36 +33,38 @@ def test_uses_are_counted_for_each_content(catalogue: Catalogue) -> None:
     for _ in range(4):
         assert catalogue.record_use(X)
     assert catalogue.record_use(Y)
-    usage = catalogue.usage(X)
+    usage = catalogue.find_usage(X)
     assert usage is not None
     assert (usage.uses, usage.successes, usage.failures) == (4, 0, 0)
     assert usage.last_used is not None
-    assert catalogue.success_rate(X) is None
-    assert catalogue.success_rate(Y) is None
+    assert catalogue.find_success_rate(X) is None
+    assert catalogue.find_success_rate(Y) is None
 
 
 def test_nobody_else_may_read_it(catalogue: Catalogue) -> None:
     catalogue.record_use(X)
     assert stat.S_IMODE(catalogue.path.stat().st_mode) == 0o600
-    assert catalogue.problems() == []
+    assert catalogue.find_problems() == []
     catalogue.path.chmod(0o644)
-    assert catalogue.problems() == ["others may read or write it"]
+    assert catalogue.find_problems() == ["others may read or write it"]
 
 
-def test_experts_are_listed_and_forgotten_and_their_history_stays(house: House, shop: Shop) -> None:
+def test_experts_are_listed_and_forgotten_and_their_history_stays(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     (one, two) = house.install(
         shop.package("acme/one"), shop.package("acme/two"), catalogue=house.catalogue
     )
-    assert house.catalogue.refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
+    assert house.catalogue.list_refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
     house.catalogue.record_use(one.expert.content_digest)
     house.catalogue.remove(one.expert)
-    assert house.catalogue.refs() == ["acme/two@1.0.0"]
-    house.catalogue.rebuild([(one.expert, house.store.manifest(one.expert))])
-    assert house.catalogue.refs() == ["acme/one@1.0.0"]
-    usage = house.catalogue.usage(one.expert.content_digest)
+    assert house.catalogue.list_refs() == ["acme/two@1.0.0"]
+    house.catalogue.rebuild([(one.expert, house.store.read_manifest(one.expert))])
+    assert house.catalogue.list_refs() == ["acme/one@1.0.0"]
+    usage = house.catalogue.find_usage(one.expert.content_digest)
     assert usage is not None
     assert usage.uses == 1
-    assert two.expert.ref not in house.catalogue.refs()
+    assert two.expert.ref not in house.catalogue.list_refs()
     house.catalogue.check_integrity()
 
 
@@ -75,31 +76,32 @@ def test_a_file_that_is_no_database_is_moved_aside(sidecars: bool, catalogue: Ca
             catalogue.path.with_name(f"index.db{suffix}").write_bytes(b"\xff" * 5000)
     catalogue.path.write_bytes(b"this is no database " * 500)
     assert (
-        catalogue.problems() == ["others may read or write it", "file is not a database"][sidecars:]
+        catalogue.find_problems()
+        == ["others may read or write it", "file is not a database"][sidecars:]
     )
-    assert catalogue.usage(X) is None
+    assert catalogue.find_usage(X) is None
     assert "was damaged" in catalogue.notes[0]
     assert "reindex" in catalogue.notes[0]
     assert catalogue.path.with_name("index.db.damaged").read_bytes()[:4] == b"this"
     assert catalogue.record_use(X)
-    assert catalogue.usage(X)
+    assert catalogue.find_usage(X)
     catalogue.check_integrity()
 
 
 def test_every_page_may_be_damaged_without_a_traceback(catalogue: Catalogue) -> None:
     for number in range(120):
-        catalogue.record_use(Digest.of(str(number).encode()))
+        catalogue.record_use(Digest.compute(str(number).encode()))
     whole = catalogue.path.read_bytes()
     assert len(whole) > 3 * 4096
     for begin in range(0, len(whole), 4096):
         for name in ("index.db-wal", "index.db-shm", "index.db.damaged"):
             catalogue.path.with_name(name).unlink(missing_ok=True)
         catalogue.path.write_bytes(whole[:begin] + b"\xff" * 2048 + whole[begin + 2048 :])
-        usage = catalogue.usage(Digest.of(b"7"))
+        usage = catalogue.find_usage(Digest.compute(b"7"))
         assert usage is None or usage.uses == 1
         for _ in range(2):  # damage may be met only by the second question
             assert catalogue.record_use(X), catalogue.notes
-            found = catalogue.usage(X)
+            found = catalogue.find_usage(X)
         assert found is not None
 
 
@@ -107,18 +109,18 @@ def test_another_program_s_database_is_moved_aside(catalogue: Catalogue) -> None
     with sqlite3.connect(catalogue.path) as connection:
         connection.execute("CREATE TABLE usage (something TEXT)")
     connection.close()
-    assert catalogue.problems()[-1] == "the table usage is not ours"
-    assert catalogue.usage(X) is None
+    assert catalogue.find_problems()[-1] == "the table usage is not ours"
+    assert catalogue.find_usage(X) is None
     assert catalogue.record_use(X)
-    assert catalogue.usage(X)
+    assert catalogue.find_usage(X)
 
 
 def test_a_writer_that_was_killed_before_it_began_left_nothing_to_repair(
     catalogue: Catalogue,
 ) -> None:
     catalogue.path.touch(mode=0o600)
-    assert catalogue.problems() == []
-    assert catalogue.usage(X) is None
+    assert catalogue.find_problems() == []
+    assert catalogue.find_usage(X) is None
     assert catalogue.record_use(X)
     assert catalogue.notes == []
 
@@ -171,11 +173,11 @@ def test_many_processes_count_without_losing_a_use(catalogue: Catalogue) -> None
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    assert catalogue.usage(X) == Usage(100, 0, 0, catalogue.usage(X).last_used)  # type: ignore[union-attr]  # there
+    assert catalogue.find_usage(X) == UsageCount(100, 0, 0, catalogue.find_usage(X).last_used)  # type: ignore[union-attr]  # there
 
 
 def test_names_of_signers_are_read_for_display(tmp_path: Path) -> None:
-    from expertctl.store.signers import read_signers
+    from expertctl.store.preference import read_signers
 
     path = tmp_path / "trust.json"
     ids = ["sha256:" + c * 64 for c in "ab"]
@@ -188,9 +190,9 @@ def test_names_of_signers_are_read_for_display(tmp_path: Path) -> None:
         )
     )
     signers = read_signers(path)
-    assert signers.shown(ids[0]) == "me"
-    assert signers.shown(ids[1]) == "b" * 12
-    assert signers.shown(None) == "-"
+    assert signers.display_name(ids[0]) == "me"
+    assert signers.display_name(ids[1]) == "b" * 12
+    assert signers.display_name(None) == "-"
     assert signers.revoked == {(ids[1], None, None)}
     for text in ("", "[]", "{}", '{"keys": 1, "revoked": []}', "\ud800".encode(errors="replace")):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())

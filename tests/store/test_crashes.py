@@ -8,97 +8,102 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import DiskFullError, StoreError
-from expertctl.install.install import install_set
+from expertctl.install.installer import install_set
 from expertctl.store.store import Store
-from tests.package.forge import archive, files_of, framed, set_entries, tar_of
-from tests.store.faults import Fault, Run, Step, run
-from tests.store.lean import Lean
-from tests.store.shop import House, Shop
+from tests.package.forged_packages import (
+    list_set_members,
+    make_archive,
+    read_archive,
+    read_packed_files,
+    write_frame,
+)
+from tests.store.fault_injection import DiskStep, Fault, FaultResult, SpawnedProcess, run_with_fault
+from tests.store.fixtures import HomeFixture, PackageFactory
 
-Action = Callable[[House], object]
+Action = Callable[[HomeFixture], object]
 
 
 class Sweep:
     """One action on copies of one house; what is true before and after it, and how to repeat it."""
 
-    def __init__(self, template: House, action: Action, folder: Path) -> None:
+    def __init__(self, template: HomeFixture, action: Action, folder: Path) -> None:
         self.template, self.action, self.folder = template, action, folder
         self.before = content(template)
         house = self.fresh()
-        self.whole = run(lambda: self.action(house))
+        self.whole = run_with_fault(lambda: self.action(house))
         assert not self.whole.errors, self.whole.trace
         self.after = content(house)
         assert self.after != self.before
 
-    def fresh(self) -> House:
+    def fresh(self) -> HomeFixture:
         return self.copied(self.template, self.folder)
 
     @staticmethod
-    def copied(template: House, folder: Path) -> House:
+    def copied(template: HomeFixture, folder: Path) -> HomeFixture:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(template.root, folder)
-        return House(folder)
+        return HomeFixture(folder)
 
-    def at(self, step: int, fault: Fault) -> tuple[House, Run]:
+    def at(self, step: int, fault: Fault) -> tuple[HomeFixture, FaultResult]:
         house = self.fresh()
-        return house, run(lambda: self.action(house), at=step, fault=fault)
+        return house, run_with_fault(lambda: self.action(house), at=step, fault=fault)
 
-    def steps(self) -> list[tuple[int, Step]]:
+    def steps(self) -> list[tuple[int, DiskStep]]:
         return list(enumerate(self.whole.steps, start=1))
 
 
-def content(house: House) -> dict[str, bytes]:
+def content(house: HomeFixture) -> dict[str, bytes]:
     """What is installed: every ref and the bytes of every file that it names."""
     store = house.store
     return {
         f"{expert.ref} {file.path}": store.blob_path(file.digest).read_bytes()
-        for expert in store.experts()
+        for expert in store.list_experts()
         for file in expert.layers
     }
 
 
-def settle(house: House) -> None:
+def settle(house: HomeFixture) -> None:
     """Collect everything that a killed process left, whatever its age."""
-    with house.store.transaction() as changes:
-        changes.collect(age=0)
+    with house.store.begin_transaction() as changes:
+        changes.collect_garbage(age=0)
 
 
-def exact(house: House) -> None:
+def exact(house: HomeFixture) -> None:
     """Nothing is in the store but what is installed."""
     store = house.store
-    needed = {file.digest.hex for e in store.experts() for file in e.layers}
+    needed = {file.digest.hex for e in store.list_experts() for file in e.layers}
     assert {path.name for path in store.paths.blobs.iterdir()} == needed
     assert list(store.paths.staging.iterdir()) == []
     files = [p.name for p in store.paths.refs.rglob("*") if p.is_file()]
-    assert len(files) == len(store.experts())
+    assert len(files) == len(store.list_experts())
 
 
-def assert_whole(house: House, sweep: Sweep, states: list[dict[str, bytes]]) -> None:
+def assert_whole(house: HomeFixture, sweep: Sweep, states: list[dict[str, bytes]]) -> None:
     now = house.store.scan()
     assert now.damaged == ()
-    house.check()
+    house.check_integrity()
     assert content(house) in states
     sweep.action(house)
     settle(house)
-    house.check()
+    house.check_integrity()
     exact(house)
     assert content(house) == sweep.after
 
 
 @pytest.fixture
-def template(fast: Path, shop: Shop) -> House:
+def template(fast: Path, shop: PackageFactory) -> HomeFixture:
     """A house with two experts, one of which shares a file with those that come."""
-    house = House(fast / "template").trusting("acme", "other")
+    house = HomeFixture(fast / "template").trust_keys("acme", "other")
     house.install(shop.package("acme/old"), shop.package("acme/kept", seed=5))
     house.install(shop.package("acme/signed-anew"))
     return house
 
 
 @dataclass(frozen=True)
-class Scene:
+class CrashScene:
     """A house, packages that are there for it, and a folder for its copies."""
 
-    template: House
+    template: HomeFixture
     new: Path
     chain: tuple[Path, Path]
     together: Path
@@ -116,31 +121,33 @@ class Scene:
         }
         return Sweep(self.template, actions[name], self.folder)
 
-    def _import(self, house: House) -> object:
+    def _import(self, house: HomeFixture) -> object:
         return install_set(self.together, store=house.store, bases=house.bases, trust=house.trust)
 
 
 @pytest.fixture
-def scene(template: House, shop: Shop, fast: Path) -> Scene:
+def scene(template: HomeFixture, shop: PackageFactory, fast: Path) -> CrashScene:
     chain = (
         shop.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
         shop.package("acme/root", seed=3),
     )
     names = ["acme/leaf:1.0.0", "acme/root:1.0.0"]
-    files = {name: files_of(tar_of(path)) for name, path in zip(names, chain, strict=True)}
-    return Scene(
+    files = {
+        name: read_packed_files(read_archive(path)) for name, path in zip(names, chain, strict=True)
+    }
+    return CrashScene(
         template=template,
         new=shop.package("acme/new", seed=1),
         chain=chain,
-        together=framed(archive(set_entries(files)), fast / "two.experts"),
+        together=write_frame(make_archive(list_set_members(files)), fast / "two.experts"),
         signed=shop.package("acme/signed-anew", key="other"),
         folder=fast / "copy",
     )
 
 
-def remove_old(house: House) -> None:
+def remove_old(house: HomeFixture) -> None:
     store = house.store
-    for expert in store.experts():
+    for expert in store.list_experts():
         if expert.ref == "acme/old@1.0.0":
             store.remove(expert)
 
@@ -156,12 +163,12 @@ NAMES = ["install", "install two", "import two", "re-sign", "remove"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_killed_at_any_step_nothing_is_lost_and_the_next_command_completes_it(
-    name: str, scene: Scene, lean: Lean
+    name: str, scene: CrashScene, lean: SpawnedProcess
 ) -> None:
     lean(killed_at_any_step, name, scene)
 
 
-def killed_at_any_step(name: str, scene: Scene) -> None:
+def killed_at_any_step(name: str, scene: CrashScene) -> None:
     sweep = scene.sweep(name)
     assert len(sweep.steps()) >= 8
     for step, _ in sweep.steps():
@@ -172,12 +179,12 @@ def killed_at_any_step(name: str, scene: Scene) -> None:
 
 @pytest.mark.parametrize("name", ["install", "re-sign"])
 def test_killed_in_the_middle_of_any_write_nothing_is_lost(
-    name: str, scene: Scene, lean: Lean
+    name: str, scene: CrashScene, lean: SpawnedProcess
 ) -> None:
     lean(killed_in_any_write, name, scene)
 
 
-def killed_in_any_write(name: str, scene: Scene) -> None:
+def killed_in_any_write(name: str, scene: CrashScene) -> None:
     sweep = scene.sweep(name)
     writes = [n for n, step in sweep.steps() if step.kind == "write"]
     assert len(writes) >= 3
@@ -189,59 +196,59 @@ def killed_in_any_write(name: str, scene: Scene) -> None:
 
 @pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
 def test_a_disk_that_fills_up_at_any_step_changes_nothing(
-    name: str, scene: Scene, lean: Lean
+    name: str, scene: CrashScene, lean: SpawnedProcess
 ) -> None:
     lean(refused_at_any_step, name, scene, "full", DiskFullError)
 
 
 @pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
 def test_an_input_output_error_at_any_step_changes_nothing(
-    name: str, scene: Scene, lean: Lean
+    name: str, scene: CrashScene, lean: SpawnedProcess
 ) -> None:
     lean(refused_at_any_step, name, scene, "error", StoreError)
 
 
-def refused_at_any_step(name: str, scene: Scene, fault: Fault, error: type[Exception]) -> None:
+def refused_at_any_step(name: str, scene: CrashScene, fault: Fault, error: type[Exception]) -> None:
     sweep = scene.sweep(name)
     for step, _ in sweep.steps():
         house, ended = sweep.at(step, fault)
-        assert ended.is_whole_or(error), ended.trace
+        assert ended.completed_or_raised(error), ended.trace
         assert_whole(house, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install two", "import two"])
 @pytest.mark.parametrize("fault", ["full", "error"])
 def test_of_experts_that_are_given_together_all_are_installed_or_none(
-    fault: Fault, name: str, scene: Scene, lean: Lean
+    fault: Fault, name: str, scene: CrashScene, lean: SpawnedProcess
 ) -> None:
     lean(all_or_none_at_any_step, name, scene, fault)
 
 
-def all_or_none_at_any_step(name: str, scene: Scene, fault: Fault) -> None:
+def all_or_none_at_any_step(name: str, scene: CrashScene, fault: Fault) -> None:
     sweep = scene.sweep(name)
     for step, _ in sweep.steps():
         house, ended = sweep.at(step, fault)
-        assert ended.is_whole_or(DiskFullError, StoreError), ended.trace
+        assert ended.completed_or_raised(DiskFullError, StoreError), ended.trace
         assert_whole(house, sweep, [sweep.before, sweep.after])
 
 
-def test_the_steps_that_are_counted_are_all_there_are(scene: Scene) -> None:
+def test_the_steps_that_are_counted_are_all_there_are(scene: CrashScene) -> None:
     sweep = scene.sweep("install two")
     written: dict[str, int] = {}
     for _, step in sweep.steps():
         if step.kind == "write":
             written[Path(step.what).name] = written.get(Path(step.what).name, 0) + step.size
-    blobs = House(scene.folder).store.paths.blobs
+    blobs = HomeFixture(scene.folder).store.paths.blobs
     old = {path.name for path in scene.template.store.paths.blobs.iterdir()}
     new = {path.name: path.stat().st_size for path in blobs.iterdir() if path.name not in old}
     assert new
     assert {name: written[name] for name in new} == new
 
 
-def test_a_ref_is_published_only_after_its_blobs_are_flushed(scene: Scene) -> None:
+def test_a_ref_is_published_only_after_its_blobs_are_flushed(scene: CrashScene) -> None:
     sweep = scene.sweep("install")
     steps = [(s.kind, s.what) for _, s in sweep.steps()]
-    blobs = str(House(scene.folder).store.paths.blobs)
+    blobs = str(HomeFixture(scene.folder).store.paths.blobs)
     ref = next(i for i, (kind, what) in enumerate(steps) if kind == "os.rename" and "ref" in what)
     flushed = [i for i, step in enumerate(steps) if step == ("fsync", blobs)]
     renamed = [i for i, (kind, _) in enumerate(steps[:ref]) if kind == "os.rename"]
@@ -255,21 +262,21 @@ def test_a_ref_is_published_only_after_its_blobs_are_flushed(scene: Scene) -> No
 @pytest.mark.parametrize("fault", ["kill", "full", "error"])
 @pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])
 def test_adding_a_base_succeeds_wholly_or_not_at_all(
-    copied: bool, fault: Fault, shop: Shop, fast: Path, lean: Lean
+    copied: bool, fault: Fault, shop: PackageFactory, fast: Path, lean: SpawnedProcess
 ) -> None:
-    lean(added_at_any_step, copied, fault, shop, House(fast / "home"))
+    lean(added_at_any_step, copied, fault, shop, HomeFixture(fast / "home"))
 
 
-def added_at_any_step(copied: bool, fault: Fault, shop: Shop, house: House) -> None:
+def added_at_any_step(copied: bool, fault: Fault, shop: PackageFactory, house: HomeFixture) -> None:
     add = house.bases.add_copy if copied else house.bases.add
-    whole = run(lambda: add(shop.base_dir, name="one"))
+    whole = run_with_fault(lambda: add(shop.base_dir, name="one"))
     assert not whole.errors, whole.trace
     for step in range(1, len(whole.steps) + 1):
         shutil.rmtree(house.root, ignore_errors=True)
-        ended = run(lambda: add(shop.base_dir, name="one"), at=step, fault=fault)
-        assert ended.is_whole_or(StoreError, DiskFullError), ended.trace
+        ended = run_with_fault(lambda: add(shop.base_dir, name="one"), at=step, fault=fault)
+        assert ended.completed_or_raised(StoreError, DiskFullError), ended.trace
         house.bases.check_integrity()
-        assert [base.name for base in house.bases.bases()] in ([], ["one"])
+        assert [base.name for base in house.bases.list_bases()] in ([], ["one"])
         assert add(shop.base_dir, name="one").identity.arch == shop.base.identity.arch
         house.bases.check_integrity()
         assert {path.name for path in house.home.bases.iterdir()} == {"lock", "one"}
@@ -277,36 +284,38 @@ def added_at_any_step(copied: bool, fault: Fault, shop: Shop, house: House) -> N
 
 @pytest.mark.parametrize("fault", ["kill", "error"])
 def test_removing_a_base_succeeds_wholly_or_not_at_all(
-    fault: Fault, shop: Shop, fast: Path
+    fault: Fault, shop: PackageFactory, fast: Path
 ) -> None:
-    house = House(fast / "home")
+    house = HomeFixture(fast / "home")
     base = house.bases.add_copy(shop.base_dir)
     shutil.copytree(house.root, fast / "template")
-    whole = run(lambda: house.bases.remove(base))
-    assert house.bases.bases() == []
+    whole = run_with_fault(lambda: house.bases.remove(base))
+    assert house.bases.list_bases() == []
     for step in range(1, len(whole.steps) + 1):
         shutil.rmtree(house.root)
         shutil.copytree(fast / "template", house.root)
-        run(lambda: house.bases.remove(base), at=step, fault=fault)
+        run_with_fault(lambda: house.bases.remove(base), at=step, fault=fault)
         house.bases.check_integrity()
-        for left in house.bases.bases():
+        for left in house.bases.list_bases():
             house.bases.remove(left)
         assert house.bases.add_copy(shop.base_dir).identity == base.identity
 
 
 def test_collecting_garbage_can_be_killed_at_any_step(
-    template: House, shop: Shop, fast: Path
+    template: HomeFixture, shop: PackageFactory, fast: Path
 ) -> None:
-    killed = run(lambda: template.install(shop.package("acme/new", seed=1)), at=25, fault="kill")
+    killed = run_with_fault(
+        lambda: template.install(shop.package("acme/new", seed=1)), at=25, fault="kill"
+    )
     assert killed.killed
     assert list(template.store.paths.staging.iterdir())
     copy = Sweep.copied(template, fast / "copy")
-    whole = run(lambda: settle(copy))
+    whole = run_with_fault(lambda: settle(copy))
     assert len(whole.steps) >= 4
     for step in range(1, len(whole.steps) + 1):
         Sweep.copied(template, fast / "copy")
-        assert run(lambda: settle(copy), at=step, fault="kill").killed
+        assert run_with_fault(lambda: settle(copy), at=step, fault="kill").killed
         assert content(copy) == content(template)
         settle(copy)
         exact(copy)
-        copy.check()
+        copy.check_integrity()

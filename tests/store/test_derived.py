@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest
-from expertctl.install.doctor import Finding, examine
-from expertctl.store.derived import Derived
-from tests.store.shop import House, Shop, fast, house, shop
+from expertctl.install.doctor import Finding, examine_store
+from expertctl.store.disk import DerivedData
+from tests.store.fixtures import HomeFixture, PackageFactory, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
-PACKAGE, OTHER, KEY = (Digest.of(text) for text in (b"package", b"other", b"key"))
+PACKAGE, OTHER, KEY = (Digest.compute(text) for text in (b"package", b"other", b"key"))
 DATA = bytes(range(200))
 
 
 @pytest.fixture
-def derived(tmp_path: Path) -> Derived:
-    return Derived(tmp_path / "store" / "derived")
+def derived(tmp_path: Path) -> DerivedData:
+    return DerivedData(tmp_path / "store" / "derived")
 
 
-def test_what_was_written_is_found_under_its_package_and_key(derived: Derived) -> None:
+def test_what_was_written_is_found_under_its_package_and_key(derived: DerivedData) -> None:
     assert derived.read(PACKAGE, KEY, size=len(DATA)) is None
     derived.write(PACKAGE, KEY, DATA)
     assert derived.read(PACKAGE, KEY, size=len(DATA)) == DATA
@@ -32,7 +32,7 @@ def test_what_was_written_is_found_under_its_package_and_key(derived: Derived) -
     assert derived.take_notes() == ()
 
 
-def test_the_last_one_written_counts(derived: Derived) -> None:
+def test_the_last_one_written_counts(derived: DerivedData) -> None:
     derived.write(PACKAGE, KEY, DATA)
     derived.write(PACKAGE, KEY, b"new")
     assert derived.read(PACKAGE, KEY, size=3) == b"new"
@@ -45,7 +45,7 @@ def test_the_last_one_written_counts(derived: Derived) -> None:
 def test_a_changed_byte_anywhere_is_never_believed(
     tmp_path_factory: pytest.TempPathFactory, position: int, change: int
 ) -> None:
-    derived = Derived(tmp_path_factory.mktemp("derived"))
+    derived = DerivedData(tmp_path_factory.mktemp("derived"))
     derived.write(PACKAGE, KEY, DATA)
     path = derived.path(PACKAGE, KEY)
     content = bytearray(path.read_bytes())
@@ -55,7 +55,7 @@ def test_a_changed_byte_anywhere_is_never_believed(
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 32, 33, 231, 233])
-def test_a_file_of_another_size_is_never_believed(derived: Derived, cut: int) -> None:
+def test_a_file_of_another_size_is_never_believed(derived: DerivedData, cut: int) -> None:
     derived.write(PACKAGE, KEY, DATA)
     path = derived.path(PACKAGE, KEY)
     os.truncate(path, cut)
@@ -63,7 +63,7 @@ def test_a_file_of_another_size_is_never_believed(derived: Derived, cut: int) ->
     assert derived.read(PACKAGE, KEY, size=max(0, cut - 32)) is None
 
 
-def test_a_file_that_was_moved_here_is_never_believed(derived: Derived) -> None:
+def test_a_file_that_was_moved_here_is_never_believed(derived: DerivedData) -> None:
     derived.write(PACKAGE, KEY, DATA)
     for package, key in ((OTHER, KEY), (PACKAGE, OTHER)):
         target = derived.path(package, key)
@@ -72,7 +72,7 @@ def test_a_file_that_was_moved_here_is_never_believed(derived: Derived) -> None:
         assert derived.read(package, key, size=len(DATA)) is None
 
 
-def test_a_folder_in_its_place_counts_as_absent_and_is_told(derived: Derived) -> None:
+def test_a_folder_in_its_place_counts_as_absent_and_is_told(derived: DerivedData) -> None:
     derived.path(PACKAGE, KEY).mkdir(parents=True)
     assert derived.read(PACKAGE, KEY, size=len(DATA)) is None
     derived.write(PACKAGE, KEY, DATA)
@@ -82,39 +82,41 @@ def test_a_folder_in_its_place_counts_as_absent_and_is_told(derived: Derived) ->
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
-def test_nobody_else_may_read_or_write_it(derived: Derived) -> None:
+def test_nobody_else_may_read_or_write_it(derived: DerivedData) -> None:
     derived.write(PACKAGE, KEY, DATA)
     for path in (derived.root, derived.root / PACKAGE.hex):
         assert path.stat().st_mode & 0o777 == 0o700
     assert derived.path(PACKAGE, KEY).stat().st_mode & 0o777 == 0o600
 
 
-def test_gc_removes_what_was_derived_from_packages_that_are_gone(house: House, shop: Shop) -> None:
+def test_gc_removes_what_was_derived_from_packages_that_are_gone(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.install(shop.package())
-    [expert] = house.store.experts()
-    derived = Derived(house.store.paths.derived)
+    [expert] = house.store.list_experts()
+    derived = DerivedData(house.store.paths.derived)
     for package in (expert.content_digest, OTHER):
         derived.write(package, KEY, DATA)
     gone = derived.root / OTHER.hex
-    told = house.store.garbage()
+    told = house.store.find_garbage()
     assert (told.folders, told.size) == ((gone,), 32 + len(DATA))
     assert gone.exists()
-    assert house.store.gc() == told
+    assert house.store.collect_garbage() == told
     assert not gone.exists()
     assert derived.read(expert.content_digest, KEY, size=len(DATA)) == DATA
     house.store.remove(expert)
-    house.store.gc()
+    house.store.collect_garbage()
     assert list(derived.root.iterdir()) == []
 
 
-def findings(house: House) -> tuple[Finding, ...]:
-    return examine(
+def findings(house: HomeFixture) -> tuple[Finding, ...]:
+    return examine_store(
         house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
     ).findings
 
 
-def test_doctor_has_nothing_to_say_about_it(house: House, shop: Shop) -> None:
+def test_doctor_has_nothing_to_say_about_it(house: HomeFixture, shop: PackageFactory) -> None:
     house.install(shop.package())
     before = findings(house)
-    Derived(house.store.paths.derived).write(OTHER, KEY, DATA)
+    DerivedData(house.store.paths.derived).write(OTHER, KEY, DATA)
     assert findings(house) == before

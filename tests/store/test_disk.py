@@ -16,8 +16,8 @@ from expertctl.errors import DiskFullError, NotFoundError, StoreError
 from expertctl.settings import Home
 from expertctl.store.disk import disk_errors
 from expertctl.store.store import Store
-from tests.store.faults import run
-from tests.store.shop import House, Shop
+from tests.store.fault_injection import run_with_fault
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 NOBODY = 65534
 ROOT = os.geteuid() == 0
@@ -58,27 +58,27 @@ def protect(folder: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_changes_nothing(
-    small_disk: Path, shop: Shop, house: House
+    small_disk: Path, shop: PackageFactory, house: HomeFixture
 ) -> None:
-    full = House(small_disk / "home").trusting("acme")
+    full = HomeFixture(small_disk / "home").trust_keys("acme")
     full.install(shop.package("acme/first"), catalogue=full.catalogue)
-    before = full.files()
+    before = full.read_files()
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (free - 8192))
     with pytest.raises(DiskFullError) as error:
         full.install(shop.package("acme/second", seed=3))
     assert "free some space" in error.value.hint
-    assert full.files() == before
+    assert full.read_files() == before
     assert full.refs() == ["acme/first@1.0.0"]
     filler.unlink()
     full.install(shop.package("acme/second", seed=3), catalogue=full.catalogue)
     assert full.refs() == ["acme/first@1.0.0", "acme/second@1.0.0"]
-    full.check()
+    full.check_integrity()
 
 
-def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
-    full = House(small_disk / "home").trusting("acme")
+def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: PackageFactory) -> None:
+    full = HomeFixture(small_disk / "home").trust_keys("acme")
     (done,) = full.install(shop.package("acme/first"))
     with pytest.raises(OSError, match="No space"):
         (small_disk / "filler").write_bytes(b"x" * (256 << 10))
@@ -87,27 +87,29 @@ def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: Shop)
     assert full.refs() == []
 
 
-def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
-    full = House(small_disk / "home").trusting("acme")
+def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: PackageFactory) -> None:
+    full = HomeFixture(small_disk / "home").trust_keys("acme")
     (done,) = full.install(shop.package("acme/first"))
     filler, leases = small_disk / "filler", full.store.paths.leases
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(b"x" * (256 << 10))
-    with full.store.lease([done.expert]):
-        assert full.store.manifest(done.expert).name == "acme/first"
+    with full.store.lease_experts([done.expert]):
+        assert full.store.read_manifest(done.expert).name == "acme/first"
         assert not list(leases.iterdir()), "there is no room for a lease, and no half of one"
         full.store.remove(done.expert)
         with pytest.raises(StoreError, match="missing"):
-            full.store.manifest(done.expert)
+            full.store.read_manifest(done.expert)
     filler.unlink()
-    with pytest.raises(NotFoundError), full.store.lease([done.expert]):
+    with pytest.raises(NotFoundError), full.store.lease_experts([done.expert]):
         pass
     assert not list(leases.iterdir())
 
 
-def test_what_is_known_of_experts_is_read_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
+def test_what_is_known_of_experts_is_read_from_a_full_disk(
+    small_disk: Path, shop: PackageFactory
+) -> None:
     """Whoever closed the catalogue last removed its log, and there is no room for another."""
-    full = House(small_disk / "home").trusting("acme")
+    full = HomeFixture(small_disk / "home").trust_keys("acme")
     (done,) = full.install(shop.package("acme/first"), catalogue=full.catalogue)
     digest = done.expert.content_digest
     assert full.catalogue.record_use(digest)
@@ -118,91 +120,95 @@ def test_what_is_known_of_experts_is_read_from_a_full_disk(small_disk: Path, sho
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):
         filler.write_bytes(b"x" * (256 << 10))
-    usage = full.catalogue.usage(digest)
+    usage = full.catalogue.find_usage(digest)
     assert usage is not None
     assert usage.uses == 1
     assert not full.catalogue.record_use(digest)
     filler.unlink()
     assert full.catalogue.record_use(digest)
-    usage = full.catalogue.usage(digest)
+    usage = full.catalogue.find_usage(digest)
     assert usage is not None
     assert usage.uses == 2
 
 
-def test_a_limit_on_file_size_is_told_and_changes_nothing(house: House, shop: Shop) -> None:
+def test_a_limit_on_file_size_is_told_and_changes_nothing(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.install(shop.package("acme/first"))
-    file, before = shop.package("acme/second", seed=3), house.files()
+    file, before = shop.package("acme/second", seed=3), house.read_files()
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
         house.install(file)
 
-    ended = run(limited)
+    ended = run_with_fault(limited)
     assert ended.errors[0] == "DiskFullError", ended.trace
-    assert house.files() == before
+    assert house.read_files() == before
     house.install(file)
-    house.check()
+    house.check_integrity()
 
 
-def test_a_file_system_without_room_for_a_folder_is_told(small_disk: Path, shop: Shop) -> None:
+def test_a_file_system_without_room_for_a_folder_is_told(
+    small_disk: Path, shop: PackageFactory
+) -> None:
     (small_disk / "filler").write_bytes(b"x" * (200 << 10))
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(b"x" * (100 << 10))
-    full = House(small_disk / "home")
+    full = HomeFixture(small_disk / "home")
     with pytest.raises(DiskFullError):
         full.bases.add_copy(shop.base_dir)
-    assert full.bases.bases() == []
+    assert full.bases.list_bases() == []
 
 
 def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
-    public: Path, shop: Shop
+    public: Path, shop: PackageFactory
 ) -> None:
-    house = House(public / "home").trusting("acme")
+    house = HomeFixture(public / "home").trust_keys("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     house.bases.add_copy(shop.base_dir, name="base")
     house.catalogue.record_use(done.expert.content_digest)
     package = public / "second.expert"
     package.write_bytes(shop.package("acme/second", seed=3).read_bytes())
     package.chmod(0o644)
-    before = house.files()
+    before = house.read_files()
     protect(house.root)
     (house.root / "trust.json").chmod(0o444)
 
     def use() -> None:
         powerless()
-        (expert,) = house.store.experts()
-        with house.store.lease([expert]):
-            assert house.store.manifest(expert).name == "acme/first"
+        (expert,) = house.store.list_experts()
+        with house.store.lease_experts([expert]):
+            assert house.store.read_manifest(expert).name == "acme/first"
         house.store.check_integrity()
         house.bases.check(house.bases.find("base"))
-        house.store.garbage()
+        house.store.find_garbage()
 
     def refuse(action: str) -> None:
         powerless()
-        (expert,) = house.store.experts()
+        (expert,) = house.store.list_experts()
         match action:
             case "install":
                 house.install(package)
             case "remove":
                 house.store.remove(expert)
             case "gc":
-                house.store.gc()
+                house.store.collect_garbage()
             case "base":
                 house.bases.remove(house.bases.find("base"))
 
-    ended = run(use)
+    ended = run_with_fault(use)
     assert not ended.errors, ended.trace
     for action in ("install", "remove", "gc", "base"):
-        ended = run(lambda action=action: refuse(action))
+        ended = run_with_fault(lambda action=action: refuse(action))
         assert ended.errors[0] == "StoreError", ended.trace
         assert "is read-only" in ended.trace, ended.trace
-    assert house.files() == before
+    assert house.read_files() == before
 
 
 def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
-    public: Path, shop: Shop
+    public: Path, shop: PackageFactory
 ) -> None:
-    house = House(public / "home").trusting("acme")
+    house = HomeFixture(public / "home").trust_keys("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     digest = done.expert.content_digest
     house.catalogue.record_use(digest)
@@ -211,20 +217,20 @@ def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
     def use() -> None:
         powerless()
         catalogue = house.catalogue
-        usage = catalogue.usage(digest)
+        usage = catalogue.find_usage(digest)
         assert usage is not None
         assert usage.uses == 1
-        assert catalogue.success_rate(digest) is None
-        assert catalogue.refs() == ["acme/first@1.0.0"]
+        assert catalogue.find_success_rate(digest) is None
+        assert catalogue.list_refs() == ["acme/first@1.0.0"]
         assert not catalogue.record_use(digest)
         assert "not recorded" in catalogue.notes[0]
 
-    ended = run(use)
+    ended = run_with_fault(use)
     assert not ended.errors, ended.trace
 
 
-def test_a_read_only_file_system_is_told(small_disk: Path, shop: Shop) -> None:
-    house = House(small_disk / "home").trusting("acme")
+def test_a_read_only_file_system_is_told(small_disk: Path, shop: PackageFactory) -> None:
+    house = HomeFixture(small_disk / "home").trust_keys("acme")
     (done,) = house.install(shop.package("acme/first"))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(StoreError, match="is read-only") as error:
@@ -232,28 +238,28 @@ def test_a_read_only_file_system_is_told(small_disk: Path, shop: Shop) -> None:
     assert "EXPERT_HOME" in error.value.hint
     with pytest.raises(StoreError, match="is read-only"):
         house.store.remove(done.expert)
-    with house.store.lease([done.expert]):
+    with house.store.lease_experts([done.expert]):
         house.store.check_integrity()
     assert not house.catalogue.record_use(done.expert.content_digest)
 
 
 def test_blobs_on_another_file_system_are_copied_there(
-    small_disk: Path, house: House, shop: Shop
+    small_disk: Path, house: HomeFixture, shop: PackageFactory
 ) -> None:
     (house.home.store / "blobs").mkdir(parents=True)
     (house.home.store / "blobs" / "sha256").symlink_to(small_disk)
     (done,) = house.install(shop.package("acme/first"))
-    house.check()
+    house.check_integrity()
     assert {path.name for path in small_disk.iterdir()} == {
         file.digest.hex for file in done.expert.layers
     }
 
 
-def test_a_home_that_is_a_file_is_told(tmp_path: Path, shop: Shop) -> None:
+def test_a_home_that_is_a_file_is_told(tmp_path: Path, shop: PackageFactory) -> None:
     (tmp_path / "home").write_text("")
     store = Store(Home(tmp_path / "home").store)
-    assert store.experts() == []
-    with pytest.raises(StoreError), store.stage():
+    assert store.list_experts() == []
+    with pytest.raises(StoreError), store.stage_package():
         pass
 
 
@@ -274,8 +280,8 @@ def test_each_refusal_has_its_error(number: int, error: type[Exception]) -> None
         raise OSError(number, os.strerror(number), "/a/file")
 
 
-def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: Shop) -> None:
-    house = House(public / "home").trusting("acme")
+def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: PackageFactory) -> None:
+    house = HomeFixture(public / "home").trust_keys("acme")
     house.install(shop.package("acme/first"))
     folder = house.store.paths.staging / "left"
     folder.mkdir()
@@ -285,7 +291,7 @@ def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: Shop) -
 
     def look() -> None:
         powerless()
-        assert house.store.garbage().folders == ()
+        assert house.store.find_garbage().folders == ()
 
-    ended = run(look)
+    ended = run_with_fault(look)
     assert not ended.errors, ended.trace

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.store.file_mark import WhileUnchanged
+from expertctl.store.disk import FileCachedValue
 
 
-class Reader:
+class CountingReader:
     """Reads a file and counts how often."""
 
     def __init__(self, path: Path) -> None:
@@ -33,8 +33,8 @@ def age(path: Path, seconds: float) -> None:
 def test_an_old_file_is_read_once(path: Path) -> None:
     path.write_text("one")
     age(path, 5)
-    reader = Reader(path)
-    kept = WhileUnchanged(path, reader)
+    reader = CountingReader(path)
+    kept = FileCachedValue(path, reader)
     assert [kept.get() for _ in range(3)] == ["one"] * 3
     assert reader.count == 1
 
@@ -42,8 +42,8 @@ def test_an_old_file_is_read_once(path: Path) -> None:
 def test_a_file_that_was_written_a_moment_ago_is_read_again(path: Path) -> None:
     path.write_text("one")
     age(path, 0)
-    reader = Reader(path)
-    kept = WhileUnchanged(path, reader)
+    reader = CountingReader(path)
+    kept = FileCachedValue(path, reader)
     assert kept.get() == "one"
     stamp = path.stat()
     path.write_text("two")  # as long as before, within one tick of the clock
@@ -55,8 +55,8 @@ def test_a_file_that_was_written_a_moment_ago_is_read_again(path: Path) -> None:
 def test_a_change_is_seen(change: str, path: Path) -> None:
     path.write_text("one")
     age(path, 50)
-    reader = Reader(path)
-    kept = WhileUnchanged(path, reader)
+    reader = CountingReader(path)
+    kept = FileCachedValue(path, reader)
     assert kept.get() == "one"
     match change:
         case "length":
@@ -77,8 +77,8 @@ def test_a_change_is_seen(change: str, path: Path) -> None:
 
 
 def test_an_absent_file_and_an_empty_log_are_nothing(path: Path) -> None:
-    reader = Reader(path)
-    kept = WhileUnchanged(path, reader)
+    reader = CountingReader(path)
+    kept = FileCachedValue(path, reader)
     assert [kept.get(), kept.get()] == ["absent", "absent"]
     path.with_name("file-wal").touch()
     assert kept.get() == "absent"

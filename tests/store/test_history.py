@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.store.catalogue import Catalogue
-from expertctl.store.history import KEPT_JOBS, History
+from expertctl.store.catalogue import MAX_RUNS, Catalogue, RunHistory
 from expertctl.store.index_database import IndexDatabase
-from expertctl.store.job import Job, JobFigures, JobTimes, UsedExpert, Verdict
-from tests.store.jobs import DAY, NOW, X, Y, a_gain, a_job
+from expertctl.store.run_record import RunFigures, RunRecord, RunTimes, UsedExpert, UserVerdict
+from tests.store.fixtures import DAY, EXPERT_X, EXPERT_Y, NOW, make_gain, make_run
 
 
-class Clock:
+class HistoryClock:
     """A time that moves when it is told to."""
 
     def __init__(self) -> None:
@@ -29,26 +28,28 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> HistoryClock:
+    return HistoryClock()
 
 
 @pytest.fixture
-def history(tmp_path: Path, clock: Clock) -> History:
-    return History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+def history(tmp_path: Path, clock: HistoryClock) -> RunHistory:
+    return RunHistory(IndexDatabase(tmp_path / "index.db"), clock=clock)
 
 
 def job(
-    number: int, *experts: UsedExpert, clock: Clock, at: float | None = None, **said: Any
-) -> Job:
-    return a_job(number, *experts, at=clock.now if at is None else at, **said)
+    number: int, *experts: UsedExpert, clock: HistoryClock, at: float | None = None, **said: Any
+) -> RunRecord:
+    return make_run(number, *experts, at=clock.now if at is None else at, **said)
 
 
-def rate(history: History, expert: UsedExpert = X, task: str | None = None) -> float | None:
-    return history.success_rates().of(expert.content_digest, task=task)
+def rate(
+    history: RunHistory, expert: UsedExpert = EXPERT_X, task: str | None = None
+) -> float | None:
+    return history.read_success_rates().find_rate(expert.content_digest, task=task)
 
 
-FIGURES = JobFigures(
+FIGURES = RunFigures(
     prefill_ms=12.5,
     prefill_tokens=10,
     kv_reused_tokens=2,
@@ -59,30 +60,34 @@ FIGURES = JobFigures(
 )
 
 
-def judge(history: History, verdict: Verdict, *, number: int, clock: Clock) -> Job:
-    return history.judge(job(number, clock=clock).job_id, verdict)
+def judge(
+    history: RunHistory, verdict: UserVerdict, *, number: int, clock: HistoryClock
+) -> RunRecord:
+    return history.rate_run(job(number, clock=clock).job_id, verdict)
 
 
-def test_a_run_is_read_back_as_it_was(history: History, clock: Clock) -> None:
+def test_a_run_is_read_back_as_it_was(history: RunHistory, clock: HistoryClock) -> None:
     whole = job(
         1,
-        X,
-        Y,
+        EXPERT_X,
+        EXPERT_Y,
         clock=clock,
         validation="passed",
         prompt_tokens=12,
         generated_tokens=30,
-        times=JobTimes(route=1.5, load=2.5, ttft=3.5, decode=4.5, total=5.5),
+        times=RunTimes(route=1.5, load=2.5, ttft=3.5, decode=4.5, total=5.5),
         figures=FIGURES,
     )
-    assert history.record(whole)
-    assert history.record(job(2, clock=clock))
-    assert history.jobs() == [job(2, clock=clock), whole]
+    assert history.record_run(whole)
+    assert history.record_run(job(2, clock=clock))
+    assert history.list_runs() == [job(2, clock=clock), whole]
 
 
-def test_how_fast_a_run_was_follows_from_its_figures(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock, times=JobTimes(decode=4.5), figures=FIGURES))
-    [read] = history.jobs()
+def test_how_fast_a_run_was_follows_from_its_figures(
+    history: RunHistory, clock: HistoryClock
+) -> None:
+    history.record_run(job(1, clock=clock, times=RunTimes(decode=4.5), figures=FIGURES))
+    [read] = history.list_runs()
     assert read.prefill_tokens_per_s == pytest.approx(10 / 0.0125)
     assert read.decode_tokens_per_s == pytest.approx(9 / 0.0045)
     one = replace(read, figures=replace(FIGURES, decode_steps=0, prefill_ms=0.0))
@@ -91,43 +96,45 @@ def test_how_fast_a_run_was_follows_from_its_figures(history: History, clock: Cl
     assert (unknown.prefill_tokens_per_s, unknown.decode_tokens_per_s) == (None, None)
 
 
-def test_runs_of_a_version_without_figures_are_read_and_stay(tmp_path: Path, clock: Clock) -> None:
+def test_runs_of_a_version_without_figures_are_read_and_stay(
+    tmp_path: Path, clock: HistoryClock
+) -> None:
     path = tmp_path / "index.db"
-    History(IndexDatabase(path), clock=clock).record(job(1, clock=clock))
+    RunHistory(IndexDatabase(path), clock=clock).record_run(job(1, clock=clock))
     with sqlite3.connect(path) as older:
         older.execute("DROP TABLE job_figures")
         older.execute("PRAGMA user_version = 1")
     older.close()
     catalogue = Catalogue(path)
-    assert [each.figures for each in catalogue.history.jobs()] == [None]
-    catalogue.history.record(job(2, clock=clock, figures=FIGURES))
-    assert [each.figures for each in catalogue.history.jobs()] == [FIGURES, None]
-    assert catalogue.history.judge("last", "good").figures == FIGURES
+    assert [each.figures for each in catalogue.history.list_runs()] == [None]
+    catalogue.history.record_run(job(2, clock=clock, figures=FIGURES))
+    assert [each.figures for each in catalogue.history.list_runs()] == [FIGURES, None]
+    assert catalogue.history.rate_run("last", "good").figures == FIGURES
     assert catalogue.notes == []
-    assert catalogue.problems() == []
+    assert catalogue.find_problems() == []
 
 
 def test_an_absent_history_is_empty_and_stays_absent(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "index.db")
-    assert catalogue.history.jobs() == []
-    assert catalogue.gains() == {}
-    assert catalogue.success_rate(X.content_digest, task="default") is None
-    assert catalogue.revision() == 0
+    assert catalogue.history.list_runs() == []
+    assert catalogue.find_sure_gains() == {}
+    assert catalogue.find_success_rate(EXPERT_X.content_digest, task="default") is None
+    assert catalogue.read_revision() == 0
     assert catalogue.history.clear() == 0
     with pytest.raises(NotFoundError, match="no run is remembered") as told:
-        catalogue.history.judge("last", "good")
+        catalogue.history.rate_run("last", "good")
     assert "expertctl run" in told.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_yet_judged_has_no_rate(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
+def test_what_is_not_yet_judged_has_no_rate(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
     assert rate(history) is None
-    assert history.usages()[X.content_digest].uses == 1
+    assert history.read_usage_counts()[EXPERT_X.content_digest].uses == 1
 
 
-def test_the_last_word_counts_once(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
+def test_the_last_word_counts_once(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
     assert judge(history, "good", number=1, clock=clock).verdict == "good"
     assert rate(history) == pytest.approx(3 / 5)
     for _ in range(3):
@@ -135,43 +142,47 @@ def test_the_last_word_counts_once(history: History, clock: Clock) -> None:
     assert rate(history) == pytest.approx(3 / 5)
     judge(history, "bad", number=1, clock=clock)
     assert rate(history) == pytest.approx(2 / 5)
-    usage = history.usages()[X.content_digest]
+    usage = history.read_usage_counts()[EXPERT_X.content_digest]
     assert (usage.uses, usage.successes, usage.failures) == (1, 0, 1)
 
 
-def test_the_word_of_a_person_replaces_what_its_form_said(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock, validation="failed"))
+def test_the_word_of_a_person_replaces_what_its_form_said(
+    history: RunHistory, clock: HistoryClock
+) -> None:
+    history.record_run(job(1, clock=clock, validation="failed"))
     assert rate(history) == pytest.approx(2 / 4.5)
     judge(history, "good", number=1, clock=clock)
     assert rate(history) == pytest.approx(3 / 5)
-    history.record(job(2, clock=clock, validation="passed"))
+    history.record_run(job(2, clock=clock, validation="passed"))
     assert rate(history) == pytest.approx(3.25 / 5.25)
 
 
-def test_an_answer_that_was_cut_is_not_blamed_for_its_form(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock, validation="failed", finish_reason="length"))
+def test_an_answer_that_was_cut_is_not_blamed_for_its_form(
+    history: RunHistory, clock: HistoryClock
+) -> None:
+    history.record_run(job(1, clock=clock, validation="failed", finish_reason="length"))
     assert rate(history) is None
 
 
-def test_the_experts_of_a_chain_share_a_word(history: History, clock: Clock) -> None:
-    history.record(job(1, X, Y, clock=clock))
+def test_the_experts_of_a_chain_share_a_word(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, EXPERT_X, EXPERT_Y, clock=clock))
     judge(history, "good", number=1, clock=clock)
-    assert rate(history, X) == rate(history, Y) == pytest.approx(2.5 / 4.5)
+    assert rate(history, EXPERT_X) == rate(history, EXPERT_Y) == pytest.approx(2.5 / 4.5)
 
 
-def test_evidence_halves_in_thirty_days(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
+def test_evidence_halves_in_thirty_days(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
     judge(history, "bad", number=1, clock=clock)
     clock.now += 30 * DAY
-    history.record(job(2, Y, clock=clock))
+    history.record_run(job(2, EXPERT_Y, clock=clock))
     assert rate(history) == pytest.approx(2 / 4.5)
-    history.record(job(3, clock=clock))
+    history.record_run(job(3, clock=clock))
     judge(history, "good", number=3, clock=clock)
     assert rate(history) == pytest.approx(3 / 5.5)
 
 
-def test_a_word_on_an_old_run_counts_from_now_on(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
+def test_a_word_on_an_old_run_counts_from_now_on(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
     clock.now += 300 * DAY
     judge(history, "good", number=1, clock=clock)
     assert rate(history) == pytest.approx(3 / 5)
@@ -180,22 +191,26 @@ def test_a_word_on_an_old_run_counts_from_now_on(history: History, clock: Clock)
     assert rate(history) == pytest.approx(2 / 5)
 
 
-def test_a_clock_that_was_set_back_takes_and_gives_nothing(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
+def test_a_clock_that_was_set_back_takes_and_gives_nothing(
+    history: RunHistory, clock: HistoryClock
+) -> None:
+    history.record_run(job(1, clock=clock))
     judge(history, "good", number=1, clock=clock)
     clock.now -= 3000 * DAY
-    history.record(job(2, clock=clock))
+    history.record_run(job(2, clock=clock))
     assert rate(history) == pytest.approx(3 / 5)
     judge(history, "good", number=2, clock=clock)
     assert rate(history) == pytest.approx(4 / 6)
 
 
-def test_what_an_expert_is_worth_depends_on_the_task(history: History, clock: Clock) -> None:
+def test_what_an_expert_is_worth_depends_on_the_task(
+    history: RunHistory, clock: HistoryClock
+) -> None:
     for number in range(8):
-        history.record(job(number, clock=clock, task="default"))
+        history.record_run(job(number, clock=clock, task="default"))
         judge(history, "good", number=number, clock=clock)
     for number in range(8, 16):
-        history.record(job(number, clock=clock, task="translation"))
+        history.record_run(job(number, clock=clock, task="translation"))
         judge(history, "bad", number=number, clock=clock)
     at_default, at_translation = rate(history, task="default"), rate(history, task="translation")
     assert rate(history) == pytest.approx(10 / 20)
@@ -204,44 +219,48 @@ def test_what_an_expert_is_worth_depends_on_the_task(history: History, clock: Cl
     assert rate(history, task="classification") == rate(history)
 
 
-def test_runs_are_named_by_their_beginning(history: History, clock: Clock) -> None:
+def test_runs_are_named_by_their_beginning(history: RunHistory, clock: HistoryClock) -> None:
     for number, job_id in enumerate(("ab" + "0" * 30, "abc" + "0" * 29, "b" * 32)):
-        history.record(job(number, clock=clock, job_id=job_id))
-    assert history.judge("b", "good").job_id == "b" * 32
-    assert history.judge("ABC", "good").job_id == "abc" + "0" * 29
-    assert history.judge("ab" + "0" * 30, "good").job_id == "ab" + "0" * 30
-    assert history.judge("last", "bad").job_id == "b" * 32
+        history.record_run(job(number, clock=clock, job_id=job_id))
+    assert history.rate_run("b", "good").job_id == "b" * 32
+    assert history.rate_run("ABC", "good").job_id == "abc" + "0" * 29
+    assert history.rate_run("ab" + "0" * 30, "good").job_id == "ab" + "0" * 30
+    assert history.rate_run("last", "bad").job_id == "b" * 32
     with pytest.raises(UsageError, match="several runs begin with 'ab': ab00000000, abc0000000"):
-        history.judge("ab", "good")
+        history.rate_run("ab", "good")
 
 
 @pytest.mark.parametrize("name", ["c", "", "%", "b_", "bb' OR 1 = 1 --", "ß", "b" * 33, "\0"])
-def test_a_run_that_is_not_there_is_not_found(name: str, history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock, job_id="b" * 32))
+def test_a_run_that_is_not_there_is_not_found(
+    name: str, history: RunHistory, clock: HistoryClock
+) -> None:
+    history.record_run(job(1, clock=clock, job_id="b" * 32))
     with pytest.raises(NotFoundError, match="is remembered") as told:
-        history.judge(name, "good")
+        history.rate_run(name, "good")
     assert "expertctl stats" in told.value.hint
 
 
-def test_many_runs_that_begin_alike_are_not_all_listed(history: History, clock: Clock) -> None:
+def test_many_runs_that_begin_alike_are_not_all_listed(
+    history: RunHistory, clock: HistoryClock
+) -> None:
     for number in range(6):
-        history.record(job(number, clock=clock, job_id=f"a{number}" + "0" * 30))
+        history.record_run(job(number, clock=clock, job_id=f"a{number}" + "0" * 30))
     with pytest.raises(UsageError, match=r"a00000000, a10000000, a20000000 and more"):
-        history.judge("a", "good")
+        history.rate_run("a", "good")
 
 
-def test_the_last_run_is_one_that_answered(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
-    history.record(job(2, clock=clock, finish_reason="error"))
-    assert history.judge("last", "good").job_id == job(1, clock=clock).job_id
+def test_the_last_run_is_one_that_answered(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
+    history.record_run(job(2, clock=clock, finish_reason="error"))
+    assert history.rate_run("last", "good").job_id == job(1, clock=clock).job_id
 
 
 def test_only_the_newest_runs_are_kept_and_their_evidence_stays(
-    history: History, clock: Clock
+    history: RunHistory, clock: HistoryClock
 ) -> None:
-    history.record(job(0, clock=clock))
+    history.record_run(job(0, clock=clock))
     judge(history, "good", number=0, clock=clock)
-    rows = [(f"{number:032x}", clock.now, "default", "base", "stop") for number in range(KEPT_JOBS)]
+    rows = [(f"{number:032x}", clock.now, "default", "base", "stop") for number in range(MAX_RUNS)]
 
     history._database.write(
         lambda db: db.conn.executemany(
@@ -250,9 +269,9 @@ def test_only_the_newest_runs_are_kept_and_their_evidence_stays(
             rows,
         ).connection.commit()
     )
-    history.record(job(-1, clock=clock))
-    jobs = history.jobs()
-    assert len(jobs) == KEPT_JOBS
+    history.record_run(job(-1, clock=clock))
+    jobs = history.list_runs()
+    assert len(jobs) == MAX_RUNS
     assert jobs[0].job_id == job(-1, clock=clock).job_id
     with pytest.raises(NotFoundError):
         judge(history, "bad", number=0, clock=clock)
@@ -260,63 +279,63 @@ def test_only_the_newest_runs_are_kept_and_their_evidence_stays(
 
 
 def test_a_judgement_or_a_failure_changes_the_revision_and_a_plain_run_does_not(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: HistoryClock
 ) -> None:
     catalogue = Catalogue(tmp_path / "index.db")
     history = catalogue.history
-    seen = [catalogue.revision()]
+    seen = [catalogue.read_revision()]
 
     def changed() -> bool:
-        seen.append(catalogue.revision())
+        seen.append(catalogue.read_revision())
         return seen[-1] != seen[-2]
 
-    history.record(job(1, clock=clock))
-    history.record(job(2, clock=clock, validation="passed"))
+    history.record_run(job(1, clock=clock))
+    history.record_run(job(2, clock=clock, validation="passed"))
     assert not changed()
-    history.judge("last", "good")
+    history.rate_run("last", "good")
     assert changed()
-    history.judge("last", "good")
+    history.rate_run("last", "good")
     assert not changed()
-    history.record(job(3, clock=clock, validation="failed"))
+    history.record_run(job(3, clock=clock, validation="failed"))
     assert changed()
-    history.record(job(4, clock=clock, finish_reason="error"))
+    history.record_run(job(4, clock=clock, finish_reason="error"))
     assert changed()
-    history.record_gain(a_gain())
+    history.record_gain(make_gain())
     assert changed()
     history.clear()
     assert changed()
     catalogue.path.unlink()
-    catalogue.history.record(job(5, clock=clock, finish_reason="error"))
+    catalogue.history.record_run(job(5, clock=clock, finish_reason="error"))
     assert changed()
     assert len(set(seen)) == 7
 
 
-def test_another_process_sees_what_is_said(tmp_path: Path, clock: Clock) -> None:
+def test_another_process_sees_what_is_said(tmp_path: Path, clock: HistoryClock) -> None:
     catalogue = Catalogue(tmp_path / "index.db")
-    catalogue.history.record(job(1, clock=clock))
-    before = catalogue.revision(), catalogue.success_rate(X.content_digest)
+    catalogue.history.record_run(job(1, clock=clock))
+    before = catalogue.read_revision(), catalogue.find_success_rate(EXPERT_X.content_digest)
 
     def say() -> None:
-        Catalogue(tmp_path / "index.db").history.judge("last", "good")
+        Catalogue(tmp_path / "index.db").history.rate_run("last", "good")
 
     other = multiprocessing.get_context("fork").Process(target=say)
     other.start()
     other.join(60)
     assert other.exitcode == 0
-    assert catalogue.revision() != before[0]
+    assert catalogue.read_revision() != before[0]
     assert before[1] is None
-    assert catalogue.success_rate(X.content_digest) is not None
+    assert catalogue.find_success_rate(EXPERT_X.content_digest) is not None
 
 
-def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: Clock) -> None:
+def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: HistoryClock) -> None:
     history = Catalogue(tmp_path / "index.db").history
     for number in range(40):
-        history.record(job(number, clock=clock, at=0.0))
+        history.record_run(job(number, clock=clock, at=0.0))
 
     def say(first: int) -> None:
-        own = History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+        own = RunHistory(IndexDatabase(tmp_path / "index.db"), clock=clock)
         for number in range(first, 40, 4):
-            own.judge(job(number, clock=clock).job_id, "good")
+            own.rate_run(job(number, clock=clock).job_id, "good")
 
     context = multiprocessing.get_context("fork")
     others = [context.Process(target=say, args=(first,)) for first in range(4)]
@@ -325,19 +344,19 @@ def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: Clock
     for other in others:
         other.join(120)
         assert other.exitcode == 0
-    history = History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+    history = RunHistory(IndexDatabase(tmp_path / "index.db"), clock=clock)
     assert rate(history) == pytest.approx(42 / 44)
-    assert history.usages()[X.content_digest].successes == 40
+    assert history.read_usage_counts()[EXPERT_X.content_digest].successes == 40
 
 
-def test_threads_and_processes_lose_no_run(tmp_path: Path, clock: Clock) -> None:
+def test_threads_and_processes_lose_no_run(tmp_path: Path, clock: HistoryClock) -> None:
     """A lock of SQLite is gone when anybody in its process closes another handle of the file."""
 
     def work(first: int) -> None:
         history = Catalogue(tmp_path / "index.db").history
         with ThreadPoolExecutor(3) as threads:
             numbers = range(first * 100, first * 100 + 30)
-            assert all(threads.map(lambda n: history.record(job(n, clock=clock)), numbers))
+            assert all(threads.map(lambda n: history.record_run(job(n, clock=clock)), numbers))
 
     context = multiprocessing.get_context("fork")
     others = [context.Process(target=work, args=(first,)) for first in range(3)]
@@ -347,13 +366,13 @@ def test_threads_and_processes_lose_no_run(tmp_path: Path, clock: Clock) -> None
         other.join(120)
         assert other.exitcode == 0
     catalogue = Catalogue(tmp_path / "index.db")
-    assert len(catalogue.history.jobs()) == 90
-    assert catalogue.history.usages()[X.content_digest].uses == 90
+    assert len(catalogue.history.list_runs()) == 90
+    assert catalogue.history.read_usage_counts()[EXPERT_X.content_digest].uses == 90
     catalogue.check_integrity()
 
 
 def test_a_run_that_was_killed_while_it_was_remembered_leaves_a_whole_history(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: HistoryClock
 ) -> None:
     """Kill writers at any moment: what they were told is there, is there."""
     path, said = tmp_path / "index.db", tmp_path / "said"
@@ -362,7 +381,7 @@ def test_a_run_that_was_killed_while_it_was_remembered_leaves_a_whole_history(
         history = Catalogue(path).history
         with said.open("a") as told:
             for number in range(first, first + 10_000):
-                assert history.record(job(number, clock=clock))
+                assert history.record_run(job(number, clock=clock))
                 told.write(f"{job(number, clock=clock).job_id}\n")
                 told.flush()
 
@@ -375,63 +394,65 @@ def test_a_run_that_was_killed_while_it_was_remembered_leaves_a_whole_history(
         writer.kill()
         writer.join(60)
     catalogue = Catalogue(path)
-    there = {each.job_id for each in catalogue.history.jobs()}
+    there = {each.job_id for each in catalogue.history.list_runs()}
     assert set(said.read_text().split()) <= there
     assert catalogue.notes == []
     catalogue.check_integrity()
 
 
-def test_clearing_forgets_all_but_gains(history: History, clock: Clock) -> None:
-    history.record(job(1, clock=clock))
-    history.record(job(2, clock=clock))
+def test_clearing_forgets_all_but_gains(history: RunHistory, clock: HistoryClock) -> None:
+    history.record_run(job(1, clock=clock))
+    history.record_run(job(2, clock=clock))
     judge(history, "good", number=1, clock=clock)
-    history.record_gain(a_gain())
+    history.record_gain(make_gain())
     assert history.clear() == 2
-    assert history.jobs() == []
-    assert history.usages() == {}
+    assert history.list_runs() == []
+    assert history.read_usage_counts() == {}
     assert rate(history) is None
-    assert list(history.gains()) == [(X.content_digest, Y.content_digest)]
+    assert list(history.find_sure_gains()) == [(EXPERT_X.content_digest, EXPERT_Y.content_digest)]
 
 
-def test_only_sure_gains_count(history: History) -> None:
-    pair = (X.content_digest, Y.content_digest)
-    history.record_gain(a_gain())
-    assert history.gains() == {pair: 0.2}
-    history.record_gain(a_gain(base="other", gain=0.1, at=2.0))
-    assert history.gains() == {pair: 0.1}
-    assert history.gains(base="base") == {pair: 0.2}
-    assert history.gains(base="third") == {}
-    history.record_gain(a_gain(low=-0.01, at=3.0))
-    assert history.gains(base="base") == {}
-    history.record_gain(a_gain(p=0.06, at=4.0))
-    assert history.gains(base="base") == {}
-    assert [each.at for each in history.pair_gains()] == [4.0, 2.0]
+def test_only_sure_gains_count(history: RunHistory) -> None:
+    pair = (EXPERT_X.content_digest, EXPERT_Y.content_digest)
+    history.record_gain(make_gain())
+    assert history.find_sure_gains() == {pair: 0.2}
+    history.record_gain(make_gain(base="other", gain=0.1, at=2.0))
+    assert history.find_sure_gains() == {pair: 0.1}
+    assert history.find_sure_gains(base="base") == {pair: 0.2}
+    assert history.find_sure_gains(base="third") == {}
+    history.record_gain(make_gain(low=-0.01, at=3.0))
+    assert history.find_sure_gains(base="base") == {}
+    history.record_gain(make_gain(p=0.06, at=4.0))
+    assert history.find_sure_gains(base="base") == {}
+    assert [each.at for each in history.list_gains()] == [4.0, 2.0]
 
 
-def test_nobody_else_may_read_the_history(history: History, clock: Clock, tmp_path: Path) -> None:
-    history.record(job(1, clock=clock))
+def test_nobody_else_may_read_the_history(
+    history: RunHistory, clock: HistoryClock, tmp_path: Path
+) -> None:
+    history.record_run(job(1, clock=clock))
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_file_of_an_older_version_gets_the_new_tables_and_keeps_its_own(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: HistoryClock
 ) -> None:
     with sqlite3.connect(tmp_path / "index.db") as old:
         old.execute(
             "CREATE TABLE usage (content_digest TEXT PRIMARY KEY, uses INTEGER, "
             "successes INTEGER, failures INTEGER, last_used FLOAT)"
         )
-        old.execute("INSERT INTO usage VALUES (?, 7, 0, 0, 1.0)", [str(X.content_digest)])
+        old.execute("INSERT INTO usage VALUES (?, 7, 0, 0, 1.0)", [str(EXPERT_X.content_digest)])
     old.close()
     (tmp_path / "index.db").chmod(0o600)
     catalogue = Catalogue(tmp_path / "index.db")
-    assert catalogue.history.jobs() == []
-    assert catalogue.revision() == 0
-    assert catalogue.success_rate(X.content_digest) is None
-    assert catalogue.problems() == []
-    catalogue.history.record(job(1, clock=clock))
-    usage = catalogue.usage(X.content_digest)
+    assert catalogue.history.list_runs() == []
+    assert catalogue.read_revision() == 0
+    assert catalogue.find_success_rate(EXPERT_X.content_digest) is None
+    assert catalogue.find_problems() == []
+    catalogue.history.record_run(job(1, clock=clock))
+    usage = catalogue.find_usage(EXPERT_X.content_digest)
     assert usage is not None
     assert usage.uses == 8
     assert catalogue.notes == []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.install.doctor import Diagnosis, examine
-from tests.store.shop import House, Shop
+from expertctl.install.doctor import Diagnosis, examine_store
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 pytestmark = [
     pytest.mark.all,
@@ -28,7 +28,7 @@ PROGRAM = "from expertctl.cli.app import main; main()"
 SIGKILL = -9
 
 
-def command(house: House, *words: object, call: str = "", at: int = 0) -> int:
+def command(house: HomeFixture, *words: object, call: str = "", at: int = 0) -> int:
     """Run one command; kill it when it makes the ``at``-th call of that name."""
     tracer = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}"]
     tracer += ["-e", f"inject={call}:signal=SIGKILL:when={at}"]
@@ -50,8 +50,10 @@ def command(house: House, *words: object, call: str = "", at: int = 0) -> int:
     return result.returncode
 
 
-def diagnose(house: House) -> Diagnosis:
-    return examine(house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue)
+def diagnose(house: HomeFixture) -> Diagnosis:
+    return examine_store(
+        house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+    )
 
 
 def strace_works() -> bool:
@@ -61,24 +63,24 @@ def strace_works() -> bool:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_killed_at_every_system_call_the_next_command_works(
-    call: str, shop: Shop, fast: Path
+    call: str, shop: PackageFactory, fast: Path
 ) -> None:
     if not strace_works():
         pytest.skip("tracing is not allowed here")
-    template = House(fast / "template").trusting("acme")
+    template = HomeFixture(fast / "template").trust_keys("acme")
     template.install(shop.package("acme/old"), catalogue=template.catalogue, index=template.index)
     file = shop.package("acme/new", seed=1)
     for at in range(1, 1000):
         shutil.rmtree(fast / "home", ignore_errors=True)
         shutil.copytree(template.root, fast / "home")
-        house = House(fast / "home")
+        house = HomeFixture(fast / "home")
         code = command(house, "install", file, call=call, at=at)
         assert house.refs() in (["acme/old@1.0.0"], ["acme/new@1.0.0", "acme/old@1.0.0"])
-        house.check()
+        house.check_integrity()
         (done,) = house.install(file, catalogue=house.catalogue, index=house.index)
         assert not any("not indexed" in warning for warning in done.warnings)
-        assert house.refs() == house.catalogue.refs() == ["acme/new@1.0.0", "acme/old@1.0.0"]
-        house.check()
+        assert house.refs() == house.catalogue.list_refs() == ["acme/new@1.0.0", "acme/old@1.0.0"]
+        house.check_integrity()
         assert diagnose(house).healthy
         if code != SIGKILL:
             assert code == 0

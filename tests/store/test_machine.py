@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from expertctl.errors import ChangedVersionError, NotFoundError
 from expertctl.reference import Reference
-from tests.store.shop import House, Shop
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 NAMES = st.sampled_from(["acme/one", "acme/two"])
 VERSIONS = st.sampled_from(["1.0.0", "2.0.0"])
@@ -30,13 +30,13 @@ SIGNERS = st.sampled_from(["acme", "other", None])
 class StoreMachine(RuleBasedStateMachine):
     """``model`` says which seed and signer each installed ref has."""
 
-    shop: Shop
+    shop: PackageFactory
     folder: Path
 
     @initialize()
     def begin(self) -> None:
         self.root = Path(tempfile.mkdtemp(dir=self.folder))
-        self.house = House(self.root).trusting("acme", "other")
+        self.house = HomeFixture(self.root).trust_keys("acme", "other")
         self.model: dict[str, tuple[int, str | None]] = {}
 
     def teardown(self) -> None:
@@ -85,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        assert self.house.store.gc().blobs == ()
+        assert self.house.store.collect_garbage().blobs == ()
 
     @invariant()
     def the_store_is_what_the_model_says(self) -> None:
@@ -93,12 +93,14 @@ class StoreMachine(RuleBasedStateMachine):
             return
         store = self.house.store
         assert set(self.house.refs()) == set(self.model)
-        for expert in store.experts():
+        for expert in store.list_experts():
             seed, key = self.model[expert.ref]
-            made = self.shop.contents(str(expert.package), str(expert.version), key=key, seed=seed)
+            made = self.shop.read_contents(
+                str(expert.package), str(expert.version), key=key, seed=seed
+            )
             assert expert.package_digest == made.package_digest
         store.check_integrity()
-        needed = {f.digest.hex for e in store.experts() for f in e.layers}
+        needed = {f.digest.hex for e in store.list_experts() for f in e.layers}
         blobs = store.paths.blobs
         assert ({p.name for p in blobs.iterdir()} if blobs.exists() else set()) == needed
 
@@ -113,7 +115,7 @@ def outcome(old: tuple[int, str | None] | None, new: tuple[int, str | None]) -> 
     ("examples", "steps"), [(12, 12), pytest.param(100, 40, marks=pytest.mark.all)]
 )
 def test_the_store_agrees_with_a_dictionary(
-    examples: int, steps: int, shop: Shop, fast: Path
+    examples: int, steps: int, shop: PackageFactory, fast: Path
 ) -> None:
     run_state_machine_as_test(
         type("OneShop", (StoreMachine,), {"shop": shop, "folder": fast}),

@@ -11,13 +11,18 @@ from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.settings import Home
-from expertctl.store.pins import PinFiles, Pins, VersionPin
-from expertctl.store.preference import Preference, read_preference, usage_of
-from expertctl.store.ref import StoredExpert
-from expertctl.store.signers import Signers
-from expertctl.store.yanks import read_yanks, record_yanks
-from tests.routing.experts import installed, manifest
-from tests.store.shop import House, Shop, house, shop
+from expertctl.store.pins import PinFiles, VersionPin, VersionPins
+from expertctl.store.preference import (
+    SignerNames,
+    VersionPreference,
+    describe_version_usage,
+    read_preference,
+    read_yanks,
+    record_yanks,
+)
+from expertctl.store.refs import StoredExpert
+from tests.routing.experts import make_installed, make_manifest
+from tests.store.fixtures import HomeFixture, PackageFactory, house, shop
 
 __all__ = ["house", "shop"]
 
@@ -26,7 +31,7 @@ HUB = "hub.example"
 
 
 def version(number: str, *, registry: str = HUB, signer: str = "k1") -> StoredExpert:
-    stored = installed(manifest("acme/sql", number), registry=registry).stored
+    stored = make_installed(make_manifest("acme/sql", number), registry=registry).stored
     return replace(stored, signer=signer)
 
 
@@ -34,34 +39,34 @@ def yanked(*numbers: str) -> dict[tuple[str, str], str]:
     return {(HUB, f"acme/sql@{number}"): "wrong joins" for number in numbers}
 
 
-def pinned(number: str) -> Pins:
+def pinned(number: str) -> VersionPins:
     wanted = Reference.parse(f"acme/sql@{number}")
-    return Pins({SQL: VersionPin(wanted, Path("expert.lock"))})
+    return VersionPins({SQL: VersionPin(wanted, Path("expert.lock"))})
 
 
-REVOKED = Signers(revoked=frozenset({("k2", None, None)}))
-ELSEWHERE = Signers(meant=frozenset({(HUB, "acme")}), registries=frozenset({HUB}))
+REVOKED = SignerNames(revoked=frozenset({("k2", None, None)}))
+ELSEWHERE = SignerNames(assigned=frozenset({(HUB, "acme")}), registries=frozenset({HUB}))
 V1, V2, RC = version("1.0.0"), version("2.0.0"), version("3.0.0-rc.1")
 
 
 @pytest.mark.parametrize(
     ("experts", "preference", "used"),
     [
-        ([V1, V2], Preference(), "2.0.0"),
-        ([V1, V2], Preference(yanked("2.0.0")), "1.0.0"),
-        ([V1, V2], Preference(yanked("1.0.0")), "2.0.0"),
-        ([V2], Preference(yanked("2.0.0")), "2.0.0"),
-        ([V1, V2], Preference(yanked("1.0.0", "2.0.0")), "2.0.0"),
-        ([V1, V2], Preference(yanked("1.0.0"), pinned("1.0.0")), "1.0.0"),
-        ([V1, V2], Preference(pins=pinned("1.0.0")), "1.0.0"),
-        ([V1, V2], Preference(pins=pinned("1.5.0")), "2.0.0"),
-        ([V1, V2, RC], Preference(), "2.0.0"),
-        ([V1, V2, RC], Preference(pins=pinned("3.0.0-rc.1")), "3.0.0-rc.1"),
-        ([RC], Preference(), None),
-        ([V1, version("2.0.0", signer="k2")], Preference(signers=REVOKED), "1.0.0"),
-        ([version("2.0.0", signer="k2")], Preference(signers=REVOKED), "2.0.0"),
-        ([V1, version("2.0.0", registry="other")], Preference(signers=ELSEWHERE), "1.0.0"),
-        ([V1, version("2.0.0", registry="other")], Preference(yanked("2.0.0")), "2.0.0"),
+        ([V1, V2], VersionPreference(), "2.0.0"),
+        ([V1, V2], VersionPreference(yanked("2.0.0")), "1.0.0"),
+        ([V1, V2], VersionPreference(yanked("1.0.0")), "2.0.0"),
+        ([V2], VersionPreference(yanked("2.0.0")), "2.0.0"),
+        ([V1, V2], VersionPreference(yanked("1.0.0", "2.0.0")), "2.0.0"),
+        ([V1, V2], VersionPreference(yanked("1.0.0"), pinned("1.0.0")), "1.0.0"),
+        ([V1, V2], VersionPreference(pins=pinned("1.0.0")), "1.0.0"),
+        ([V1, V2], VersionPreference(pins=pinned("1.5.0")), "2.0.0"),
+        ([V1, V2, RC], VersionPreference(), "2.0.0"),
+        ([V1, V2, RC], VersionPreference(pins=pinned("3.0.0-rc.1")), "3.0.0-rc.1"),
+        ([RC], VersionPreference(), None),
+        ([V1, version("2.0.0", signer="k2")], VersionPreference(signers=REVOKED), "1.0.0"),
+        ([version("2.0.0", signer="k2")], VersionPreference(signers=REVOKED), "2.0.0"),
+        ([V1, version("2.0.0", registry="other")], VersionPreference(signers=ELSEWHERE), "1.0.0"),
+        ([V1, version("2.0.0", registry="other")], VersionPreference(yanked("2.0.0")), "2.0.0"),
     ],
     ids=[
         "the newest",
@@ -82,21 +87,21 @@ V1, V2, RC = version("1.0.0"), version("2.0.0"), version("3.0.0-rc.1")
     ],
 )
 def test_the_version_that_is_used_where_none_is_named(
-    experts: list[StoredExpert], preference: Preference, used: str | None
+    experts: list[StoredExpert], preference: VersionPreference, used: str | None
 ) -> None:
-    found = preference.used(experts).get(SQL)
+    found = preference.select_used(experts).get(SQL)
     assert (str(found.version) if found else None) == used
-    assert preference.used(experts[::-1]).get(SQL) == found
+    assert preference.select_used(experts[::-1]).get(SQL) == found
 
 
 def test_a_constraint_limits_which_versions_are_compared() -> None:
-    preference = Preference(yanked("1.0.0"), pinned("2.0.0"))
-    meant = [e for e in (V1, V2) if preference.is_meant(e, Reference.parse("acme/sql@^1"))]
+    preference = VersionPreference(yanked("1.0.0"), pinned("2.0.0"))
+    meant = [e for e in (V1, V2) if preference.may_mean(e, Reference.parse("acme/sql@^1"))]
     assert meant == [V1]
 
 
 def test_what_is_told_of_a_version_names_the_one_that_is_used_instead() -> None:
-    usage = usage_of(V2, [V1, V2], Preference(yanked("2.0.0")))
+    usage = describe_version_usage(V2, [V1, V2], VersionPreference(yanked("2.0.0")))
     assert (usage.used, usage.used_instead, usage.yanked) == (
         False,
         "acme/sql@1.0.0",
@@ -119,16 +124,16 @@ def test_a_lock_file_names_its_versions_where_the_list_allows_them(tmp_path: Pat
     pins = files(tmp_path / "home", tmp_path)
     (tmp_path / "experts.toml").write_text('[experts]\n"acme/sql" = "^1"\n')
     (tmp_path / "expert.lock").write_text(lock_of(V1))
-    assert pins.read().versions[SQL].names(V1)
+    assert pins.read().versions[SQL].matches(V1)
     (tmp_path / "experts.toml").write_text('[experts]\n"acme/sql" = "^2"\n')
-    assert pins.read() == Pins()
+    assert pins.read() == VersionPins()
 
 
 def test_a_lock_file_does_not_name_another_content_of_its_version(tmp_path: Path) -> None:
     (tmp_path / "experts.toml").write_text("[experts]\n")
-    other = replace(V1, content_digest=Digest.of(b"other"))
+    other = replace(V1, content_digest=Digest.compute(b"other"))
     (tmp_path / "expert.lock").write_text(lock_of(other))
-    assert not files(tmp_path / "home", tmp_path).read().versions[SQL].names(V1)
+    assert not files(tmp_path / "home", tmp_path).read().versions[SQL].matches(V1)
 
 
 def test_the_own_list_counts_outside_of_projects_only(tmp_path: Path) -> None:
@@ -139,7 +144,7 @@ def test_the_own_list_counts_outside_of_projects_only(tmp_path: Path) -> None:
     assert list(files(home, work).read().versions) == [SQL]
     assert list(PinFiles(Home(home)).read().versions) == [SQL]
     (work / "experts.toml").write_text("[experts]\n")
-    assert files(home, work).read() == Pins()
+    assert files(home, work).read() == VersionPins()
 
 
 @pytest.mark.parametrize(
@@ -185,9 +190,9 @@ def test_a_damaged_record_of_yanks_has_none(tmp_path: Path, text: str) -> None:
 
 
 def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
-    house: House,
+    house: HomeFixture,
 ) -> None:
-    path, other = house.home.yanked, installed(manifest("acme/x"), registry=HUB).stored
+    path, other = house.home.yanked, make_installed(make_manifest("acme/x"), registry=HUB).stored
     key = HUB, SQL
 
     def said(versions: dict[Version, str], *experts: StoredExpert) -> dict[str, dict[str, str]]:
@@ -195,7 +200,7 @@ def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
             path,
             {key: versions},
             installed=lambda: experts,
-            locked=house.store.transaction,
+            locked=house.store.begin_transaction,
         )
         return dict(json.loads(path.read_text()))
 
@@ -206,7 +211,9 @@ def test_what_a_registry_says_replaces_what_it_said_before_of_that_package_only(
     assert said({}, V1, other) == {HUB: {"acme/x@1.0.0": "old"}}
 
 
-def test_a_store_finds_the_version_that_is_preferred(house: House, shop: Shop) -> None:
+def test_a_store_finds_the_version_that_is_preferred(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     house.install(shop.package("acme/sql", "1.0.0"), shop.package("acme/sql", "1.1.0"))
     house.home.yanked.write_text(json.dumps({"local": {"acme/sql@1.1.0": ""}}))
     store = replace(house.store, preference=read_preference(house.home))

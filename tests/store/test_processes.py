@@ -10,9 +10,9 @@ import pytest
 
 from expertctl.errors import NotFoundError, StoreError
 from expertctl.reference import Reference
-from expertctl.store.lock import exclusive, is_held
+from expertctl.store.locks import exclusive_lock, is_claimed
 from expertctl.store.store import Store
-from tests.store.shop import House, Shop
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 CONTEXT = multiprocessing.get_context("fork")
 LIMIT_S = 120
@@ -41,54 +41,56 @@ def together(actions: Sequence[Callable[[], object]]) -> list[str]:
     return [told[number] for number in range(len(actions))]
 
 
-def test_of_many_installs_of_one_package_one_installs_it(fast: Path, shop: Shop) -> None:
-    house, file = House(fast).trusting("acme"), shop.package()
+def test_of_many_installs_of_one_package_one_installs_it(fast: Path, shop: PackageFactory) -> None:
+    house, file = HomeFixture(fast).trust_keys("acme"), shop.package()
     said = together([lambda: house.install(file)[0].outcome] * 6)
     assert sorted(said) == ["already installed"] * 5 + ["installed"]
     assert house.refs() == ["acme/sql@1.0.0"]
     assert list(house.store.paths.staging.iterdir()) == []
-    house.check()
+    house.check_integrity()
 
 
-def test_of_two_contents_for_one_version_one_wins(fast: Path, shop: Shop) -> None:
-    house = House(fast).trusting("acme")
+def test_of_two_contents_for_one_version_one_wins(fast: Path, shop: PackageFactory) -> None:
+    house = HomeFixture(fast).trust_keys("acme")
     files = [shop.package(seed=seed) for seed in (0, 1)]
     said = together([lambda f=file: house.install(f)[0].outcome for file in files * 2])
     assert said.count("installed") == 1
     assert sum(text.startswith("ChangedVersionError") for text in said) == 2
-    house.check()
+    house.check_integrity()
 
 
-def test_different_packages_install_side_by_side(fast: Path, shop: Shop) -> None:
-    house = House(fast).trusting("acme")
+def test_different_packages_install_side_by_side(fast: Path, shop: PackageFactory) -> None:
+    house = HomeFixture(fast).trust_keys("acme")
     files = [shop.package(f"acme/expert{n}", seed=n) for n in range(6)]
     said = together(
         [lambda f=file: house.install(f, catalogue=house.catalogue)[0].warnings for file in files]
     )
     assert all("not indexed" not in text for text in said), said
     assert len(house.refs()) == 6
-    assert house.catalogue.refs() == house.refs()
-    house.check()
+    assert house.catalogue.list_refs() == house.refs()
+    house.check_integrity()
 
 
-def look(house: House) -> set[str]:
+def look(house: HomeFixture) -> set[str]:
     """Read all that is installed; return the refs that stayed until they were read."""
     now, seen = house.store.scan(), set()
     assert now.damaged == ()
     for expert in now.experts:
         try:
-            with house.store.lease([expert]):
+            with house.store.lease_experts([expert]):
                 sizes = [house.store.blob_path(f.digest).stat().st_size for f in expert.layers]
                 assert sizes == [file.size for file in expert.layers]
-                assert house.store.manifest(expert).ref == expert.ref
+                assert house.store.read_manifest(expert).ref == expert.ref
                 seen.add(expert.ref)
         except NotFoundError:
             continue
     return seen
 
 
-def test_readers_gc_and_removals_beside_installs_lose_nothing(fast: Path, shop: Shop) -> None:
-    house = House(fast).trusting("acme")
+def test_readers_gc_and_removals_beside_installs_lose_nothing(
+    fast: Path, shop: PackageFactory
+) -> None:
+    house = HomeFixture(fast).trust_keys("acme")
     kept = shop.package("acme/kept")
     house.install(kept)
     done = fast / "done"
@@ -105,8 +107,8 @@ def test_readers_gc_and_removals_beside_installs_lose_nothing(fast: Path, shop: 
 
     def collect() -> str:
         while not done.exists():
-            with house.store.transaction() as changes:
-                changes.collect(age=0)
+            with house.store.begin_transaction() as changes:
+                changes.collect_garbage(age=0)
         return "collected"
 
     def read() -> str:
@@ -119,48 +121,48 @@ def test_readers_gc_and_removals_beside_installs_lose_nothing(fast: Path, shop: 
 
     assert together([change, collect, read]) == ["changed", "collected", "read"]
     assert house.refs() == ["acme/kept@1.0.0"]
-    house.store.gc()
-    house.check()
-    (expert,) = house.store.experts()
+    house.store.collect_garbage()
+    house.check_integrity()
+    (expert,) = house.store.list_experts()
     names = {path.name for path in house.store.paths.blobs.iterdir()}
     assert names == {file.digest.hex for file in expert.layers}
 
 
-def test_a_base_added_by_many_is_there_once(fast: Path, shop: Shop) -> None:
-    house = House(fast)
+def test_a_base_added_by_many_is_there_once(fast: Path, shop: PackageFactory) -> None:
+    house = HomeFixture(fast)
     said = together([lambda: house.bases.add(shop.base_dir).name] * 3)
     said += together([lambda: house.bases.add_copy(shop.base_dir).name] * 3)
     assert set(said) == {shop.base_dir.name}
-    assert len(house.bases.bases()) == 1
+    assert len(house.bases.list_bases()) == 1
     house.bases.check_integrity()
 
 
 def test_a_store_that_is_locked_for_too_long_is_told(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held, late = exclusive(path), exclusive(path, seconds=0.01)
+    held, late = exclusive_lock(path), exclusive_lock(path, seconds=0.01)
     with held, pytest.raises(StoreError, match="another process") as error, late:
         pass
     assert "try again" in error.value.hint
 
 
 def test_a_folder_without_a_lock_is_held_by_nobody(tmp_path: Path) -> None:
-    assert not is_held(tmp_path)
+    assert not is_claimed(tmp_path)
     (tmp_path / "lock").touch()
-    assert not is_held(tmp_path)
-    with exclusive(tmp_path / "lock"):
-        assert is_held(tmp_path)
+    assert not is_claimed(tmp_path)
+    with exclusive_lock(tmp_path / "lock"):
+        assert is_claimed(tmp_path)
 
 
 def test_a_process_that_dies_frees_its_lock(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
 
     def die() -> None:
-        with store.transaction():
+        with store.begin_transaction():
             os._exit(9)
 
     process = CONTEXT.Process(target=die)
     process.start()
     process.join(LIMIT_S)
     assert process.exitcode == 9
-    with store.transaction() as changes:
+    with store.begin_transaction() as changes:
         assert changes.scan().experts == ()

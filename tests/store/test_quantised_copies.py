@@ -15,22 +15,26 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, InvalidPackageError
-from expertctl.install.collect import collect, garbage
-from expertctl.install.doctor import Finding, examine
-from expertctl.store import quantised_copies
+from expertctl.install.doctor import Finding, examine_store
+from expertctl.store import quantised_cache
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
-from expertctl.store.copy_file import CopyShape, Piece, pieces_in
-from expertctl.store.quantised_copies import QuantisedCopies, copies_of
+from expertctl.store.quantised_cache import (
+    QuantisedCache,
+    collect_garbage,
+    find_garbage,
+    open_quantised_cache,
+)
+from expertctl.store.quantised_file import QuantisedLayout, QuantisedPiece, iterate_pieces
 from tests.factories import write_base
-from tests.store.faults import Fault, run
-from tests.store.shop import House, house
+from tests.store.fault_injection import Fault, run_with_fault
+from tests.store.fixtures import HomeFixture, house
 
 __all__ = ["house"]
 
 DATA = bytes(range(256)) * 4
 PIECE = 4 << 20
-ROUTED = CopyShape(rest=384, blocks=5, block=128)
+ROUTED = QuantisedLayout(rest_bytes=384, blocks=5, block_bytes=128)
 """A shape of as many bytes as `DATA`, most of them those of routed experts."""
 
 
@@ -40,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bases(house: House) -> BaseStore:
+def bases(house: HomeFixture) -> BaseStore:
     return house.bases
 
 
@@ -50,60 +54,60 @@ def base(bases: BaseStore, directory: Path) -> StoredBase:
 
 
 @pytest.fixture
-def copies(bases: BaseStore, base: StoredBase) -> QuantisedCopies:
-    return QuantisedCopies(bases, base)
+def copies(bases: BaseStore, base: StoredBase) -> QuantisedCache:
+    return QuantisedCache(bases, base)
 
 
-def read(copies: QuantisedCopies, scheme: str = "int8", size: int = len(DATA)) -> bytes | None:
-    memory, shape = bytearray(size), CopyShape(rest=size)
+def read(copies: QuantisedCache, scheme: str = "int8", size: int = len(DATA)) -> bytes | None:
+    memory, shape = bytearray(size), QuantisedLayout(rest_bytes=size)
     return bytes(memory) if copies.read(scheme, shape, memoryview(memory)) else None
 
 
-def write(copies: QuantisedCopies, data: bytes = DATA, scheme: str = "int8") -> None:
-    shape = CopyShape(rest=len(data))
+def write(copies: QuantisedCache, data: bytes = DATA, scheme: str = "int8") -> None:
+    shape = QuantisedLayout(rest_bytes=len(data))
     copies.write(scheme, shape, memoryview(data), weights=copies.weights)
 
 
-def stream(copies: QuantisedCopies, data: bytes = DATA) -> None:
+def stream(copies: QuantisedCache, data: bytes = DATA) -> None:
     """Write a copy of a base of routed experts, as one that is never in memory whole."""
     weights = copies.weights
     assert weights is not None
-    pieces = pieces_in(memoryview(data), ROUTED)
+    pieces = iterate_pieces(memoryview(data), ROUTED)
     copies.stream("int8", ROUTED, pieces, weights=lambda: weights)
 
 
-def read_routed(copies: QuantisedCopies) -> bytes | None:
+def read_routed(copies: QuantisedCache) -> bytes | None:
     memory = bytearray(len(DATA))
     return bytes(memory) if copies.read("int8", ROUTED, memoryview(memory)) else None
 
 
 @pytest.mark.parametrize("size", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
 def test_what_was_written_is_read_into_the_memory_that_it_is_for(
-    copies: QuantisedCopies, size: int
+    copies: QuantisedCache, size: int
 ) -> None:
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     assert read(copies, size=size) is None
     write(copies, data)
     counted: list[int] = []
     memory = memoryview(bytearray(size))
-    assert copies.read("int8", CopyShape(rest=size), memory, progress=counted.append)
+    assert copies.read("int8", QuantisedLayout(rest_bytes=size), memory, progress=counted.append)
     assert memory == data
     assert sum(counted) == size
     assert copies.take_notes() == ()
-    assert copies.problems() == {}
+    assert copies.find_problems() == {}
 
 
-def test_what_was_made_of_other_weights_is_refused_and_not_kept(copies: QuantisedCopies) -> None:
+def test_what_was_made_of_other_weights_is_refused_and_not_kept(copies: QuantisedCache) -> None:
     with pytest.raises(BaseMismatchError, match=r"tiny is not what was added: its weights are"):
-        copies.write("int8", ROUTED, memoryview(DATA), weights=Digest.of(b"another"))
+        copies.write("int8", ROUTED, memoryview(DATA), weights=Digest.compute(b"another"))
     assert not copies.path("int8").exists()
-    pieces = pieces_in(memoryview(DATA), ROUTED)
+    pieces = iterate_pieces(memoryview(DATA), ROUTED)
     with pytest.raises(BaseMismatchError, match=r"tiny is not what was added: its weights are"):
-        copies.stream("int8", ROUTED, pieces, weights=lambda: Digest.of(b"another"))
+        copies.stream("int8", ROUTED, pieces, weights=lambda: Digest.compute(b"another"))
     assert list(copies.path("int8").parent.iterdir()) == []
 
 
-def test_a_copy_belongs_to_its_scheme(copies: QuantisedCopies) -> None:
+def test_a_copy_belongs_to_its_scheme(copies: QuantisedCache) -> None:
     write(copies)
     assert read(copies, "int4") is None
     assert copies.take_notes() == ()
@@ -113,15 +117,15 @@ def test_a_copy_belongs_to_its_scheme(copies: QuantisedCopies) -> None:
 
 
 def test_a_copy_of_another_base_under_this_name_is_refused(
-    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies)
-    another = Digest.of(b"another")
+    another = Digest.compute(b"another")
     for identity in (
         replace(base.identity, arch=another),
         replace(base.identity, weights=another),
     ):
-        assert read(QuantisedCopies(bases, replace(base, identity=identity))) is None
+        assert read(QuantisedCache(bases, replace(base, identity=identity))) is None
     assert read(copies) == DATA
 
 
@@ -135,7 +139,7 @@ def test_a_changed_byte_anywhere_is_never_believed_and_told_once(
     position: int, change: int, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     bases = BaseStore(tmp_path_factory.mktemp("home") / "bases")
-    copies = QuantisedCopies(bases, bases.add(directory))
+    copies = QuantisedCache(bases, bases.add(directory))
     write(copies)
     path = copies.path("int8")
     content = bytearray(path.read_bytes())
@@ -149,13 +153,13 @@ def test_a_changed_byte_anywhere_is_never_believed_and_told_once(
 
 
 @pytest.mark.parametrize("cut", [0, 1, 55, 56, 57, len(DATA), FILE_BYTES - 1, FILE_BYTES + 1])
-def test_a_file_of_another_size_is_never_believed(copies: QuantisedCopies, cut: int) -> None:
+def test_a_file_of_another_size_is_never_believed(copies: QuantisedCache, cut: int) -> None:
     write(copies)
     path = copies.path("int8")
     path.write_bytes((path.read_bytes() + b"more")[:cut])
     assert read(copies) is None
     assert copies.take_notes()
-    assert list(copies.problems()) == [path]
+    assert list(copies.find_problems()) == [path]
     assert read(copies, size=len(DATA) - 1) is None
 
 
@@ -195,7 +199,7 @@ def of_somebody_else(path: Path) -> None:
     ],
 )
 def test_a_file_that_may_not_be_ours_is_refused_and_replaced(
-    copies: QuantisedCopies, change: Callable[[Path], None]
+    copies: QuantisedCache, change: Callable[[Path], None]
 ) -> None:
     write(copies)
     path = copies.path("int8")
@@ -213,7 +217,7 @@ def test_a_file_that_may_not_be_ours_is_refused_and_replaced(
 
 
 def test_copies_lie_beside_the_record_and_go_with_it(
-    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies)
     folder = bases.folder / "tiny"
@@ -226,7 +230,7 @@ def test_copies_lie_beside_the_record_and_go_with_it(
 
 
 def test_nothing_is_kept_of_a_base_that_was_removed_meanwhile(
-    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     bases.remove(base)
     write(copies)
@@ -235,12 +239,12 @@ def test_nothing_is_kept_of_a_base_that_was_removed_meanwhile(
 
 
 def test_a_new_version_takes_the_place_of_an_older_one(
-    copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(copies)
     write(copies, scheme="int4")
     old = copies.path("int8")
-    monkeypatch.setattr(quantised_copies, "VERSION", quantised_copies.VERSION + 1)
+    monkeypatch.setattr(quantised_cache, "VERSION", quantised_cache.VERSION + 1)
     assert read(copies) is None
     assert copies.take_notes() == ()
     write(copies)
@@ -249,30 +253,30 @@ def test_a_new_version_takes_the_place_of_an_older_one(
 
 
 def test_a_copy_serves_who_has_all_of_it_in_memory_and_who_has_only_the_rest(
-    copies: QuantisedCopies,
+    copies: QuantisedCache,
 ) -> None:
     stream(copies)
     streamed = copies.path("int8").read_bytes()
     assert read_routed(copies) == DATA
-    memory = memoryview(bytearray(ROUTED.rest))
+    memory = memoryview(bytearray(ROUTED.rest_bytes))
     counted: list[int] = []
     assert copies.read("int8", ROUTED, memory, progress=counted.append)
-    assert (bytes(memory), sum(counted)) == (DATA[: ROUTED.rest], ROUTED.rest)
+    assert (bytes(memory), sum(counted)) == (DATA[: ROUTED.rest_bytes], ROUTED.rest_bytes)
     copies.write("int8", ROUTED, memoryview(DATA), weights=copies.weights)
     assert copies.path("int8").read_bytes() == streamed
-    assert (copies.take_notes(), copies.problems()) == ((), {})
+    assert (copies.take_notes(), copies.find_problems()) == ((), {})
 
 
-def test_a_copy_of_another_shape_is_not_used(copies: QuantisedCopies) -> None:
+def test_a_copy_of_another_shape_is_not_used(copies: QuantisedCache) -> None:
     write(copies)
     assert read_routed(copies) is None
     assert "damaged, or not of this base" in copies.take_notes()[0]
 
 
 def test_who_has_no_room_for_a_copy_takes_no_more_pieces_of_it(
-    copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[Piece] = []
+    taken: list[QuantisedPiece] = []
     ended: list[int] = []
     write_some = os.write
 
@@ -281,30 +285,30 @@ def test_who_has_no_room_for_a_copy_takes_no_more_pieces_of_it(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_some(handle, data)
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[QuantisedPiece]:
         try:
-            for piece in pieces_in(memoryview(DATA), ROUTED):
+            for piece in iterate_pieces(memoryview(DATA), ROUTED):
                 taken.append(piece)
                 yield piece
         finally:
             ended.append(len(taken))
 
     monkeypatch.setattr(os, "write", write_until_full)
-    copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.of(b"nobody asks"))
+    copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.compute(b"nobody asks"))
     assert "No space left" in copies.take_notes()[0]
     assert ended == [3]
     assert list(copies.path("int8").parent.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_not_filled_first(copies: QuantisedCopies) -> None:
-    def pieces() -> Iterator[Piece]:
+def test_a_disk_that_is_too_small_is_not_filled_first(copies: QuantisedCache) -> None:
+    def pieces() -> Iterator[QuantisedPiece]:
         pytest.fail("somebody packs what there is no room for")
         yield from ()
 
     def weights() -> Digest:
         pytest.fail("what was packed is asked for")
 
-    copies.stream("int8", ROUTED, pieces(), weights=weights, least=1 << 60)
+    copies.stream("int8", ROUTED, pieces(), weights=weights, min_bytes=1 << 60)
     assert "cannot be written (it takes 1152921.5 TB, and" in copies.take_notes()[0]
     assert list(copies.path("int8").parent.iterdir()) == []
 
@@ -313,58 +317,60 @@ def test_that_a_large_copy_is_made_is_told_before_its_first_piece(
     bases: BaseStore, base: StoredBase
 ) -> None:
     told: list[str] = []
-    copies = QuantisedCopies(bases, base, tell=told.append)
+    copies = QuantisedCache(bases, base, notify=told.append)
 
     def weights() -> Digest:
         assert copies.weights is not None
         return copies.weights
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[QuantisedPiece]:
         assert told == [
             f"copying {base.name} for this machine, once: at least 170.0 MB to "
             f"{copies.path('int8')}"
         ]
-        yield from pieces_in(memoryview(DATA), ROUTED)
+        yield from iterate_pieces(memoryview(DATA), ROUTED)
 
-    copies.stream("int8", ROUTED, pieces(), weights=weights, least=170_000_000)
+    copies.stream("int8", ROUTED, pieces(), weights=weights, min_bytes=170_000_000)
     assert copies.take_notes() == ()
-    copies.write("int8", CopyShape(rest=len(DATA)), memoryview(DATA), weights=copies.weights)
-    copies.stream("int4", ROUTED, iter(()), weights=weights, least=1 << 60)
+    copies.write(
+        "int8", QuantisedLayout(rest_bytes=len(DATA)), memoryview(DATA), weights=copies.weights
+    )
+    copies.stream("int4", ROUTED, iter(()), weights=weights, min_bytes=1 << 60)
     assert len(told) == 1
 
 
-def test_an_error_of_who_gives_the_pieces_is_his(copies: QuantisedCopies) -> None:
-    def pieces() -> Iterator[Piece]:
-        yield from pieces_in(memoryview(DATA[: ROUTED.rest]), ROUTED)
+def test_an_error_of_who_gives_the_pieces_is_his(copies: QuantisedCache) -> None:
+    def pieces() -> Iterator[QuantisedPiece]:
+        yield from iterate_pieces(memoryview(DATA[: ROUTED.rest_bytes]), ROUTED)
         raise InvalidPackageError("model.safetensors", ["it is cut short"])
 
     with pytest.raises(InvalidPackageError, match="cut short"):
-        copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.of(b"nobody asks"))
+        copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.compute(b"nobody asks"))
     assert list(copies.path("int8").parent.iterdir()) == []
 
 
 def test_a_copy_that_is_given_up_goes_and_who_has_it_open_reads_on(
-    copies: QuantisedCopies,
+    copies: QuantisedCache,
 ) -> None:
     stream(copies)
     copy = copies.open("int8", ROUTED)
     assert copy is not None
     with closing(copy):
-        copies.give_up("int8", copy, why="it is damaged")
+        copies.discard_copy("int8", copy, why="it is damaged")
         path = copies.path("int8")
         told = f"{path} is not used any more (it is damaged): made again next time"
         assert copies.take_notes() == (told,)
         assert not path.exists()
-        block = memoryview(bytearray(ROUTED.block))
-        assert copy.fill(ROUTED.rest_pieces + 4, block)
-        assert block == DATA[-ROUTED.block :]
+        block = memoryview(bytearray(ROUTED.block_bytes))
+        assert copy.read_piece(ROUTED.rest_pieces + 4, block)
+        assert block == DATA[-ROUTED.block_bytes :]
         stream(copies, DATA[::-1])
-        copies.give_up("int8", copy, why="it is damaged")
+        copies.discard_copy("int8", copy, why="it is damaged")
         assert read_routed(copies) == DATA[::-1], "another one is there now"
 
 
 def test_a_copy_is_not_cut_where_it_lies_by_who_removes_or_replaces_it(
-    house: House, bases: BaseStore, copies: QuantisedCopies
+    house: HomeFixture, bases: BaseStore, copies: QuantisedCache
 ) -> None:
     """Whoever has it mapped would be killed."""
     stream(copies)
@@ -375,18 +381,18 @@ def test_a_copy_is_not_cut_where_it_lies_by_who_removes_or_replaces_it(
         assert copy.is_whole()
         again = copies.path("int8").stat().st_ino
         copies.path("int8").rename(copies.path("int8").with_name("int8-0"))
-        collect(house.store, bases)
+        collect_garbage(house.store, bases)
         assert copy.is_whole()
         assert os.fstat(copy.handle).st_ino != again
 
 
 def test_weights_that_nobody_hashed_have_no_copies(bases: BaseStore, base: StoredBase) -> None:
     unknown = replace(base, identity=replace(base.identity, weights=None))
-    assert copies_of(bases, unknown) is None
-    assert isinstance(copies_of(bases, base), QuantisedCopies)
+    assert open_quantised_cache(bases, unknown) is None
+    assert isinstance(open_quantised_cache(bases, base), QuantisedCache)
 
 
-def test_many_write_and_read_at_once(copies: QuantisedCopies) -> None:
+def test_many_write_and_read_at_once(copies: QuantisedCache) -> None:
     write(copies)
     seen: list[bytes | None] = []
 
@@ -411,20 +417,20 @@ def test_whatever_fails_at_any_step_leaves_a_whole_copy_or_none(
     keep: Callable[..., None],
     bases: BaseStore,
     base: StoredBase,
-    copies: QuantisedCopies,
+    copies: QuantisedCache,
     tmp_path: Path,
 ) -> None:
     take = read if keep is write else read_routed
     keep(copies, DATA[::-1])
     template = tmp_path / "template"
     shutil.copytree(bases.folder, template)
-    whole = run(lambda: keep(copies))
+    whole = run_with_fault(lambda: keep(copies))
     assert not whole.errors, whole.trace
     assert len(whole.steps) > 8
     for step in range(1, len(whole.steps) + 1):
         shutil.rmtree(bases.folder)
         shutil.copytree(template, bases.folder)
-        ended = run(lambda: keep(copies), at=step, fault=fault)
+        ended = run_with_fault(lambda: keep(copies), at=step, fault=fault)
         assert not ended.errors, f"{whole.steps[step - 1]}: {ended.trace}"
         assert take(copies) in (DATA, DATA[::-1]), whole.steps[step - 1]
         assert copies.take_notes() == ()
@@ -437,7 +443,7 @@ def test_whatever_fails_at_any_step_leaves_a_whole_copy_or_none(
 
 
 def test_what_cannot_be_kept_is_noted(
-    bases: BaseStore, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    bases: BaseStore, copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
     write(copies)
@@ -448,13 +454,13 @@ def test_what_cannot_be_kept_is_noted(
 
 
 def test_the_doctor_tells_of_copies_that_are_not_used(
-    house: House, copies: QuantisedCopies
+    house: HomeFixture, copies: QuantisedCache
 ) -> None:
     write(copies)
     write(copies, scheme="int4")
 
     def findings() -> tuple[Finding, ...]:
-        found = examine(
+        found = examine_store(
             house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
         )
         assert found.healthy, "a run makes it again"
@@ -471,7 +477,7 @@ def test_the_doctor_tells_of_copies_that_are_not_used(
 
 
 def test_garbage_of_bases_is_told_and_collected(
-    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies)
     old = copies.path("int4").with_name("int4-0")
@@ -484,11 +490,11 @@ def test_garbage_of_bases_is_told_and_collected(
     (removed / "quantised" / "int8-1").write_bytes(b"123")
     (bases.folder / "mine").mkdir()
     (bases.folder / "mine" / "notes").write_text("not ours")
-    found = garbage(house.store, bases)
+    found = find_garbage(house.store, bases)
     assert (found.folders, found.copies, found.size) == ((staged, removed), (old,), 15)
     assert staged.exists()
-    assert collect(house.store, bases) == found
-    assert garbage(house.store, bases).size == 0
+    assert collect_garbage(house.store, bases) == found
+    assert find_garbage(house.store, bases).size == 0
     assert read(copies) == DATA
     names = {path.name for path in bases.folder.iterdir()}
     assert names == {"tiny", "lock", "mine"}
@@ -496,20 +502,20 @@ def test_garbage_of_bases_is_told_and_collected(
 
 @pytest.mark.parametrize("scheme", ["float32", "bfloat16", "int8", "int4"])
 def test_copies_of_every_scheme_are_known_for_what_they_are(
-    scheme: str, house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    scheme: str, house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     write(copies, scheme=scheme)
     old = copies.path(scheme).with_name(f"{scheme}-1")
     old.write_bytes(b"12345")
-    assert copies.problems() == {old: "another version of expertctl made it"}
-    assert collect(house.store, bases).copies == (old,)
+    assert copies.find_problems() == {old: "another version of expertctl made it"}
+    assert collect_garbage(house.store, bases).copies == (old,)
     assert read(copies, scheme) == DATA
     bases.remove(base)
     assert not copies.path(scheme).exists()
 
 
 def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
-    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, tmp_path: Path
+    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, tmp_path: Path
 ) -> None:
     write(copies)
     place, mine = copies.path("int8").parent, tmp_path / "mine"
@@ -520,14 +526,14 @@ def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
     (mine / "notes").write_text("not ours")
     (place / "int4-1").symlink_to(mine)
     odd = (place / "int4-0", place / "int4-1")
-    assert garbage(house.store, bases).copies == odd
-    assert collect(house.store, bases).copies == odd
+    assert find_garbage(house.store, bases).copies == odd
+    assert collect_garbage(house.store, bases).copies == odd
     assert sorted(path.name for path in place.iterdir()) == [copies.path("int8").name, "lost+found"]
     assert (mine / "notes").read_text() == "not ours"
     assert read(copies) == DATA
     bases.remove(base)
     assert [path.name for path in place.iterdir()] == ["lost+found"]
-    assert (garbage(house.store, bases).folders, bases.bases()) == ((), [])
+    assert (find_garbage(house.store, bases).folders, bases.list_bases()) == ((), [])
 
 
 @pytest.fixture
@@ -540,7 +546,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def test_a_collector_empties_nothing_to_which_a_link_leads(
-    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, documents: Path
+    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, documents: Path
 ) -> None:
     """Whoever may put a link into such a folder must not choose what is removed."""
     write(copies)
@@ -555,8 +561,8 @@ def test_a_collector_empties_nothing_to_which_a_link_leads(
     (bases.folder / "left").symlink_to(only_copies)
     (bases.folder / ".new-fedcba9876543210").write_text("no folder")
     (bases.folder / ".new-notes").mkdir()
-    assert garbage(house.store, bases).folders == ()
-    assert collect(house.store, bases).folders == ()
+    assert find_garbage(house.store, bases).folders == ()
+    assert collect_garbage(house.store, bases).folders == ()
     bases.add(base.path)  # whoever changes a base looks for what was left, too
     assert (documents / "letter").read_text() == "not ours"
     assert all(link.is_symlink() for link in links)
@@ -566,7 +572,7 @@ def test_a_collector_empties_nothing_to_which_a_link_leads(
 
 
 def test_nothing_is_removed_where_others_may_write(
-    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache
 ) -> None:
     """They could swap a folder for a link while it is emptied."""
     write(copies)
@@ -577,18 +583,18 @@ def test_nothing_is_removed_where_others_may_write(
     folder.chmod(0o777)
     assert read(copies) is None
     why = "others may write its folder, until you `chmod go-w` it"
-    assert copies.problems() == dict.fromkeys((folder / "int4-0", copies.path("int8")), why)
-    found = garbage(house.store, bases)
+    assert copies.find_problems() == dict.fromkeys((folder / "int4-0", copies.path("int8")), why)
+    found = find_garbage(house.store, bases)
     assert (found.folders, found.copies) == ((), ())
-    assert collect(house.store, bases).copies == ()
+    assert collect_garbage(house.store, bases).copies == ()
     bases.remove(base)
     assert sorted(folder.iterdir()) == before
-    assert garbage(house.store, bases).folders == ()
-    assert bases.bases() == []
+    assert find_garbage(house.store, bases).folders == ()
+    assert bases.list_bases() == []
 
 
 def test_a_disk_may_be_mounted_where_the_bases_are(
-    house: House, bases: BaseStore, base: StoredBase, monkeypatch: pytest.MonkeyPatch
+    house: HomeFixture, bases: BaseStore, base: StoredBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a folder of root's own, empty or not to be read."""
     lost, others = bases.folder / "lost+found", bases.folder / "others"
@@ -602,17 +608,17 @@ def test_a_disk_may_be_mounted_where_the_bases_are(
         return list_folder(self)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert garbage(house.store, bases).folders == ()
-    assert collect(house.store, bases).folders == ()
+    assert find_garbage(house.store, bases).folders == ()
+    assert collect_garbage(house.store, bases).folders == ()
     assert lost.is_dir()
     assert others.is_dir()
 
 
 def test_a_base_whose_folder_is_a_link_goes_and_what_else_lies_there_stays(
-    house: House, bases: BaseStore, directory: Path, documents: Path
+    house: HomeFixture, bases: BaseStore, directory: Path, documents: Path
 ) -> None:
     base = bases.add_copy(directory, name="moved")
-    home, copies = bases.folder / "moved", QuantisedCopies(bases, base)
+    home, copies = bases.folder / "moved", QuantisedCache(bases, base)
     write(copies)
     for path in list(home.iterdir()):
         path.rename(documents / path.name)
@@ -621,11 +627,11 @@ def test_a_base_whose_folder_is_a_link_goes_and_what_else_lies_there_stays(
     bases.remove(bases.find("moved"))
     assert [path.name for path in documents.iterdir()] == ["letter"]
     assert not home.is_symlink()
-    assert garbage(house.store, bases).folders == ()
+    assert find_garbage(house.store, bases).folders == ()
 
 
 @pytest.fixture
-def elsewhere(copies: QuantisedCopies, tmp_path: Path) -> Path:
+def elsewhere(copies: QuantisedCache, tmp_path: Path) -> Path:
     """A folder of the user's own, with something else in it, to which the copies are linked."""
     folder = tmp_path / "elsewhere"
     folder.mkdir(mode=0o700)
@@ -636,17 +642,17 @@ def elsewhere(copies: QuantisedCopies, tmp_path: Path) -> Path:
 
 
 def test_copies_are_kept_where_their_folder_leads(
-    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, elsewhere: Path
+    house: HomeFixture, bases: BaseStore, base: StoredBase, copies: QuantisedCache, elsewhere: Path
 ) -> None:
     write(copies)
     assert (elsewhere / copies.path("int8").name).read_bytes().startswith(DATA)
     assert read(copies) == DATA
-    assert (copies.take_notes(), copies.problems()) == ((), {})
+    assert (copies.take_notes(), copies.find_problems()) == ((), {})
     (elsewhere / "int4-0").write_bytes(b"123")
     staged = elsewhere / ".new-0123456789abcdef"
     staged.mkdir()
-    found = collect(house.store, bases)
-    place = bases.copies_of(base)
+    found = collect_garbage(house.store, bases)
+    place = bases.copies_folder(base)
     assert (found.folders, found.copies) == ((place / staged.name,), (place / "int4-0",))
     assert read(copies) == DATA
     bases.remove(base)
@@ -655,7 +661,7 @@ def test_copies_are_kept_where_their_folder_leads(
 
 
 def test_a_copy_is_written_on_the_disk_that_keeps_it(
-    copies: QuantisedCopies, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+    copies: QuantisedCache, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As between two disks: nothing is renamed from elsewhere."""
     replace_file = Path.replace
@@ -689,7 +695,7 @@ def a_folder_for_all(folder: Path) -> str:
 
 @pytest.mark.parametrize("place", [a_file, a_link_to_nothing, a_folder_for_all])
 def test_a_place_that_cannot_keep_copies_is_told_once(
-    copies: QuantisedCopies, place: Callable[[Path], str]
+    copies: QuantisedCache, place: Callable[[Path], str]
 ) -> None:
     folder = copies.path("int8").parent
     why = place(folder)
@@ -700,7 +706,7 @@ def test_a_place_that_cannot_keep_copies_is_told_once(
 
 
 def test_what_others_remove_meanwhile_stops_no_collector(
-    house: House, copies: QuantisedCopies, tmp_path: Path
+    house: HomeFixture, copies: QuantisedCache, tmp_path: Path
 ) -> None:
     write(copies)
     place, failed = copies.path("int8").parent, []
@@ -712,8 +718,8 @@ def test_what_others_remove_meanwhile_stops_no_collector(
                 folder.mkdir()
                 (folder / "part").write_bytes(b"123")
                 folder.rename(place / folder.name)  # whole: another one may remove it at once
-                garbage(house.store, house.bases)
-                collect(house.store, house.bases)
+                find_garbage(house.store, house.bases)
+                collect_garbage(house.store, house.bases)
         except Exception as error:  # noqa: BLE001  # of a thread, for the test to see
             failed.append(error)
 
@@ -727,6 +733,6 @@ def test_what_others_remove_meanwhile_stops_no_collector(
     assert read(copies) == DATA
 
 
-def test_garbage_without_any_base_is_none(house: House) -> None:
-    assert garbage(house.store, house.bases).size == 0
-    assert collect(house.store, house.bases).folders == ()
+def test_garbage_without_any_base_is_none(house: HomeFixture) -> None:
+    assert find_garbage(house.store, house.bases).size == 0
+    assert collect_garbage(house.store, house.bases).folders == ()

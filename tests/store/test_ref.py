@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError
 from expertctl.reference import PackageName, Version
-from expertctl.store.ref import RequiredBase, StoredExpert, encode_ref, parse_ref
+from expertctl.store.refs import RequiredBase, StoredExpert, encode_ref, parse_ref
 
 D = [Digest(f"{i:x}" * 64) for i in range(8)]
 EXPERT = StoredExpert(
@@ -57,13 +57,13 @@ def test_a_ref_of_version_1_is_what_earlier_releases_wrote() -> None:
 def test_the_size_counts_every_file_and_the_signature() -> None:
     assert EXPERT.size == 22
     assert EXPERT.ref == "acme/sql@1.2.0-rc.1"
-    assert EXPERT.file("expert.json").size == 5
+    assert EXPERT.find_file("expert.json").size == 5
     assert [file.path for file in EXPERT.layers][-1] == "model.sig"
 
 
 def test_a_mismatch_is_seen_in_the_warnings() -> None:
-    assert not EXPERT.mismatched
-    assert replace(EXPERT, warnings=("x: base mismatch allowed: y",)).mismatched
+    assert not EXPERT.allows_mismatch
+    assert replace(EXPERT, warnings=("x: base mismatch allowed: y",)).allows_mismatch
 
 
 def changed(**keys: Any) -> bytes:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.store.staging import BLOB_MODE, Staging
+from expertctl.store.transaction import BLOB_MODE, PackageStaging
 
-BLOBS = {Digest.of(data): data for data in (b"shared", b"first", b"second" * 300_000)}
+BLOBS = {Digest.compute(data): data for data in (b"shared", b"first", b"second" * 300_000)}
 SHARED, FIRST, SECOND = BLOBS
 
 
 @pytest.fixture
-def staging(tmp_path: Path) -> Staging:
-    staging = Staging(tmp_path)
+def staging(tmp_path: Path) -> PackageStaging:
+    staging = PackageStaging(tmp_path)
     for digest, data in BLOBS.items():
         with staging.open(digest, len(data)) as write:
             write(memoryview(data))
@@ -28,11 +28,11 @@ def no_links(source: object, target: object) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_each_part_has_its_blobs_and_may_give_them_away(
-    links: bool, staging: Staging, monkeypatch: pytest.MonkeyPatch
+    links: bool, staging: PackageStaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not links:
         monkeypatch.setattr(os, "link", no_links)
-    parts = [staging.part("0", [SHARED, FIRST]), staging.part("1", [SHARED, SECOND])]
+    parts = [staging.subset("0", [SHARED, FIRST]), staging.subset("1", [SHARED, SECOND])]
     for part, digests in zip(parts, ([SHARED, FIRST], [SHARED, SECOND]), strict=True):
         assert sorted(path.name for path in part.folder.iterdir()) == sorted(d.hex for d in digests)
         for digest in digests:
@@ -42,11 +42,11 @@ def test_each_part_has_its_blobs_and_may_give_them_away(
 
 
 def test_a_full_disk_is_no_reason_to_copy(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
+    staging: PackageStaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(OSError, match="No space"):
-        staging.part("0", [SHARED])
+        staging.subset("0", [SHARED])

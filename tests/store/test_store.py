@@ -11,50 +11,52 @@ from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, St
 from expertctl.package.read import read_package
 from expertctl.package.verify import verify_contents, verify_file
 from expertctl.reference import Reference
-from expertctl.store.ref import StoredExpert
-from expertctl.store.store import Store, near_names, parse_wanted
-from expertctl.store.transaction import Added
-from tests.store.shop import House, Shop
+from expertctl.store.refs import StoredExpert
+from expertctl.store.store import Store, find_similar_names, parse_wanted
+from expertctl.store.transaction import AddResult
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 
-def add(house: House, file: Path) -> Added:
+def add(house: HomeFixture, file: Path) -> AddResult:
     """Install a signed package without any check of others."""
-    with house.store.stage() as staging:
+    with house.store.stage_package() as staging:
         package = verify_file(file, house.trust, sink=staging)
         return house.store.add(package, staging)
 
 
-def put(house: House, *files: Path) -> list[StoredExpert]:
+def put(house: HomeFixture, *files: Path) -> list[StoredExpert]:
     return [add(house, file).expert for file in files]
 
 
 def test_an_empty_store_is_read_without_being_made(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
-    assert store.experts() == []
-    assert store.gc().size == 0
-    assert store.garbage().size == 0
+    assert store.list_experts() == []
+    assert store.collect_garbage().size == 0
+    assert store.find_garbage().size == 0
     store.check_integrity()
     assert not store.root.exists()
 
 
-def test_an_added_package_is_read_back_whole(house: House, shop: Shop) -> None:
+def test_an_added_package_is_read_back_whole(house: HomeFixture, shop: PackageFactory) -> None:
     file = shop.package()
     contents = read_package(file)
     (expert,) = put(house, file)
-    assert house.store.experts() == [expert]
+    assert house.store.list_experts() == [expert]
     assert expert.ref == "acme/sql@1.0.0"
     assert expert.registry == "local"
     assert expert.content_digest == contents.content_digest
     assert expert.package_digest == contents.package_digest
     assert expert.files == contents.files
     assert expert.signer is not None
-    assert house.store.manifest(expert) == contents.manifest
+    assert house.store.read_manifest(expert) == contents.manifest
     for path, data in contents.small.items():
         assert house.store.read(expert, path) == data
-    house.check()
+    house.check_integrity()
 
 
-def test_the_layout_on_disk_is_that_of_the_contract(house: House, shop: Shop) -> None:
+def test_the_layout_on_disk_is_that_of_the_contract(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     (expert,) = put(house, shop.package())
     root = house.home.store
     assert (root / "refs" / "local" / "acme" / "sql" / "1.0.0").is_file()
@@ -65,7 +67,9 @@ def test_the_layout_on_disk_is_that_of_the_contract(house: House, shop: Shop) ->
     assert modes == {0o444}
 
 
-def test_versions_stand_side_by_side_and_the_newest_is_found(house: House, shop: Shop) -> None:
+def test_versions_stand_side_by_side_and_the_newest_is_found(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     files = [shop.package(version=v) for v in ("1.0.0", "1.10.0", "1.9.0", "2.0.0-rc.1")]
     put(house, *files)
     found = {
@@ -86,15 +90,17 @@ def test_versions_stand_side_by_side_and_the_newest_is_found(house: House, shop:
     ]
 
 
-def test_an_expert_is_found_by_either_digest(house: House, shop: Shop) -> None:
+def test_an_expert_is_found_by_either_digest(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
     assert house.store.find(expert.content_digest) == expert
     assert house.store.find(expert.package_digest) == expert
     with pytest.raises(NotFoundError, match="is not installed"):
-        house.store.find(Digest.of(b"other"))
+        house.store.find(Digest.compute(b"other"))
 
 
-def test_what_is_not_there_is_told_with_what_is_near(house: House, shop: Shop) -> None:
+def test_what_is_not_there_is_told_with_what_is_near(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     put(house, shop.package("acme/sql-gen"), shop.package("acme/only-rc", "1.0.0-rc.1"))
     with pytest.raises(NotFoundError, match="acme/sql-gne is not installed") as error:
         house.store.find(Reference.parse("acme/sql-gne"))
@@ -110,7 +116,7 @@ def test_what_is_not_there_is_told_with_what_is_near(house: House, shop: Shop) -
     assert "expertctl list" in error.value.hint
 
 
-def test_a_foreign_registry_has_nothing_of_ours(house: House, shop: Shop) -> None:
+def test_a_foreign_registry_has_nothing_of_ours(house: HomeFixture, shop: PackageFactory) -> None:
     put(house, shop.package())
     assert house.store.find(Reference.parse("local/acme/sql"))
     with pytest.raises(NotFoundError):
@@ -119,7 +125,7 @@ def test_a_foreign_registry_has_nothing_of_ours(house: House, shop: Shop) -> Non
 
 def test_what_a_person_types_is_a_reference_or_a_digest() -> None:
     assert parse_wanted("acme/sql@^1") == Reference.parse("acme/sql@^1")
-    assert parse_wanted(str(Digest.of(b""))) == Digest.of(b"")
+    assert parse_wanted(str(Digest.compute(b""))) == Digest.compute(b"")
     with pytest.raises(UsageError, match="sha256:<64 hex digits>"):
         parse_wanted("sha256:../../etc/passwd")
     with pytest.raises(UsageError):
@@ -127,7 +133,10 @@ def test_what_a_person_types_is_a_reference_or_a_digest() -> None:
 
 
 def test_near_names_are_at_most_three() -> None:
-    assert near_names("acme/sql", ["acme/sql1", "acme/sql2", "acme/sql3", "acme/sql4"])[3:] == []
+    assert (
+        find_similar_names("acme/sql", ["acme/sql1", "acme/sql2", "acme/sql3", "acme/sql4"])[3:]
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,63 +154,67 @@ def test_near_names_are_at_most_three() -> None:
 )
 def test_names_are_alike_by_what_they_do_not_share(typed: str, near: list[str]) -> None:
     known = [f"starter/{name}" for name in ("json", "past", "sorting", "units", "dates")]
-    assert near_names(typed, [*known, "metric/units"]) == near
+    assert find_similar_names(typed, [*known, "metric/units"]) == near
 
 
-def test_whoever_looks_sees_that_an_expert_came_or_went(house: House, shop: Shop) -> None:
+def test_whoever_looks_sees_that_an_expert_came_or_went(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     seen = [house.store.revision()]
     put(house, shop.package())
     seen.append(house.store.revision())
     assert house.store.revision() == seen[-1]
-    house.store.remove(house.store.experts()[0])
+    house.store.remove(house.store.list_experts()[0])
     assert len({*seen, house.store.revision()}) == 3
 
 
-def test_the_same_content_again_changes_nothing(house: House, shop: Shop) -> None:
+def test_the_same_content_again_changes_nothing(house: HomeFixture, shop: PackageFactory) -> None:
     file = shop.package()
     assert add(house, file).outcome == "installed"
-    before = house.files()
+    before = house.read_files()
     assert add(house, file).outcome == "already installed"
-    assert house.files() == before
+    assert house.read_files() == before
 
 
-def test_the_same_content_under_a_new_signature_is_a_re_sign(house: House, shop: Shop) -> None:
-    house.trusting("other")
+def test_the_same_content_under_a_new_signature_is_a_re_sign(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
+    house.trust_keys("other")
     old = add(house, shop.package()).expert
     added = add(house, shop.package(key="other"))
     assert added.outcome == "re-signed"
     assert added.expert.content_digest == old.content_digest
     assert added.expert.package_digest != old.package_digest
-    assert house.store.experts() == [added.expert]
+    assert house.store.list_experts() == [added.expert]
     assert old.signature is not None
     assert not house.store.paths.blob(old.signature.digest).exists()
-    house.check()
+    house.check_integrity()
 
 
-def test_other_content_for_a_version_is_refused(house: House, shop: Shop) -> None:
+def test_other_content_for_a_version_is_refused(house: HomeFixture, shop: PackageFactory) -> None:
     put(house, shop.package())
-    before = house.files()
+    before = house.read_files()
     with pytest.raises(ChangedVersionError, match="has another content than before") as error:
         add(house, shop.package(seed=9))
     assert "--accept-changed acme/sql@1.0.0" in error.value.hint
-    assert house.files() == before
+    assert house.read_files() == before
 
 
-def test_adding_again_repairs_what_was_damaged(house: House, shop: Shop) -> None:
+def test_adding_again_repairs_what_was_damaged(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
-    before = house.files()
-    weights = house.store.blob_path(expert.file("adapter_model.safetensors").digest)
+    before = house.read_files()
+    weights = house.store.blob_path(expert.find_file("adapter_model.safetensors").digest)
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    house.store.blob_path(expert.file("expert.json").digest).unlink()
+    house.store.blob_path(expert.find_file("expert.json").digest).unlink()
     assert put(house, shop.package()) == [expert]
-    assert house.files() == before
-    house.check()
+    assert house.read_files() == before
+    house.check_integrity()
 
 
-def test_removing_frees_what_nothing_else_needs(house: House, shop: Shop) -> None:
+def test_removing_frees_what_nothing_else_needs(house: HomeFixture, shop: PackageFactory) -> None:
     one, two = put(house, shop.package("acme/one"), shop.package("acme/two"))
     shared = {f.digest for f in one.files} & {f.digest for f in two.files}
     assert shared
@@ -210,23 +223,23 @@ def test_removing_frees_what_nothing_else_needs(house: House, shop: Shop) -> Non
     assert freed.size == sum(f.size for f in one.layers if f.digest not in shared)
     assert house.refs() == ["acme/two@1.0.0"]
     assert not (house.home.store / "refs" / "local" / "acme" / "one").exists()
-    house.check()
+    house.check_integrity()
     house.store.remove(two)
     assert list(house.store.paths.blobs.iterdir()) == []
     assert not (house.home.store / "refs" / "local" / "acme").exists()
 
 
-def test_a_changed_file_is_never_used(house: House, shop: Shop) -> None:
+def test_a_changed_file_is_never_used(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
-    path = house.store.blob_path(expert.file("expert.json").digest)
+    path = house.store.blob_path(expert.find_file("expert.json").digest)
     path.chmod(0o644)
     path.write_bytes(path.read_bytes().replace(b"acme", b"evil"))
     with pytest.raises(DigestError, match=r"expert\.json was changed") as error:
-        house.store.manifest(expert)
+        house.store.read_manifest(expert)
     assert "doctor" in error.value.hint
 
 
-def test_a_missing_file_is_told_with_the_way_out(house: House, shop: Shop) -> None:
+def test_a_missing_file_is_told_with_the_way_out(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
     house.store.blob_path(expert.files[0].digest).unlink()
     with pytest.raises(StoreError, match="missing") as error:
@@ -234,7 +247,7 @@ def test_a_missing_file_is_told_with_the_way_out(house: House, shop: Shop) -> No
     assert "doctor" in error.value.hint
 
 
-def test_a_damaged_ref_hides_only_itself(house: House, shop: Shop) -> None:
+def test_a_damaged_ref_hides_only_itself(house: HomeFixture, shop: PackageFactory) -> None:
     put(house, shop.package("acme/one"), shop.package("acme/two"))
     path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
     path.write_bytes(path.read_bytes()[:-10])
@@ -243,7 +256,7 @@ def test_a_damaged_ref_hides_only_itself(house: House, shop: Shop) -> None:
     assert [(d.name, d.path) for d in now.damaged] == [("acme/one@1.0.0", path)]
 
 
-def test_a_ref_in_the_place_of_another_is_damaged(house: House, shop: Shop) -> None:
+def test_a_ref_in_the_place_of_another_is_damaged(house: HomeFixture, shop: PackageFactory) -> None:
     put(house, shop.package("acme/one"))
     path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
     path.rename(path.with_name("9.9.9"))
@@ -252,7 +265,9 @@ def test_a_ref_in_the_place_of_another_is_damaged(house: House, shop: Shop) -> N
     assert now.damaged[0].problem == "it names acme/one@1.0.0 of local"
 
 
-def test_strange_files_among_the_refs_are_no_experts(house: House, shop: Shop) -> None:
+def test_strange_files_among_the_refs_are_no_experts(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     put(house, shop.package("acme/one"))
     refs = house.home.store / "refs"
     (refs / "file").write_bytes(b"")
@@ -262,60 +277,68 @@ def test_strange_files_among_the_refs_are_no_experts(house: House, shop: Shop) -
     assert (len(now.experts), now.damaged) == (1, ())
 
 
-def test_nothing_is_collected_while_a_ref_is_damaged(house: House, shop: Shop) -> None:
+def test_nothing_is_collected_while_a_ref_is_damaged(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     one, two = put(house, shop.package("acme/one"), shop.package("acme/two"))
     path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
     path.write_bytes(b"{}")
     with pytest.raises(StoreError, match=r"acme/one@1\.0\.0 is damaged"):
-        house.store.gc()
+        house.store.collect_garbage()
     assert house.store.remove(two).blobs == ()
     assert all(house.store.paths.blob(f.digest).exists() for f in one.layers)
     put(house, shop.package("acme/one"))
-    house.store.gc()
-    house.check()
+    house.store.collect_garbage()
+    house.check_integrity()
     assert {p.name for p in house.store.paths.blobs.iterdir()} == {f.digest.hex for f in one.layers}
 
 
-def test_garbage_is_told_by_a_dry_run_and_removed_by_gc(house: House, shop: Shop) -> None:
+def test_garbage_is_told_by_a_dry_run_and_removed_by_gc(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     (expert,) = put(house, shop.package())
-    stray = house.store.paths.blobs / Digest.of(b"stray").hex
+    stray = house.store.paths.blobs / Digest.compute(b"stray").hex
     stray.write_bytes(b"stray")
     (house.store.paths.blobs / ".half.tmp").write_bytes(b"half")
     (house.store.paths.blobs / "README").write_bytes(b"not ours")
-    before = house.files()
-    dry = house.store.garbage()
-    assert (dry.blobs, dry.size) == ((Digest.of(b"stray"),), 5)
-    assert house.files() == before
-    assert house.store.gc() == dry
+    before = house.read_files()
+    dry = house.store.find_garbage()
+    assert (dry.blobs, dry.size) == ((Digest.compute(b"stray"),), 5)
+    assert house.read_files() == before
+    assert house.store.collect_garbage() == dry
     names = {path.name for path in house.store.paths.blobs.iterdir()}
     assert names == {f.digest.hex for f in expert.layers} | {"README"}
 
 
-def test_staging_of_a_living_install_is_kept_at_any_age(house: House, shop: Shop) -> None:
-    with house.store.stage() as staging:
+def test_staging_of_a_living_install_is_kept_at_any_age(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
+    with house.store.stage_package() as staging:
         package = verify_file(shop.package(), house.trust, sink=staging)
         os.utime(staging.folder, (0, 0))
-        assert house.store.gc().folders == ()
+        assert house.store.collect_garbage().folders == ()
         house.store.add(package, staging)
-    house.check()
+    house.check_integrity()
 
 
 @pytest.mark.parametrize("clock", [0, 2**31], ids=["long ago", "in the future"])
 def test_staging_of_a_dead_install_is_kept_while_it_is_young(
-    clock: int, house: House, shop: Shop
+    clock: int, house: HomeFixture, shop: PackageFactory
 ) -> None:
     put(house, shop.package())
     folder = house.store.paths.staging / "0123456789abcdef"
     folder.mkdir()
     (folder / "lock").touch()
     (folder / ("0" * 64)).write_bytes(b"half a file")
-    assert house.store.gc().folders == ()
+    assert house.store.collect_garbage().folders == ()
     os.utime(folder, (clock, clock))
-    assert house.store.gc().folders == (folder,)
+    assert house.store.collect_garbage().folders == (folder,)
     assert not folder.exists()
 
 
-def test_the_next_install_clears_what_a_dead_one_left_long_ago(house: House, shop: Shop) -> None:
+def test_the_next_install_clears_what_a_dead_one_left_long_ago(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     put(house, shop.package())
     folder = house.store.paths.staging / "0123456789abcdef"
     folder.mkdir()
@@ -324,36 +347,38 @@ def test_the_next_install_clears_what_a_dead_one_left_long_ago(house: House, sho
     assert not folder.exists()
 
 
-def test_leased_blobs_outlive_their_removal(house: House, shop: Shop) -> None:
+def test_leased_blobs_outlive_their_removal(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
-    with house.store.lease([expert]):
+    with house.store.lease_experts([expert]):
         assert house.store.remove(expert).blobs == ()
-        assert house.store.gc().blobs == ()
+        assert house.store.collect_garbage().blobs == ()
         for file in expert.layers:
             assert house.store.blob_path(file.digest).stat().st_size == file.size
-    assert set(house.store.gc().blobs) == {file.digest for file in expert.layers}
+    assert set(house.store.collect_garbage().blobs) == {file.digest for file in expert.layers}
     assert list(house.store.paths.leases.iterdir()) == []
 
 
-def test_a_lease_of_what_is_gone_is_refused(house: House, shop: Shop) -> None:
+def test_a_lease_of_what_is_gone_is_refused(house: HomeFixture, shop: PackageFactory) -> None:
     (expert,) = put(house, shop.package())
     house.store.remove(expert)
-    with pytest.raises(NotFoundError, match="removed"), house.store.lease([expert]):
+    with pytest.raises(NotFoundError, match="removed"), house.store.lease_experts([expert]):
         pass
     empty = Store(house.root / "nowhere")
-    with pytest.raises(NotFoundError), empty.lease([expert]):
+    with pytest.raises(NotFoundError), empty.lease_experts([expert]):
         pass
-    with empty.lease([]):
+    with empty.lease_experts([]):
         assert not empty.root.exists()
 
 
-def test_the_lease_of_a_killed_process_holds_nothing(house: House, shop: Shop) -> None:
+def test_the_lease_of_a_killed_process_holds_nothing(
+    house: HomeFixture, shop: PackageFactory
+) -> None:
     (expert,) = put(house, shop.package())
     context = multiprocessing.get_context("fork")
     ready, done = context.Event(), context.Event()
 
     def hold() -> None:
-        with house.store.lease([expert]):
+        with house.store.lease_experts([expert]):
             ready.set()
             done.wait(120)
 
@@ -361,15 +386,15 @@ def test_the_lease_of_a_killed_process_holds_nothing(house: House, shop: Shop) -
     process.start()
     assert ready.wait(120)
     house.store.remove(expert)
-    assert house.store.gc().blobs == ()
+    assert house.store.collect_garbage().blobs == ()
     process.kill()
     process.join()
-    assert set(house.store.gc().blobs) == {file.digest for file in expert.layers}
+    assert set(house.store.collect_garbage().blobs) == {file.digest for file in expert.layers}
 
 
-def test_an_exception_leaves_no_staging(house: House, shop: Shop) -> None:
+def test_an_exception_leaves_no_staging(house: HomeFixture, shop: PackageFactory) -> None:
     def fail() -> None:
-        with house.store.stage() as staging:
+        with house.store.stage_package() as staging:
             verify_contents(read_package(shop.package(), sink=staging), house.trust)
             raise RuntimeError("stop")
 

@@ -3,24 +3,24 @@
 import pytest
 
 from expertctl.errors import DigestError, ExpertError, StoreError
-from tests.store.shop import House, Shop
+from tests.store.fixtures import HomeFixture, PackageFactory
 from tests.store.test_store import put
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "unreadable"])
 def test_a_damaged_file_is_told_by_what_it_is_of_and_not_by_where_it_lies(
-    damage: str, house: House, shop: Shop
+    damage: str, house: HomeFixture, shop: PackageFactory
 ) -> None:
     """A server hands these words on to callers, who need not know the folders of its machine."""
     (expert,) = put(house, shop.package())
-    path = house.store.blob_path(expert.file("expert.json").digest)
+    path = house.store.blob_path(expert.find_file("expert.json").digest)
     path.unlink()
     if damage == "changed":
         path.write_bytes(b"{}")
     elif damage == "unreadable":
         path.mkdir()
     with pytest.raises(ExpertError) as error:
-        house.store.manifest(expert)
+        house.store.read_manifest(expert)
     facts = {
         "changed": "expert.json was changed in the store",
         "missing": "expert.json is missing from the store",

@@ -6,28 +6,28 @@ from pathlib import Path
 import pytest
 
 from expertctl.store import transaction
-from tests.store.shop import House, Shop
+from tests.store.fixtures import HomeFixture, PackageFactory
 
 
-class KilledError(BaseException):
+class ProcessKilledError(BaseException):
     """The process ends here."""
 
 
 def killed(*_: object) -> None:
-    raise KilledError
+    raise ProcessKilledError
 
 
 @pytest.fixture
-def installed(house: House, shop: Shop) -> House:
+def installed(house: HomeFixture, shop: PackageFactory) -> HomeFixture:
     house.install(shop.package())
     return house
 
 
 def test_blobs_that_are_repaired_are_seen_though_the_ref_stays(
-    installed: House, shop: Shop
+    installed: HomeFixture, shop: PackageFactory
 ) -> None:
-    (expert,) = installed.store.experts()
-    installed.store.blob_path(expert.file("expert.json").digest).unlink()
+    (expert,) = installed.store.list_experts()
+    installed.store.blob_path(expert.find_file("expert.json").digest).unlink()
     before = installed.store.revision()
     (again,) = installed.install(shop.package())
     assert again.outcome == "already installed"
@@ -43,13 +43,13 @@ def test_blobs_that_are_repaired_are_seen_though_the_ref_stays(
     ids=["removing", "installing"],
 )
 def test_whoever_is_killed_before_the_folder_is_flushed_is_seen(
-    change: Callable[[House, Path], object],
-    installed: House,
-    shop: Shop,
+    change: Callable[[HomeFixture, Path], object],
+    installed: HomeFixture,
+    shop: PackageFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     package, before = shop.package("acme/other"), installed.store.revision()
     monkeypatch.setattr(transaction, "sync_folder", killed)
-    with pytest.raises(KilledError):
+    with pytest.raises(ProcessKilledError):
         change(installed, package)
     assert installed.store.revision() != before

@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.errors import InvalidPackageError, SignatureError
 from expertctl.trust.bundle import MAX_BUNDLE, read_bundle, sign_files, verify_bundle
-from expertctl.trust.dsse import pae
+from expertctl.trust.dsse import encode_pae
 from expertctl.trust.keys import ALGORITHMS, Algorithm, PrivateKey, PublicKey
-from tests.trust.forge import (
+from tests.trust.forged_bundles import (
     CONTENT,
     P256_ORDER,
     Document,
     Edit,
-    digests,
-    envelope_of,
-    forged_bundle,
-    forged_statement,
-    put,
-    rfc_key,
-    spelled,
-    statement,
-    with_signature,
-    without,
+    encode_canonical,
+    forge_bundle,
+    forge_signature,
+    forge_statement,
+    hash_content,
+    make_envelope,
+    make_rfc_key,
+    make_statement,
+    removing,
+    setting,
 )
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -45,7 +45,9 @@ def model_files(folder: Path = VECTORS / "model") -> list[FileDigest]:
 
 
 def verify(data: bytes, files: list[FileDigest] | None = None) -> None:
-    verify_bundle(read_bundle(data), digests() if files is None else files, rfc_key().public)
+    verify_bundle(
+        read_bundle(data), hash_content() if files is None else files, make_rfc_key().public
+    )
 
 
 def tool_key() -> PublicKey:
@@ -90,40 +92,40 @@ def test_a_bundle_by_a_key_on_another_curve_is_refused_cleanly() -> None:
 
 
 def test_our_bundle_is_the_same_bytes_on_every_machine() -> None:
-    ours = sign_files(model_files(), name="acme/sql@1.0.0", key=rfc_key())
+    ours = sign_files(model_files(), name="acme/sql@1.0.0", key=make_rfc_key())
     assert ours == (VECTORS / "ours.sig").read_bytes()
-    verify_bundle(read_bundle(ours), model_files(), rfc_key().public)
+    verify_bundle(read_bundle(ours), model_files(), make_rfc_key().public)
 
 
 def test_our_bundle_is_the_one_by_hand() -> None:
-    ours = json.loads(sign_files(digests(), name="acme/sql@1.0.0", key=rfc_key()))
+    ours = json.loads(sign_files(hash_content(), name="acme/sql@1.0.0", key=make_rfc_key()))
     payload = base64.b64decode(ours["dsseEnvelope"]["payload"])
-    assert json.loads(payload) == statement()
-    assert ours == envelope_of(payload, rfc_key())
+    assert json.loads(payload) == make_statement()
+    assert ours == make_envelope(payload, make_rfc_key())
 
 
 def test_a_bundle_by_hand_is_accepted() -> None:
-    verify(forged_bundle(lambda _: None))
-    verify(forged_statement(lambda _: None))
+    verify(forge_bundle(lambda _: None))
+    verify(forge_statement(lambda _: None))
 
 
 def test_the_signature_itself_may_be_among_the_files() -> None:
-    data = forged_bundle(lambda _: None)
-    verify(data, [*digests(), FileDigest("model.sig", len(data), Digest.of(data))])
+    data = forge_bundle(lambda _: None)
+    verify(data, [*hash_content(), FileDigest("model.sig", len(data), Digest.compute(data))])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_kinds_of_key_sign_and_verify(algorithm: Algorithm) -> None:
     key = PrivateKey.generate(algorithm)
-    data = sign_files(digests(), name="acme/sql@1.0.0", key=key)
-    assert data == sign_files(list(reversed(digests())), name="acme/sql@1.0.0", key=key)
-    verify_bundle(read_bundle(data), digests(), key.public)
+    data = sign_files(hash_content(), name="acme/sql@1.0.0", key=key)
+    assert data == sign_files(list(reversed(hash_content())), name="acme/sql@1.0.0", key=key)
+    verify_bundle(read_bundle(data), hash_content(), key.public)
 
 
 def test_pae_is_that_of_the_dsse_specification() -> None:
     # DSSE v1.0.2, protocol.md: the example under "Test Vectors".
     expected = b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
-    assert pae("http://example.com/HelloWorld", b"hello world") == expected
+    assert encode_pae("http://example.com/HelloWorld", b"hello world") == expected
 
 
 def reencoded(change: Callable[[str], str]) -> Edit:
@@ -141,11 +143,11 @@ HINT = (MATERIAL, "publicKey", "hint")
 HOSTILE: dict[str, tuple[Edit, str]] = {
     # 26: the envelope
     "payload type changed": (
-        put(ENVELOPE, "payloadType", value="application/json"),
+        setting(ENVELOPE, "payloadType", value="application/json"),
         "payloadType is 'application/json'",
     ),
     "payload type with parameters": (
-        put(ENVELOPE, "payloadType", value=PAYLOAD_TYPE + ";v=1"),
+        setting(ENVELOPE, "payloadType", value=PAYLOAD_TYPE + ";v=1"),
         "payloadType",
     ),
     "payload with the url alphabet": (
@@ -157,58 +159,58 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
     "payload with more padding": (reencoded(lambda text: text + "===="), "base64"),
     "payload without padding": (reencoded(lambda text: text.rstrip("=") + "A"), "base64"),
     "payload with loose last bits": (
-        put(ENVELOPE, "payload", value="e31="),
+        setting(ENVELOPE, "payload", value="e31="),
         "base64|strict JSON",
     ),
     "payload not ascii": (reencoded(lambda text: "ä" + text[1:]), "base64"),
-    "payload empty": (put(ENVELOPE, "payload", value=""), "not strict JSON"),
-    "payload missing": (without(ENVELOPE, "payload"), "no 'payload'"),
-    "payload is a number": (put(ENVELOPE, "payload", value=7), "not a string"),
-    "envelope missing": (without(ENVELOPE), "no 'dsseEnvelope'"),
-    "message signature instead": (put("messageSignature", value={}), "'messageSignature'"),
+    "payload empty": (setting(ENVELOPE, "payload", value=""), "not strict JSON"),
+    "payload missing": (removing(ENVELOPE, "payload"), "no 'payload'"),
+    "payload is a number": (setting(ENVELOPE, "payload", value=7), "not a string"),
+    "envelope missing": (removing(ENVELOPE), "no 'dsseEnvelope'"),
+    "message signature instead": (setting("messageSignature", value={}), "'messageSignature'"),
     "media type of v0.2": (
-        put("mediaType", value="application/vnd.dev.sigstore.bundle+json;version=0.2"),
+        setting("mediaType", value="application/vnd.dev.sigstore.bundle+json;version=0.2"),
         "mediaType",
     ),
-    "media type missing": (without("mediaType"), "no 'mediaType'"),
+    "media type missing": (removing("mediaType"), "no 'mediaType'"),
     # 27: number of signatures
-    "no signatures": (put(ENVELOPE, "signatures", value=[]), "0 entries in the signatures"),
+    "no signatures": (setting(ENVELOPE, "signatures", value=[]), "0 entries in the signatures"),
     "two signatures": (
         lambda d: d[ENVELOPE]["signatures"].append(d[ENVELOPE]["signatures"][0]),
         "2 entries in the signatures",
     ),
-    "signatures is an object": (put(ENVELOPE, "signatures", value={}), "not an array"),
-    "signature empty": (put(*SIGNATURE, "sig", value=""), "not in DER"),
-    "signature not base64": (put(*SIGNATURE, "sig", value="!!"), "base64"),
-    "signature names another key": (put(*SIGNATURE, "keyid", value="me"), "keyid"),
-    "signature without keyid": (without(*SIGNATURE, "keyid"), "no 'keyid'"),
-    "signature with a certificate": (put(*SIGNATURE, "cert", value=""), "unknown key 'cert'"),
+    "signatures is an object": (setting(ENVELOPE, "signatures", value={}), "not an array"),
+    "signature empty": (setting(*SIGNATURE, "sig", value=""), "not in DER"),
+    "signature not base64": (setting(*SIGNATURE, "sig", value="!!"), "base64"),
+    "signature names another key": (setting(*SIGNATURE, "keyid", value="me"), "keyid"),
+    "signature without keyid": (removing(*SIGNATURE, "keyid"), "no 'keyid'"),
+    "signature with a certificate": (setting(*SIGNATURE, "cert", value=""), "unknown key 'cert'"),
     # 29: the hint
-    "hint of another key": (put(*HINT, value="ab" * 32), "names the key sha256:abab"),
-    "hint missing": (without(*HINT), "no 'hint'"),
-    "hint null": (put(*HINT, value=None), "not a string"),
-    "hint empty": (put(*HINT, value=""), "64 lower-case hex"),
-    "hint upper case": (lambda d: put(*HINT, value="AB" * 32)(d), "64 lower-case hex"),
-    "hint with its algorithm": (put(*HINT, value="sha256:" + "ab" * 32), "lower-case hex"),
+    "hint of another key": (setting(*HINT, value="ab" * 32), "names the key sha256:abab"),
+    "hint missing": (removing(*HINT), "no 'hint'"),
+    "hint null": (setting(*HINT, value=None), "not a string"),
+    "hint empty": (setting(*HINT, value=""), "64 lower-case hex"),
+    "hint upper case": (lambda d: setting(*HINT, value="AB" * 32)(d), "64 lower-case hex"),
+    "hint with its algorithm": (setting(*HINT, value="sha256:" + "ab" * 32), "lower-case hex"),
     "raw bytes of a key": (
-        put(MATERIAL, "publicKey", value={"rawBytes": "AAAA", "keyDetails": 5}),
+        setting(MATERIAL, "publicKey", value={"rawBytes": "AAAA", "keyDetails": 5}),
         "no 'hint'",
     ),
     "raw bytes beside the hint": (
-        put(MATERIAL, "publicKey", "rawBytes", value="AAAA"),
+        setting(MATERIAL, "publicKey", "rawBytes", value="AAAA"),
         "unknown key 'rawBytes'",
     ),
     # 42: other kinds of proof
     "certificate instead of a key": (
-        put(MATERIAL, value={"certificate": {"rawBytes": "AAAA"}, "tlogEntries": []}),
+        setting(MATERIAL, value={"certificate": {"rawBytes": "AAAA"}, "tlogEntries": []}),
         "no 'publicKey'",
     ),
-    "certificate beside the key": (put(MATERIAL, "certificate", value={}), "'certificate'"),
-    "timestamps": (put(MATERIAL, "timestampVerificationData", value={}), "unknown key"),
+    "certificate beside the key": (setting(MATERIAL, "certificate", value={}), "'certificate'"),
+    "timestamps": (setting(MATERIAL, "timestampVerificationData", value={}), "unknown key"),
     # 43: log entries prove nothing here
-    "log entries": (put(MATERIAL, "tlogEntries", value=[{"logIndex": "1"}]), "tlogEntries"),
-    "log entries null": (put(MATERIAL, "tlogEntries", value=None), "tlogEntries"),
-    "log entries missing": (without(MATERIAL, "tlogEntries"), "no 'tlogEntries'"),
+    "log entries": (setting(MATERIAL, "tlogEntries", value=[{"logIndex": "1"}]), "tlogEntries"),
+    "log entries null": (setting(MATERIAL, "tlogEntries", value=None), "tlogEntries"),
+    "log entries missing": (removing(MATERIAL, "tlogEntries"), "no 'tlogEntries'"),
 }
 
 
@@ -216,28 +218,28 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
 def test_an_envelope_outside_the_strict_form_is_refused(name: str) -> None:
     edit, message = HOSTILE[name]
     with pytest.raises(SignatureError, match=message):
-        verify(forged_bundle(edit))
+        verify(forge_bundle(edit))
 
 
 def test_a_signature_over_a_shifted_encoding_is_refused() -> None:
-    payload = json.dumps(statement()).encode()
+    payload = json.dumps(make_statement()).encode()
     for signed in (
         payload,
         b"DSSEv1 28 " + PAYLOAD_TYPE.encode() + b" " + payload,
         b"DSSEV1 28 " + PAYLOAD_TYPE.encode() + b" %d " % len(payload) + repr(payload).encode(),
         b"DSSEv1 27 " + PAYLOAD_TYPE.encode() + b" %d " % len(payload) + payload,
     ):
-        data = spelled(envelope_of(payload, rfc_key(), signed=signed))
+        data = encode_canonical(make_envelope(payload, make_rfc_key(), signed=signed))
         with pytest.raises(SignatureError, match="is not one by key"):
             verify(data)
 
 
 def test_the_signed_bytes_are_those_of_the_payload_not_of_their_meaning() -> None:
-    document = envelope_of(json.dumps(statement()).encode(), rfc_key())
-    other = json.dumps(statement(), indent=1).encode()
+    document = make_envelope(json.dumps(make_statement()).encode(), make_rfc_key())
+    other = json.dumps(make_statement(), indent=1).encode()
     document["dsseEnvelope"]["payload"] = base64.b64encode(other).decode()
     with pytest.raises(SignatureError, match="is not one by key"):
-        verify(spelled(document))
+        verify(encode_canonical(document))
 
 
 def raised(signature: bytes) -> bytes:
@@ -261,24 +263,26 @@ HOSTILE_SIGNATURES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_a_signature_in_another_encoding_is_refused(name: str) -> None:
     change, message = HOSTILE_SIGNATURES[name]
     with pytest.raises(SignatureError, match=message):
-        verify(with_signature(change))
+        verify(forge_signature(change))
 
 
 def test_a_good_signature_by_another_key_is_refused_even_with_the_right_hint() -> None:
-    hint = rfc_key().public.key_id.removeprefix("sha256:")
+    hint = make_rfc_key().public.key_id.removeprefix("sha256:")
     for algorithm in ALGORITHMS:
-        document = json.loads(sign_files(digests(), name="x", key=PrivateKey.generate(algorithm)))
-        put(*HINT, value=hint)(document)
+        document = json.loads(
+            sign_files(hash_content(), name="x", key=PrivateKey.generate(algorithm))
+        )
+        setting(*HINT, value=hint)(document)
         with pytest.raises(SignatureError, match=r"is not one by key|not in DER"):
-            verify(spelled(document))
+            verify(encode_canonical(document))
 
 
 def test_an_ed25519_key_where_an_ecdsa_key_signed_is_refused_cleanly() -> None:
     key = PrivateKey.generate("ed25519").public
-    document = json.loads(forged_bundle(lambda _: None))
-    put(*HINT, value=key.key_id.removeprefix("sha256:"))(document)
+    document = json.loads(forge_bundle(lambda _: None))
+    setting(*HINT, value=key.key_id.removeprefix("sha256:"))(document)
     with pytest.raises(SignatureError, match="is not one by key"):
-        verify_bundle(read_bundle(spelled(document)), digests(), key)
+        verify_bundle(read_bundle(encode_canonical(document)), hash_content(), key)
 
 
 @pytest.mark.parametrize(
@@ -310,24 +314,24 @@ def test_another_file_set_is_refused_by_name(
     change: Callable[[dict[str, bytes]], dict[str, bytes]], message: str
 ) -> None:
     with pytest.raises(SignatureError, match=message) as refused:
-        verify(forged_bundle(lambda _: None), digests(change(dict(CONTENT))))
+        verify(forge_bundle(lambda _: None), hash_content(change(dict(CONTENT))))
     assert refused.value.hint.startswith("get it again from its publisher")
 
 
 def test_two_files_of_one_name_are_refused() -> None:
     with pytest.raises(SignatureError, match="two of them have one name"):
-        verify(forged_bundle(lambda _: None), [*digests(), digests()[0]])
+        verify(forge_bundle(lambda _: None), [*hash_content(), hash_content()[0]])
 
 
 def test_a_signature_over_one_version_does_not_fit_another() -> None:
-    one = sign_files(digests(), name="acme/sql@1.0.0", key=rfc_key())
-    two = digests({**CONTENT, "expert.json": b'{"version":"2.0.0"}'})
+    one = sign_files(hash_content(), name="acme/sql@1.0.0", key=make_rfc_key())
+    two = hash_content({**CONTENT, "expert.json": b'{"version":"2.0.0"}'})
     with pytest.raises(SignatureError, match=r"changed since it was signed: 'expert\.json'"):
         verify(one, two)
 
 
 def signed_text() -> str:
-    return forged_bundle(lambda _: None).decode()
+    return forge_bundle(lambda _: None).decode()
 
 
 @pytest.mark.parametrize(
@@ -358,7 +362,7 @@ def test_json_in_another_spelling_is_refused(data: bytes, message: str) -> None:
 @settings(deadline=None, max_examples=300)
 @given(position=st.integers(min_value=0), mask=st.integers(min_value=1, max_value=255))
 def test_no_byte_of_a_bundle_can_be_changed(position: int, mask: int) -> None:
-    data = bytearray(forged_bundle(lambda _: None))
+    data = bytearray(forge_bundle(lambda _: None))
     data[position % len(data)] ^= mask
     with pytest.raises(SignatureError):
         verify(bytes(data))
@@ -382,9 +386,9 @@ NAMES = st.text("abAB-_.é ", min_size=1, max_size=6).filter(lambda t: t.strip("
 def test_what_was_signed_verifies_and_one_change_does_not(
     content: dict[str, bytes], name: str
 ) -> None:
-    files = digests(content)
+    files = hash_content(content)
     try:
-        data = sign_files(files, name=name, key=rfc_key())
+        data = sign_files(files, name=name, key=make_rfc_key())
     except SignatureError:
         folded = {path.casefold() for path in content}
         assert len(folded) < len(content)
@@ -397,4 +401,4 @@ def test_what_was_signed_verifies_and_one_change_does_not(
         {path: value for path, value in content.items() if path != first},
     ):
         with pytest.raises(SignatureError, match="does not fit"):
-            verify(data, digests(other))
+            verify(data, hash_content(other))

@@ -30,9 +30,16 @@ from expertctl.trust.keys import (
     PrivateKey,
     PublicKey,
     read_pem,
-    write_new,
+    write_new_file,
 )
-from tests.trust.forge import P256_ORDER, RFC_SECRET, ec_key, pkcs8, rfc_key, spki
+from tests.trust.forged_bundles import (
+    P256_ORDER,
+    RFC_SECRET,
+    encode_pkcs8,
+    encode_spki,
+    make_ec_key,
+    make_rfc_key,
+)
 
 # RFC 6979, appendix A.2.5: P-256 with SHA-256, (message, r, s).
 RFC_VECTORS = [
@@ -65,47 +72,47 @@ def ring(tmp_path: Path) -> KeyRing:
 
 
 def test_the_test_key_is_the_one_of_rfc_6979() -> None:
-    numbers = ec_key(RFC_SECRET).public_key().public_numbers()
+    numbers = make_ec_key(RFC_SECRET).public_key().public_numbers()
     assert (numbers.x, numbers.y) == (RFC_X, RFC_Y)
 
 
 @pytest.mark.parametrize(("message", "r", "s"), RFC_VECTORS)
 def test_ecdsa_is_rfc_6979_with_the_lower_s(message: bytes, r: int, s: int) -> None:
-    signature = rfc_key().sign(message)
+    signature = make_rfc_key().sign(message)
     assert decode_dss_signature(signature) == (r, min(s, P256_ORDER - s))
-    rfc_key().public.verify(signature, message)
+    make_rfc_key().public.verify(signature, message)
 
 
 def test_ed25519_is_rfc_8032() -> None:
-    key = PrivateKey.from_pem(pkcs8(ed25519.Ed25519PrivateKey.from_private_bytes(ED_SECRET)))
+    key = PrivateKey.from_pem(encode_pkcs8(ed25519.Ed25519PrivateKey.from_private_bytes(ED_SECRET)))
     assert key.sign(ED_MESSAGE) == ED_SIGNATURE
     key.public.verify(ED_SIGNATURE, ED_MESSAGE)
 
 
 def test_a_key_id_is_the_sha256_of_the_pem_text() -> None:
-    pem = spki(ec_key(RFC_SECRET).public_key())
-    assert rfc_key().public.key_id == f"sha256:{hashlib.sha256(pem).hexdigest()}"
-    assert rfc_key().public.pem() == pem
+    pem = encode_spki(make_ec_key(RFC_SECRET).public_key())
+    assert make_rfc_key().public.key_id == f"sha256:{hashlib.sha256(pem).hexdigest()}"
+    assert make_rfc_key().public.pem() == pem
 
 
 def test_the_same_key_has_one_id_however_its_pem_is_laid_out() -> None:
-    pem = rfc_key().public.pem()
+    pem = make_rfc_key().public.pem()
     body = b"".join(pem.splitlines()[1:-1])
     for other in (
         pem.replace(b"\n", b"\r\n"),
         b"a comment\n" + pem,
         b"-----BEGIN PUBLIC KEY-----\n" + body + b"\n-----END PUBLIC KEY-----\n",
     ):
-        assert PublicKey.from_pem(other) == rfc_key().public
+        assert PublicKey.from_pem(other) == make_rfc_key().public
 
 
 def test_a_compressed_point_is_the_same_key() -> None:
-    point = ec_key(RFC_SECRET).public_key()
+    point = make_ec_key(RFC_SECRET).public_key()
     compressed = point.public_bytes(
         serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint
     )
     again = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), compressed)
-    assert PublicKey.from_pem(spki(again)) == rfc_key().public
+    assert PublicKey.from_pem(encode_spki(again)) == make_rfc_key().public
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -171,21 +178,21 @@ HOSTILE_DER = {
 @pytest.mark.parametrize("name", HOSTILE_DER)
 def test_a_signature_in_another_encoding_is_refused(name: str) -> None:
     signature, message = HOSTILE_DER[name]
-    rfc_key().public.verify(signed(R, S), b"test")
+    make_rfc_key().public.verify(signed(R, S), b"test")
     with pytest.raises(SignatureError, match=message):
-        rfc_key().public.verify(signature, b"test")
+        make_rfc_key().public.verify(signature, b"test")
 
 
 def test_the_higher_s_is_refused_though_it_is_mathematically_valid() -> None:
     high = signed(R, P256_ORDER - S)
-    ec_key(RFC_SECRET).public_key().verify(high, b"test", ec.ECDSA(hashes.SHA256()))
+    make_ec_key(RFC_SECRET).public_key().verify(high, b"test", ec.ECDSA(hashes.SHA256()))
     with pytest.raises(SignatureError, match="higher s") as refused:
-        rfc_key().public.verify(high, b"test")
+        make_rfc_key().public.verify(high, b"test")
     assert "expertctl sign" in refused.value.hint
 
 
 def test_an_ed25519_signature_with_a_larger_s_is_refused() -> None:
-    key = PrivateKey.from_pem(pkcs8(ed25519.Ed25519PrivateKey.from_private_bytes(ED_SECRET)))
+    key = PrivateKey.from_pem(encode_pkcs8(ed25519.Ed25519PrivateKey.from_private_bytes(ED_SECRET)))
     group_order = 2**252 + 27742317777372353535851937790883648493  # RFC 8032, section 5.1
     s = int.from_bytes(ED_SIGNATURE[32:], "little") + group_order
     with pytest.raises(SignatureError, match="is not one by key"):
@@ -193,8 +200,8 @@ def test_an_ed25519_signature_with_a_larger_s_is_refused() -> None:
 
 
 FOREIGN = {
-    "P-384": lambda: ec_key(RFC_SECRET, ec.SECP384R1()),
-    "secp256k1": lambda: ec_key(RFC_SECRET, ec.SECP256K1()),
+    "P-384": lambda: make_ec_key(RFC_SECRET, ec.SECP384R1()),
+    "secp256k1": lambda: make_ec_key(RFC_SECRET, ec.SECP256K1()),
     "RSA": lambda: rsa.generate_private_key(65537, 2048),
     "Ed448": ed448.Ed448PrivateKey.generate,
 }
@@ -205,9 +212,9 @@ def test_a_key_of_another_kind_is_refused_by_name(kind: str) -> None:
     key = FOREIGN[kind]()
     known = {"P-384": "secp384r1"}.get(kind, kind)
     with pytest.raises(InvalidPackageError, match=known):
-        PublicKey.from_pem(spki(key.public_key()))  # type: ignore[attr-defined]  # all have one
+        PublicKey.from_pem(encode_spki(key.public_key()))  # type: ignore[attr-defined]  # all have one
     with pytest.raises(InvalidPackageError, match=known):
-        PrivateKey.from_pem(pkcs8(key))
+        PrivateKey.from_pem(encode_pkcs8(key))
 
 
 @pytest.mark.parametrize(
@@ -215,12 +222,12 @@ def test_a_key_of_another_kind_is_refused_by_name(kind: str) -> None:
     [
         (b"", "0 PEM blocks"),
         (b"\x00\xff", "0 PEM blocks"),
-        (rfc_key().public.pem() * 2, "2 PEM blocks"),
+        (make_rfc_key().public.pem() * 2, "2 PEM blocks"),
         (b"-----BEGIN PUBLIC KEY-----\n!!!\n-----END PUBLIC KEY-----\n", "not a key in PEM"),
         (b"-----BEGIN PUBLIC KEY-----\nAAAA\n", "not a key in PEM"),
         (b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "not a key in PEM"),
-        (rfc_key().public.pem() + b" " * MAX_PEM, "too many"),
-        (rfc_key().pem(), "private key"),
+        (make_rfc_key().public.pem() + b" " * MAX_PEM, "too many"),
+        (make_rfc_key().pem(), "private key"),
     ],
 )
 def test_what_is_not_one_public_key_is_refused(data: bytes, message: str) -> None:
@@ -238,7 +245,7 @@ def test_no_bytes_make_the_key_readers_fail_in_another_way(body: bytes) -> None:
 
 
 def test_an_encrypted_key_is_refused_with_the_way_out() -> None:
-    encrypted = ec_key(7).private_bytes(
+    encrypted = make_ec_key(7).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.BestAvailableEncryption(b"secret"),
@@ -250,25 +257,25 @@ def test_an_encrypted_key_is_refused_with_the_way_out() -> None:
 
 def test_a_public_key_is_not_taken_for_a_private_one() -> None:
     with pytest.raises(InvalidPackageError, match="this is a public key") as refused:
-        PrivateKey.from_pem(rfc_key().public.pem())
+        PrivateKey.from_pem(make_rfc_key().public.pem())
     assert "trust add" in refused.value.hint
 
 
 def test_a_curve_key_as_openssl_writes_it_is_read() -> None:
-    sec1 = ec_key(RFC_SECRET).private_bytes(
+    sec1 = make_ec_key(RFC_SECRET).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.TraditionalOpenSSL,
         serialization.NoEncryption(),
     )
     assert sec1.startswith(b"-----BEGIN EC PRIVATE KEY-----")
-    assert PrivateKey.from_pem(sec1).public == rfc_key().public
+    assert PrivateKey.from_pem(sec1).public == make_rfc_key().public
 
 
 def test_a_new_key_is_kept_for_its_owner_alone(ring: KeyRing) -> None:
     key = ring.create("me")
-    assert ring.names() == ["me"]
-    assert ring.private("me").public == key.public
-    assert ring.export("me") == key.public.pem()
+    assert ring.list_names() == ["me"]
+    assert ring.read_private("me").public == key.public
+    assert ring.export_public("me") == key.public.pem()
     assert stat.S_IMODE(ring.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(ring.path("me").stat().st_mode) == 0o600
     assert b"BEGIN PRIVATE KEY" in ring.path("me").read_bytes()
@@ -286,8 +293,8 @@ def test_a_umask_that_shares_everything_does_not_share_a_key(ring: KeyRing) -> N
 
 
 def test_an_imported_key_is_the_same_key(ring: KeyRing) -> None:
-    ring.import_("work", rfc_key().pem())
-    assert ring.public("work") == rfc_key().public
+    ring.import_pem("work", make_rfc_key().pem())
+    assert ring.read_public("work") == make_rfc_key().public
 
 
 def test_a_taken_name_is_refused_and_the_key_stays(ring: KeyRing) -> None:
@@ -295,24 +302,24 @@ def test_a_taken_name_is_refused_and_the_key_stays(ring: KeyRing) -> None:
     with pytest.raises(UsageError, match="exists already"):
         ring.create("me")
     with pytest.raises(UsageError, match="exists already"):
-        ring.import_("me", rfc_key().pem())
-    assert ring.public("me") == key.public
+        ring.import_pem("me", make_rfc_key().pem())
+    assert ring.read_public("me") == key.public
 
 
 @pytest.mark.parametrize(
     "name", ["", "Me", "a/b", "../me", ".me", "me.pem", "a--b", "-a", "ä", "a" * 65, "a\0b", "a b"]
 )
 def test_a_name_outside_the_grammar_names_no_key(ring: KeyRing, name: str) -> None:
-    for use in (ring.create, ring.private, ring.export):
+    for use in (ring.create, ring.read_private, ring.export_public):
         with pytest.raises(UsageError, match="cannot name a key"):
             use(name)
     assert not ring.folder.exists()
 
 
 def test_a_missing_key_is_not_found(ring: KeyRing) -> None:
-    assert ring.names() == []
+    assert ring.list_names() == []
     with pytest.raises(NotFoundError, match="'me'") as refused:
-        ring.private("me")
+        ring.read_private("me")
     assert "keys new me" in refused.value.hint
 
 
@@ -321,7 +328,7 @@ def test_only_key_files_are_listed(ring: KeyRing) -> None:
     (ring.folder / "notes.txt").write_text("")
     (ring.folder / ".me.pem.swp").write_text("")
     (ring.folder / "Upper.pem").write_text("")
-    assert ring.names() == ["me"]
+    assert ring.list_names() == ["me"]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o644])
@@ -329,7 +336,7 @@ def test_a_key_file_that_others_can_reach_is_refused(ring: KeyRing, mode: int) -
     ring.create("me")
     ring.path("me").chmod(mode)
     with pytest.raises(TrustError, match="others may read") as refused:
-        ring.private("me")
+        ring.read_private("me")
     assert "chmod 600" in refused.value.hint
     with pytest.raises(TrustError, match="others may read"):
         ring.check_integrity()
@@ -341,7 +348,7 @@ def test_a_key_that_is_a_link_is_refused(ring: KeyRing, tmp_path: Path) -> None:
     ring.path("real").rename(elsewhere)
     ring.path("real").symlink_to(elsewhere)
     with pytest.raises(TrustError, match="is a link"):
-        ring.private("real")
+        ring.read_private("real")
 
 
 def test_a_new_key_is_not_written_through_a_link(ring: KeyRing, tmp_path: Path) -> None:
@@ -357,7 +364,7 @@ def test_a_fifo_in_the_place_of_a_key_is_refused_without_waiting(ring: KeyRing) 
     ring.create("other")
     os.mkfifo(ring.path("me"), 0o600)
     with pytest.raises(TrustError, match="not a plain file"):
-        ring.private("me")
+        ring.read_private("me")
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
@@ -374,7 +381,7 @@ def test_a_damaged_key_file_is_named(ring: KeyRing) -> None:
     ring.create("me")
     ring.path("me").write_bytes(b"")
     with pytest.raises(InvalidPackageError, match=r"me\.pem"):
-        ring.private("me")
+        ring.read_private("me")
 
 
 def test_a_full_disk_leaves_no_half_key(ring: KeyRing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,9 +396,9 @@ def test_a_full_disk_leaves_no_half_key(ring: KeyRing, monkeypatch: pytest.Monke
 
 def test_a_new_file_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "out.pem"
-    write_new(path, b"one", mode=0o644)
+    write_new_file(path, b"one", mode=0o644)
     with pytest.raises(UsageError, match="exists already"):
-        write_new(path, b"two", mode=0o644)
+        write_new_file(path, b"two", mode=0o644)
     assert path.read_bytes() == b"one"
 
 

@@ -20,11 +20,11 @@ from expertctl.errors import (
 )
 from expertctl.reference import PackageName
 from expertctl.trust.keys import PrivateKey, PublicKey
-from expertctl.trust.policy import TrustStore
-from tests.trust.forge import rfc_key
+from expertctl.trust.trust_store import TrustStore
+from tests.trust.forged_bundles import make_rfc_key
 
 SQL = PackageName("acme", "sql")
-CONTENT = Digest.of(b"content")
+CONTENT = Digest.compute(b"content")
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,14 +35,14 @@ def store(tmp_path: Path) -> TrustStore:
 
 @pytest.fixture(scope="module")
 def key() -> PublicKey:
-    return rfc_key().public
+    return make_rfc_key().public
 
 
 def test_nobody_is_trusted_at_first_and_asking_writes_nothing(
     store: TrustStore, key: PublicKey
 ) -> None:
-    assert store.entries() == []
-    assert store.revocations() == []
+    assert store.list_keys() == []
+    assert store.list_revocations() == []
     assert not store.is_revoked(key.key_id)
     with pytest.raises(TrustError, match="is not trusted"):
         store.authorise(key.key_id, package=SQL, content_digest=CONTENT)
@@ -53,7 +53,7 @@ def test_a_trusted_key_is_kept_for_the_owner_alone(store: TrustStore, key: Publi
     trusted = store.add(key, name="me", namespaces=["acme", "local/*"])
     assert trusted.namespaces == ("acme", "local")
     again = TrustStore(store.path)
-    assert again.entries() == [trusted]
+    assert again.list_keys() == [trusted]
     assert again.authorise(key.key_id, package=SQL, content_digest=CONTENT) == key
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
@@ -65,7 +65,7 @@ def test_a_key_limited_to_contents_stays_limited_on_disk(store: TrustStore, key:
     package = PackageName("starter", "sorting")
     assert store.authorise(key.key_id, package=package, content_digest=CONTENT) == key
     with pytest.raises(TrustError, match="fixed contents"):
-        store.authorise(key.key_id, package=package, content_digest=Digest.of(b"else"))
+        store.authorise(key.key_id, package=package, content_digest=Digest.compute(b"else"))
 
 
 def test_revocation_outlives_removal_on_disk(store: TrustStore, key: PublicKey) -> None:
@@ -73,9 +73,9 @@ def test_revocation_outlives_removal_on_disk(store: TrustStore, key: PublicKey) 
     assert store.revoke(key.key_id, "stolen").reason == "stolen"
     store.remove(key.key_id)
     again = TrustStore(store.path)
-    assert again.entries() == []
+    assert again.list_keys() == []
     assert again.is_revoked(key.key_id)
-    assert [r.reason for r in again.revocations()] == ["stolen"]
+    assert [r.reason for r in again.list_revocations()] == ["stolen"]
     with pytest.raises(RevokedError, match="stolen"):
         again.add(key, name="me", namespaces=["acme"])
     with pytest.raises(RevokedError, match="stolen"):
@@ -87,13 +87,13 @@ def test_keys_are_found_by_name_or_id(store: TrustStore, key: PublicKey) -> None
     other = PrivateKey.generate("ed25519").public
     store.add(key, name="acme", namespaces=["acme"])
     store.add(other, name="globex", namespaces=["globex"])
-    assert store.find("acme").key == key
-    assert store.find(other.key_id).key == other
+    assert store.find_key("acme").key == key
+    assert store.find_key(other.key_id).key == other
     with pytest.raises(NotFoundError, match="'nobody'"):
-        store.find("nobody")
+        store.find_key("nobody")
     store.add(other, name="acme", namespaces=["globex"])
     with pytest.raises(UsageError, match="2 keys are called 'acme'") as refused:
-        store.find("acme")
+        store.find_key("acme")
     assert key.key_id in refused.value.hint
     assert other.key_id in refused.value.hint
 
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_refused_and_never_replaced(
     store.path.write_bytes(data)
     store.path.chmod(0o600)
     for use in (
-        store.entries,
+        store.list_keys,
         lambda: store.is_revoked(key.key_id),
         lambda: store.add(key, name="me", namespaces=["acme"]),
         lambda: store.revoke(key.key_id),
@@ -185,7 +185,7 @@ def test_processes_that_change_it_at_once_lose_nothing(store: TrustStore) -> Non
         "import sys\n"
         "from pathlib import Path\n"
         "from expertctl.trust.keys import PrivateKey\n"
-        "from expertctl.trust.policy import TrustStore\n"
+        "from expertctl.trust.trust_store import TrustStore\n"
         "store, me = TrustStore(Path(sys.argv[1])), int(sys.argv[2])\n"
         "for number in range(8):\n"
         "    store.revoke(f'sha256:{me * 8 + number:064x}', 'storm')\n"
@@ -196,8 +196,8 @@ def test_processes_that_change_it_at_once_lose_nothing(store: TrustStore) -> Non
     command = [sys.executable, "-c", program, str(store.path)]
     running = [subprocess.Popen([*command, str(me)], cwd=ROOT) for me in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert {r.key_id for r in store.revocations()} == {f"sha256:{n:064x}" for n in range(24)}
-    named = sorted((entry.name, entry.namespaces[0]) for entry in store.entries())
+    assert {r.key_id for r in store.list_revocations()} == {f"sha256:{n:064x}" for n in range(24)}
+    named = sorted((entry.name, entry.namespaces[0]) for entry in store.list_keys())
     assert named == sorted((f"k{me}", f"n{number}") for me in range(3) for number in range(8))
     store.check_integrity()
 

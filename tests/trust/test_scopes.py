@@ -14,19 +14,19 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.reference import PackageName
-from expertctl.trust import trust_file
-from expertctl.trust.grant import Grant, KnownRegistry, TrustedKey, grants_for
-from expertctl.trust.homes import authorities, homes
+from expertctl.trust import grants as grants_module
+from expertctl.trust.authority import find_authorities, find_namespace_registries
+from expertctl.trust.grants import Grant, KnownRegistry, TrustedKey, make_grants
 from expertctl.trust.keys import PrivateKey, PublicKey
-from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import TrustRecord
-from tests.trust.forge import rfc_key
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import TrustStore
+from tests.trust.forged_bundles import make_rfc_key
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "trust" / "valid"
 ONE, TWO = "one.example.com", "two.example.com"
 SQL = PackageName("acme", "sql")
-CONTENT = Digest.of(b"content")
-KEY = rfc_key().public
+CONTENT = Digest.compute(b"content")
+KEY = make_rfc_key().public
 INDEX = PrivateKey.generate("ed25519").public
 
 
@@ -80,11 +80,11 @@ def test_a_file_counts_as_from_the_one_registry_of_its_namespace(host: str | Non
 
 def test_a_namespace_stays_that_of_its_first_registry_when_another_is_pinned() -> None:
     record = pinned(ONE, TWO)
-    assert record.homes("acme") == (ONE,)
-    assert record.other_home("acme", TWO) == ONE
-    assert record.other_home("acme", ONE) is None
-    assert record.other_home("acme", "local") is None
-    assert record.with_registry(registry(TWO, "acme")).homes("acme") == (TWO,)
+    assert record.list_registries_for("acme") == (ONE,)
+    assert record.find_conflicting_registry("acme", TWO) == ONE
+    assert record.find_conflicting_registry("acme", ONE) is None
+    assert record.find_conflicting_registry("acme", "local") is None
+    assert record.with_registry(registry(TWO, "acme")).list_registries_for("acme") == (TWO,)
 
 
 def test_a_revocation_by_a_registry_holds_there_and_for_files_of_its_namespace() -> None:
@@ -95,9 +95,9 @@ def test_a_revocation_by_a_registry_holds_there_and_for_files_of_its_namespace()
             record.authorise(KEY.key_id, package=SQL, content_digest=CONTENT, registry=host)
     assert may(record, TWO)
     assert may(record, ONE, PackageName("zoo", "ants"))
-    assert record.revocation(KEY.key_id) is None
-    assert record.revocation(KEY.key_id, namespace="acme") is not None
-    assert record.revocation(KEY.key_id, namespace="acme", registry=TWO) is None
+    assert record.find_revocation(KEY.key_id) is None
+    assert record.find_revocation(KEY.key_id, namespace="acme") is not None
+    assert record.find_revocation(KEY.key_id, namespace="acme", registry=TWO) is None
 
 
 def test_a_total_revocation_holds_everywhere() -> None:
@@ -134,11 +134,11 @@ def test_a_bad_revocation_of_a_registry_is_refused() -> None:
 def test_grants_of_one_namespace_from_two_places_stand_side_by_side() -> None:
     content = (str(CONTENT),)
     record = given(Grant("acme", content)).with_pins(ONE, "acme", [KEY])
-    trusted = record.trusted(KEY.key_id)
+    trusted = record.find_key(KEY.key_id)
     assert trusted is not None
     assert trusted.grants == (Grant("acme", content), Grant("acme", None, ONE))
     assert trusted.namespaces == ("acme",)
-    other = Digest.of(b"other")
+    other = Digest.compute(b"other")
     with pytest.raises(TrustError, match="fixed contents"):
         record.authorise(KEY.key_id, package=SQL, content_digest=other, registry=TWO)
     assert record.authorise(KEY.key_id, package=SQL, content_digest=other, registry=ONE) == KEY
@@ -148,10 +148,10 @@ def test_removing_a_registry_takes_its_pins_and_leaves_its_revocations() -> None
     lost = PrivateKey.generate("ed25519").public.key_id
     record = pinned(ONE, TWO).with_registry_revocations(ONE, "acme", [(lost, "")])
     record = record.without_registry(ONE)
-    assert record.pinned_keys(ONE, "acme") == []
+    assert record.list_pinned_keys(ONE, "acme") == []
     assert may(record, TWO)
-    assert record.homes("acme") == (TWO,)
-    assert record.revocation(lost, namespace="acme", registry=ONE) is not None
+    assert record.list_registries_for("acme") == (TWO,)
+    assert record.find_revocation(lost, namespace="acme", registry=ONE) is not None
     assert record.without_registry(TWO).keys == ()
     with pytest.raises(NotFoundError, match="no registry is known as"):
         record.without_registry(ONE)
@@ -161,7 +161,7 @@ def test_accepting_a_registry_again_keeps_what_was_pinned_and_adds_namespaces() 
     record = pinned(ONE).with_registry(registry(ONE, "zoo"))
     renewed = PrivateKey.generate("ed25519").public
     record = record.with_registry(registry(ONE, "acme", index_key=renewed))
-    known = record.registry(ONE)
+    known = record.find_registry(ONE)
     assert known is not None
     assert known.namespaces == ("acme", "zoo")
     assert known.pinned == ("acme",)
@@ -185,9 +185,13 @@ def test_the_way_out_names_the_registry_when_there_is_one() -> None:
 
 
 def test_homes_are_what_the_person_meant_or_else_what_was_pinned() -> None:
-    assert homes("acme", meant=[(ONE, "zoo")], pinned=[(TWO, "acme"), (ONE, "acme")]) == (ONE, TWO)
-    assert homes("acme", meant=[(ONE, "acme")], pinned=[(TWO, "acme")]) == (ONE,)
-    assert homes("acme", meant=[], pinned=[]) == ()
+    assert find_namespace_registries(
+        "acme", assigned=[(ONE, "zoo")], pinned=[(TWO, "acme"), (ONE, "acme")]
+    ) == (ONE, TWO)
+    assert find_namespace_registries("acme", assigned=[(ONE, "acme")], pinned=[(TWO, "acme")]) == (
+        ONE,
+    )
+    assert find_namespace_registries("acme", assigned=[], pinned=[]) == ()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_homes_are_what_the_person_meant_or_else_what_was_pinned() -> None:
 def test_a_known_registry_speaks_for_itself_and_a_home_for_files_and_mirrors(
     registry: str | None, belongs_to: list[str], hosts: set[str]
 ) -> None:
-    assert authorities(registry, homes=belongs_to, known=[ONE, TWO]) == hosts
+    assert find_authorities(registry, registries=belongs_to, known=[ONE, TWO]) == hosts
 
 
 def test_a_mirror_without_an_index_carries_what_the_home_says() -> None:
@@ -248,7 +252,7 @@ def test_a_file_of_before_registries_goes_on_with_them(tmp_path: Path) -> None:
     after = store.read()
     assert after.keys[: len(before.keys)] == before.keys
     assert after.revoked == before.revoked
-    assert after.homes("acme") == (ONE,)
+    assert after.list_registries_for("acme") == (ONE,)
     store.remove_registry(ONE)
     assert store.read() == before
     assert path.read_bytes() == (EXAMPLES / "every-key.json").read_bytes()
@@ -286,16 +290,16 @@ def test_a_file_that_could_not_be_read_again_is_not_written(
     store = TrustStore(tmp_path / "trust.json")
     store.add(KEY, name="me", namespaces=["acme"])
     before = store.path.read_bytes()
-    monkeypatch.setattr(trust_file, "MAX_BYTES", len(before) + 10)
+    monkeypatch.setattr(grants_module, "MAX_BYTES", len(before) + 10)
     with pytest.raises(TrustError, match="fills"):
-        store.change(
+        store.update(
             lambda record: record.with_registry_revocations(ONE, "acme", [(KEY.key_id, "x")])
         )
     assert store.path.read_bytes() == before
 
 
 def test_grants_for_a_registry_are_made_for_it_alone() -> None:
-    assert grants_for(["acme/*", "zoo"], None, registry=ONE) == (
+    assert make_grants(["acme/*", "zoo"], None, registry=ONE) == (
         Grant("acme", None, ONE),
         Grant("zoo", None, ONE),
     )

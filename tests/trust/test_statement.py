@@ -10,48 +10,50 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import SignatureError
-from expertctl.trust.statement import MAX_BYTES, SignedFile, Statement, check_path
-from tests.trust.forge import (
+from expertctl.trust.bundle import MAX_BYTES, SignedFile, SignedStatement, check_path
+from tests.trust.forged_bundles import (
     CONTENT,
     Document,
     Edit,
-    digests,
-    put,
-    resource,
-    root_digest,
-    statement,
-    without,
+    compute_root_digest,
+    hash_content,
+    make_resource,
+    make_statement,
+    removing,
+    setting,
 )
 
 
-def parsed(document: Document) -> Statement:
-    return Statement.parse(json.dumps(document).encode())
+def parsed(document: Document) -> SignedStatement:
+    return SignedStatement.parse(json.dumps(document).encode())
 
 
 def listing(*resources: Document) -> Document:
-    return statement(list(resources))
+    return make_statement(list(resources))
 
 
 def test_a_statement_by_hand_is_read() -> None:
-    found = parsed(statement())
+    found = parsed(make_statement())
     assert found.name == "acme/sql@1.0.0"
-    assert found.files == tuple(SignedFile(n, Digest.of(CONTENT[n])) for n in sorted(CONTENT))
+    assert found.files == tuple(SignedFile(n, Digest.compute(CONTENT[n])) for n in sorted(CONTENT))
 
 
 def test_our_statement_is_the_one_by_hand_in_canonical_json() -> None:
-    ours = Statement.about(reversed(digests()), name="acme/sql@1.0.0")
-    assert ours.payload() == rfc8785.dumps(statement())
-    assert Statement.parse(ours.payload()) == ours
+    ours = SignedStatement.from_files(reversed(hash_content()), name="acme/sql@1.0.0")
+    assert ours.encode() == rfc8785.dumps(make_statement())
+    assert SignedStatement.parse(ours.encode()) == ours
 
 
 def test_files_are_sorted_by_the_parts_of_their_paths() -> None:
-    ours = Statement.about(digests({"a-b": b"1", "a/b": b"2", "a.c": b"3"}), name="x")
+    ours = SignedStatement.from_files(
+        hash_content({"a-b": b"1", "a/b": b"2", "a.c": b"3"}), name="x"
+    )
     assert [file.path for file in ours.files] == ["a/b", "a-b", "a.c"]
-    assert [f.path for f in parsed(json.loads(ours.payload())).files] == ["a/b", "a-b", "a.c"]
+    assert [f.path for f in parsed(json.loads(ours.encode())).files] == ["a/b", "a-b", "a.c"]
 
 
 def test_the_default_ignored_paths_of_the_public_tool_are_accepted() -> None:
-    document = statement()
+    document = make_statement()
     document["predicate"]["serialization"]["ignore_paths"] = [
         ".github",
         ".gitignore",
@@ -69,88 +71,106 @@ FIRST = ("predicate", "resources", 0)
 HEX = "ab" * 32
 HOSTILE: dict[str, tuple[Edit, str]] = {
     # 31: types and the predicate
-    "statement type v0.1": (put("_type", value="https://in-toto.io/Statement/v0.1"), "_type"),
-    "statement type missing": (without("_type"), "no '_type'"),
-    "statement type is a number": (put("_type", value=1), "_type"),
+    "statement type v0.1": (setting("_type", value="https://in-toto.io/Statement/v0.1"), "_type"),
+    "statement type missing": (removing("_type"), "no '_type'"),
+    "statement type is a number": (setting("_type", value=1), "_type"),
     "predicate type of an old release": (
-        put("predicateType", value="https://model_signing/Digests/v0.1"),
+        setting("predicateType", value="https://model_signing/Digests/v0.1"),
         "predicateType",
     ),
-    "predicate type missing": (without("predicateType"), "no 'predicateType'"),
-    "predicate missing": (without("predicate"), "no 'predicate'"),
-    "predicate is null": (put("predicate", value=None), "not an object"),
-    "predicate with another key": (put("predicate", "model", value={}), "unknown key 'model'"),
-    "statement with another key": (put("extra", value=1), "unknown key 'extra'"),
+    "predicate type missing": (removing("predicateType"), "no 'predicateType'"),
+    "predicate missing": (removing("predicate"), "no 'predicate'"),
+    "predicate is null": (setting("predicate", value=None), "not an object"),
+    "predicate with another key": (setting("predicate", "model", value={}), "unknown key 'model'"),
+    "statement with another key": (setting("extra", value=1), "unknown key 'extra'"),
     # the subject
-    "no subject": (put("subject", value=[]), "0 entries in the subject"),
+    "no subject": (setting("subject", value=[]), "0 entries in the subject"),
     "two subjects": (
         lambda d: d["subject"].append(d["subject"][0]),
         "2 entries in the subject",
     ),
-    "subject is an object": (put("subject", value={}), "not an array"),
+    "subject is an object": (setting("subject", value={}), "not an array"),
     "subject digest of other files": (
-        put("subject", 0, "digest", "sha256", value=HEX),
+        setting("subject", 0, "digest", "sha256", value=HEX),
         "subject's digest is not",
     ),
     "subject digest under two algorithms": (
-        put("subject", 0, "digest", "sha512", value=HEX),
+        setting("subject", 0, "digest", "sha512", value=HEX),
         "unknown key 'sha512'",
     ),
     "subject digest upper case": (
-        lambda d: put(
+        lambda d: setting(
             "subject", 0, "digest", "sha256", value=d["subject"][0]["digest"]["sha256"].upper()
         )(d),
         "subject's digest is not",
     ),
-    "subject name empty": (put("subject", 0, "name", value=""), "name is empty"),
-    "subject name with an escape": (put("subject", 0, "name", value="a\x1b[2J"), "not printable"),
-    "subject name endless": (put("subject", 0, "name", value="a" * 2000), "too long"),
-    "subject name is a number": (put("subject", 0, "name", value=7), "not a string"),
+    "subject name empty": (setting("subject", 0, "name", value=""), "name is empty"),
+    "subject name with an escape": (
+        setting("subject", 0, "name", value="a\x1b[2J"),
+        "not printable",
+    ),
+    "subject name endless": (setting("subject", 0, "name", value="a" * 2000), "too long"),
+    "subject name is a number": (setting("subject", 0, "name", value=7), "not a string"),
     # 32, 33: resources
     "no resources": (lambda d: d.update(listing()), "no file is listed"),
-    "resources is an object": (put("predicate", "resources", value={}), "not an array"),
-    "resource is a string": (put(*FIRST, value="x"), "a resource is not an object"),
-    "resource with a size": (put(*FIRST, "size", value=1), "unknown key 'size'"),
-    "resource name is a number": (put(*FIRST, "name", value=7), "not a string"),
-    "digest too short": (put(*FIRST, "digest", value=HEX[:-2]), "64 lower-case hex"),
-    "digest too long": (put(*FIRST, "digest", value=HEX + "00"), "64 lower-case hex"),
-    "digest upper case": (put(*FIRST, "digest", value=HEX.upper()), "64 lower-case hex"),
-    "digest of odd length": (put(*FIRST, "digest", value=HEX[:-1]), "64 lower-case hex"),
-    "digest with its algorithm": (put(*FIRST, "digest", value=f"sha256:{HEX}"), "lower-case hex"),
-    "digest with a newline": (put(*FIRST, "digest", value=HEX + "\n"), "64 lower-case hex"),
-    "digest is a number": (put(*FIRST, "digest", value=7), "not a string"),
-    "algorithm of a file unknown": (put(*FIRST, "algorithm", value="md5"), "'md5', not 'sha256'"),
+    "resources is an object": (setting("predicate", "resources", value={}), "not an array"),
+    "resource is a string": (setting(*FIRST, value="x"), "a resource is not an object"),
+    "resource with a size": (setting(*FIRST, "size", value=1), "unknown key 'size'"),
+    "resource name is a number": (setting(*FIRST, "name", value=7), "not a string"),
+    "digest too short": (setting(*FIRST, "digest", value=HEX[:-2]), "64 lower-case hex"),
+    "digest too long": (setting(*FIRST, "digest", value=HEX + "00"), "64 lower-case hex"),
+    "digest upper case": (setting(*FIRST, "digest", value=HEX.upper()), "64 lower-case hex"),
+    "digest of odd length": (setting(*FIRST, "digest", value=HEX[:-1]), "64 lower-case hex"),
+    "digest with its algorithm": (
+        setting(*FIRST, "digest", value=f"sha256:{HEX}"),
+        "lower-case hex",
+    ),
+    "digest with a newline": (setting(*FIRST, "digest", value=HEX + "\n"), "64 lower-case hex"),
+    "digest is a number": (setting(*FIRST, "digest", value=7), "not a string"),
+    "algorithm of a file unknown": (
+        setting(*FIRST, "algorithm", value="md5"),
+        "'md5', not 'sha256'",
+    ),
     "algorithm of a file unlike the hash type": (
-        put(*FIRST, "algorithm", value="blake2b"),
+        setting(*FIRST, "algorithm", value="blake2b"),
         "algorithm of 'README.md'",
     ),
-    "algorithm of a file missing": (without(*FIRST, "algorithm"), "no 'algorithm'"),
+    "algorithm of a file missing": (removing(*FIRST, "algorithm"), "no 'algorithm'"),
     # 33, 34, 36: serialization
-    "hash type blake2": (put(*SERIALIZATION, "hash_type", value="blake2b"), "hash_type"),
-    "method shards": (put(*SERIALIZATION, "method", value="shards"), "'shards', not 'files'"),
+    "hash type blake2": (setting(*SERIALIZATION, "hash_type", value="blake2b"), "hash_type"),
+    "method shards": (setting(*SERIALIZATION, "method", value="shards"), "'shards', not 'files'"),
     "method shards with a size": (
-        put("predicate", "serialization", value={"method": "shards", "shard_size": 1}),
+        setting("predicate", "serialization", value={"method": "shards", "shard_size": 1}),
         "'shards', not 'files'",
     ),
-    "method missing": (without(*SERIALIZATION, "method"), "method is 'None'"),
-    "shard size beside files": (put(*SERIALIZATION, "shard_size", value=1), "'shard_size'"),
-    "symlinks allowed": (put(*SERIALIZATION, "allow_symlinks", value=True), "allow_symlinks"),
-    "symlinks as zero": (put(*SERIALIZATION, "allow_symlinks", value=0), "allow_symlinks"),
-    "symlinks as text": (put(*SERIALIZATION, "allow_symlinks", value="false"), "allow_symlinks"),
-    "serialization is a string": (put(*SERIALIZATION, value="files"), "not an object"),
+    "method missing": (removing(*SERIALIZATION, "method"), "method is 'None'"),
+    "shard size beside files": (setting(*SERIALIZATION, "shard_size", value=1), "'shard_size'"),
+    "symlinks allowed": (setting(*SERIALIZATION, "allow_symlinks", value=True), "allow_symlinks"),
+    "symlinks as zero": (setting(*SERIALIZATION, "allow_symlinks", value=0), "allow_symlinks"),
+    "symlinks as text": (
+        setting(*SERIALIZATION, "allow_symlinks", value="false"),
+        "allow_symlinks",
+    ),
+    "serialization is a string": (setting(*SERIALIZATION, value="files"), "not an object"),
     # 35: ignored paths
     "weights ignored": (
-        put(*SERIALIZATION, "ignore_paths", value=["model.sig", "adapter_model.safetensors"]),
+        setting(*SERIALIZATION, "ignore_paths", value=["model.sig", "adapter_model.safetensors"]),
         "leave 'adapter_model.safetensors' unsigned",
     ),
-    "everything ignored": (put(*SERIALIZATION, "ignore_paths", value=["."]), "leave '.' unsigned"),
-    "ignored twice": (put(*SERIALIZATION, "ignore_paths", value=["model.sig"] * 2), "twice"),
-    "ignored is a string": (put(*SERIALIZATION, "ignore_paths", value="model.sig"), "not an array"),
-    "ignored is a number": (put(*SERIALIZATION, "ignore_paths", value=[1]), "not a string"),
+    "everything ignored": (
+        setting(*SERIALIZATION, "ignore_paths", value=["."]),
+        "leave '.' unsigned",
+    ),
+    "ignored twice": (setting(*SERIALIZATION, "ignore_paths", value=["model.sig"] * 2), "twice"),
+    "ignored is a string": (
+        setting(*SERIALIZATION, "ignore_paths", value="model.sig"),
+        "not an array",
+    ),
+    "ignored is a number": (setting(*SERIALIZATION, "ignore_paths", value=[1]), "not a string"),
     "listed and ignored": (
         lambda d: (
-            d.update(listing(resource(".github/payload.py"), resource("expert.json"))),
-            put(*SERIALIZATION, "ignore_paths", value=[".github"])(d),
+            d.update(listing(make_resource(".github/payload.py"), make_resource("expert.json"))),
+            setting(*SERIALIZATION, "ignore_paths", value=[".github"])(d),
         ),
         "both listed and ignored",
     ),
@@ -160,7 +180,7 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_statement_outside_the_strict_form_is_refused(name: str) -> None:
     edit, message = HOSTILE[name]
-    document = statement()
+    document = make_statement()
     edit(document)
     with pytest.raises(SignatureError, match=message):
         parsed(document)
@@ -195,21 +215,21 @@ HOSTILE_NAMES = {
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_a_file_name_that_is_not_plain_is_neither_read_nor_signed(name: str) -> None:
     with pytest.raises(SignatureError, match=HOSTILE_NAMES[name]):
-        parsed(listing(resource(name)))
+        parsed(listing(make_resource(name)))
     with pytest.raises(SignatureError, match=HOSTILE_NAMES[name]):
-        Statement.about([FileDigest(name, 0, Digest.of(b""))], name="x")
+        SignedStatement.from_files([FileDigest(name, 0, Digest.compute(b""))], name="x")
 
 
 def test_a_file_name_that_is_not_utf8_is_not_signed() -> None:
     name = b"a\xff".decode("utf-8", "surrogateescape")
     with pytest.raises(SignatureError, match="surrogate"):
-        Statement.about([FileDigest(name, 0, Digest.of(b""))], name="x")
+        SignedStatement.from_files([FileDigest(name, 0, Digest.compute(b""))], name="x")
 
 
 @pytest.mark.parametrize("name", ["ä.txt", "a b", ".hidden", "…", "sub/model.sig", "a" * 1024])
 def test_an_unusual_but_plain_file_name_is_fine(name: str) -> None:
     check_path(name)
-    assert parsed(listing(resource(name))).files[0].path == name
+    assert parsed(listing(make_resource(name))).files[0].path == name
 
 
 @pytest.mark.parametrize(
@@ -226,21 +246,21 @@ def test_an_unusual_but_plain_file_name_is_fine(name: str) -> None:
 )
 def test_names_that_two_systems_could_confuse_are_refused(names: list[str], message: str) -> None:
     with pytest.raises(SignatureError, match=message):
-        parsed(listing(*(resource(name) for name in names)))
+        parsed(listing(*(make_resource(name) for name in names)))
 
 
 @pytest.mark.parametrize("pair", [["a", "a"], ["A", "a"], ["a", "a/b"]])
 def test_names_that_two_systems_could_confuse_are_not_signed(pair: list[str]) -> None:
-    files = [FileDigest(name, 0, Digest.of(b"")) for name in pair]
+    files = [FileDigest(name, 0, Digest.compute(b"")) for name in pair]
     with pytest.raises(SignatureError):
-        Statement.about(files, name="x")
+        SignedStatement.from_files(files, name="x")
 
 
 def test_nothing_and_a_bad_name_are_not_signed() -> None:
     with pytest.raises(SignatureError, match="no file"):
-        Statement.about([], name="x")
+        SignedStatement.from_files([], name="x")
     with pytest.raises(SignatureError, match="name is empty"):
-        Statement.about(digests(), name="")
+        SignedStatement.from_files(hash_content(), name="")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +283,7 @@ def test_json_that_two_readers_could_take_differently_is_refused(
     payload: bytes, message: str
 ) -> None:
     with pytest.raises(SignatureError, match=message):
-        Statement.parse(payload)
+        SignedStatement.parse(payload)
 
 
 JSON = st.recursive(
@@ -292,21 +312,21 @@ PATHS = [
 def test_no_value_in_any_place_makes_reading_fail_in_another_way(
     path: tuple[str | int, ...], value: Any
 ) -> None:
-    document = statement()
-    put(*path, value=value)(document)
+    document = make_statement()
+    setting(*path, value=value)(document)
     try:
         found = parsed(document)
     except SignatureError:
         return
-    assert found.files == Statement.parse(json.dumps(document).encode()).files
-    assert path[-1] in {"ignore_paths", "name"} or document == statement()
+    assert found.files == SignedStatement.parse(json.dumps(document).encode()).files
+    assert path[-1] in {"ignore_paths", "name"} or document == make_statement()
 
 
 def test_the_subject_digest_is_over_the_raw_digests_in_order() -> None:
-    resources = [resource("a", b"1"), resource("b", b"2")]
+    resources = [make_resource("a", b"1"), make_resource("b", b"2")]
     swapped = [{**resources[0], "name": "b"}, {**resources[1], "name": "a"}]
-    assert root_digest(resources) != root_digest(list(reversed(swapped)))
+    assert compute_root_digest(resources) != compute_root_digest(list(reversed(swapped)))
     document = listing(*resources)
-    document["subject"][0]["digest"]["sha256"] = root_digest(list(reversed(resources)))
+    document["subject"][0]["digest"]["sha256"] = compute_root_digest(list(reversed(resources)))
     with pytest.raises(SignatureError, match="subject's digest is not"):
         parsed(document)

@@ -1,23 +1,57 @@
-"""Reading memory by its address, in compiled code; and memory that begins where a vector does."""
+"""The arguments of kernels: int64 that compiled code reads in the order in which they stand.
+
+An array is only an address there, so a wrong one in its place would go unnoticed. That is why
+functions that return arguments take arrays by name, and why dtypes are checked here.
+
+Reading memory by its address, in compiled code; and memory that begins where a vector does.
+
+Numbers that several threads change at once, and how a thread waits, in compiled code.
+
+Addresses are of int64 at multiples of eight. A thread that reads a number sees all that the thread
+that stored it had written before.
+"""
 
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.halves import emit_narrowed, emit_widened
-from expertctl.engine.kernels.lanes import VECTOR_BYTES
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
+from expertctl.engine.kernels.simd import VECTOR_BYTES
+
+AnyArray = np.ndarray[Any, Any]
+
+
+def encode_operands(*words: int) -> AnyArray:
+    """Return arguments, int64 [words]."""
+    return np.array(words, np.int64)
+
+
+def array_address(array: AnyArray | None, kind: Any = np.float32) -> int:
+    """Return where an array of such numbers begins; 0 where there is none."""
+    if array is None:
+        return 0
+    assert array.dtype == kind, f"{array.dtype} in the place of {np.dtype(kind)}"
+    return array.ctypes.data
+
+
+def row_address(rows: AnyArray) -> tuple[int, int]:
+    """Return where float32 [rows, columns] begin, and the bytes from each row to the next."""
+    lie_together = rows.strides[1] == rows.itemsize or rows.shape[1] == 1 or rows.size == 0
+    assert lie_together, "the columns of a row lie apart"
+    return array_address(rows), rows.strides[0]
+
 
 _INT = ir.IntType(64)
 
 
-def aligned(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
+def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
     """Return zeros whose first byte is at a multiple of 64."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + VECTOR_BYTES, np.uint8)
@@ -26,7 +60,7 @@ def aligned(shape: int | tuple[int, ...], dtype: Any) -> "np.ndarray[Any, Any]":
 
 
 @intrinsic(prefer_literal=True)
-def words(_context: Any, address: Any, count: Any) -> Any:
+def load_int64s(_context: Any, address: Any, count: Any) -> Any:
     """Return the ``count`` int64 that begin at an address, as a tuple."""
     if not isinstance(count, types.IntegerLiteral):
         raise RequireLiteralValue("the number of words is a constant")
@@ -40,7 +74,7 @@ def words(_context: Any, address: Any, count: Any) -> Any:
     return types.UniTuple(types.int64, number)(types.int64, count), emit
 
 
-def _array_at(dtype: Any) -> Any:
+def _make_array_view(dtype: Any) -> Any:
     """Return what gives compiled code the array of a dtype that begins at an address."""
     kind = types.CPointer(dtype)
 
@@ -58,17 +92,17 @@ def _array_at(dtype: Any) -> Any:
     return array_at
 
 
-floats_at = _array_at(types.float32)
-ints_at = _array_at(types.int32)
-halves_at = _array_at(types.uint16)
-words_at = _array_at(types.uint32)
-octets_at = _array_at(types.uint8)
-bytes_at = _array_at(types.int8)
-longs_at = _array_at(types.int64)
+float32_view = _make_array_view(types.float32)
+int32_view = _make_array_view(types.int32)
+uint16_view = _make_array_view(types.uint16)
+uint32_view = _make_array_view(types.uint32)
+uint8_view = _make_array_view(types.uint8)
+int8_view = _make_array_view(types.int8)
+int64_view = _make_array_view(types.int64)
 
 
 @intrinsic(prefer_literal=True)
-def stack_floats(_context: Any, count: Any) -> Any:
+def allocate_stack_floats(_context: Any, count: Any) -> Any:
     """Return the address of so many float32 on the stack of the calling kernel."""
     if not isinstance(count, types.IntegerLiteral):
         raise RequireLiteralValue("the room on the stack is a constant")
@@ -96,20 +130,110 @@ def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 @intrinsic
-def float16_bits(_context: Any, number: Any) -> Any:
+def float32_to_half_bits(_context: Any, number: Any) -> Any:
     """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return emit_narrowed(builder, values[0], native=host_cpu().half)
+        return emit_float_to_half(builder, values[0], native=get_host_cpu().has_float16)
 
     return types.uint16(types.float32), emit
 
 
 @intrinsic
-def float16_value(_context: Any, bits: Any) -> Any:
+def half_bits_to_float32(_context: Any, bits: Any) -> Any:
     """Return the float32 that the bits of a float16 stand for."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return emit_widened(builder, values[0], native=host_cpu().half)
+        return emit_half_to_float(builder, values[0], native=get_host_cpu().has_float16)
 
     return types.float32(types.uint16), emit
+
+
+_INT64 = ir.IntType(64)
+_BYTES = 8
+
+
+def _int_pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _INT64.as_pointer())
+
+
+@intrinsic
+def atomic_load(_context: Any, address: Any) -> Any:
+    """Return the number at an address."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.load_atomic(_int_pointer(builder, values[0]), "acquire", _BYTES)
+
+    return types.int64(address), emit
+
+
+@intrinsic
+def atomic_store(_context: Any, address: Any, number: Any) -> Any:
+    """Set the number at an address."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        builder.store_atomic(values[1], _int_pointer(builder, values[0]), "release", _BYTES)
+        return context.get_dummy_value()
+
+    return types.void(address, types.int64), emit
+
+
+@intrinsic
+def atomic_fetch_add(_context: Any, address: Any, number: Any) -> Any:
+    """Add to the number at an address; return what it was."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", _int_pointer(builder, values[0]), values[1], "acq_rel")
+
+    return types.int64(address, types.int64), emit
+
+
+@intrinsic
+def atomic_compare_exchange(_context: Any, address: Any, old: Any, new: Any) -> Any:
+    """Set the number at an address if it is ``old``; return whether it was."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        place = _int_pointer(builder, values[0])
+        pair = builder.cmpxchg(place, values[1], values[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(address, types.int64, types.int64), emit
+
+
+@intrinsic
+def pause_cpu(_context: Any) -> Any:
+    """Tell the processor that this thread only waits, so its core can serve another or rest."""
+
+    def emit(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        machine = binding.get_default_triple().partition("-")[0]
+        if machine == "x86_64":
+            builder.call(_external_function(builder, "llvm.x86.sse2.pause"), [])
+        elif machine in ("aarch64", "arm64"):
+            builder.call(_external_function(builder, "llvm.aarch64.hint", ir.IntType(32)), [_YIELD])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+_YIELD = ir.Constant(ir.IntType(32), 1)
+
+
+def _external_function(builder: Any, name: str, *arguments: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), arguments)
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+@intrinsic
+def call_kernel(_context: Any, function: Any, first: Any, last: Any, arguments: Any) -> Any:
+    """Call the kernel that is at an address."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(function, first, last, arguments), emit
+
+
+yield_thread = types.ExternalFunction("sched_yield", types.int32())
+"""Let the system run another thread on this processor."""

@@ -1,7 +1,7 @@
 """Sums and differences of activity documents: what was learnt of a base grows, and fades.
 
 Counts are added; times and cold slots per call are means, weighted by calls. A sum of more than
-`FADED_AT` tokens is halved, so old requests lose half of their weight again and again, and experts
+`MAX_ACTIVITY_TOKENS` tokens is halved, so old requests lose half of their weight again and again, and experts
 that are no longer asked for are forgotten. Raw counts, which are not known to be hot or cold, count
 as cold where a layer has hot or cold ones.
 """
@@ -11,23 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from expertctl.engine.moe.activity_document import (
-    MOST,
+from expertctl.engine.moe.activity import (
+    MAX_JSON_INTEGER,
     TIMES,
     ActivityDocument,
     Counts,
+    LaneTimes,
     LayerActivity,
-    LayerTimes,
 )
 from expertctl.errors import IncompatibleError
 
-FADED_AT = 1 << 17
+MAX_ACTIVITY_TOKENS = 1 << 17
 """A sum covers at most so many tokens."""
-NOTHING = ActivityDocument("update")
+EMPTY_ACTIVITY = ActivityDocument("update")
 _Key = TypeVar("_Key")
 
 
-def tokens_of(document: ActivityDocument) -> int:
+def count_tokens(document: ActivityDocument) -> int:
     """Return how many tokens, or prompts, a document covers; never less than a count.
 
     Each token asks for as many experts of a layer as the document says; where it does not say, the
@@ -42,7 +42,7 @@ def tokens_of(document: ActivityDocument) -> int:
     return most
 
 
-def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
+def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
     """Return the sum of two documents, faded.
 
     Raises:
@@ -58,25 +58,25 @@ def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
     layers = {layer.layer: layer for layer in one.layers}
     for layer in other.layers:
         known = layers.get(layer.layer)
-        layers[layer.layer] = layer if known is None else _sum(known, layer)
+        layers[layer.layer] = layer if known is None else _add_layers(known, layer)
     total = replace(
         one,
         mode="update",
         layers=tuple(layers[number] for number in sorted(layers)),
         experts=one.experts or other.experts,
         used=one.used or other.used,
-        updates=_capped(one.updates + other.updates),
-        overflow_resets=_capped(one.overflow_resets + other.overflow_resets),
-        prompts=_prompts(one, other),
+        updates=_cap(one.updates + other.updates),
+        overflow_resets=_cap(one.overflow_resets + other.overflow_resets),
+        prompts=_sum_prompts(one, other),
         preset=one.preset or other.preset,
     )
-    while tokens_of(total) > FADED_AT:
-        total = _halved(total)
+    while count_tokens(total) > MAX_ACTIVITY_TOKENS:
+        total = _halve(total)
     return total
 
 
-def grown(
-    scores: Sequence[Mapping[int, float]], more: ActivityDocument, numbers: Sequence[int]
+def accumulate_scores(
+    scores: Sequence[Mapping[int, float]], more: ActivityDocument, layer_numbers: Sequence[int]
 ) -> list[dict[int, float]]:
     """Return the scores of experts, by layer, with further counts added; they fade as sums do.
 
@@ -86,17 +86,17 @@ def grown(
     total = [
         {expert: known.get(expert, 0) + asked.get(expert, 0) for expert in sorted({*known, *asked})}
         for known, asked in (
-            (each, counted.get(n, {})) for each, n in zip(scores, numbers, strict=True)
+            (each, counted.get(n, {})) for each, n in zip(scores, layer_numbers, strict=True)
         )
     ]
     tokens = max((sum(layer.values()) for layer in total), default=0.0) / max(more.used, 1)
     share = 1.0
-    while share * tokens > FADED_AT:
+    while share * tokens > MAX_ACTIVITY_TOKENS:
         share /= 2
     return [{expert: count * share for expert, count in layer.items()} for layer in total]
 
 
-def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
+def subtract_activity(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
     """Return what the same counters counted since an earlier document.
 
     That is everything where they overflowed in between, for then they began again. Means are those
@@ -106,19 +106,19 @@ def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
         return now
     earlier = {layer.layer: layer for layer in before.layers}
     pairs = [(layer, earlier.get(layer.layer)) for layer in now.layers]
-    layers = tuple(layer if then is None else _less(layer, then) for layer, then in pairs)
+    layers = tuple(layer if then is None else _subtract_layer(layer, then) for layer, then in pairs)
     updates = max(now.updates - before.updates, 0)
     return replace(now, layers=layers, updates=updates, overflow_resets=0)
 
 
-def _prompts(one: ActivityDocument, other: ActivityDocument) -> int:
+def _sum_prompts(one: ActivityDocument, other: ActivityDocument) -> int:
     """Return how many prompts both cover together; 0 where both count tokens alone."""
     if not (one.prompts or other.prompts):
         return 0
-    return _capped(tokens_of(one) + tokens_of(other))
+    return _cap(count_tokens(one) + count_tokens(other))
 
 
-def _sum(one: LayerActivity, other: LayerActivity) -> LayerActivity:
+def _add_layers(one: LayerActivity, other: LayerActivity) -> LayerActivity:
     calls = one.calls + other.calls
     share = one.calls / calls if calls else 0.5
 
@@ -126,32 +126,32 @@ def _sum(one: LayerActivity, other: LayerActivity) -> LayerActivity:
         return share * here + (1 - share) * there
 
     has_lanes = bool(one.hot or one.cold or other.hot or other.cold)
-    raw = _added(one.raw, other.raw)
+    raw = _add_counts(one.raw, other.raw)
     return replace(
         one,
-        calls=_capped(calls),
-        hot=_added(one.hot, other.hot),
-        cold=_added(one.cold, other.cold, raw) if has_lanes else {},
+        calls=_cap(calls),
+        hot=_add_counts(one.hot, other.hot),
+        cold=_add_counts(one.cold, other.cold, raw) if has_lanes else {},
         raw={} if has_lanes else raw,
         cold_per_call=mean(_cold_per_call(one), _cold_per_call(other)),
-        hot1_slots=_capped(one.hot1_slots + other.hot1_slots),
-        hot2_slots=_capped(one.hot2_slots + other.hot2_slots),
-        requests=_capped(one.requests + other.requests),
-        missed_requests=_capped(one.missed_requests + other.missed_requests),
-        swaps=_capped(one.swaps + other.swaps),
-        times=_times(lambda name: mean(getattr(one.times, name), getattr(other.times, name))),
-        fallbacks=_capped(one.fallbacks + other.fallbacks),
-        reasons=_added(one.reasons, other.reasons),
+        hot1_slots=_cap(one.hot1_slots + other.hot1_slots),
+        hot2_slots=_cap(one.hot2_slots + other.hot2_slots),
+        requests=_cap(one.requests + other.requests),
+        missed_requests=_cap(one.missed_requests + other.missed_requests),
+        swaps=_cap(one.swaps + other.swaps),
+        times=_make_times(lambda name: mean(getattr(one.times, name), getattr(other.times, name))),
+        fallbacks=_cap(one.fallbacks + other.fallbacks),
+        reasons=_add_counts(one.reasons, other.reasons),
     )
 
 
-def _less(now: LayerActivity, before: LayerActivity) -> LayerActivity:
+def _subtract_layer(now: LayerActivity, before: LayerActivity) -> LayerActivity:
     return replace(
         now,
         calls=now.calls - before.calls,
-        hot=_left(now.hot, before.hot),
-        cold=_left(now.cold, before.cold),
-        raw=_left(now.raw, before.raw),
+        hot=_subtract_counts(now.hot, before.hot),
+        cold=_subtract_counts(now.cold, before.cold),
+        raw=_subtract_counts(now.raw, before.raw),
         cold_per_call=_cold_per_call(now),
         hot1_slots=max(now.hot1_slots - before.hot1_slots, 0),
         hot2_slots=max(now.hot2_slots - before.hot2_slots, 0),
@@ -159,22 +159,22 @@ def _less(now: LayerActivity, before: LayerActivity) -> LayerActivity:
         missed_requests=max(now.missed_requests - before.missed_requests, 0),
         swaps=max(now.swaps - before.swaps, 0),
         fallbacks=max(now.fallbacks - before.fallbacks, 0),
-        reasons=_left(now.reasons, before.reasons),
+        reasons=_subtract_counts(now.reasons, before.reasons),
     )
 
 
-def _halved(document: ActivityDocument) -> ActivityDocument:
-    layers = tuple(_half(layer) for layer in document.layers)
+def _halve(document: ActivityDocument) -> ActivityDocument:
+    layers = tuple(_halve_layer(layer) for layer in document.layers)
     return replace(document, layers=layers, prompts=document.prompts // 2)
 
 
-def _half(layer: LayerActivity) -> LayerActivity:
+def _halve_layer(layer: LayerActivity) -> LayerActivity:
     return replace(
         layer,
         calls=layer.calls // 2,
-        hot=_fewer(layer.hot),
-        cold=_fewer(layer.cold),
-        raw=_fewer(layer.raw),
+        hot=_halve_counts(layer.hot),
+        cold=_halve_counts(layer.cold),
+        raw=_halve_counts(layer.raw),
         cold_per_call=_cold_per_call(layer),
         hot1_slots=layer.hot1_slots // 2,
         hot2_slots=layer.hot2_slots // 2,
@@ -186,8 +186,8 @@ def _half(layer: LayerActivity) -> LayerActivity:
     )
 
 
-def _times(value: Callable[[str], float]) -> LayerTimes:
-    return LayerTimes(**{name: value(name) for name in TIMES})
+def _make_times(value: Callable[[str], float]) -> LaneTimes:
+    return LaneTimes(**{name: value(name) for name in TIMES})
 
 
 def _cold_per_call(layer: LayerActivity) -> float:
@@ -195,21 +195,21 @@ def _cold_per_call(layer: LayerActivity) -> float:
     return layer.cold_per_call or counted
 
 
-def _added(*counts: Mapping[_Key, int]) -> dict[_Key, int]:
+def _add_counts(*counts: Mapping[_Key, int]) -> dict[_Key, int]:
     total = Counter[_Key]()
     for each in counts:
         total.update(each)
-    return {key: _capped(count) for key, count in total.items()}
+    return {key: _cap(count) for key, count in total.items()}
 
 
-def _left(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
+def _subtract_counts(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
     left = {key: count - before.get(key, 0) for key, count in now.items()}
     return {key: count for key, count in left.items() if count > 0}
 
 
-def _fewer(counts: Counts) -> Counts:
+def _halve_counts(counts: Counts) -> Counts:
     return {expert: count // 2 for expert, count in counts.items() if count > 1}
 
 
-def _capped(count: int) -> int:
-    return min(count, MOST)
+def _cap(count: int) -> int:
+    return min(count, MAX_JSON_INTEGER)

@@ -1,29 +1,170 @@
-"""How much memory the routed experts of a base get, where not all of them fit."""
+"""How many routed experts of each layer have a slot, and how many bytes they may take.
 
-from collections.abc import Sequence
+`compute_capacity` is the formula for layers that are alike. Two rules share a number of slots out among
+layers that are not: `distribute_by_unique_experts` by how many different experts a layer asks for, `distribute_by_gain` by
+where another slot serves most activations. Both give away every slot that some layer can use.
+
+How much memory the routed experts of a base get, where not all of them fit.
+
+The bytes of what is known of routed experts: which have a slot, which were asked for, how often.
+
+These are many small arrays and tables, each with its own owner. For a base of 48 layers with 128
+experts, of which a token uses 8, they come to 12 MB, without the chances of which expert follows
+which (`estimate_transition_bytes`). They grow with what passes ask for, so memory is set aside for all of
+them at once; a test compares that with what is taken.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from expertctl.engine.moe.capacity import (
-    WORKING_SHARE,
-    Activations,
-    by_gain,
-    capacity_of,
-    missed,
-)
-from expertctl.routing.presets import PRESETS
-from expertctl.routing.request import MoeColdWish, MoeMiss
+import numpy as np
+from numpy.typing import NDArray
 
-USUAL_PROMPT = 256
+from expertctl.engine.moe.prefetch import estimate_transition_bytes
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.routing.request import MoeColdOption, MoeMiss
+from expertctl.routing.sampling_presets import PRESETS
+
+WORKING_SHARE = 0.71
+"""The share of the recommended memory that is used."""
+ROUNDING_THRESHOLD, SLOT_STEP = 16, 8
+HEADROOM = 1.3
+"""Slots for each expert that a layer asked for."""
+MIN_SLOTS = 32
+CONTEXT_MULTIPLE = 256
+"""A context takes a multiple of so many rows."""
+_EPSILON = 1e-9
+Capacities = list[int]
+Activations = Sequence[Sequence[float] | NDArray[np.floating | np.integer]]
+
+
+def compute_capacity(
+    *, recommended_gb: float, base_gb: float, layers: int, slot_mb: float, experts: int
+) -> int:
+    """Return how many slots each layer gets; 0 where slots have no size to divide by."""
+    room = WORKING_SHARE * recommended_gb - base_gb
+    a_slot_in_all_layers = layers * slot_mb / 1024
+    if not (a_slot_in_all_layers > 0 and math.isfinite(room)):
+        return 0
+    slots = math.floor(room / a_slot_in_all_layers)
+    if slots >= ROUNDING_THRESHOLD:
+        slots -= slots % SLOT_STEP
+    return min(max(slots, 0), experts)
+
+
+def distribute_by_unique_experts(
+    unique: Sequence[int], *, total: int, experts: int, minimum: int = MIN_SLOTS
+) -> Capacities:
+    """Share out slots by how many different experts layers ask for: 1.3 each, scaled to the total.
+
+    Each layer has at least ``least`` slots, or an even share of the total where that is less.
+    """
+    total, minimum = _clamp_total(len(unique), total=total, experts=experts, minimum=minimum)
+    wants = [max(HEADROOM * count, 1.0) for count in unique]
+    low, high = 0.0, float(experts)
+    for _ in range(60):  # the scale at which rounded down shares just fit
+        scale = (low + high) / 2
+        fits = sum(_clamp_share(want * scale, minimum, experts) for want in wants) <= total
+        low, high = (scale, high) if fits else (low, scale)
+    shares = [_clamp_share(want * low, minimum, experts) for want in wants]
+    rest = total - sum(shares)
+    order = sorted(range(len(wants)), key=lambda i: (shares[i] - wants[i] * low, i))
+    while rest:
+        for layer in order:
+            if rest and shares[layer] < experts:
+                shares[layer], rest = shares[layer] + 1, rest - 1
+    return shares
+
+
+def distribute_by_gain(
+    activations: Activations, *, total: int, minimum: int = MIN_SLOTS
+) -> Capacities:
+    """Share out slots so that most activations are served.
+
+    ``activations`` are counts of each expert in each layer. Slots are first shared out evenly; then
+    they move from where the last one serves least to where one more would serve most, as long as
+    that serves more.
+    """
+    layers, experts = len(activations), len(activations[0]) if activations else 0
+    total, minimum = _clamp_total(layers, total=total, experts=experts, minimum=minimum)
+    ranked = [sorted(map(float, counts), reverse=True) for counts in activations]
+    shares = [total // layers + (layer < total % layers) for layer in range(layers)]
+    while True:
+        more = [ranked[i][share] if share < experts else -1.0 for i, share in enumerate(shares)]
+        less = [
+            ranked[i][share - 1] if share > minimum else math.inf for i, share in enumerate(shares)
+        ]
+        gains, gives = max(more, default=-1.0), min(less, default=math.inf)
+        if gains <= gives:
+            return shares
+        shares[more.index(gains)] += 1
+        shares[less.index(gives)] -= 1
+
+
+def compute_miss_shares(activations: Activations, capacities: Sequence[int]) -> list[float]:
+    """Return which share of each layer's activations its top ``capacity`` experts do not serve."""
+    shares = []
+    for counts, capacity in zip(activations, capacities, strict=True):
+        ranked = sorted(map(float, counts), reverse=True)
+        shares.append(sum(ranked[capacity:]) / (sum(ranked) or 1.0))
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class KVRowSize:
+    """Bytes that one layer keeps of a token: its key, and its value where it has one.
+
+    ``window`` is how far back it looks, where that is limited.
+    """
+
+    key_bytes: int
+    value_bytes: int
+    window: int | None = None
+
+
+def estimate_kv_reserve(
+    layers: Iterable[KVRowSize], *, context: int, streams: int, batch: int
+) -> int:
+    """Return the bytes that keys and values of ``streams`` texts may take.
+
+    A layer with a window keeps only the window of each text and what one batch adds.
+    """
+    padded = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE * streams
+    reserve = 0
+    for layer in layers:
+        rows = padded if layer.window is None else min(padded, layer.window * streams + batch)
+        reserve += rows * (layer.key_bytes + layer.value_bytes)
+    return reserve
+
+
+def compute_budget_mib(*, free: float, kv: float, reserve: float) -> int:
+    """Return how many whole MiB are left for routed experts; 0 when none is."""
+    left = free - kv - reserve
+    return math.floor(left) if math.isfinite(left) and left > 0 else 0
+
+
+def _clamp_total(layers: int, *, total: int, experts: int, minimum: int) -> tuple[int, int]:
+    """Return how many slots can be used at all, and the least for each layer."""
+    total = max(0, min(total, layers * experts))
+    return total, min(minimum, experts, total // layers if layers else 0)
+
+
+def _clamp_share(wanted: float, minimum: int, experts: int) -> int:
+    return min(max(math.floor(wanted + _EPSILON), minimum), experts)
+
+
+TYPICAL_PROMPT_TOKENS = 256
 """Tokens of a usual prompt."""
-USUAL_TOKENS = PRESETS["default"].max_tokens + USUAL_PROMPT
+TYPICAL_SEQUENCE_TOKENS = PRESETS["default"].max_tokens + TYPICAL_PROMPT_TOKENS
 """Tokens of a text with the default preset, its prompt included."""
-WHOLE_SHARE = 0.85
+RESIDENT_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
-EVIDENCE = 8
+MIN_EVIDENCE = 8
 """From so many activations per expert of a layer on, counts say where slots are worth most."""
-_LEAST_SHARE = 2
+_MIN_SHARE_DIVISOR = 2
 """No layer gets fewer slots than its share in an even plan, divided by this."""
-_WORTH = 0.99
+_MAX_MISS_RATIO = 0.99
 """Slots are shared out unevenly where misses are at most this share of those in an even plan."""
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -40,21 +181,21 @@ class CachePlan:
     experts: int
     slots: int
     """Of each layer, where all have the same number."""
-    by_layer: tuple[int, ...] = ()
+    slots_by_layer: tuple[int, ...] = ()
     """Of each layer, where they differ."""
     pinned: tuple[frozenset[int], ...] = ()
     """The pinned experts of each layer; empty: there are none."""
     miss: MoeMiss = "exact"
     cap: float = 1.0
-    cold: MoeColdWish = "auto"
+    cold: MoeColdOption = "auto"
 
     @property
     def capacities(self) -> tuple[int, ...]:
         """How many slots each layer has."""
-        return self.by_layer or (self.slots,) * self.layers
+        return self.slots_by_layer or (self.slots,) * self.layers
 
     @property
-    def pins(self) -> tuple[frozenset[int], ...]:
+    def pinned_by_layer(self) -> tuple[frozenset[int], ...]:
         """The pinned experts of each layer."""
         return self.pinned or (frozenset(),) * self.layers
 
@@ -69,44 +210,46 @@ class CachePlan:
         return sum(self.capacities) + self.pool
 
 
-def fits_whole(size: int, limit: int | None, *, texts: int = 0) -> bool:
+def fits_in_memory(size: int, limit: int | None, *, sequence_bytes: int = 0) -> bool:
     """Tell whether a base of ``size`` bytes is held whole, with ``texts`` bytes left for texts."""
-    return limit is None or size <= min(WHOLE_SHARE * limit, limit - texts)
+    return limit is None or size <= min(RESIDENT_SHARE * limit, limit - sequence_bytes)
 
 
-def cache_plan(
+def plan_cache(
     *,
     layers: int,
     experts: int,
-    block: int,
-    rest: int,
+    block_bytes: int,
+    other_bytes: int,
     limit: int,
     miss: MoeMiss,
     cap: float,
-    texts: int = 0,
+    sequence_bytes: int = 0,
 ) -> CachePlan:
     """Share out a memory: ``rest`` bytes are not routed experts, ``block`` bytes are one of them.
 
-    Each layer gets as many slots as `capacity_of` says, or fewer where the pool and ``texts`` bytes
+    Each layer gets as many slots as `compute_capacity` says, or fewer where the pool and ``texts`` bytes
     would not fit besides; none where even one is too much. So texts that have room in a memory have
     it in a larger one, too. Where the pool is too large, the caller that reserves it reports that.
     """
-    slots = capacity_of(
+    slots = compute_capacity(
         recommended_gb=limit / _GIB,
-        base_gb=rest / _GIB,
+        base_gb=other_bytes / _GIB,
         layers=layers,
-        slot_mb=block / _MIB,
+        slot_mb=block_bytes / _MIB,
         experts=experts,
     )
     while slots > 0:
         plan = CachePlan(layers=layers, experts=experts, slots=slots, miss=miss, cap=cap)
-        if rest + plan.blocks * block <= min(WORKING_SHARE * limit, limit - texts):
+        if other_bytes + plan.blocks * block_bytes <= min(
+            WORKING_SHARE * limit, limit - sequence_bytes
+        ):
             return plan
         slots -= 1
     return CachePlan(layers=layers, experts=experts, slots=0, miss=miss, cap=cap)
 
 
-def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> CachePlan:
+def adapt_plan(plan: CachePlan, activations: Activations, *, minimum: int = 1) -> CachePlan:
     """Return a plan of no more blocks, with slots where they serve most of what was counted.
 
     ``activations`` are counts of each expert in each layer. Where too little was counted, or hardly
@@ -114,18 +257,24 @@ def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> Cac
     must be, so no layer gets fewer than half of what it had, nor fewer than ``least``.
     """
     counted = [sum(map(float, counts)) for counts in activations]
-    if plan.slots == 0 or min(counted, default=0.0) < EVIDENCE * plan.experts:
+    if plan.slots == 0 or min(counted, default=0.0) < MIN_EVIDENCE * plan.experts:
         return plan
-    best = _shared_out(plan, activations, least=max(plan.slots // _LEAST_SHARE, least))
-    return best if _misses(best, activations) < _WORTH * _misses(plan, activations) else plan
+    best = _distribute_slots(
+        plan, activations, minimum=max(plan.slots // _MIN_SHARE_DIVISOR, minimum)
+    )
+    return (
+        best
+        if _count_misses(best, activations) < _MAX_MISS_RATIO * _count_misses(plan, activations)
+        else plan
+    )
 
 
-def _shared_out(plan: CachePlan, activations: Activations, *, least: int) -> CachePlan:
+def _distribute_slots(plan: CachePlan, activations: Activations, *, minimum: int) -> CachePlan:
     """Share out all blocks: where no layer gets the least, some of the pool's become slots."""
-    total, best = plan.blocks - plan.experts + least, plan
+    total, best = plan.blocks - plan.experts + minimum, plan
     while True:
-        shares = by_gain(activations, total=total, least=least)
-        found = replace(plan, by_layer=tuple(shares))
+        shares = distribute_by_gain(activations, total=total, minimum=minimum)
+        found = replace(plan, slots_by_layer=tuple(shares))
         if found.blocks > plan.blocks:
             return best
         best, spare = found, plan.blocks - found.blocks
@@ -134,7 +283,42 @@ def _shared_out(plan: CachePlan, activations: Activations, *, least: int) -> Cac
         total += spare
 
 
-def _misses(plan: CachePlan, activations: Activations) -> float:
-    shares: Sequence[float] = missed(activations, plan.capacities)
+def _count_misses(plan: CachePlan, activations: Activations) -> float:
+    shares: Sequence[float] = compute_miss_shares(activations, plan.capacities)
     counted = [sum(map(float, counts)) for counts in activations]
     return sum(share * count for share, count in zip(shares, counted, strict=True))
+
+
+_BYTES_PER_EXPERT = 512
+"""For each expert: slot, place, worth and counts, also in passes not counted yet, and in habits.
+
+The arrays take 160 of it.
+"""
+_BYTES_PER_RESIDENT_EXPERT = 256
+"""For each expert where all are in memory, and none has a slot."""
+_BYTES_PER_CHOICE = 48
+"""For each choice of a token in a layer: its id while it is kept, and what counting it takes."""
+_KEPT_TOKENS = 512
+"""So many tokens are kept and counted at once."""
+
+
+def estimate_bookkeeping_bytes(config: ExpertsConfig) -> int:
+    """Return the bytes set aside where experts may be missing, without `estimate_transition_bytes`."""
+    return _table_bytes(config, _BYTES_PER_EXPERT)
+
+
+def estimate_resident_bookkeeping_bytes(config: ExpertsConfig) -> int:
+    """Return the bytes set aside where no expert is ever missing."""
+    return _table_bytes(config, _BYTES_PER_RESIDENT_EXPERT)
+
+
+def estimate_cache_metadata_bytes(config: ExpertsConfig) -> int:
+    """Return the bytes of what is known where experts may be missing, with `estimate_transition_bytes`."""
+    followers = estimate_transition_bytes(layers=len(config.layers), experts=config.count)
+    return followers + estimate_bookkeeping_bytes(config)
+
+
+def _table_bytes(config: ExpertsConfig, per_expert: int) -> int:
+    return len(config.layers) * (
+        config.count * per_expert + _KEPT_TOKENS * config.used * _BYTES_PER_CHOICE
+    )

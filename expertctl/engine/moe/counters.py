@@ -20,12 +20,21 @@ from numpy.typing import NDArray
 
 from expertctl.schema.strict_json import JsonObject
 
-MOST = 2**64 - 1
-_NANOSECONDS = 1e-6
+MAX_COUNTER = 2**64 - 1
+_MS_PER_NS = 1e-6
 """One, in milliseconds."""
-_COUNTED = ("calls", "hits", "misses", "requests", "missed_requests", "swaps", "hot_ns", "cold_ns")
+_COUNTER_NAMES = (
+    "calls",
+    "hits",
+    "misses",
+    "requests",
+    "missed_requests",
+    "swaps",
+    "hot_ns",
+    "cold_ns",
+)
 
-Mode = Literal["full", "update", "off"]
+CounterMode = Literal["full", "update", "off"]
 """What is wanted of counters: all, only what an exchange of experts needs, or nothing."""
 Counts = NDArray[np.int64]
 _Totals = NDArray[np.uint64]
@@ -63,7 +72,7 @@ class LayerCounts:
     def since(self, before: "LayerCounts") -> "LayerCounts":
         """Return what was added since an earlier state."""
         return LayerCounts(
-            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTED}
+            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTER_NAMES}
         )
 
     def to_json(self) -> JsonObject:
@@ -77,37 +86,37 @@ class LayerCounts:
             "fallback_rate": self.fallback_rate,
             "hot_slot_ratio": self.hot_slot_ratio,
             "swaps": self.swaps,
-            "hot_ms": self.hot_ns * _NANOSECONDS,
-            "cold_ms": self.cold_ns * _NANOSECONDS,
+            "hot_ms": self.hot_ns * _MS_PER_NS,
+            "cold_ms": self.cold_ns * _MS_PER_NS,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observed:
+class CounterSnapshot:
     """What was counted, as it was at one moment."""
 
-    mode: Mode
+    mode: CounterMode
     passes: int
     """How often something was counted."""
     overflow_resets: int
     """How often a counter overflowed, and all of them began again."""
     layers: Mapping[int, LayerCounts]
     """By the number of the layer in the base."""
-    chosen: NDArray[np.uint64]
+    expert_counts: NDArray[np.uint64]
     """How often each expert was chosen, [layers, 2, experts]: hot, and cold."""
 
     @property
     def summary(self) -> LayerCounts:
         """The sums over layers, which saturate."""
-        return _sum(list(self.layers.values()))
+        return _sum_layers(list(self.layers.values()))
 
 
-def requested(selected: NDArray[np.integer], experts: int) -> Counts:
+def count_requests(selected: NDArray[np.integer], experts: int) -> Counts:
     """Return how often each expert was chosen, [experts]; ids that do not exist are ignored."""
-    return requested_by_layer(selected[None], experts).reshape(experts)
+    return count_requests_by_layer(selected[None], experts).reshape(experts)
 
 
-def requested_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
+def count_requests_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
     """Return the same for several layers, [layers, experts]; ``selected`` is [layers, ...]."""
     layers = len(selected)
     ids = selected.reshape(layers, -1)
@@ -117,7 +126,7 @@ def requested_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _CounterArrays:
     """What was counted, by layer and counter, and by layer, hot or cold, and expert."""
 
     totals: _Totals
@@ -125,15 +134,15 @@ class _Tally:
     passes: int = 0
 
     @classmethod
-    def nothing(cls, layers: int, experts: int) -> "_Tally":
-        counters = np.zeros((layers, len(_COUNTED)), np.uint64)
+    def zeros(cls, layers: int, experts: int) -> "_CounterArrays":
+        counters = np.zeros((layers, len(_COUNTER_NAMES)), np.uint64)
         return cls(counters, np.zeros((layers, 2, experts), np.uint64))
 
-    def copy(self) -> "_Tally":
+    def copy(self) -> "_CounterArrays":
         return replace(self, totals=self.totals.copy(), experts=self.experts.copy())
 
-    def since(self, before: "_Tally") -> "_Tally":
-        return _Tally(
+    def since(self, before: "_CounterArrays") -> "_CounterArrays":
+        return _CounterArrays(
             self.totals - before.totals, self.experts - before.experts, self.passes - before.passes
         )
 
@@ -149,11 +158,11 @@ class Counters:
     def __init__(self, layers: Sequence[int], *, experts: int) -> None:
         """Begin with nothing counted; ``layers``: the numbers of those with routed experts."""
         self._rows = {layer: row for row, layer in enumerate(layers)}
-        self._all = _Tally.nothing(len(layers), experts)
-        self._before = self._all.copy()
+        self._cumulative = _CounterArrays.zeros(len(layers), experts)
+        self._baseline = self._cumulative.copy()
         """The state of `_all` when what is observed was last reset."""
         self._overflows = 0
-        self._mode: Mode = "full"
+        self._mode: CounterMode = "full"
         self._lock = Lock()
 
     def count_pass(
@@ -204,46 +213,46 @@ class Counters:
 
     def reset(self) -> None:
         """Observe from here on; the number of overflows stays."""
-        self.change(reset=True)
+        self.configure(reset=True)
 
-    def change(self, *, mode: Mode | None = None, reset: bool = False) -> Observed:
+    def configure(self, *, mode: CounterMode | None = None, reset: bool = False) -> CounterSnapshot:
         """Set the mode or reset what is observed; return what is observed then.
 
         Another mode resets, too. The mode that is set already resets nothing by itself.
         """
         with self._lock:
             if reset or mode not in {None, self._mode}:
-                self._before = self._all.copy()
+                self._baseline = self._cumulative.copy()
             self._mode = mode or self._mode
-            return self._seen(self._now(), self._mode)
+            return self._make_snapshot(self._since_baseline(), self._mode)
 
-    def observed(self) -> Observed:
+    def observed_snapshot(self) -> CounterSnapshot:
         """Return what was counted since the last reset, as it was at one moment."""
         with self._lock:
-            return self._seen(self._now(), self._mode)
+            return self._make_snapshot(self._since_baseline(), self._mode)
 
-    def in_all(self) -> Observed:
+    def cumulative_snapshot(self) -> CounterSnapshot:
         """Return what was counted since the beginning, whatever is observed.
 
         Where there were more overflows than before, all of it was counted after the last one.
         """
         with self._lock:
-            return self._seen(self._all.copy(), "full")
+            return self._make_snapshot(self._cumulative.copy(), "full")
 
-    def layer(self, layer: int) -> LayerCounts:
+    def layer_counts(self, layer: int) -> LayerCounts:
         """Return the counters of one layer."""
         with self._lock:
-            return _layer(self._now(), self._rows[layer])
+            return _layer_counts(self._since_baseline(), self._rows[layer])
 
-    def chosen(self, layer: int) -> tuple[_Totals, _Totals]:
+    def expert_counts(self, layer: int) -> tuple[_Totals, _Totals]:
         """Return how often each expert of a layer was chosen: hot, and cold, [experts] each."""
         with self._lock:
-            hot, cold = self._now().experts[self._rows[layer]]
+            hot, cold = self._since_baseline().experts[self._rows[layer]]
         return hot, cold
 
-    def snapshot(self) -> JsonObject:
+    def to_json(self) -> JsonObject:
         """Return all layers and their sum, as they were at one moment."""
-        seen = self.observed()
+        seen = self.observed_snapshot()
         return {
             "overflow_resets": seen.overflow_resets,
             "summary": seen.summary.to_json(),
@@ -252,11 +261,13 @@ class Counters:
 
     def check_integrity(self) -> None:
         """Assert that the counters agree with one another, where nothing overflowed."""
-        for tally in (self._all, self._before):
-            hits, misses = (tally.totals[:, _COUNTED.index(name)] for name in ("hits", "misses"))
+        for tally in (self._cumulative, self._baseline):
+            hits, misses = (
+                tally.totals[:, _COUNTER_NAMES.index(name)] for name in ("hits", "misses")
+            )
             assert (tally.experts.sum(-1) == np.stack((hits, misses), 1)).all()
-        assert (self._before.totals <= self._all.totals).all()
-        assert (self._before.experts <= self._all.experts).all()
+        assert (self._baseline.totals <= self._cumulative.totals).all()
+        assert (self._baseline.experts <= self._cumulative.experts).all()
 
     def _row(self, layer: int) -> slice:
         """Return the row of a layer, as a slice; an empty one where it does not exist."""
@@ -294,43 +305,46 @@ class Counters:
         *,
         passes: int = 0,
     ) -> None:
-        totals = self._all.totals[rows]
+        totals = self._cumulative.totals[rows]
         if not len(totals):
             return
         amounts = np.zeros_like(totals)
         for name, value in values.items():
-            amounts[:, _COUNTED.index(name)] = value
+            amounts[:, _COUNTER_NAMES.index(name)] = value
         with self._lock:
-            if (amounts > MOST - totals).any():
-                self._overflows = min(self._overflows + 1, MOST)
-                self._all.clear()
-                self._before.clear()
+            if (amounts > MAX_COUNTER - totals).any():
+                self._overflows = min(self._overflows + 1, MAX_COUNTER)
+                self._cumulative.clear()
+                self._baseline.clear()
                 return
             totals += amounts
             if chosen is not None:  # none of them is above the hits or misses of its layer
                 for lane, counts in enumerate(chosen):
-                    self._all.experts[rows, lane] += np.asarray(counts).astype(np.uint64)
-            self._all.passes = min(self._all.passes + passes, MOST)
+                    self._cumulative.experts[rows, lane] += np.asarray(counts).astype(np.uint64)
+            self._cumulative.passes = min(self._cumulative.passes + passes, MAX_COUNTER)
 
-    def _now(self) -> _Tally:
+    def _since_baseline(self) -> _CounterArrays:
         """Return what is observed; nothing while that is off."""
-        return self._all.since(self._all if self._mode == "off" else self._before)
+        return self._cumulative.since(self._cumulative if self._mode == "off" else self._baseline)
 
-    def _seen(self, tally: _Tally, mode: Mode) -> Observed:
-        return Observed(
+    def _make_snapshot(self, tally: _CounterArrays, mode: CounterMode) -> CounterSnapshot:
+        return CounterSnapshot(
             mode=mode,
             passes=tally.passes,
             overflow_resets=self._overflows,
-            layers={layer: _layer(tally, row) for layer, row in self._rows.items()},
-            chosen=tally.experts,
+            layers={layer: _layer_counts(tally, row) for layer, row in self._rows.items()},
+            expert_counts=tally.experts,
         )
 
 
-def _layer(tally: _Tally, row: int) -> LayerCounts:
-    return LayerCounts(**dict(zip(_COUNTED, tally.totals[row].tolist(), strict=True)))
+def _layer_counts(tally: _CounterArrays, row: int) -> LayerCounts:
+    return LayerCounts(**dict(zip(_COUNTER_NAMES, tally.totals[row].tolist(), strict=True)))
 
 
-def _sum(layers: Sequence[LayerCounts]) -> LayerCounts:
+def _sum_layers(layers: Sequence[LayerCounts]) -> LayerCounts:
     return LayerCounts(
-        **{name: min(sum(getattr(layer, name) for layer in layers), MOST) for name in _COUNTED}
+        **{
+            name: min(sum(getattr(layer, name) for layer in layers), MAX_COUNTER)
+            for name in _COUNTER_NAMES
+        }
     )

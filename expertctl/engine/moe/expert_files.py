@@ -1,20 +1,57 @@
-"""Routed experts in the files of a base: each is read alone, without touching the rest."""
+"""Routed experts in the files of a base: each is read alone, without touching the rest.
 
-from collections.abc import Callable, Mapping
+`ExpertStream`: the routed experts of a base packed one after another, for a copy of them.
+
+Where not all of them fit into memory, only some are in it at a time: as many as threads pack, and
+one that is being written. Those in bfloat16 are compact in a copy.
+
+Routed experts in the copy of a base: each is one read, or lies in the system's file cache.
+
+Damage is reported; damaged experts are read from the files of the base, and the copy is made again
+the next time.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, Protocol
 
 import numpy as np
 
-from expertctl.engine.compact_expert import can_be_compact
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape
-from expertctl.engine.tensor_packing import pack_tensor
+from expertctl.digest import Progress
+from expertctl.engine.cpu.packed_base import (
+    EXPERTS,
+    expert_tensor_places,
+    make_expert_shape,
+    packed_base_bytes,
+)
+from expertctl.engine.cpu.tensor_packing import (
+    compact_expert,
+    is_compact,
+    pack_tensor,
+    packing_thread_count,
+    supports_compact,
+)
+from expertctl.engine.kernels.exponent_packing import MIN_BITS
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeCold
-from expertctl.store.copy_file import Dropped, always
+from expertctl.routing.request import MoeCold, MoeColdOption
+from expertctl.store.quantised_cache import QuantisedCache
+from expertctl.store.quantised_file import (
+    FileEdition,
+    QuantisedFile,
+    QuantisedLayout,
+    QuantisedPiece,
+    ReadCancelled,
+    always_wanted,
+    hash_piece,
+)
 
-Numbers = np.ndarray[Any, Any]
+BlockArray = np.ndarray[Any, Any]
 IsWanted = Callable[[], bool]
 """Called now and then during a read: tells whether it is still wanted."""
 
@@ -22,7 +59,9 @@ IsWanted = Callable[[], bool]
 class ExpertReader(Protocol):
     """Reads experts; several threads may use it at a time."""
 
-    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+    def read(
+        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
         Raises:
@@ -30,7 +69,7 @@ class ExpertReader(Protocol):
             Dropped: when it is no longer wanted; then anything may be in the block.
         """
 
-    def lend(self, layer: int, expert: int) -> int | None:
+    def find_cached_address(self, layer: int, expert: int) -> int | None:
         """Return the address of an expert that can be computed where it lies now.
 
         Its bytes stay the same as long as this reader lives, though the system may need time to
@@ -48,9 +87,9 @@ class StoredExperts:
         self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
     ) -> None:
         """Read from where the tensors of a base lie."""
-        self._stored, self.shape = stored, expert_shape(config, scheme)
+        self._stored, self.shape = stored, make_expert_shape(config, scheme)
         self.scheme = scheme
-        self.is_compact = can_be_compact(scheme)
+        self.is_compact = supports_compact(scheme)
         """Whether experts are compact in a copy of the base."""
 
     @property
@@ -63,24 +102,318 @@ class StoredExperts:
         """Bytes of a compact expert; 0: experts are not compact."""
         return 0
 
-    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+    def read(
+        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
-        for name, place in expert_places(at, self.shape, block).items():
+        for name, place in expert_tensor_places(at, self.shape, block).items():
             if not is_wanted():
-                raise Dropped(read)
+                raise ReadCancelled(read)
             tensor = self._stored[name]
             pack_tensor(tensor, place)
             read += tensor.size
         return read
 
-    def read_whole(self, layer: int, expert: int, block: Numbers) -> int:
+    def read_whole(self, layer: int, expert: int, block: BlockArray) -> int:
         """Do the same as `read`, which always gives experts as they are computed."""
         return self.read(layer, expert, block)
 
-    def lend(self, layer: int, expert: int) -> int | None:
+    def find_cached_address(self, layer: int, expert: int) -> int | None:
         """Return None: what files hold has to be packed."""
         return None
 
     def close(self) -> None:
         """Do nothing: files are open only while they are read."""
+
+
+_PackedBlock = np.ndarray[Any, Any]
+Expert = tuple[int, int]
+"""A layer of the base, and the number of an expert there."""
+_PendingPack = tuple[_PackedBlock, Future[tuple[QuantisedPiece, dict[str, str]]]]
+"""A block, and what will be in it."""
+
+
+def list_experts(config: ModelConfig) -> list[Expert]:
+    """Return all routed experts, in the order in which they lie in memory and in a copy."""
+    routed = config.experts
+    if routed is None:
+        return []
+    return [(layer, expert) for layer in routed.layers for expert in range(routed.count)]
+
+
+def compute_copy_shape(config: ModelConfig, scheme: Scheme) -> QuantisedLayout:
+    """Return what a copy of a base holds, whether it is run whole or not.
+
+    Raises:
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+    """
+    rest, experts = packed_base_bytes(config, scheme, experts=False), list_experts(config)
+    block = make_expert_shape(config, scheme).nbytes if experts else 0
+    return QuantisedLayout(rest_bytes=rest, blocks=len(experts), block_bytes=block)
+
+
+class ExpertStream:
+    """Packs all experts once; knows then the digests of their tensors, and how much was read."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        config: ModelConfig,
+        scheme: Scheme,
+        *,
+        progress: Progress,
+    ) -> None:
+        """Read from where the tensors of a base lie; ``progress`` counts packed bytes."""
+        self._stored, self._shape = stored, make_expert_shape(config, scheme)
+        self._experts, self._progress = list_experts(config), progress
+        self._is_compact = supports_compact(scheme)
+        assert config.experts is not None
+        room = config.experts.count // 2 if self._is_compact else config.experts.count
+        self._max_experts = max(min(packing_thread_count() + 1, room), 1)
+        """Experts at a time. The memory for those of one layer is not filled yet; one that is made
+        compact takes that of two."""
+        whole = len(self._experts) * self._shape.nbytes
+        self.min_bytes = whole * MIN_BITS // 16 if self._is_compact else whole
+        """What all pieces take at least."""
+        self.digests: dict[str, str] = {}
+        """The sha256 of each tensor that was read, by its name."""
+        self.read_bytes = 0
+
+    def pieces(self) -> Generator[QuantisedPiece]:
+        """Yield each expert in its block, which is reused after the next one was asked for.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read to its end.
+        """
+        size = self._shape.nbytes
+        memory = np.frombuffer(allocate(self._max_experts * size), np.uint8).reshape(
+            self._max_experts, size
+        )
+        free, coming = list(memory), deque[_PendingPack]()
+        pool = ThreadPoolExecutor(packing_thread_count())
+        try:
+            for expert in self._experts:
+                if not free:
+                    yield from self._finish_first(coming, free)
+                block = free.pop()
+                coming.append((block, pool.submit(self._pack, expert, block)))
+            while coming:
+                yield from self._finish_first(coming, free)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _finish_first(
+        self, coming: deque[_PendingPack], free: list[_PackedBlock]
+    ) -> Generator[QuantisedPiece]:
+        """Yield what was begun first; its block is free after that."""
+        block, packing = coming.popleft()
+        piece, digests = packing.result()
+        self.digests |= digests
+        self.read_bytes += sum(self._stored[name].size for name in digests)
+        yield piece
+        self._progress(block.nbytes)
+        free.append(block)
+
+    def _pack(self, expert: Expert, block: _PackedBlock) -> tuple[QuantisedPiece, dict[str, str]]:
+        """Fill a block with an expert; return it with the digests of what was read."""
+        at, digests = f"model.layers.{expert[0]}.{EXPERTS}{expert[1]}", {}
+        for name, place in expert_tensor_places(at, self._shape, block).items():
+            hasher = hashlib.sha256()
+            pack_tensor(self._stored[name], place, hasher=hasher)
+            digests[name] = hasher.hexdigest()
+        found = compact_expert(block, self._shape) if self._is_compact else block
+        return QuantisedPiece(found.data, hash_piece(found.data)), digests
+
+
+Array = np.ndarray[Any, Any]
+RejectCopy = Callable[[str], None]
+"""Called once with the reason why a copy must be made again."""
+_CACHED_SHARE = 0.5
+"""The share of experts not in memory that the system's cache must have room for to be of use."""
+_MODE_NAMES = {"map": "mapped", "direct": "read past the cache"}
+
+
+def open_copied_experts(
+    copies: QuantisedCache,
+    config: ModelConfig,
+    stored: StoredExperts,
+    *,
+    cold: MoeColdOption,
+    blocks: int,
+) -> "CopiedExperts | None":
+    """Open the copy of a base to read its experts; None where none can be trusted.
+
+    ``blocks`` is how many experts will be in memory. Where the others cannot come from the disk in
+    the way that is wished, that is reported, and they are read.
+    """
+    name = stored.scheme.value
+    copy = copies.open(name, compute_copy_shape(config, stored.scheme))
+    if copy is None:
+        return None
+
+    def give_up(why: str) -> None:
+        copies.discard_copy(name, copy, why=why)
+
+    way = (
+        _choose_cold_mode(copy.shape, _find_largest_bytes(copy), blocks) if cold == "auto" else cold
+    )
+    mapping = None
+    try:
+        if way == "direct":
+            copy.bypass_cache(copies.path(name))
+        mapping = MappedFile.map_file(copy.handle) if way == "map" else None
+    except OSError as error:
+        if cold != "auto":
+            why = f"{_MODE_NAMES[way]} ({error.strerror or error}): read instead"
+            copies.note(name, f"{copies.path(name)} is not {why}")
+        way = "read"
+    found = CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
+    if not found.is_useful:
+        why = "an expert is longer there than unpacked"
+        copies.note(name, f"{copies.path(name)} is not used: {why}")
+    return found
+
+
+def find_compact_bytes(
+    copies: QuantisedCache | None, config: ModelConfig, scheme: Scheme
+) -> int | None:
+    """Return the bytes of a block for an expert of a base's copy; 0 where experts are not compact.
+
+    None where they will be, in a copy that is still to be written: before the first run in less
+    memory, or after a copy was damaged, which a note of the copies tells.
+    """
+    if copies is None or not supports_compact(scheme):
+        return 0
+    copy = copies.open(scheme.value, compute_copy_shape(config, scheme))
+    if copy is None:
+        return None
+    with closing(copy):
+        return _find_fitting_bytes(copy)
+
+
+def _find_fitting_bytes(copy: QuantisedFile) -> int:
+    """Return the bytes of the largest expert, where none takes more than unpacked; else 0."""
+    most = _find_largest_bytes(copy)
+    return most if most <= copy.shape.block_bytes else 0
+
+
+def _choose_cold_mode(shape: QuantisedLayout, each: int, blocks: int) -> MoeCold:
+    """Return how to read experts of so many bytes where the user did not say.
+
+    Where the system's cache has a piece, it is several times as fast as a disk; where it has not,
+    reading through it is slower, and takes the processor's time.
+    """
+    free, room = find_unused_bytes(), blocks * shape.block_bytes
+    others = max(shape.blocks * each - room, 0)
+    if free is None or free - room >= _CACHED_SHARE * others:
+        return "read"
+    return "direct"
+
+
+def _find_largest_bytes(copy: QuantisedFile) -> int:
+    """Return the bytes of the largest expert."""
+    return max(map(copy.piece_size, range(copy.shape.rest_pieces, copy.shape.pieces)))
+
+
+class CopiedExperts:
+    """Reads experts as they were packed, or lends them where the copy is mapped.
+
+    The one owner of the open copy. Several threads may use it at a time.
+    """
+
+    def __init__(
+        self,
+        copy: QuantisedFile,
+        config: ModelConfig,
+        stored: StoredExperts,
+        *,
+        give_up: RejectCopy,
+        cold: MoeCold = "read",
+        mapped: MappedFile | None = None,
+    ) -> None:
+        """Read from a copy, and from the files of the base what is damaged in it."""
+        self._copy, self._stored, self._give_up = copy, stored, give_up
+        first = copy.shape.rest_pieces
+        self.compact = _find_fitting_bytes(copy) if stored.is_compact else 0
+        """Bytes of a block for a compact expert; 0: experts are kept as they are computed."""
+        self.is_useful = _find_largest_bytes(copy) == copy.shape.block_bytes or bool(self.compact)
+        """False: a compact expert is longer than unpacked, so blocks are for unpacked ones."""
+        self._pieces = {expert: first + n for n, expert in enumerate(list_experts(config))}
+        self._cold, self._mapped = cold, mapped
+        self._verified: set[tuple[FileEdition, int]] = set()
+        """Pieces whose bytes were checked in the mapping, in an edition of the file."""
+        self._damaged: set[int] = set()
+
+    @property
+    def cold(self) -> MoeCold:
+        """How experts come from the disk."""
+        return "read" if self._cold == "map" and self._mapped is None else self._cold
+
+    def read(
+        self, layer: int, expert: int, block: Array, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
+        """Fill a block with an expert; return how many bytes of files that took."""
+        piece = self._pieces[layer, expert]
+        size = self._copy.piece_size(piece)
+        is_there = self.is_useful and piece not in self._damaged
+        if is_there and self._fill(piece, block[:size], is_wanted):
+            return size
+        if not self.compact:
+            return self._stored.read(layer, expert, block, is_wanted=is_wanted)
+        whole = np.empty(self._copy.shape.block_bytes, np.uint8)
+        read = self._stored.read(layer, expert, whole, is_wanted=is_wanted)
+        packed = compact_expert(whole, self._stored.shape)
+        np.copyto(block[: len(packed)], packed)
+        return read
+
+    def read_whole(self, layer: int, expert: int, block: Array) -> int:
+        """Fill memory with an expert as it is computed, wherever it is; return the bytes read."""
+        reader = self._stored if self.compact else self
+        return reader.read(layer, expert, block)
+
+    def find_cached_address(self, layer: int, expert: int) -> int | None:
+        """Return the address of an expert in the mapped copy, if the system holds all of it."""
+        piece = self._pieces[layer, expert]
+        if self._mapped is None or not self.is_useful or piece in self._damaged:
+            return None
+        begin, size = self._copy.piece_begin(piece), self._copy.piece_size(piece)
+        if not self._mapped.is_cached(begin, size) or not self._verify_piece(piece, self._mapped):
+            return None
+        return self._mapped.address_at(begin)
+
+    def close(self) -> None:
+        """Let go of the copy; what was lent of it may not be used any more."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        self._copy.close()
+
+    def _fill(self, piece: int, block: Array, is_wanted: IsWanted) -> bool:
+        try:
+            if self._copy.read_piece(piece, block.data, is_wanted=is_wanted) and (
+                not self.compact or is_compact(block, self._stored.shape)
+            ):
+                return True
+            self._reject(piece, "it is damaged")
+        except OSError as error:
+            self._reject(piece, error.strerror or str(error))
+        return False
+
+    def _verify_piece(self, piece: int, mapped: MappedFile) -> bool:
+        """Tell whether a piece is what was written; it is checked once in each edition."""
+        known = self._copy.edition, piece
+        if known in self._verified:
+            return True
+        with mapped.view(self._copy.piece_begin(piece), self._copy.piece_size(piece)) as octets:
+            if self._copy.is_sound(piece, octets):
+                self._verified.add(known)
+                return True
+        self._reject(piece, "it is damaged")
+        return False
+
+    def _reject(self, piece: int, why: str) -> None:
+        is_first = not self._damaged
+        self._damaged.add(piece)
+        if is_first:
+            self._give_up(why)

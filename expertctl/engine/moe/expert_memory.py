@@ -1,4 +1,10 @@
-"""Blocks of memory for routed experts, fewer than there are experts.
+"""Routed experts that have a block of memory and no slot: which of them is evicted next.
+
+The least valuable expert goes; of equals, the one that was used longest ago. That is asked once for
+each expert that is read, and worths change for a whole layer at a time, so no order is kept: numpy
+looks at all of them.
+
+Blocks of memory for routed experts, fewer than there are experts.
 
 A block is free, being filled, or holds an expert. Experts that have a slot stay; all others share
 the rest of the blocks, the *pool*, where the least valuable expert gives its block to the next one
@@ -12,20 +18,77 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.memory import allocate
-from expertctl.engine.moe.expert_pool import (
-    Expert as Expert,
-)  # callers of a memory name them, too
-from expertctl.engine.moe.expert_pool import ExpertPool
-from expertctl.engine.moe.placement import in_turn
+from expertctl.engine.kernels.packed_matrix import ExpertShape
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.moe.placement import interleave
+
+Expert = tuple[int, int]
+"""A routed layer, counted from 0, and the number of an expert there."""
+
+
+class ExpertPool:
+    """The one owner of its members and when each was used; others set what each is worth."""
+
+    def __init__(self, *, layers: int, experts: int) -> None:
+        """Begin with no expert in it."""
+        self.worths = np.zeros((layers, experts))
+        """What each expert is worth to keep, in the pool or not."""
+        self._last_use = np.zeros((layers, experts), np.int64)
+        self._membership = np.zeros((layers, experts), np.bool_)
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """How many experts are in it."""
+        return int(np.count_nonzero(self._membership))
+
+    def __contains__(self, expert: Expert) -> bool:
+        """Whether an expert is in it."""
+        return bool(self._membership[expert])
+
+    @property
+    def members(self) -> set[Expert]:
+        """All experts in it."""
+        layers, experts = self._membership.nonzero()
+        return set(zip(layers.tolist(), experts.tolist(), strict=True))
+
+    def add(self, expert: Expert) -> None:
+        """Add an expert, as used last."""
+        self._membership[expert] = True
+        self.touch([expert])
+
+    def remove(self, expert: Expert) -> None:
+        """Remove an expert."""
+        assert self._membership[expert]
+        self._membership[expert] = False
+
+    def touch(self, experts: Iterable[Expert]) -> None:
+        """Record that experts were used, one after the other; they need not be in the pool."""
+        for expert in experts:
+            self._clock += 1
+            self._last_use[expert] = self._clock
+
+    def find_victim(self, protected: Collection[Expert] = ()) -> Expert | None:
+        """Return the expert to evict next, never a spared one; None where there is none."""
+        able = self._membership
+        if protected:
+            able = able.copy()
+            for expert in protected:
+                able[expert] = False
+        there = np.flatnonzero(able)
+        if not len(there):
+            return None
+        worths = self.worths.ravel()[there]
+        equals = there[worths == worths.min()]
+        oldest = equals[self._last_use.ravel()[equals].argmin()]
+        return divmod(int(oldest), self._membership.shape[1])
+
 
 Numbers = np.ndarray[Any, Any]
-Read = Callable[[Numbers], int]
+ReadExpert = Callable[[Numbers], int]
 """Fills the bytes of an expert; returns how many bytes of files that took."""
 
 
-class Blocks(Protocol):
+class BlockStorage(Protocol):
     """Memory in blocks that are all alike, wherever it is."""
 
     @property
@@ -35,14 +98,14 @@ class Blocks(Protocol):
     def __len__(self) -> int:
         """How many blocks there are."""
 
-    def place(self, number: int) -> int:
+    def locate(self, number: int) -> int:
         """Return where a block is, such as its address or row; never 0."""
 
-    def fill(self, number: int, read: Read) -> int:
+    def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block, in any thread; return what ``read`` returns."""
 
 
-class HostBlocks:
+class HostBlockStorage:
     """Blocks in the memory of the machine, by their addresses."""
 
     def __init__(self, size: int, *, count: int, taken: int = 0) -> None:
@@ -51,10 +114,10 @@ class HostBlocks:
         self._blocks = self._memory[: count * size].reshape(count, size)
 
     @classmethod
-    def within(cls, total: int, shape: ExpertShape, *, most: int) -> "HostBlocks":
+    def from_budget(cls, total: int, shape: ExpertShape, *, max_count: int) -> "HostBlockStorage":
         """Allocate ``total`` bytes for blocks of a shape, at most ``most`` of them."""
         size = shape.block_bytes
-        return cls(size, count=min(total // size, most), taken=total)
+        return cls(size, count=min(total // size, max_count), taken=total)
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +128,11 @@ class HostBlocks:
         """How many blocks there are."""
         return len(self._blocks)
 
-    def place(self, number: int) -> int:
+    def locate(self, number: int) -> int:
         """Return the address of a block."""
         return int(self._blocks[number].ctypes.data)
 
-    def fill(self, number: int, read: Read) -> int:
+    def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block where it is."""
         return read(self._blocks[number])
 
@@ -81,20 +144,20 @@ class ExpertMemory:
     """
 
     def __init__(
-        self, shape: ExpertShape, *, layers: int, experts: int, blocks: int | Blocks
+        self, shape: ExpertShape, *, layers: int, experts: int, blocks: int | BlockStorage
     ) -> None:
         """Own blocks, all of them free; given only their number, allocate them in host memory."""
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
         if isinstance(blocks, int):
-            blocks = HostBlocks(shape.block_bytes, count=blocks)
+            blocks = HostBlockStorage(shape.block_bytes, count=blocks)
         self._blocks = blocks
         self._free = list(range(len(blocks)))
-        self._held: dict[Expert, int] = {}
+        self._block_numbers: dict[Expert, int] = {}
         self._pool = ExpertPool(layers=layers, experts=experts)
         """Experts in a block but without a slot."""
-        self._lent: dict[int, list[int]] = {}
+        self._mapped: dict[int, list[int]] = {}
         """Those that are lent, of each layer that has some."""
 
     @property
@@ -114,100 +177,102 @@ class ExpertMemory:
 
     def __contains__(self, expert: Expert) -> bool:
         """Whether an expert is there."""
-        return expert in self._held
+        return expert in self._block_numbers
 
     @property
     def blocks(self) -> int:
         """How many blocks there are."""
         return len(self._blocks)
 
-    def absent(self, ranked: Iterable[Sequence[int]]) -> list[Expert]:
+    def choose_absent(self, ranked: Iterable[Sequence[int]]) -> list[Expert]:
         """Return as many experts as there are free blocks: the first of each layer, then on."""
         orders = ([(layer, one) for one in order] for layer, order in enumerate(ranked))
-        there_not = (expert for expert in in_turn(orders) if expert not in self._held)
+        there_not = (expert for expert in interleave(orders) if expert not in self._block_numbers)
         return list(islice(there_not, len(self._free)))
 
-    def held(self, layer: int) -> Numbers:
+    def resident_mask(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for each that has a block; it may change with the memory."""
         row: Numbers = self.hits[layer]
-        if lent := self._lent.get(layer):
+        if lent := self._mapped.get(layer):
             row = row.copy()
-            row[[name for name in lent if (layer, name) not in self._held]] = 0
+            row[[name for name in lent if (layer, name) not in self._block_numbers]] = 0
         return row
 
-    def fill(self, number: int, read: Read) -> int:
+    def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block that was taken, in any thread; return what ``read`` returns."""
         return self._blocks.fill(number, read)
 
-    def take(self, spared: Collection[Expert]) -> int | None:
+    def take_block(self, protected: Collection[Expert]) -> int | None:
         """Return a block to fill; if need be, evict an expert of the pool that is not spared.
 
         None where there is none.
         """
         if self._free:
             return self._free.pop()
-        least = self._pool.least(spared)
+        least = self._pool.find_victim(protected)
         return None if least is None else self._evict(least)
 
-    def put(self, expert: Expert, number: int) -> None:
+    def add(self, expert: Expert, number: int) -> None:
         """Record that an expert is in a block that was taken; it is in the pool, as used last."""
-        assert expert not in self._held
-        self._held[expert] = number
+        assert expert not in self._block_numbers
+        self._block_numbers[expert] = number
         self._pool.add(expert)
-        self.places[expert] = self._blocks.place(number)
+        self.places[expert] = self._blocks.locate(number)
         self.hits[expert] = 1
 
-    def give_back(self, number: int) -> None:
+    def release_block(self, number: int) -> None:
         """Give back a block that was taken, as nothing came into it."""
         self._free.append(number)
 
-    def use(self, experts: Iterable[Expert]) -> None:
+    def touch(self, experts: Iterable[Expert]) -> None:
         """Record that experts were used: among equals in the pool they are evicted last."""
-        self._pool.use(experts)
+        self._pool.touch(experts)
 
-    def keep(self, expert: Expert) -> None:
+    def assign_slot(self, expert: Expert) -> None:
         """Take an expert out of the pool, into a slot."""
         self._pool.remove(expert)
 
-    def let_go(self, expert: Expert) -> None:
+    def release_slot(self, expert: Expert) -> None:
         """Put an expert that had a slot into the pool, as used last."""
-        assert expert in self._held
+        assert expert in self._block_numbers
         self._pool.add(expert)
 
-    def lend(self, expert: Expert, address: int) -> None:
-        """Record where an expert without a block lies, until `end_lending`."""
-        assert expert not in self._held
+    def map_expert(self, expert: Expert, address: int) -> None:
+        """Record where an expert without a block lies, until `unmap_all`."""
+        assert expert not in self._block_numbers
         self.places[expert], self.hits[expert] = address, 1
-        self._lent.setdefault(expert[0], []).append(expert[1])
+        self._mapped.setdefault(expert[0], []).append(expert[1])
 
-    def count_lent(self, experts: Iterable[Expert]) -> int:
+    def count_mapped(self, experts: Iterable[Expert]) -> int:
         """Return how many of these experts are lent and have no block."""
-        return sum(expert not in self._held and bool(self.places[expert]) for expert in experts)
+        return sum(
+            expert not in self._block_numbers and bool(self.places[expert]) for expert in experts
+        )
 
-    def end_lending(self) -> None:
+    def unmap_all(self) -> None:
         """Forget where lent experts lie, except those that have got a block meanwhile."""
-        for layer, names in self._lent.items():
-            gone = [name for name in names if (layer, name) not in self._held]
+        for layer, names in self._mapped.items():
+            gone = [name for name in names if (layer, name) not in self._block_numbers]
             self.places[layer, gone], self.hits[layer, gone] = 0, 0
-        self._lent.clear()
+        self._mapped.clear()
 
     def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
         """Assert what always holds; so many blocks are being filled, and ``kept`` have slots."""
-        held = list(self._held.values())
+        held = list(self._block_numbers.values())
         assert len(held) == len(set(held))
         assert len(held) + len(self._free) + coming == len(self._blocks)
         assert not set(held) & set(self._free)
-        assert self._pool.members | set(kept) == self._held.keys()
+        assert self._pool.members | set(kept) == self._block_numbers.keys()
         assert not self._pool.members & set(kept)
         places = np.zeros_like(self.places)
-        for layer, names in self._lent.items():  # until the next pass, if one failed
+        for layer, names in self._mapped.items():  # until the next pass, if one failed
             places[layer, names] = self.places[layer, names]
-        for expert, number in self._held.items():
-            places[expert] = self._blocks.place(number)
+        for expert, number in self._block_numbers.items():
+            places[expert] = self._blocks.locate(number)
         assert np.array_equal(places, self.places)
         assert np.array_equal(places != 0, self.hits == 1)
 
     def _evict(self, expert: Expert) -> int:
         self._pool.remove(expert)
         self.places[expert], self.hits[expert] = 0, 0
-        return self._held.pop(expert)
+        return self._block_numbers.pop(expert)

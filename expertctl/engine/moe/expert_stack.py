@@ -1,4 +1,24 @@
-"""`ExpertStack`: routed experts stacked in tensors on a device, and how they get there.
+"""In which order a device reads rows of memory and copies experts into them, kept by events.
+
+Computation is queued on one stream, every copy on one of several others. A copy into a row waits
+for the last work that could read the row's old expert, and for nothing that was queued after that:
+
+    host      ask L   .   .   .   .   .   .   all have come; lookup    .   passed
+    compute   choose L | there L | E1                 | rest L | E2 | choose of the next layer
+    copying       after E0: copy missing experts   | C1
+                           after E1: copy experts read ahead    .   .   .  | C2
+
+`there` and `rest` read the rows that were in the lookup of their layer. Each records an event, E1
+and E2, which is noted for these rows. A row that is taken at `ask` is in no lookup any more, so the
+copy into it waits for the event that was noted for it then, E0, and runs beside `there`. A row that
+is taken after `there` was queued may be one that `there` reads, so the copy into it waits for E1. A
+copy records an event, too: C1. Until that has happened, the expert is not reported as present, and
+the memory that it is copied from is not overwritten. So no computation waits for a copy on the
+device: it is queued when the copy is over.
+
+On a CPU all work is done immediately, and nothing waits.
+
+`ExpertStack`: routed experts stacked in tensors on a device, and how they get there.
 
 There is one tensor for what reads a token, gate above up, and one for down; an expert is a row of
 both. Row 0 is the *dummy*, all zero: missing experts are looked up there, so a product over all
@@ -8,8 +28,13 @@ blocks of `expert_memory`, for experts of all layers.
 A thread reads an expert into a buffer of the machine's memory and copies it from there. The copy
 runs beside all computation except what could read the row's old expert: `copy_order` has a diagram.
 The thread waits for the end of the copy, so a block is known to hold an expert only after it does.
+
+Routed experts in the files of a base, read as the rows that torch multiplies.
+
+Rows stored in the dtype of the run are read straight from the file to where they are wanted.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -19,17 +44,105 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.engine.accelerator import told_when_full
-from expertctl.engine.feed_forward import FeedForward
-from expertctl.engine.linear import Linear
-from expertctl.engine.moe.copy_order import CopyStream, LastReads
-from expertctl.engine.moe.expert_memory import Read
+from expertctl.engine.cpu.tensor_packing import iter_row_portions, read_tensor
+from expertctl.engine.devices import acquire_stream, translate_device_errors
+from expertctl.engine.model.functional import FeedForward, Linear
+from expertctl.engine.moe.expert_files import IsWanted
+from expertctl.engine.moe.expert_memory import ReadExpert
+from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.store.quantised_file import ReadCancelled, always_wanted
+
+RowIndex = np.ndarray[Any, Any] | slice
+_ALL_ROWS = slice(None)
+
+
+class ReadEvents:
+    """The event after the last work that could read each row.
+
+    One thread notes what is read. Others may ask for a row that was taken: no new work reads it.
+    """
+
+    def __init__(self, device: torch.device, *, rows: int) -> None:
+        """Begin with the work of previous owners of the memory."""
+        self._device = device
+        self._is_queued = is_queued(device)
+        self._events = np.full(rows, None, object)
+        self._newest: torch.cuda.Event | None = None
+        self.record(_ALL_ROWS)
+
+    def record(self, rows: RowIndex) -> None:
+        """Note that the work queued until now could read these rows."""
+        if self._is_queued:
+            self._newest = event = make_event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._events[rows] = event
+
+    def find_event(self, row: int) -> "torch.cuda.Event | None":
+        """Return the event that a copy into a row has to wait for, if any."""
+        found: torch.cuda.Event | None = self._events[row]
+        return found
+
+    def wait(self) -> None:
+        """Wait until the work that was noted last is done."""
+        if self._newest is not None:
+            self._newest.synchronize()
+
+
+class CopyStream:
+    """A stream for copies, one at a time, each out of the same memory of the machine.
+
+    It has one owner: no copy waits for another's, nor gets into a graph that is captured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with no copy under way."""
+        is_queue = is_queued(device)
+        self._lease = acquire_stream(device, computes=False) if is_queue else None
+        self._copy_done = make_event() if is_queue else None
+
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: "torch.cuda.Event | None"
+    ) -> None:
+        """Copy into the first of each pair after that event; return when the copy is over."""
+        if self._lease is None or self._copy_done is None:
+            _copy_pairs(pairs)
+            return
+        stream = self._lease.stream
+        if after is not None:
+            stream.wait_event(after)
+        try:
+            with torch.cuda.stream(stream):
+                _copy_pairs(pairs)
+        finally:  # what was queued before an error still uses its memory
+            self._copy_done.record(stream)
+            self._copy_done.synchronize()
+
+    def wait(self) -> None:
+        """Wait until no copy is under way, even if one ended with an error."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+
+
+def is_queued(device: torch.device) -> bool:
+    """Tell whether a device does its work later, in the order of its streams."""
+    return device.type == "cuda"
+
+
+def make_event() -> torch.cuda.Event:
+    """Return an event for which a thread waits asleep, without polling."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types
+
+
+def _copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for there, here in pairs:
+        there.copy_(here, non_blocking=True)
+
 
 Numbers = np.ndarray[Any, Any]
-DUMMY = 0
+DUMMY_ROW = 0
 """The row of the expert that is all zero."""
-BUFFERS = 4
+STAGING_BUFFERS = 4
 """So many experts are read at a time."""
 
 
@@ -42,7 +155,7 @@ class StackShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> "StackShape":
+    def from_config(cls, config: ModelConfig, dtype: torch.dtype) -> "StackShape":
         """Return the shape of a base's experts."""
         assert config.experts is not None, "a base with routed experts"
         inner = config.experts.intermediate_size
@@ -53,7 +166,7 @@ class StackShape:
         """Bytes of one expert."""
         return 3 * self.intermediate * self.hidden * self.dtype.itemsize
 
-    def parts(self, octets: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, octets: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate above up [2 * intermediate, hidden] and down [hidden, intermediate]."""
         gate_up, down = octets.view(self.dtype).tensor_split([2 * self.intermediate * self.hidden])
         return gate_up.view(-1, self.hidden), down.view(-1, self.intermediate)
@@ -70,11 +183,11 @@ class ExpertStack:
         with torch.inference_mode(False):  # threads write there, whatever mode they are in
             self.gate_up = torch.empty(count, high, wide, dtype=dtype, device=device)
             self.down = torch.empty(count, wide, shape.intermediate, dtype=dtype, device=device)
-            buffers = [_Buffer(shape, device) for _ in range(BUFFERS)]
-        self.gate_up[DUMMY].zero_()
-        self.down[DUMMY].zero_()
-        self._reads = LastReads(device, rows=count)
-        self._buffers = SimpleQueue[_Buffer]()
+            buffers = [_StagingBuffer(shape, device) for _ in range(STAGING_BUFFERS)]
+        self.gate_up[DUMMY_ROW].zero_()
+        self.down[DUMMY_ROW].zero_()
+        self._read_events = ReadEvents(device, rows=count)
+        self._buffers = SimpleQueue[_StagingBuffer]()
         for buffer in buffers:
             self._buffers.put(buffer)
 
@@ -92,11 +205,11 @@ class ExpertStack:
         """How many blocks there are."""
         return self._blocks
 
-    def place(self, number: int) -> int:
+    def locate(self, number: int) -> int:
         """Return the row of a block."""
         return number + 1
 
-    def fill(self, number: int, read: Read) -> int:
+    def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block, in any thread; return what ``read`` returns.
 
         It waits for a buffer, and then until the copy is over. No lookup may lead to the block.
@@ -105,22 +218,24 @@ class ExpertStack:
             BudgetError: when the device is full.
             DeviceError: when it failed.
         """
-        buffer, row = self._buffers.get(), self.place(number)
+        buffer, row = self._buffers.get(), self.locate(number)
         try:
-            with told_when_full():
-                size = read(buffer.emptied())
-                buffer.send(self.gate_up[row], self.down[row], after=self._reads.of(row))
+            with translate_device_errors():
+                size = read(buffer.acquire())
+                buffer.copy_to(
+                    self.gate_up[row], self.down[row], after=self._read_events.find_event(row)
+                )
         finally:
             self._buffers.put(buffer)
         return size
 
-    def note_read(self, rows: Numbers) -> None:
+    def record_reads(self, rows: Numbers) -> None:
         """Note that the work queued until now could read these rows."""
-        self._reads.note(rows)
+        self._read_events.record(rows)
 
     def wait_for_reads(self) -> None:
         """Wait until what was noted last is computed."""
-        self._reads.wait()
+        self._read_events.wait()
 
     def expert(self, row: int, module: str) -> FeedForward:
         """Return the expert that is in a row now, as the module of that name."""
@@ -137,48 +252,118 @@ class ExpertStack:
         All is token-major and reads no number back from the device, so it can be captured.
         """
         tokens, used = rows.shape
-        both = self._gate_up(x, rows).view(tokens, used, 2, -1)
+        both = self._multiply_gate_up(x, rows).view(tokens, used, 2, -1)
         gated = F.silu(both[:, :, 0]) * both[:, :, 1]  # [tokens, used, intermediate]
         down = self.down.index_select(0, rows.flatten())
         middle = gated.flatten(0, 1).to(down.dtype)[:, :, None]
         return torch.bmm(down, middle).view(tokens, used, -1).to(x.dtype)
 
-    def _gate_up(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _multiply_gate_up(self, x: Tensor, rows: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, used * 2 * intermediate], one product for each token."""
         gate_up = self.gate_up.index_select(0, rows.flatten())
         each = gate_up.view(len(rows), -1, self.shape.hidden)
         return torch.bmm(each, x.to(each.dtype)[:, :, None])[:, :, 0].to(x.dtype)
 
 
-class _Buffer:
+class _StagingBuffer:
     """Room for one expert on its way, and the stream that it is copied on."""
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:
         octets = torch.empty(shape.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._numbers: Numbers = octets.numpy()
-        self._parts = shape.parts(octets)
+        self._parts = shape.split(octets)
         self._stream = CopyStream(device)
 
-    def emptied(self) -> Numbers:
+    def acquire(self) -> Numbers:
         """Return its bytes, once nothing is copied from them any more."""
         self._stream.wait()
         return self._numbers
 
-    def send(self, gate_up: Tensor, down: Tensor, *, after: torch.cuda.Event | None) -> None:
+    def copy_to(self, gate_up: Tensor, down: Tensor, *, after: torch.cuda.Event | None) -> None:
         """Copy what was read, after that event, and wait until it is there."""
         self._stream.copy(zip((gate_up, down), self._parts, strict=True), after=after)
 
 
-def stack_bytes(shape: StackShape, *, blocks: int) -> int:
+def estimate_stack_bytes(shape: StackShape, *, blocks: int) -> int:
     """Return what a stack takes on the device: its blocks, and the dummy."""
     return (1 + blocks) * shape.nbytes
 
 
-def buffers_bytes(shape: StackShape) -> int:
+def estimate_staging_bytes(shape: StackShape) -> int:
     """Return what its buffers take in the memory of the machine at most."""
-    return BUFFERS * pinned_bytes(shape.nbytes)
+    return STAGING_BUFFERS * round_pinned_bytes(shape.nbytes)
 
 
-def pinned_bytes(size: int) -> int:
+def round_pinned_bytes(size: int) -> int:
     """Return what so many bytes take of the machine's memory, which torch pins by powers of two."""
     return 1 << (size - 1).bit_length()
+
+
+_RowArray = np.ndarray[Any, Any]
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class StackRowReader:
+    """Reads the rows of an expert from safetensors files, in the dtype of a stack.
+
+    Where the files hold the experts of a layer as one tensor, these are some of its rows.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor], shape: StackShape) -> None:
+        """Read from where the tensors of a base lie."""
+        self._stored, self._shape = stored, shape
+
+    def read(
+        self, layer: int, expert: int, block: _RowArray, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
+        """Fill a block with an expert; return how many bytes of files that took.
+
+        Raises:
+            InvalidPackageError: when a file cannot be read to its end.
+            Dropped: when it is no longer wanted.
+        """
+        gate_up, down = self._shape.split(torch.from_numpy(block))
+        gate, up = gate_up.tensor_split(2)
+        read = 0
+        names = ("gate_proj", "up_proj", "down_proj")
+        stored = [
+            self._stored[f"{expert_module_name(layer, expert)}.{name}.weight"] for name in names
+        ]
+        for tensor, rows in zip(stored, (gate, up, down), strict=True):
+            if not is_wanted():
+                raise ReadCancelled(read)
+            _read_tensor(tensor, rows)
+            read += tensor.size
+        return read
+
+    def read_matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer of an expert.
+
+        Raises:
+            InvalidPackageError: when the file cannot be read to its end.
+        """
+        tensor = self._stored[f"{module}.weight"]
+        rows = torch.empty(tensor.info.shape, dtype=self._shape.dtype)
+        _read_tensor(tensor, rows)
+        return rows
+
+    def find_cached_address(self, layer: int, expert: int) -> int | None:
+        """Return None: an expert must be on the device that computes it."""
+        return None
+
+
+def expert_module_name(layer: int, expert: int) -> str:
+    """Return the name of an expert in a layer of the base."""
+    return f"model.layers.{layer}.mlp.experts.{expert}"
+
+
+def _read_tensor(tensor: StoredTensor, rows: Tensor) -> None:
+    dtype = _DTYPES[tensor.info.dtype]
+    if dtype is rows.dtype:
+        read_tensor(tensor, rows.view(torch.uint8).numpy())
+        return
+    done = 0
+    for numbers in iter_row_portions(tensor):
+        part = torch.from_numpy(numbers).view(dtype)
+        rows[done : done + len(part)].copy_(part)
+        done += len(part)

@@ -21,16 +21,16 @@ from collections.abc import Collection, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.eviction import DECAY, PERIOD
+from expertctl.engine.memory.budget import AGE_PERIOD, DECAY
 from expertctl.errors import UsageError
 
-FADING = 48
+DECAY_TOKENS = 48
 """After so many tokens an activation counts a quarter."""
-AHEAD = 3.0 / (1 - DECAY ** (1 / FADING))
+PREDICTION_WEIGHT = 3.0 / (1 - DECAY ** (1 / DECAY_TOKENS))
 """How many activations it is worth to be asked for next for certain."""
-_PART = 1024
+_CHUNK_TOKENS = 1024
 """Tokens counted at once: with more, what is left of the first would be lost in rounding."""
-EMPTY = -1
+EMPTY_SLOT = -1
 """The id in a slot that holds no expert."""
 Ids = NDArray[np.integer]
 Worths = NDArray[np.float64]
@@ -49,10 +49,10 @@ class LayerSlots:
             raise ValueError(f"{capacity} slots for {experts} experts")
         self.experts, self.capacity = experts, capacity
         self.pin(pinned)
-        self.ids: NDArray[np.int32] = np.full(capacity, EMPTY, np.int32)
+        self.ids: NDArray[np.int32] = np.full(capacity, EMPTY_SLOT, np.int32)
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
-        self.seated: set[int] = set()
+        self.resident_set: set[int] = set()
         """The experts of the hit mask; where few are asked for, a set tells sooner than numpy."""
         self.counts: NDArray[np.float64] = np.zeros(experts)
         """Activations of each expert, resident or not, faded as of the last of them."""
@@ -63,26 +63,26 @@ class LayerSlots:
         """Tokens that were noted."""
 
     @property
-    def residents(self) -> list[int]:
+    def resident_ids(self) -> list[int]:
         """The experts that are resident, by slot."""
-        return [int(expert) for expert in self.ids if expert != EMPTY]
+        return [int(expert) for expert in self.ids if expert != EMPTY_SLOT]
 
     @property
     def has_all(self) -> bool:
         """Whether each expert of the layer has a slot."""
-        return len(self.seated) == self.experts
+        return len(self.resident_set) == self.experts
 
     @property
-    def free(self) -> list[int]:
+    def free_slots(self) -> list[int]:
         """The slots that hold no expert."""
-        slots: list[int] = (self.ids == EMPTY).nonzero()[0].tolist()
+        slots: list[int] = (self.ids == EMPTY_SLOT).nonzero()[0].tolist()
         return slots
 
-    def first_residents(self, ranked: Iterable[int] = ()) -> list[int]:
+    def choose_initial_experts(self, ranked: Iterable[int] = ()) -> list[int]:
         """Return experts to bring into empty slots: pinned ones, then as ranked, then by id."""
         order = dict.fromkeys([*sorted(self.pinned), *ranked, *range(self.experts)])
         absent = [expert for expert in order if not self.hit_mask[expert]]
-        return absent[: len(self.free)]
+        return absent[: len(self.free_slots)]
 
     def pin(self, pinned: Collection[int]) -> None:
         """Pin these experts and no others: they stay once they are resident.
@@ -100,27 +100,27 @@ class LayerSlots:
             )
         self.pinned = frozenset(pinned)
 
-    def note(self, selected: Ids) -> None:
+    def record_tokens(self, selected: Ids) -> None:
         """Count what tokens asked for, oldest first; ``selected`` is [tokens, k].
 
         Ids that name no expert, such as padding, are not counted.
         """
-        if len(selected) == 1 and self._are_different(selected[0].tolist()):
-            self._note_one(selected[0])
+        if len(selected) == 1 and self._are_distinct(selected[0].tolist()):
+            self._record_token(selected[0])
             return
-        for begin in range(0, len(selected), _PART):
-            self._note(selected[begin : begin + _PART])
+        for begin in range(0, len(selected), _CHUNK_TOKENS):
+            self._record_chunk(selected[begin : begin + _CHUNK_TOKENS])
 
     def priorities(self) -> Worths:
         """Return what each expert is worth now, resident or not."""
-        return priority(self.counts, self.step - self.last_used)
+        return compute_priority(self.counts, self.step - self.last_used)
 
     def worths(self) -> Worths:
         """Return what each expert is worth, by what was asked for and by what is likely next."""
-        worth: Worths = self.priorities() + AHEAD * self.chances
+        worth: Worths = self.priorities() + PREDICTION_WEIGHT * self.chances
         return worth
 
-    def evictable(
+    def rank_evictable(
         self, requested: Collection[int] = (), *, worths: Worths | None = None
     ) -> list[int]:
         """Return the slots whose experts may go, the least valuable first, then the lower slot.
@@ -129,13 +129,13 @@ class LayerSlots:
         are at hand.
         """
         stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
-        stays[[*self.pinned, *requested, EMPTY]] = True
+        stays[[*self.pinned, *requested, EMPTY_SLOT]] = True
         slots = (~stays[self.ids]).nonzero()[0]
         worth = (self.worths() if worths is None else worths)[self.ids[slots]]
         order: list[int] = slots[worth.argsort(kind="stable")].tolist()
         return order
 
-    def exchange(self, *, slot: int, expert: int) -> int | None:
+    def assign(self, *, slot: int, expert: int) -> int | None:
         """Note that a slot now holds another expert; return the one that went, None if none did.
 
         An expert that was not asked for yet counts as if asked for once, now.
@@ -144,76 +144,76 @@ class LayerSlots:
             raise ValueError(f"expert {expert} is not in 0 to {self.experts - 1}")
         if self.hit_mask[expert]:
             raise ValueError(f"expert {expert} is in slot {self.lookup[expert]} already")
-        gone = self.vacate(slot=slot)
+        gone = self.clear(slot=slot)
         self.ids[slot] = expert
         self.lookup[expert], self.hit_mask[expert] = slot, 1
-        self.seated.add(expert)
+        self.resident_set.add(expert)
         if not self.counts[expert]:
             self.counts[expert], self.last_used[expert] = 1, self.step
         return gone
 
-    def vacate(self, *, slot: int) -> int | None:
+    def clear(self, *, slot: int) -> int | None:
         """Note that a slot holds no expert any more; return the one that went, None if none did."""
         if not 0 <= slot < self.capacity:
             raise ValueError(f"slot {slot} is not in 0 to {self.capacity - 1}")
         gone = int(self.ids[slot])
-        if gone == EMPTY:
+        if gone == EMPTY_SLOT:
             return None
         if gone in self.pinned:
             raise ValueError(f"expert {gone} is pinned in slot {slot}")
-        self.ids[slot] = EMPTY
+        self.ids[slot] = EMPTY_SLOT
         self.lookup[gone], self.hit_mask[gone] = self.capacity, 0
-        self.seated.remove(gone)
+        self.resident_set.remove(gone)
         return gone
 
     def check_integrity(self) -> None:
         """Assert that slots, lookup and hit mask say the same."""
-        residents = self.residents
+        residents = self.resident_ids
         assert len(set(residents)) == len(residents) <= self.capacity
-        assert self.seated == set(residents)
-        assert len(residents) + len(self.free) == self.capacity
-        where = {int(expert): slot for slot, expert in enumerate(self.ids) if expert != EMPTY}
+        assert self.resident_set == set(residents)
+        assert len(residents) + len(self.free_slots) == self.capacity
+        where = {int(expert): slot for slot, expert in enumerate(self.ids) if expert != EMPTY_SLOT}
         for expert in range(self.experts):
             assert self.lookup[expert] == where.get(expert, self.capacity)
             assert self.hit_mask[expert] == float(expert in where)
         assert (self.counts >= 0).all()
         assert (self.last_used <= self.step).all()
 
-    def _are_different(self, asked: list[int]) -> bool:
+    def _are_distinct(self, asked: list[int]) -> bool:
         """Tell whether they are different experts of the layer, as those of a token mostly are."""
         different = set(asked)
         return len(different) == len(asked) > 0 <= min(asked) <= max(asked) < self.experts
 
-    def _note_one(self, asked: Ids) -> None:
+    def _record_token(self, asked: Ids) -> None:
         """Do what `_note` does for one token with different experts: most passes are one token."""
         self.step += 1
-        kept = self.counts[asked] * _left(self.step - self.last_used[asked])
+        kept = self.counts[asked] * _decay(self.step - self.last_used[asked])
         self.counts[asked] = kept + 1
         self.last_used[asked] = self.step
 
-    def _note(self, selected: Ids) -> None:
+    def _record_chunk(self, selected: Ids) -> None:
         tokens, used = selected.shape
         asked, at = selected.ravel(), np.arange(1, tokens + 1).repeat(used)
         valid = (asked >= 0) & (asked < self.experts)
         if not valid.all():
             asked, at = asked[valid], at[valid]
-        uses = np.bincount(asked, _left(tokens - at), minlength=self.experts)  # as of the end
+        uses = np.bincount(asked, _decay(tokens - at), minlength=self.experts)  # as of the end
         there = uses.nonzero()[0]
         before = self.last_used[there]
         self.last_used[asked] = self.step + at  # of equal ids the last counts
         self.step += tokens
         last = self.last_used[there]
-        kept = self.counts[there] * _left(last - before)
-        self.counts[there] = kept + uses[there] / _left(self.step - last)
+        kept = self.counts[there] * _decay(last - before)
+        self.counts[there] = kept + uses[there] / _decay(self.step - last)
 
 
-def priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> Worths:
+def compute_priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> Worths:
     """Return ``count * 0.25 ** (age / 128)``."""
-    worth: Worths = counts * DECAY ** (ages / PERIOD)
+    worth: Worths = counts * DECAY ** (ages / AGE_PERIOD)
     return worth
 
 
-def _left(tokens: NDArray[np.int64] | int) -> NDArray[np.float64] | float:
+def _decay(tokens: NDArray[np.int64] | int) -> NDArray[np.float64] | float:
     """Return what is left of an activation after so many tokens."""
-    share: NDArray[np.float64] | float = DECAY ** (tokens / FADING)
+    share: NDArray[np.float64] | float = DECAY ** (tokens / DECAY_TOKENS)
     return share

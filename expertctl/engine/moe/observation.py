@@ -1,28 +1,137 @@
-"""What was counted of routed experts as an activity document, to read or to plan from.
+"""A profile for a running base: checked as a whole in any thread, applied between two passes.
+
+Errors in it are reported before anything is changed. It says which experts to pin from then on, and
+for which ones updates may exchange residents; each layer keeps its number of slots. Answers stay
+the same where no expert is left out. It lasts as long as the base is in memory: habits stay as is.
+
+What was counted of routed experts as an activity document, to read or to plan from.
 
 Times are means of a call, in microseconds: *hot* is computing, *cold* is waiting for missing
 experts while nothing is computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity_document import (
+from expertctl.engine.moe.activity import (
     ActivityDocument,
+    LaneTimes,
     LayerActivity,
-    LayerTimes,
-    activity_json,
+    activity_to_json,
 )
-from expertctl.engine.moe.adoption import Guidance, Guided, guidance_of
-from expertctl.engine.moe.counters import LayerCounts, Observed
-from expertctl.engine.moe.report import Residence, RoutedReport
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.stats import ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, select_pinned
+from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.errors import UsageError
+from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject
 
-_MICROSECONDS = 1e-3
+
+class TunableCache(Protocol):
+    """What a profile is applied to: `ExpertCache`, in its own thread, between two passes."""
+
+    @property
+    def slots(self) -> tuple[LayerSlots, ...]:
+        """The slots of each layer: which experts are resident and which are pinned."""
+
+    @property
+    def exchange_rate(self) -> float:
+        """The share of all residents that a profile may exchange in an update."""
+
+    def pin(self, experts: Sequence[frozenset[int]]) -> None:
+        """Pin these experts of each layer, and bring those that are absent."""
+
+    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
+        """Let updates also exchange experts for ones with higher scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileUpdate:
+    """The pins and scores of a base in memory from now on, layer by layer."""
+
+    pinned: tuple[frozenset[int], ...]
+    scores: tuple[ExpertScores, ...]
+    rate: float
+
+    def apply(self, cache: TunableCache) -> None:
+        """Apply it to a cache; between two passes."""
+        cache.pin(self.pinned)
+        cache.set_scores(self.scores, rate=self.rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How to apply a profile; None: as wished when the base was opened."""
+
+    pins: Pins | None = None
+    exchange: float | None = None
+
+    def make_update(
+        self,
+        usage: ExpertUsage,
+        cache: TunableCache,
+        routed: ExpertsConfig,
+        *,
+        warmup: WarmupConfig,
+    ) -> ProfileUpdate:
+        """Return what a profile that fits a base makes it do.
+
+        Raises:
+            IncompatibleError: when the profile counts no expert.
+            UsageError: when that changes nothing, or a layer has fewer slots than pins.
+        """
+        usage.require_counts()
+        pins = warmup.pins if self.pins is None else self.pins
+        if pins is None and self.exchange is None and not warmup.exchange:
+            raise UsageError(
+                "a profile changes nothing where it neither pins experts nor exchanges any",
+                hint='give "pin", such as 8 or "50%", or "exchange", such as 0.1, too',
+            )
+        return ProfileUpdate(
+            tuple(
+                frozenset[int]()
+                if pins is None
+                else select_pinned(pins, usage.profile, number, capacity=slots.capacity)
+                for number, slots in zip(routed.layers, cache.slots, strict=True)
+            ),
+            tuple(usage.layer_counts(number) for number in routed.layers),
+            warmup.exchange if self.exchange is None else self.exchange,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveProfile:
+    """What a profile does to a base in memory now."""
+
+    exchange: float
+    pinned: Mapping[int, frozenset[int]]
+    """By the number of the layer; only of layers that have pins."""
+
+    def to_json(self) -> JsonObject:
+        """Return the ``guide`` object."""
+        layers = sorted(self.pinned.items())
+        return {
+            "exchange": self.exchange,
+            "pinned": {str(number): [*sorted(experts)] for number, experts in layers},
+        }
+
+
+def find_active_profile(cache: TunableCache, routed: ExpertsConfig) -> ActiveProfile:
+    """Return what a profile does now; any thread may call this."""
+    each = zip(routed.layers, cache.slots, strict=True)
+    by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
+    return ActiveProfile(cache.exchange_rate, by_layer)
+
+
+_US_PER_NS = 1e-3
 """In a nanosecond."""
 
 
@@ -32,73 +141,77 @@ class Observation:
 
     base: str
     document: ActivityDocument
-    residence: Residence | None = None
+    residence: ExpertResidency | None = None
     """None where it has none."""
-    guidance: Guidance | None = None
+    active_profile: ActiveProfile | None = None
     """What a profile does; None where no expert could be missing."""
 
     def to_json(self) -> JsonObject:
         """Return the document, and what it is of; nothing else where nothing is observed."""
-        told = activity_json(self.document)
+        told = activity_to_json(self.document)
         if self.document.mode == "off" or self.residence is None:
             return told
         told |= {"base": self.base, "residence": self.residence.to_json()}
-        return told if self.guidance is None else {**told, "guide": self.guidance.to_json()}
+        return (
+            told
+            if self.active_profile is None
+            else {**told, "guide": self.active_profile.to_json()}
+        )
 
 
-def observation_of(
-    seen: Observed | None,
+def make_observation(
+    seen: CounterSnapshot | None,
     *,
     base: str,
     config: ModelConfig,
-    report: RoutedReport | None,
-    cache: Guided | None,
+    report: RoutedExpertStats | None,
+    cache: TunableCache | None,
 ) -> Observation:
     """Return what was counted of a base; its mode is "off" where nothing was."""
     document, guidance = ActivityDocument("off"), None
     if seen is not None and config.experts is not None:
-        document = activity_document(seen, used=config.experts.used)
-        guidance = None if cache is None else guidance_of(cache, config.experts)
+        document = build_activity_document(seen, used=config.experts.used)
+        guidance = None if cache is None else find_active_profile(cache, config.experts)
     residence = None if report is None else report.residence
-    return Observation(base=base, document=document, residence=residence, guidance=guidance)
+    return Observation(base=base, document=document, residence=residence, active_profile=guidance)
 
 
-def activity_document(seen: Observed, *, used: int) -> ActivityDocument:
+def build_activity_document(seen: CounterSnapshot, *, used: int) -> ActivityDocument:
     """Return the document; ``used``: how many experts a token asks for in a layer."""
     if seen.mode == "off":
         return ActivityDocument("off")
     return ActivityDocument(
         seen.mode,
-        tuple(_layers(seen)),
-        experts=seen.chosen.shape[-1],
+        tuple(_build_layers(seen)),
+        experts=seen.expert_counts.shape[-1],
         used=used,
         updates=seen.passes,
         overflow_resets=seen.overflow_resets,
     )
 
 
-def _layers(seen: Observed) -> Iterator[LayerActivity]:
-    for (number, counted), (hot, cold) in zip(seen.layers.items(), seen.chosen, strict=True):
+def _build_layers(seen: CounterSnapshot) -> Iterator[LayerActivity]:
+    for (number, counted), (hot, cold) in zip(seen.layers.items(), seen.expert_counts, strict=True):
         yield LayerActivity(
             layer=number,
             calls=counted.calls,
-            hot=_counts(hot),
-            cold=_counts(cold),
+            hot=_nonzero_counts(hot),
+            cold=_nonzero_counts(cold),
             requests=counted.requests,
             missed_requests=counted.missed_requests,
             swaps=counted.swaps,
-            times=_times(counted),
+            times=_make_lane_times(counted),
         )
 
 
-def _counts(chosen: NDArray[np.uint64]) -> dict[int, int]:
+def _nonzero_counts(chosen: NDArray[np.uint64]) -> dict[int, int]:
     return {int(expert): int(chosen[expert]) for expert in np.flatnonzero(chosen)}
 
 
-def _times(counted: LayerCounts) -> LayerTimes:
-    each = _MICROSECONDS / counted.calls if counted.calls else 0.0
+def _make_lane_times(counted: LayerCounts) -> LaneTimes:
+    each = _US_PER_NS / counted.calls if counted.calls else 0.0
     hot, cold = counted.hot_ns * each, counted.cold_ns * each
-    return LayerTimes(
+    return LaneTimes(
         parallel_region_wall=hot + cold,
         parallel_hot_lane_wall=hot,
         parallel_cold_lane_wall=cold,

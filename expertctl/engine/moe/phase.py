@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-VERIFIED = 4
+MAX_VERIFIED_TOKENS = 4
 """Up to so many tokens at once may be a step of generating, whatever the caller."""
 
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ForwardCall:
     """What a decoder is asked to read at once."""
 
     tokens: int
@@ -37,7 +37,7 @@ class Call:
         """The phase of all its batches."""
         if self.warmup:
             return Phase.WARMUP
-        if self.tokens <= 1 or self.tokens <= min(VERIFIED, self.batch):
+        if self.tokens <= 1 or self.tokens <= min(MAX_VERIFIED_TOKENS, self.batch):
             return Phase.DECODE
         if self.scored < self.tokens or self.tokens > self.batch:
             return Phase.PROMPT
@@ -45,20 +45,20 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PhaseBatch:
     """Tokens that are read together, and the phase of the call that they are part of."""
 
     tokens: int
     phase: Phase
 
 
-def batches(call: Call) -> Iterator[Batch]:
+def split_call(call: ForwardCall) -> Iterator[PhaseBatch]:
     """Cut a call into batches; each inherits its phase."""
     for first in range(0, call.tokens, call.batch):
-        yield Batch(min(call.batch, call.tokens - first), call.phase)
+        yield PhaseBatch(min(call.batch, call.tokens - first), call.phase)
 
 
-def cache_phase(phase: Phase | None, tokens: int) -> Phase:
+def resolve_phase(phase: Phase | None, tokens: int) -> Phase:
     """Return the phase by which the cache works on a batch; ``phase`` None: unknown.
 
     More tokens than are ever verified at once are worked on like a prompt, whatever they are.
@@ -67,14 +67,14 @@ def cache_phase(phase: Phase | None, tokens: int) -> Phase:
         case Phase.WARMUP | Phase.PROMPT:
             return phase
         case Phase.DECODE:
-            return Phase.DECODE if tokens <= VERIFIED else Phase.PROMPT
+            return Phase.DECODE if tokens <= MAX_VERIFIED_TOKENS else Phase.PROMPT
         case None:
             return Phase.DECODE if tokens <= 1 else Phase.PROMPT
 
 
-def cache_is_active(phase: Phase | None, *, tokens: int, lanes: int) -> bool:
+def is_cache_active(phase: Phase | None, *, tokens: int, lanes: int) -> bool:
     """Tell whether hot lanes take part in a batch; several do for prompts and single tokens."""
-    works_as = cache_phase(phase, tokens)
+    works_as = resolve_phase(phase, tokens)
     if works_as is Phase.WARMUP or lanes == 0:
         return False
     return lanes == 1 or (tokens > 1 if works_as is Phase.PROMPT else tokens == 1)

@@ -1,4 +1,13 @@
-"""Which experts are placed in which memory, from what was observed and what there is room for.
+"""What each observed expert is worth, by one of five rules; a planner takes the best first.
+
+*flat* (the usual one) ranks the experts of each layer and takes the first of every layer, then the
+second of every layer. *balanced* ranks them too, but a layer with more experts goes first. The
+other three multiply hits with a weight of the layer: *pressure* by how much the layer suffers from
+cold experts, *smooth* the same, damped and never below 1, *time* by the layer's total time.
+``compute_risk_coverage``, from 0 to 1, says how far weights may go. In these three a hot hit counts a twentieth
+more, so that a profile does not undo itself. The rules are those of llama.cpp's hot cache.
+
+Which experts are placed in which memory, from what was observed and what there is room for.
 
 The planner takes experts in their order while they fit. The first of a layer in a memory also pays
 for the all-zero dummy, which stands for every expert that is not resident there; it is as large as
@@ -10,8 +19,9 @@ that lanes share the work of each layer. *even-split* gives each lane a band of 
 its part of all budgets, and goes through a band's layers in turn.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, get_args
@@ -19,10 +29,130 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.weighting import Scored
+from expertctl.engine.moe.activity import LayerActivity
 from expertctl.errors import UsageError
 
-MOST_LANES = 3
+Weighting = Literal["flat", "balanced", "pressure", "smooth", "time"]
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+DEFAULT_CURVE = 0.5
+HOT_BONUS = 0.05
+"""How much more a hot hit counts."""
+_RANK_FACTOR = 10**6
+Layers = Sequence[LayerActivity]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredExpert:
+    """An expert of a layer and what it is worth; never 0."""
+
+    layer: int
+    expert: int
+    score: int
+
+
+def score_experts(
+    layers: Layers, *, weighting: Weighting = "flat", curve: float = DEFAULT_CURVE
+) -> list[ScoredExpert]:
+    """Return all experts that were asked for, the best first; ties by layer, then by expert.
+
+    A ``compute_risk_coverage`` outside 0 to 1 stands for the usual one.
+    """
+    curve = curve if 0 <= curve <= 1 else DEFAULT_CURVE
+    match weighting:
+        case "flat":
+            most = max((len(layer.hits) for layer in layers), default=0)
+            found = [scored for layer in layers for scored in _score_by_rank(layer, most)]
+        case "balanced":
+            found = [
+                scored for layer in layers for scored in _score_by_rank(layer, len(layer.hits))
+            ]
+        case "pressure":
+            found = _score_by_weight(layers, _weigh_by_pressure(layers, curve))
+        case "smooth":
+            found = _score_by_weight(layers, _weigh_smoothly(layers, curve))
+        case "time":
+            found = _score_by_weight(layers, _weigh_by_time(layers, curve))
+    return sorted(found, key=lambda scored: (-scored.score, scored.layer, scored.expert))
+
+
+def _score_by_rank(layer: LayerActivity, highest: int) -> Iterable[ScoredExpert]:
+    """Yield the experts of a layer, whose rank counts before their hits."""
+    order = sorted(layer.hits.items(), key=lambda item: (-item[1], item[0]))
+    for rank, (expert, hits) in enumerate(order):
+        yield ScoredExpert(
+            layer.layer, expert, (highest - rank) * _RANK_FACTOR + min(hits, _RANK_FACTOR - 1)
+        )
+
+
+def _score_by_weight(layers: Layers, weights: Sequence[float]) -> list[ScoredExpert]:
+    """Multiply without rounding: ten times 0.85, which is a little less, is not yet 8.5."""
+    found = []
+    for layer, weight in zip(layers, weights, strict=True):
+        of_hit, of_weight = weight.as_integer_ratio()
+        of_hot, of_sticky = HOT_BONUS.as_integer_ratio()
+        whole = 2 * max(of_weight, of_sticky)  # all are powers of two
+        of_hit, of_hot = of_hit * whole // of_weight, of_hot * whole // of_sticky
+        for expert, hits in layer.hits.items():
+            score = hits * of_hit + layer.hot.get(expert, 0) * of_hot
+            found.append(ScoredExpert(layer.layer, expert, max(1, (score + whole // 2) // whole)))
+    return found
+
+
+def _weigh_by_pressure(layers: Layers, curve: float) -> list[float]:
+    """``1 + c (p / average - 1)``, from ``1 - 0.3 c`` to ``1 + 0.6 c``."""
+    pressures = [layer.pressure for layer in layers]
+    average = float(np.mean(_positive_values(pressures)))
+
+    def weight(pressure: float) -> float:
+        raw = 1 + curve * (pressure / average - 1)
+        return min(max(raw, 1 - 0.3 * curve), 1 + 0.6 * curve)
+
+    return _weigh_layers(pressures, weight)
+
+
+def _weigh_smoothly(layers: Layers, curve: float) -> list[float]:
+    """``1 + 0.3 c √((p - p10) / (p90 - p10))``, between the percentiles 10 and 90."""
+    pressures = [layer.pressure for layer in layers]
+    low, high = map(float, np.percentile(_positive_values(pressures), [10, 90]))
+    if high <= low:
+        return [1.0] * len(layers)
+    return _weigh_layers(
+        pressures,
+        lambda p: 1 + 0.3 * curve * math.sqrt(min(max((p - low) / (high - low), 0.0), 1.0)),
+    )
+
+
+def _weigh_by_time(layers: Layers, curve: float) -> list[float]:
+    """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
+
+    Where the time of a whole call is not told, it is that of its lanes side by side, or else the
+    sum of both; a layer that tells none of these is weighed by its pressure.
+    """
+    times = [_layer_time(layer) or layer.pressure for layer in layers]
+    low, high = min(_positive_values(times)), max(_positive_values(times))
+    if high <= low:
+        return [1.0] * len(layers)
+    least, most = 1 - 0.6 * curve, 1 + 0.8 * curve
+    return _weigh_layers(times, lambda time: least + (most - least) * (time - low) / (high - low))
+
+
+def _layer_time(layer: LayerActivity) -> float:
+    times = layer.times
+    lanes = times.parallel_hot_lane_wall + times.parallel_cold_lane_wall
+    return times.total_moe or times.parallel_region_wall or lanes
+
+
+def _positive_values(values: Iterable[float]) -> list[float]:
+    """Return the values that are known; a 1 if none is."""
+    return [value for value in values if value > 0] or [1.0]
+
+
+def _weigh_layers(values: Iterable[float], weight: Callable[[float], float]) -> list[float]:
+    """Weigh each layer; one of which nothing is known has weight 1."""
+    return [weight(value) if value > 0 else 1.0 for value in values]
+
+
+MAX_LANES = 3
 COLD = -1
 SHUFFLE_SEED = 0x6D6F65
 """Decides the order of experts that were not observed, the same everywhere and for ever."""
@@ -36,27 +166,27 @@ Sizes = Mapping[LayerExpert, int]
 
 
 @dataclass(slots=True)
-class Lane:
+class PlacementLane:
     """What one memory holds, in the order in which it was placed."""
 
     budget: int
     used: int = 0
     experts: list[LayerExpert] = field(default_factory=list)
-    of_layer: Counter[int] = field(default_factory=Counter)
+    layer_counts: Counter[int] = field(default_factory=Counter)
 
-    def slots(self, layer: int) -> list[int]:
+    def list_layer(self, layer: int) -> list[int]:
         """Return the experts of a layer, by slot; the dummy is behind them."""
         return [expert for number, expert in self.experts if number == layer]
 
-    def takes(self, place: LayerExpert, size: int) -> bool:
+    def try_add(self, place: LayerExpert, size: int) -> bool:
         """Place an expert if it fits; tell whether it did."""
         layer, _ = place
-        cost = size if self.of_layer[layer] else 2 * size
+        cost = size if self.layer_counts[layer] else 2 * size
         if cost > min(self.budget, _ADDRESSABLE) - self.used:
             return False
         self.used += cost
         self.experts.append(place)
-        self.of_layer[layer] += 1
+        self.layer_counts[layer] += 1
         return True
 
 
@@ -64,20 +194,20 @@ class Lane:
 class Placement:
     """Which lane holds which experts; the others are cold."""
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[PlacementLane, ...]
 
     def lane_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
         """Return the lane of each expert of a layer, `COLD` for none."""
         lanes: NDArray[np.int32] = np.full(experts, COLD, np.int32)
         for number, lane in enumerate(self.lanes):
-            lanes[lane.slots(layer)] = number
+            lanes[lane.list_layer(layer)] = number
         return lanes
 
     def slot_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
         """Return the slot of each expert in its lane, `COLD` for none."""
         slots: NDArray[np.int32] = np.full(experts, COLD, np.int32)
         for lane in self.lanes:
-            held = lane.slots(layer)
+            held = lane.list_layer(layer)
             slots[held] = np.arange(len(held))
         return slots
 
@@ -86,18 +216,22 @@ class Placement:
         everywhere = [place for lane in self.lanes for place in lane.experts]
         assert len(set(everywhere)) == len(everywhere)
         for lane in self.lanes:
-            first = {layer: lane.slots(layer)[0] for layer in lane.of_layer if lane.slots(layer)}
+            first = {
+                layer: lane.list_layer(layer)[0]
+                for layer in lane.layer_counts
+                if lane.list_layer(layer)
+            }
             dummies = sum(sizes[place] for place in first.items())
             assert lane.used == dummies + sum(sizes[place] for place in lane.experts)
             assert lane.used <= lane.budget
 
 
-def observed(scored: Iterable[Scored]) -> list[LayerExpert]:
+def list_observed(scored: Iterable[ScoredExpert]) -> list[LayerExpert]:
     """Return the experts that were asked for, in their order."""
     return [(expert.layer, expert.expert) for expert in scored]
 
 
-def filled_up(order: Sequence[LayerExpert], sizes: Sizes) -> list[LayerExpert]:
+def append_unobserved(order: Sequence[LayerExpert], sizes: Sizes) -> list[LayerExpert]:
     """Return an order with all other experts of the base behind it, in a fixed shuffle.
 
     Sorted by layer and number, they are shuffled by numpy's ``RandomState``, which never changes.
@@ -108,7 +242,7 @@ def filled_up(order: Sequence[LayerExpert], sizes: Sizes) -> list[LayerExpert]:
     return [*order, *(rest[at] for at in shuffled)]
 
 
-def placed(
+def place_experts(
     order: Iterable[LayerExpert],
     sizes: Sizes,
     *,
@@ -120,51 +254,57 @@ def placed(
     Raises:
         UsageError: when there are no budgets, or more than there can be lanes.
     """
-    if not 1 <= len(budgets) <= MOST_LANES:
+    if not 1 <= len(budgets) <= MAX_LANES:
         raise UsageError(
-            f"{len(budgets)} budgets for routed experts, but there are one to {MOST_LANES} lanes",
+            f"{len(budgets)} budgets for routed experts, but there are one to {MAX_LANES} lanes",
             hint="give one budget for each device",
         )
-    lanes = tuple(Lane(budget) for budget in budgets)
+    lanes = tuple(PlacementLane(budget) for budget in budgets)
     wanted = [place for place in dict.fromkeys(order) if place in sizes]
     match strategy:
         case "warm":
-            _place(wanted, sizes, lanes)
+            _place_in_order(wanted, sizes, lanes)
         case "hot-even":
             for place in wanted:
-                _offer(place, sizes, sorted(lanes, key=lambda lane: _load(lane, place)))
+                _place_in_first(
+                    place, sizes, sorted(lanes, key=lambda lane: _lane_load(lane, place))
+                )
         case "even-split":
-            _split(wanted, sizes, lanes)
+            _place_in_bands(wanted, sizes, lanes)
     return Placement(lanes)
 
 
-def _place(wanted: Iterable[LayerExpert], sizes: Sizes, lanes: Sequence[Lane]) -> None:
+def _place_in_order(
+    wanted: Iterable[LayerExpert], sizes: Sizes, lanes: Sequence[PlacementLane]
+) -> None:
     for place in wanted:
-        _offer(place, sizes, lanes)
+        _place_in_first(place, sizes, lanes)
 
 
-def _offer(place: LayerExpert, sizes: Sizes, lanes: Iterable[Lane]) -> None:
+def _place_in_first(place: LayerExpert, sizes: Sizes, lanes: Iterable[PlacementLane]) -> None:
     """Offer an expert to one lane after the other."""
-    any(lane.takes(place, sizes[place]) for lane in lanes)
+    any(lane.try_add(place, sizes[place]) for lane in lanes)
 
 
-def _load(lane: Lane, place: LayerExpert) -> tuple[int, int]:
+def _lane_load(lane: PlacementLane, place: LayerExpert) -> tuple[int, int]:
     """Return what makes another lane the better one: experts of that layer, then bytes."""
-    return lane.of_layer[place[0]], lane.used
+    return lane.layer_counts[place[0]], lane.used
 
 
-def _split(wanted: Sequence[LayerExpert], sizes: Sizes, lanes: Sequence[Lane]) -> None:
+def _place_in_bands(
+    wanted: Sequence[LayerExpert], sizes: Sizes, lanes: Sequence[PlacementLane]
+) -> None:
     layers = sorted({layer for layer, _ in sizes})
-    ends = _boundaries([lane.budget for lane in lanes], len(layers))
+    ends = _band_ends([lane.budget for lane in lanes], len(layers))
     for lane, begin, end in zip(lanes, [0, *ends], ends, strict=False):
         queues: dict[int, list[LayerExpert]] = {layer: [] for layer in layers[begin:end]}
         for place in wanted:
             if place[0] in queues:
                 queues[place[0]].append(place)
-        _place(in_turn(queues.values()), sizes, [lane])
+        _place_in_order(interleave(queues.values()), sizes, [lane])
 
 
-def _boundaries(budgets: Sequence[int], layers: int) -> list[int]:
+def _band_ends(budgets: Sequence[int], layers: int) -> list[int]:
     """Return where each lane's band of layers ends: its part of all budgets, halves rounded up."""
     total, ends, sums = sum(budgets) or 1, [], 0
     for budget in budgets:
@@ -173,7 +313,7 @@ def _boundaries(budgets: Sequence[int], layers: int) -> list[int]:
     return ends
 
 
-def in_turn(orders: Iterable[Iterable[LayerExpert]]) -> Iterator[LayerExpert]:
+def interleave(orders: Iterable[Iterable[LayerExpert]]) -> Iterator[LayerExpert]:
     """Yield the first of every layer, then the second of every layer, as far as there is one."""
     for each in zip_longest(*orders):
         yield from (place for place in each if place is not None)

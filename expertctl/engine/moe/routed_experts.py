@@ -1,14 +1,165 @@
-"""The routed experts of a base, as a decoder sees them: where they are and how they are brought."""
+"""What the tokens of one pass chose, layer by layer, for the owner of the experts.
 
+It stays until the next pass, so that it can be counted.
+
+What happens where a routed expert is not in memory: `MissPolicy`.
+
+The memory that the routed experts of one pass compute in, known in bytes before it is made.
+
+A *position* is one expert of one token; those of one expert are adjacent. What was chosen stays
+until the next pass, layer by layer, so that it can be counted.
+
+The routed experts of a base, as a decoder sees them: where they are and how they are brought.
+"""
+
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.moe.choices import Choices
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.moe_routing import allocate_permutation
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertShape
+from expertctl.engine.kernels.quantisation import (
+    PreparedActivations,
+    allocate_activations,
+    wrap_float_activations,
+)
+from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.moe.phase import Phase
+from expertctl.package.model_config import ModelConfig
 
-Numbers = np.ndarray[Any, Any]
+ChoiceArray = np.ndarray[Any, Any]
+NO_EXPERT = -1
+"""Stands where a token asked for no expert; kernels write it where one is left out."""
+
+
+class RoutingChoices(Protocol):
+    """The choices of up to so many tokens; layers are routed ones, counted from 0."""
+
+    selected: ChoiceArray
+    """The experts of each token, int64 [layers, tokens, used]; `NO_EXPERT` where it did not ask."""
+    weights: ChoiceArray
+    """Their weights, float32 [layers, tokens, used]."""
+    skipped: ChoiceArray
+    """How much of the weights of a token was left out, float32 [layers, tokens]."""
+    likely: ChoiceArray
+    """What a layer will be asked for, as the one before it foresaw; nothing for the first."""
+
+
+def mask_last_layer(choices: RoutingChoices, first: int, tokens: int) -> None:
+    """Let tokens from ``first`` up to ``tokens`` ask for no expert in the last layer."""
+    choices.selected[-1, first:tokens] = NO_EXPERT
+    choices.weights[-1, first:tokens] = 0
+    choices.skipped[-1, first:tokens] = 0
+
+
+class HostRoutingChoices:
+    """Choices that were made on a device, in the memory of the machine."""
+
+    def __init__(self, *, layers: int, tokens: int, used: int) -> None:
+        """Make room for so many tokens."""
+        self.selected = np.zeros((layers, tokens, used), np.int64)
+        self.weights = np.zeros((layers, tokens, used), np.float32)
+        self.skipped = np.zeros((layers, tokens), np.float32)
+        self.likely = np.zeros((layers, tokens, used), np.int64)
+        self.tokens = tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MissPolicy:
+    """What happens where an expert is missing: it is brought, or left out within a cap.
+
+    ``cap`` is the largest share of a token's weights that may be left out. With ``prefetches``,
+    what the next layer will ask for is read early; how fast that is decides what is left out.
+    """
+
+    skips: bool = False
+    cap: float = 1.0
+    prefetches: bool = True
+
+
+EXACT_POLICY = MissPolicy()
+
+
+_WorkspaceArray = np.ndarray[Any, Any]
+_FLOAT_BYTES, _LONG_BYTES = 4, 8
+
+
+class RoutedWorkspace:
+    """Room for ``tokens`` that are read at a time, each with all its experts."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, *, tokens: int) -> None:
+        """Make it for a base in a scheme."""
+        routed = config.experts
+        assert routed is not None, "a base with routed experts"
+        positions, layers = tokens * routed.used, len(routed.layers)
+        self.logits = aligned_zeros((tokens, _pad_columns(routed.count)), np.float32)
+        self.selected = aligned_zeros((layers, tokens, routed.used), np.int64)
+        self.weights = aligned_zeros((layers, tokens, routed.used), np.float32)
+        self.skipped = aligned_zeros((layers, tokens), np.float32)
+        """How much of the weights of a token was skipped."""
+        self.likely = aligned_zeros((layers, tokens, routed.used), np.int64)
+        """What a layer will be asked for, as the one before it foresaw; unused for the first."""
+        self.likely_weights = aligned_zeros((tokens, routed.used), np.float32)
+        self.absent = aligned_zeros(1, np.int64)
+        """1 + the id of an expert that was asked for but not there: a bug of ours."""
+        self.order = allocate_permutation(routed.count, positions)
+        self.rows = _allocate_rows(scheme, positions, config.hidden_size)
+        self.gates = aligned_zeros(
+            (positions, _pad_columns(2 * routed.intermediate_size)), np.float32
+        )
+        self.middle = _allocate_rows(scheme, positions, routed.intermediate_size, here=self.gates)
+        self.down = aligned_zeros((positions, _pad_columns(config.hidden_size)), np.float32)
+        self.scratch = aligned_zeros((tokens, _pad_columns(config.hidden_size)), np.float32)
+        """A row for each token, for what is made beside its experts."""
+        self.shares = aligned_zeros((tokens, LANES), np.float32)
+
+
+def estimate_workspace_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int) -> int:
+    """Return the bytes of such room; 0 where no expert is routed."""
+    routed = config.experts
+    if routed is None:
+        return 0
+    hidden, middle = config.hidden_size, routed.intermediate_size
+    floats = _pad_columns(2 * middle) + _pad_columns(hidden)
+    position = _FLOAT_BYTES * floats + 2 * _LONG_BYTES
+    position += _row_bytes(scheme, hidden) + (
+        0 if scheme in FLOAT_SCHEMES else _row_bytes(scheme, middle)
+    )
+    chosen = (_LONG_BYTES + _FLOAT_BYTES) * routed.used + _FLOAT_BYTES
+    token = _FLOAT_BYTES * (_pad_columns(routed.count) + _pad_columns(hidden) + LANES)
+    token += len(routed.layers) * (chosen + _LONG_BYTES * routed.used)
+    token += routed.used * (position + _FLOAT_BYTES)
+    return tokens * token + _LONG_BYTES * (3 * routed.count + 3)
+
+
+def _allocate_rows(
+    scheme: Scheme, positions: int, columns: int, *, here: _WorkspaceArray | None = None
+) -> PreparedActivations:
+    """Return room for rows as a scheme wants them; ``here`` where floats may stay."""
+    if scheme not in FLOAT_SCHEMES:
+        return allocate_activations(scheme, positions, columns)
+    if here is None:
+        here = aligned_zeros((positions, _pad_columns(columns)), np.float32)
+    return wrap_float_activations(here)
+
+
+def _row_bytes(scheme: Scheme, columns: int) -> int:
+    if scheme in FLOAT_SCHEMES:
+        return _FLOAT_BYTES * _pad_columns(columns)
+    layout = scheme.layout
+    return layout.count_vectors(
+        columns
+    ) * layout.columns * layout.row_bytes + 8 * layout.count_groups(columns)
+
+
+def _pad_columns(columns: int) -> int:
+    return -(-columns // LANES) * LANES
+
+
+TableArray = np.ndarray[Any, Any]
 
 
 class RoutedExperts(Protocol):
@@ -30,16 +181,18 @@ class RoutedExperts(Protocol):
     def skips(self) -> bool:
         """Whether what is missing may be left out."""
 
-    def places(self, layer: int) -> Numbers:
+    def places(self, layer: int) -> TableArray:
         """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
 
-    def hits(self, layer: int) -> Numbers:
+    def hits(self, layer: int) -> TableArray:
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
-    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
+    def request(
+        self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
+    ) -> bool:
         """Ask for what tokens chose in a layer; tell whether experts have to be waited for.
 
-        Meanwhile those that have a place may be computed. ``foresees``: the room says what the next
+        Meanwhile those that have a place may be computed. ``predicts_next``: the room says what the next
         layer is likely to be asked for. The last layer may be asked for fewer tokens than others.
 
         Raises:
@@ -53,5 +206,5 @@ class RoutedExperts(Protocol):
             InvalidPackageError: when a file of the base cannot be read.
         """
 
-    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
+    def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over."""

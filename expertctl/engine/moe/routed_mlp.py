@@ -2,20 +2,61 @@
 
 Every expert that some token asks for reads all of its tokens at once; outputs are added in the
 order of expert numbers, that of the shared expert last.
+
+`StackedWorkspace`: what the stages of a step leave each other, at addresses that never change.
+
+A stage reads what another one wrote and never what it writes itself, so repeating it changes
+nothing. The place of the layer is stored here too, so that the same stage serves all layers. What
+was chosen is copied to where the host reads it.
+
+A layer whose routed experts are in the rows of a stack: prompts by experts, steps by tokens.
+
+A prompt is computed expert after expert, each reading all of its tokens at once: those that are
+there while the others come, then these. A step computes all that its tokens chose in two products.
+Either way each token's experts are added in the order in which it chose them, so where an expert
+was, and when it came, leaves no trace.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from expertctl.engine.feed_forward import FeedForward, feed_forward_of
-from expertctl.engine.linear import Deltas, Linear, linear_of
-from expertctl.engine.moe.routing import Routed, RoutingRule, route
-from expertctl.package.experts_config import ExpertsConfig
-from expertctl.package.model_config import CHOICE_BIAS, ROUTER, SHARED, SHARED_GATE
+from expertctl.engine.model.functional import (
+    Deltas,
+    FeedForward,
+    Linear,
+    make_feed_forward,
+    make_linear,
+)
+from expertctl.engine.moe.expert_stack import (
+    DUMMY_ROW,
+    StackShape,
+    expert_module_name,
+    round_pinned_bytes,
+)
+from expertctl.engine.moe.routing import (
+    RouterOutput,
+    RoutingRule,
+    WorklistLane,
+    build_worklist,
+    make_lane_map,
+    route,
+)
+from expertctl.engine.moe.stacked_experts import StackedExperts
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.model_config import (
+    CHOICE_BIAS,
+    ROUTER_MODULE,
+    SHARED_EXPERT_MODULE,
+    SHARED_GATE_MODULE,
+    ModelConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +67,7 @@ class Router:
     choice_bias: Tensor | None  # [experts]
     rule: RoutingRule
 
-    def __call__(self, x: Tensor) -> Routed:
+    def __call__(self, x: Tensor) -> RouterOutput:
         """Choose the experts of tokens; logits are float32, however the router is held."""
         logits = F.linear(x, self.weight.float())  # [tokens, experts]
         return route(logits, self.rule, self.choice_bias)
@@ -66,36 +107,39 @@ class RoutedMlp:
         return out if self.shared is None else out + self.shared(x, deltas)
 
 
-def routed_mlp_of(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> RoutedMlp:
+def build_routed_mlp(
+    tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str
+) -> RoutedMlp:
     """Return the routed experts of a layer, by the prefix of its tensors' names."""
     experts = (
-        feed_forward_of(tensors, f"{layer}.mlp.experts.{number}") for number in range(config.count)
+        make_feed_forward(tensors, f"{layer}.mlp.experts.{number}")
+        for number in range(config.count)
     )
     return RoutedMlp(
-        route=router_of(tensors, config, layer=layer),
+        route=build_router(tensors, config, layer=layer),
         experts=tuple(experts),
-        shared=shared_of(tensors, config, layer=layer),
+        shared=build_shared_expert(tensors, config, layer=layer),
     )
 
 
-def router_of(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> Router:
+def build_router(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> Router:
     """Return the router of a layer."""
-    weight = tensors[f"{layer}.{ROUTER}.weight"]
-    choice_bias = tensors.get(f"{layer}.{ROUTER}.{CHOICE_BIAS}")
-    return Router(weight, choice_bias, rule_of(config))
+    weight = tensors[f"{layer}.{ROUTER_MODULE}.weight"]
+    choice_bias = tensors.get(f"{layer}.{ROUTER_MODULE}.{CHOICE_BIAS}")
+    return Router(weight, choice_bias, build_routing_rule(config))
 
 
-def shared_of(
+def build_shared_expert(
     tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str
 ) -> SharedExpert | None:
     """Return the shared expert of a layer, if it has one."""
     if not config.shared_size:
         return None
-    gate = linear_of(tensors, f"{layer}.{SHARED_GATE}") if config.shared_gate else None
-    return SharedExpert(feed_forward_of(tensors, f"{layer}.{SHARED}"), gate)
+    gate = make_linear(tensors, f"{layer}.{SHARED_GATE_MODULE}") if config.shared_gate else None
+    return SharedExpert(make_feed_forward(tensors, f"{layer}.{SHARED_EXPERT_MODULE}"), gate)
 
 
-def rule_of(config: ExpertsConfig) -> RoutingRule:
+def build_routing_rule(config: ExpertsConfig) -> RoutingRule:
     """Return how the logits of a base's routers become experts and weights."""
     return RoutingRule(
         used=config.used,
@@ -105,7 +149,7 @@ def rule_of(config: ExpertsConfig) -> RoutingRule:
     )
 
 
-def routed_numbers(config: ExpertsConfig, *, hidden: int) -> int:
+def estimate_routed_floats(config: ExpertsConfig, *, hidden: int) -> int:
     """Return how many float32 numbers a token of a pass needs in a layer of experts, at most.
 
     All tokens may ask for the same expert, which then has as many rows as the pass.
@@ -113,3 +157,237 @@ def routed_numbers(config: ExpertsConfig, *, hidden: int) -> int:
     inner = max(config.intermediate_size, config.shared_size)
     choice = 8 * config.count + 8 * config.used  # scores, their order, numbers of eight bytes
     return 5 * hidden + 3 * inner + choice
+
+
+_HostArray = np.ndarray[Any, Any]
+_HIDDEN_BUFFERS, _ID_BUFFERS = 4, 3
+_LONG_BYTES, _FLOAT_BYTES = 8, 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSelection:
+    """What some rows chose in a layer, as the host knows it; all [rows, used]."""
+
+    selected: _HostArray
+    weights: _HostArray
+    likely: _HostArray
+    """What the next layer will be asked for."""
+
+
+class StackedWorkspace:
+    """Room for the routed layers of a step over up to so many rows; one layer at a time uses it."""
+
+    def __init__(self, config: ModelConfig, *, rows: int, device: torch.device) -> None:
+        """Take the memory, once."""
+        routed, wide = config.experts, config.hidden_size
+        assert routed is not None, "a base with routed experts"
+        pinned, each = device.type == "cuda", (rows, routed.used)
+        self._size = rows
+        self.hidden, self.normed, self.scratch, self.after = torch.zeros(
+            _HIDDEN_BUFFERS, rows, wide, device=device
+        )
+        self.made = torch.zeros(*each, wide, device=device)
+        self.weights = torch.zeros(each, device=device)
+        self.chosen = torch.zeros(2, *each, dtype=torch.long, device=device)
+        self.rows = torch.zeros(each, dtype=torch.long, device=device)
+        self.layer_index = torch.zeros(1, dtype=torch.long, device=device)
+        self._host_chosen = torch.zeros(2, *each, dtype=torch.long, pin_memory=pinned)
+        self._host_weights = torch.zeros(each, pin_memory=pinned)
+
+    def __len__(self) -> int:
+        """For how many rows there is room."""
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        wide = (self.hidden, self.normed, self.scratch, self.after)
+        parts = (*wide, self.made, self.weights, self.chosen, self.rows, self.layer_index)
+        return sum(part.nbytes for part in parts)
+
+    def read_selection(self, rows: int) -> RouterOutput:
+        """Return what the first rows chose, on the device."""
+        return RouterOutput(self.chosen[0, :rows], self.weights[:rows])
+
+    def fetch_selection(self, sequences: Tensor) -> HostSelection:
+        """Wait until the rows of ``texts`` have chosen; return their choices."""
+        self._host_chosen.copy_(self.chosen, non_blocking=True)
+        self._host_weights.copy_(self.weights, non_blocking=True)
+        if self.chosen.is_cuda:
+            torch.cuda.current_stream(self.chosen.device).synchronize()
+        selected, likely = (ids[sequences].numpy() for ids in self._host_chosen)
+        return HostSelection(selected, self._host_weights[sequences].numpy(), likely)
+
+
+def estimate_stacked_workspace_bytes(config: ModelConfig, *, rows: int) -> int:
+    """Return what a `StackedWorkspace` takes on the device."""
+    assert config.experts is not None
+    used, wide = config.experts.used, config.hidden_size
+    numbers = _HIDDEN_BUFFERS * wide + used * wide + used
+    return rows * (_FLOAT_BYTES * numbers + _LONG_BYTES * _ID_BUFFERS * used) + _LONG_BYTES
+
+
+def estimate_host_selection_bytes(config: ModelConfig, *, rows: int) -> int:
+    """Return what a `StackedWorkspace` takes of the machine's memory, pinned in powers of two."""
+    assert config.experts is not None
+    chosen = rows * config.experts.used
+    return round_pinned_bytes(2 * _LONG_BYTES * chosen) + round_pinned_bytes(_FLOAT_BYTES * chosen)
+
+
+Array = np.ndarray[Any, Any]
+_FLOATS_PER_CHOICE = 8
+"""Float32 numbers of a token and expert while it is chosen: scores, their order, ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextLayerPredictor:
+    """What the next routed layer is likely to be asked for: its router judges what this one reads.
+
+    Little is added to that in between. It is normed for this layer, and rescaled for the next.
+    """
+
+    scale: Tensor  # the norm of the next layer divided by that of this one, [hidden]
+    route: Router
+    is_last: bool
+    """Whether the next layer is the last of the base, which a prompt asks for one token alone."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return experts of tokens, [tokens, hidden] -> int64 [tokens, used]."""
+        return self.route(x * self.scale).selected
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMlp:
+    """The router of a layer, the owner of its experts, and its shared expert if it has one."""
+
+    layer: int
+    """Its number in the base."""
+    layer_index: int
+    """Its place among routed layers."""
+    route: Router
+    experts: StackedExperts
+    shared: SharedExpert | None
+    predictor: NextLayerPredictor | None
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        """Apply it expert after expert, with what a plan changes: [tokens, hidden].
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        routed = self.route(x)
+        selected, weights = routed.selected.cpu().numpy(), routed.weights.cpu().numpy()
+        likely = self._predict_next(x)
+        waits = self.experts.request(self.layer_index, selected, weights, likely)
+        rows = self.experts.layer_rows(self.layer_index)
+        lanes = build_worklist(
+            selected, weights, make_lane_map(rows - 1, len(self.experts.stack)), "expert_major"
+        )
+        out = x.new_zeros(selected.size, x.shape[1])
+        [there] = lanes.hot
+        self._run_experts(x, there, out, deltas)
+        if waits:
+            self.experts.wait(self.layer_index, len(selected))
+            self._run_experts(x, lanes.cold, out, deltas)
+        found = torch.from_numpy(self.experts.layer_rows(self.layer_index)[selected]).to(x.device)
+        weighed = self.experts.mask_weights(routed, found)
+        merged = merge_rows(out.view(*selected.shape, -1), weighed)
+        return merged if self.shared is None else merged + self.shared(x, deltas)
+
+    def _predict_next(self, x: Tensor) -> Array | None:
+        """Return what the next layer is likely to be asked for by all of these tokens."""
+        if (
+            self.predictor is None
+            or self.experts.is_whole
+            or (self.predictor.is_last and len(x) > 1)
+        ):
+            return None
+        found: Array = self.predictor(x).cpu().numpy()
+        return found
+
+    def _run_experts(self, x: Tensor, lane: WorklistLane, out: Tensor, deltas: Deltas) -> None:
+        """Write what the experts of a lane make of their tokens; missing ones write nothing."""
+        count = lane.count
+        sources = torch.from_numpy(lane.sources[:count]).to(x.device)
+        tokens = torch.from_numpy(lane.tokens[:count]).to(x.device)
+        for begin, end in pairwise(_find_run_bounds(lane.experts[:count])):
+            number = int(lane.experts[begin])
+            row = int(self.experts.layer_rows(self.layer_index)[number])
+            if row != DUMMY_ROW:
+                expert = self.experts.stack.expert(row, expert_module_name(self.layer, number))
+                made = expert(x.index_select(0, tokens[begin:end]), deltas)
+                out.index_copy_(0, sources[begin:end], made)
+        self.experts.record_computed(self.layer_index)
+
+
+def merge_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Add the weighted rows of each token: [tokens, used, hidden] -> [tokens, hidden]."""
+    return torch.bmm(weights[:, None], rows)[:, 0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedLayers:
+    """The routed layers of a base whose experts are in a stack."""
+
+    experts: StackedExperts
+    mlps: Mapping[int, StackedMlp]
+    """By their numbers in the base."""
+
+
+def build_stacked_layers(
+    config: ModelConfig, tensors: Mapping[str, Tensor], experts: StackedExperts
+) -> StackedLayers:
+    """Return the routed layers of a base, whose other tensors are given."""
+    routed = config.experts
+    assert routed is not None, "a base with routed experts"
+    routers = [
+        build_router(tensors, routed, layer=_layer_prefix(number)) for number in routed.layers
+    ]
+    norms = [tensors[f"{_layer_prefix(n)}.post_attention_layernorm.weight"] for n in routed.layers]
+    scales = [_safe_divide(after, norm) for norm, after in pairwise(norms)]
+    nexts = zip(scales, routers[1:], routed.layers[1:], strict=True)
+    foresights = [NextLayerPredictor(scale, to, n == config.layers - 1) for scale, to, n in nexts]
+    mlps = {
+        number: StackedMlp(
+            layer=number,
+            layer_index=place,
+            route=routers[place],
+            experts=experts,
+            shared=build_shared_expert(tensors, routed, layer=_layer_prefix(number)),
+            predictor=foresee,
+        )
+        for place, (number, foresee) in enumerate(
+            zip(routed.layers, [*foresights, None], strict=True)
+        )
+    }
+    return StackedLayers(experts, mlps)
+
+
+def estimate_prompt_floats(config: ExpertsConfig, *, hidden: int) -> int:
+    """Return how many float32 numbers a token of a prompt needs in a layer of experts, at most."""
+    inner = max(config.intermediate_size, config.shared_size)
+    rows = config.used * (2 * hidden + 4)  # of the grid and one expert's, and the worklist
+    return rows + 6 * hidden + 4 * inner + _FLOATS_PER_CHOICE * (config.count + config.used)
+
+
+def estimate_stacked_step_bytes(config: ExpertsConfig, shape: StackShape) -> int:
+    """Return the bytes a token of a step needs in a layer, with copies of the experts it chose."""
+    numbers = config.used * (4 * config.intermediate_size + 2 * shape.hidden + _FLOATS_PER_CHOICE)
+    numbers += 4 * config.shared_size + _FLOATS_PER_CHOICE * config.count
+    return config.used * shape.nbytes + 4 * numbers
+
+
+def _find_run_bounds(experts: Array) -> Sequence[int]:
+    """Return where each run of one expert begins, and where the last ends."""
+    if not len(experts):
+        return (0,)
+    changes = (np.flatnonzero(np.diff(experts)) + 1).tolist()
+    return (0, *changes, len(experts))
+
+
+def _safe_divide(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole == 0, 0.0, part / whole)
+
+
+def _layer_prefix(number: int) -> str:
+    return f"model.layers.{number}"

@@ -9,58 +9,58 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.decoder_room import DecoderRoom
-from expertctl.engine.kernels.elementwise import (
-    gate_arguments,
-    gate_kernel,
-    norm_arguments,
-    norm_kernel,
-    share_arguments,
-    share_kernel,
+from expertctl.engine.cpu.packed_base import PackedBase, PackedLayer, PackedRouting
+from expertctl.engine.cpu.workspace import Workspace
+from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.layer_operations import (
+    gated_add_arguments,
+    gated_add_kernel,
+    rms_norm_arguments,
+    rms_norm_kernel,
+    swiglu_arguments,
+    swiglu_kernel,
 )
-from expertctl.engine.kernels.merging import merge_arguments, merge_kernel
-from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items, multiply_kernel
-from expertctl.engine.kernels.packed import PackedMatrix
-from expertctl.engine.kernels.program import ProgramBuilder
-from expertctl.engine.kernels.routed import routed_arguments, routed_items, routed_kernel
-from expertctl.engine.kernels.routed_compact import (
-    CompactPart,
-    routed_compact_arguments,
-    routed_compact_kernel,
+from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
+from expertctl.engine.kernels.moe_gemm import (
+    CompactMatrix,
+    moe_gemm_arguments,
+    moe_gemm_compact_arguments,
+    moe_gemm_compact_kernel,
+    moe_gemm_items,
+    moe_gemm_kernel,
 )
-from expertctl.engine.kernels.routed_deltas import (
+from expertctl.engine.kernels.moe_lora import (
     DOWN,
     GATE,
-    routed_delta_arguments,
-    routed_delta_kernel,
-    routed_scale_arguments,
-    routed_scale_kernel,
+    moe_input_scale_arguments,
+    moe_input_scale_kernel,
+    moe_lora_arguments,
+    moe_lora_kernel,
 )
-from expertctl.engine.kernels.routing import (
-    route_arguments,
-    route_kernel,
-    skip_arguments,
-    skip_kernel,
+from expertctl.engine.kernels.moe_routing import (
+    combine_arguments,
+    combine_kernel,
+    drop_experts_arguments,
+    drop_experts_kernel,
+    gather_rows_arguments,
+    gather_rows_kernel,
+    permute_arguments,
+    permute_kernel,
+    topk_routing_arguments,
+    topk_routing_kernel,
 )
-from expertctl.engine.kernels.rows import (
-    PreparedRows,
-    prepare_arguments,
-    prepare_kernel,
-    rows_as_they_are,
-)
-from expertctl.engine.kernels.scheme import FLOATING, Scheme
-from expertctl.engine.kernels.sorting import (
-    gather_arguments,
-    gather_kernel,
-    sort_arguments,
-    sort_kernel,
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.quantisation import (
+    PreparedActivations,
+    activation_arguments,
+    activation_kernel,
+    wrap_float_activations,
 )
 from expertctl.engine.moe.routed_experts import RoutedExperts
-from expertctl.engine.packed_base import PackedBase
-from expertctl.engine.packed_layer import PackedLayer, PackedRouting
 
 Numbers = np.ndarray[Any, Any]
-_EXPERTS = "experts"
+_EXPERTS_PART = "experts"
 """The part name of operations that a base alone would not have."""
 
 
@@ -70,7 +70,7 @@ class RoutedOperations:
     def __init__(
         self,
         builder: ProgramBuilder,
-        room: DecoderRoom,
+        workspace: Workspace,
         tokens: Numbers,
         base: PackedBase,
         experts: RoutedExperts,
@@ -83,74 +83,76 @@ class RoutedOperations:
         Allow for plans that change the experts, in the schemes of ``adapters``, and with ``scales``
         for factors on what they read.
         """
-        assert room.routed is not None
+        assert workspace.routed is not None
         assert base.config.experts is not None
-        self._builder, self._decoder, self._tokens = builder, room, tokens
-        self.room, self._config, self._experts = room.routed, base.config.experts, experts
+        self._builder, self._decoder, self._tokens = builder, workspace, tokens
+        self.workspace, self._config, self._experts = workspace.routed, base.config.experts, experts
         self._hidden, self._scheme = base.config.hidden_size, base.scheme
         self._adapters, self._scales = adapters, scales
         self._scale = np.array([self._config.scale], np.float32)
         self._eps = np.array([base.config.norm_eps], np.float32)
         self._positions, self._inputs, self._outputs = np.zeros((3, 1), np.int64)
-        builder.keep(experts, self._scale, self._eps, self._tokens)
+        builder.keep_alive(experts, self._scale, self._eps, self._tokens)
 
     @property
     def is_whole(self) -> bool:
         """Whether no expert ever has to be brought between choosing and computing."""
         return self._experts.is_whole
 
-    def set(self, tokens: int) -> None:
+    def set_tokens(self, tokens: int) -> None:
         """Say how many tokens the next run reads."""
         shape, positions = self._experts.shape, tokens * self._config.used
         active = min(positions, self._config.count)
         self._positions[0] = positions
-        self._inputs[0] = routed_items(shape.gate_up_part, active=active)
-        self._outputs[0] = routed_items(shape.down_part, active=active)
+        self._inputs[0] = moe_gemm_items(shape.gate_up_matrix, active=active)
+        self._outputs[0] = moe_gemm_items(shape.down_matrix, active=active)
 
-    def share(self) -> None:
+    def add_shared_expert(self) -> None:
         """Add the output of the shared expert, as far as its gate opens."""
-        room, tokens = self.room, self._tokens
-        arguments = share_arguments(
-            shares=room.shares, rows=room.beside, out=self._decoder.hidden, width=self._hidden
+        room, tokens = self.workspace, self._tokens
+        arguments = gated_add_arguments(
+            gates=room.shares, rows=room.scratch, out=self._decoder.hidden, width=self._hidden
         )
-        self._builder.add(share_kernel(), arguments, tokens)
+        self._builder.add(gated_add_kernel(), arguments, tokens)
 
-    def choose(self, number: int, routing: PackedRouting) -> int:
+    def add_router(self, number: int, routing: PackedRouting) -> int:
         """Write what is asked for in a layer of the base; return its place among routed layers."""
-        place, room = self._config.layers.index(number), self.room
+        place, room = self._config.layers.index(number), self.workspace
         rows = self._decoder.normed
-        self._route(routing, rows, room.selected[place], room.weights[place])
+        self._add_routing(routing, rows, room.selected[place], room.weights[place])
         return place
 
-    def foresee(self, place: int, layer: PackedLayer) -> None:
+    def add_prediction(self, layer_index: int, layer: PackedLayer) -> None:
         """Write which experts the next routed layer is likely to be asked for.
 
         Its router judges by what the layer before it reads: little is added to that in between.
         """
         assert isinstance(layer.mlp, PackedRouting)
-        rows, out = self._decoder.hidden, self.room.beside
-        arguments = norm_arguments(rows=rows, weight=layer.mlp_norm, out=out, eps=self._eps)
-        self._builder.add(norm_kernel(), arguments, self._tokens)
-        self._route(layer.mlp, out, self.room.likely[place], self.room.likely_weights)
+        rows, out = self._decoder.hidden, self.workspace.scratch
+        arguments = rms_norm_arguments(rows=rows, weight=layer.mlp_norm, out=out, eps=self._eps)
+        self._builder.add(rms_norm_kernel(), arguments, self._tokens)
+        self._add_routing(
+            layer.mlp, out, self.workspace.likely[layer_index], self.workspace.likely_weights
+        )
 
-    def _route(
+    def _add_routing(
         self, routing: PackedRouting, rows: Numbers, selected: Numbers, weights: Numbers
     ) -> None:
-        self._product(routing.router, rows, self.room.logits)
-        arguments = route_arguments(
-            logits=self.room.logits,
-            bias=routing.choice_bias,
+        self._add_product(routing.router, rows, self.workspace.logits)
+        arguments = topk_routing_arguments(
+            logits=self.workspace.logits,
+            bias=routing.selection_bias,
             scale=self._scale,
             normalised=self._config.normalised,
             experts=self._config.count,
             selected=selected,
             weights=weights,
         )
-        self._builder.add(route_kernel(self._config.scoring), arguments, self._tokens)
-        self._builder.keep(routing)
+        self._builder.add(topk_routing_kernel(self._config.scoring), arguments, self._tokens)
+        self._builder.keep_alive(routing)
 
     @property
-    def may_part(self) -> bool:
+    def can_split(self) -> bool:
         """Whether experts that are there can be computed before the others.
 
         Which experts take over a skipped one's weight is known only when all have come; and what
@@ -158,159 +160,166 @@ class RoutedOperations:
         """
         return not (self._experts.skips or self._adapters or self._scales)
 
-    def compute(self, place: int) -> None:
+    def add_experts(self, layer_index: int) -> None:
         """Add what the experts of a routed layer make of the normed rows."""
-        room, add = self.room, self._builder.add
-        selected, weights = room.selected[place], room.weights[place]
+        room, add = self.workspace, self._builder.add
+        selected, weights = room.selected[layer_index], room.weights[layer_index]
         if self._experts.skips:
-            arguments = skip_arguments(
-                hits=self._experts.hits(place),
+            arguments = drop_experts_arguments(
+                hits=self._experts.hits(layer_index),
                 selected=selected,
                 weights=weights,
-                skipped=room.skipped[place],
+                dropped=room.skipped[layer_index],
             )
-            add(skip_kernel(), arguments, self._tokens)
-        arguments = sort_arguments(selected=selected, tokens=self._tokens, order=room.order)
-        add(sort_kernel(), arguments, 1)
-        self._products(place)
-        self._merge(place)
+            add(drop_experts_kernel(), arguments, self._tokens)
+        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=room.order)
+        add(permute_kernel(), arguments, 1)
+        self._add_products(layer_index)
+        self._add_merge(layer_index)
 
-    def compute_those_there(self, place: int) -> None:
+    def add_present_experts(self, layer_index: int) -> None:
         """Compute those of the chosen experts that are in memory now."""
-        self._compute_some(place, behind=False)
+        self._add_subset(layer_index, behind=False)
 
-    def compute_more(self, place: int) -> None:
+    def add_loaded_experts(self, layer_index: int) -> None:
         """Compute those that have come since."""
-        self._compute_some(place, behind=True)
+        self._add_subset(layer_index, behind=True)
 
-    def compute_the_rest(self, place: int) -> None:
+    def add_remaining_experts(self, layer_index: int) -> None:
         """Compute the last of them, and add the outputs of all."""
-        self._compute_some(place, behind=True)
-        self._merge(place)
+        self._add_subset(layer_index, behind=True)
+        self._add_merge(layer_index)
 
-    def _compute_some(self, place: int, *, behind: bool) -> None:
-        arguments = sort_arguments(
-            selected=self.room.selected[place],
+    def _add_subset(self, layer_index: int, *, behind: bool) -> None:
+        arguments = permute_arguments(
+            selected=self.workspace.selected[layer_index],
             tokens=self._tokens,
-            order=self.room.order,
-            places=self._experts.places(place),
-            behind=behind,
+            order=self.workspace.order,
+            block_addresses=self._experts.places(layer_index),
+            append=behind,
         )
-        self._builder.add(sort_kernel(), arguments, 1)
-        self._products(place)
+        self._builder.add(permute_kernel(), arguments, 1)
+        self._add_products(layer_index)
 
-    def _merge(self, place: int) -> None:
-        room = self.room
-        arguments = merge_arguments(
+    def _add_merge(self, layer_index: int) -> None:
+        room = self.workspace
+        arguments = combine_arguments(
             order=room.order,
-            weights=room.weights[place],
+            weights=room.weights[layer_index],
             rows=room.down,
             out=self._decoder.hidden,
             width=self._hidden,
         )
-        self._builder.add(merge_kernel(), arguments, self._tokens)
+        self._builder.add(combine_kernel(), arguments, self._tokens)
 
-    def _products(self, place: int) -> None:
+    def _add_products(self, layer_index: int) -> None:
         """``down (silu(gate x) * up x)`` of each position of an order.
 
         Intermediate values of earlier positions are computed anew; their ``down`` is done already,
         so that does no harm.
         """
-        room, wide = self.room, self._experts.shape.intermediate
-        arguments = gather_arguments(
-            order=room.order, used=self._config.used, rows=self._normed(), gathered=room.rows
+        room, wide = self.workspace, self._experts.shape.intermediate
+        arguments = gather_rows_arguments(
+            order=room.order,
+            top_k=self._config.used,
+            rows=self._prepare_normed(),
+            gathered=room.rows,
         )
-        self._builder.add(gather_kernel(), arguments, self._positions)
-        self._routed(place, room.rows, room.gates, self._inputs, down=False)
-        self._change(place, self._decoder.normed[:, : self._hidden], room.gates, down=False)
+        self._builder.add(gather_rows_kernel(), arguments, self._positions)
+        self._add_routed_product(layer_index, room.rows, room.gates, self._inputs, down=False)
+        self._add_deltas(
+            layer_index, self._decoder.normed[:, : self._hidden], room.gates, down=False
+        )
         gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
-        arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
-        self._builder.add(gate_kernel(), arguments, self._positions)
-        middle = self._middle(self._scaled(place, gate, up) if self._scales else gate)
-        self._routed(place, middle, room.down, self._outputs, down=True)
-        self._change(place, gate, room.down, down=True)
+        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._builder.add(swiglu_kernel(), arguments, self._positions)
+        middle = self._prepare_middle(
+            self._add_scale(layer_index, gate, up) if self._scales else gate
+        )
+        self._add_routed_product(layer_index, middle, room.down, self._outputs, down=True)
+        self._add_deltas(layer_index, gate, room.down, down=True)
 
-    def _middle(self, rows: Numbers) -> PreparedRows:
+    def _prepare_middle(self, rows: Numbers) -> PreparedActivations:
         """Return the intermediate rows as the experts' scheme wants them."""
-        if self._scheme in FLOATING:
-            return rows_as_they_are(rows)
-        prepared = self.room.middle
-        arguments = prepare_arguments(rows=rows, columns=rows.shape[1], prepared=prepared)
-        self._builder.add(prepare_kernel(self._scheme), arguments, self._positions)
+        if self._scheme in FLOAT_SCHEMES:
+            return wrap_float_activations(rows)
+        prepared = self.workspace.middle
+        arguments = activation_arguments(rows=rows, columns=rows.shape[1], prepared=prepared)
+        self._builder.add(activation_kernel(self._scheme), arguments, self._positions)
         return prepared
 
-    def _scaled(self, place: int, rows: Numbers, out: Numbers) -> Numbers:
+    def _add_scale(self, layer_index: int, rows: Numbers, out: Numbers) -> Numbers:
         """``u * x`` of each position, beside x, because A takes x as it is."""
-        arguments = routed_scale_arguments(
-            batch=self._decoder.routed_batch(None).words,
-            order=self.room.order,
-            used=self._config.used,
-            layer=place,
+        arguments = moe_input_scale_arguments(
+            batch=self._decoder.get_routed_batch_table(None).words,
+            order=self.workspace.order,
+            top_k=self._config.used,
+            layer=layer_index,
             module=DOWN,
             rows=rows,
             out=out,
         )
-        self._builder.add(routed_scale_kernel(), arguments, self._positions, part=_EXPERTS)
+        self._builder.add(moe_input_scale_kernel(), arguments, self._positions, part=_EXPERTS_PART)
         return out
 
-    def _change(self, place: int, rows: Numbers, out: Numbers, *, down: bool) -> None:
+    def _add_deltas(self, layer_index: int, rows: Numbers, out: Numbers, *, down: bool) -> None:
         """Add what plans change in down, or in gate and up, which read the rows of tokens."""
         for scheme in self._adapters:
-            arguments = routed_delta_arguments(
+            arguments = moe_lora_arguments(
                 scheme=scheme,
-                batch=self._decoder.routed_batch(scheme).words,
-                order=self.room.order,
-                used=self._config.used,
-                layer=place,
+                batch=self._decoder.get_routed_batch_table(scheme).words,
+                order=self.workspace.order,
+                top_k=self._config.used,
+                layer=layer_index,
                 first=DOWN if down else GATE,
                 modules=1 if down else DOWN - GATE,
                 width=self._hidden if down else self._experts.shape.intermediate,
                 rows=rows,
-                of_tokens=not down,
+                by_token=not down,
                 out=out,
             )
-            kernel = routed_delta_kernel(scheme)
-            self._builder.add(kernel, arguments, self._positions, part=_EXPERTS)
+            kernel = moe_lora_kernel(scheme)
+            self._builder.add(kernel, arguments, self._positions, part=_EXPERTS_PART)
 
-    def _routed(
+    def _add_routed_product(
         self,
-        place: int,
-        rows: PreparedRows,
+        layer_index: int,
+        rows: PreparedActivations,
         out: Numbers,
         items: Numbers,
         *,
         down: bool,
     ) -> None:
-        shape, places = self._experts.shape, self._experts.places(place)
-        order, absent = self.room.order, self.room.absent
-        if shape.compact:
-            part = CompactPart.of(shape, down=down)
-            arguments = routed_compact_arguments(
-                compact=part, places=places, order=order, rows=rows, out=out, items=items,
+        shape, places = self._experts.shape, self._experts.places(layer_index)
+        order, absent = self.workspace.order, self.workspace.absent
+        if shape.compact_bytes:
+            part = CompactMatrix.create(shape, down=down)
+            arguments = moe_gemm_compact_arguments(
+                compact=part, block_addresses=places, order=order, rows=rows, out=out, items=items,
                 absent=absent,
             )  # fmt: skip
-            self._builder.add(routed_compact_kernel(), arguments, items)
+            self._builder.add(moe_gemm_compact_kernel(), arguments, items)
             return
-        arguments = routed_arguments(
-            part=shape.down_part if down else shape.gate_up_part, places=places, order=order,
+        arguments = moe_gemm_arguments(
+            part=shape.down_matrix if down else shape.gate_up_matrix, block_addresses=places, order=order,
             rows=rows, out=out, items=items, absent=absent,
         )  # fmt: skip
-        self._builder.add(routed_kernel(self._scheme), arguments, items)
+        self._builder.add(moe_gemm_kernel(self._scheme), arguments, items)
 
-    def _normed(self) -> PreparedRows:
+    def _prepare_normed(self) -> PreparedActivations:
         """Return the normed rows as the experts' scheme wants them."""
         normed = self._decoder.normed
-        prepared = self._decoder.prepared(self._scheme, self._hidden)
+        prepared = self._decoder.get_prepared_rows(self._scheme, self._hidden)
         if prepared is None:
-            return rows_as_they_are(normed)
-        arguments = prepare_arguments(rows=normed, columns=self._hidden, prepared=prepared)
-        self._builder.add(prepare_kernel(self._scheme), arguments, self._tokens)
+            return wrap_float_activations(normed)
+        arguments = activation_arguments(rows=normed, columns=self._hidden, prepared=prepared)
+        self._builder.add(activation_kernel(self._scheme), arguments, self._tokens)
         return prepared
 
-    def _product(self, matrix: PackedMatrix, rows: Numbers, out: Numbers) -> None:
+    def _add_product(self, matrix: PackedMatrix, rows: Numbers, out: Numbers) -> None:
         """A product with a float32 matrix."""
-        arguments = multiply_arguments(
-            matrix=matrix, rows=rows_as_they_are(rows), out=out, tokens=self._tokens
+        arguments = gemm_arguments(
+            matrix=matrix, rows=wrap_float_activations(rows), out=out, tokens=self._tokens
         )
-        self._builder.add(multiply_kernel(Scheme.FLOAT32), arguments, multiply_items(matrix))
-        self._builder.keep(matrix)
+        self._builder.add(gemm_kernel(Scheme.FLOAT32), arguments, gemm_items(matrix))
+        self._builder.keep_alive(matrix)

@@ -1,4 +1,10 @@
-"""The routed experts of a base on a device: which row of the stack each is in.
+"""Which experts are asked for where all routed experts of a base are on a device.
+
+No expert is ever missing, so a step never stops to tell the host what was chosen. It adds up the
+choices on the device, and they are fetched when an answer is over; for prompts the host knows them
+anyway. A run in less memory begins with these counts, as in `make_resident_experts`.
+
+The routed experts of a base on a device: which row of the stack each is in.
 
 `lookup` is on the device and leads from an expert to its row, and from one that is missing to the
 dummy. Steps ask nothing else, and it changes only between two of their stages: an expert that is
@@ -6,7 +12,7 @@ still on its way is in no row. `ExpertCache` decides which experts come and go, 
 Where all experts are there, nothing has to be decided or asked, and choices are only counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -16,25 +22,118 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertctl.digest import Progress, no_progress
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.asked_experts import AskedExperts
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertShape
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.choices import HostChoices, end_asking
-from expertctl.engine.moe.copy_order import is_queued
+from expertctl.engine.moe.counters import Counters, count_requests_by_layer
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.expert_rows import ExpertRows
-from expertctl.engine.moe.expert_stack import BUFFERS, DUMMY, ExpertStack, StackShape
+from expertctl.engine.moe.expert_stack import (
+    DUMMY_ROW,
+    STAGING_BUFFERS,
+    ExpertStack,
+    StackRowReader,
+    StackShape,
+    is_queued,
+)
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routing import Routed
-from expertctl.engine.moe.skipping import skipped_share
+from expertctl.engine.moe.resident_experts import compute_skipped_share
+from expertctl.engine.moe.routed_experts import HostRoutingChoices, MissPolicy, mask_last_layer
+from expertctl.engine.moe.routing import RouterOutput
+from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
-from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
+
+_ChoiceArray = np.ndarray[Any, Any]
+_COUNTER_BYTES = 8
+
+
+class DeviceExpertCounts:
+    """All experts are there and stay. One thread adds up and fetches; any thread reads counters."""
+
+    slots: tuple[LayerSlots, ...] = ()
+    scores: Sequence[ExpertScores] = ()
+    exchange_rate = 0.0
+
+    def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
+        """Begin with nothing counted."""
+        self._config, layers = config, len(config.layers)
+        self.counters = Counters(config.layers, experts=config.count)
+        """What layers were asked for until the last `fetch`."""
+        with torch.inference_mode(False):  # steps run in inference mode; `fetch` may not
+            self._counts = torch.zeros(layers * config.count, dtype=torch.long, device=device)
+            self._unique_counts = torch.zeros(layers, dtype=torch.long, device=device)
+            self._layer_offsets = torch.arange(layers, device=device)[:, None] * config.count
+            self._one = torch.ones(1, dtype=torch.long, device=device)
+        self._steps = self._requests = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(
+            each.nbytes
+            for each in (self._counts, self._unique_counts, self._layer_offsets, self._one)
+        )
+
+    def count_step(self, selected: Tensor) -> None:
+        """Add what a step chose, on the device and without waiting, int64 [layers, tokens, used].
+
+        A token asks for each expert once.
+        """
+        layers, tokens, used = selected.shape
+        places = (selected.reshape(layers, -1) + self._layer_offsets).flatten()
+        ones = self._one.expand(len(places))
+        self._counts.scatter_add_(0, places, ones)
+        self._steps += 1
+        if tokens == 1:
+            self._requests += used
+            return
+        seen = torch.zeros_like(self._counts).scatter_(0, places, ones)
+        self._unique_counts += seen.view(layers, -1).sum(-1)
+
+    def count_pass(self, selected: _ChoiceArray) -> None:
+        """Count the choices of a pass, known to the host, int64 [layers, tokens, used]."""
+        chosen = count_requests_by_layer(selected, self._config.count)
+        self.counters.count_hits(chosen, calls=1, requests=np.count_nonzero(chosen, axis=-1))
+
+    def fetch_counts(self) -> None:
+        """Count what steps chose since the last call; this waits for the device, once."""
+        if not self._steps:
+            return
+        chosen = self._counts.cpu().numpy().reshape(-1, self._config.count)
+        different = self._unique_counts.cpu().numpy() + self._requests
+        self.counters.count_hits(chosen, calls=self._steps, requests=different)
+        self._counts.zero_()
+        self._unique_counts.zero_()
+        self._steps = self._requests = 0
+
+    def report(self) -> RoutedExpertStats:
+        """Return what was asked for until the last `fetch`."""
+        layers, experts = len(self._config.layers), self._config.count
+        residence = ExpertResidency(
+            layers=layers, experts=experts, slots=experts, blocks=layers * experts
+        )
+        return RoutedExpertStats(
+            residence, ExpertActivity(requests=self.counters.cumulative_snapshot().summary.requests)
+        )
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return nothing: no expert is still to come."""
+        return ()
+
+    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
+        """Do nothing: no expert has to make room for another."""
+
+
+def estimate_counter_bytes(config: ExpertsConfig) -> int:
+    """Return the bytes of counting on the device: counts of experts, and numbers of layers."""
+    layers = len(config.layers)
+    return _COUNTER_BYTES * (layers * config.count + 2 * layers + 1)
+
 
 Numbers = np.ndarray[Any, Any]
 _LONG_BYTES = 8
@@ -51,7 +150,7 @@ class StackedExperts:
         self,
         config: ExpertsConfig,
         stack: ExpertStack,
-        reader: ExpertRows,
+        reader: StackRowReader,
         *,
         cache: ExpertCache | None = None,
     ) -> None:
@@ -60,24 +159,24 @@ class StackedExperts:
         Without a cache, `fill_all` brings the experts.
         """
         self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
-        self.asked = AskedExperts(config, stack.device) if cache is None else None
+        self.device_counts = DeviceExpertCounts(config, stack.device) if cache is None else None
         """Counts what is asked for where there is no cache."""
         shape = len(config.layers), config.count
         with torch.inference_mode(False):
-            self._sending = torch.full(
-                shape, DUMMY, dtype=torch.long, pin_memory=is_queued(stack.device)
+            self._pinned_lookup = torch.full(
+                shape, DUMMY_ROW, dtype=torch.long, pin_memory=is_queued(stack.device)
             )
-            self._sent: Numbers = self._sending.numpy()
+            self._host_lookup: Numbers = self._pinned_lookup.numpy()
             if cache is None:
-                rows = [stack.place(number) for number in range(len(stack))]
-                self._sent[...] = np.array(rows, np.int64).reshape(shape)
-            self.lookup = self._sending.to(stack.device, copy=True)
-        self.choices = HostChoices(layers=shape[0], tokens=1, used=config.used)
+                rows = [stack.locate(number) for number in range(len(stack))]
+                self._host_lookup[...] = np.array(rows, np.int64).reshape(shape)
+            self.lookup = self._pinned_lookup.to(stack.device, copy=True)
+        self.choices = HostRoutingChoices(layers=shape[0], tokens=1, used=config.used)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        counts = 0 if self.asked is None else self.asked.nbytes
+        counts = 0 if self.device_counts is None else self.device_counts.nbytes
         return self.stack.nbytes + self.lookup.nbytes + counts
 
     @property
@@ -90,7 +189,7 @@ class StackedExperts:
         """Whether what is missing may be left out."""
         return self.cache is not None and self.cache.skips
 
-    def fill_all(self, progress: Progress = no_progress) -> int:
+    def load_all(self, progress: Progress = ignore_progress) -> int:
         """Bring each expert into the row that is its own; return how many bytes were read.
 
         Raises:
@@ -98,7 +197,7 @@ class StackedExperts:
         """
         assert self.is_whole, "the cache decides what is brought"
         read, names = 0, product(self.config.layers, range(self.config.count))
-        pool = ThreadPoolExecutor(BUFFERS)
+        pool = ThreadPoolExecutor(STAGING_BUFFERS)
         try:
             reads = (partial(self._reader.read, *name) for name in names)
             for size in pool.map(self.stack.fill, range(len(self.stack)), reads):
@@ -108,21 +207,21 @@ class StackedExperts:
             pool.shutdown(cancel_futures=True)
         return read
 
-    def rows(self, place: int) -> Numbers:
+    def layer_rows(self, layer_index: int) -> Numbers:
         """Return the row of each expert of a layer, int64 [experts]; the dummy's where missing."""
-        found: Numbers = self._sent[place]
+        found: Numbers = self._host_lookup[layer_index]
         return found
 
-    def find(self, place: int, selected: Tensor) -> Tensor:
+    def look_up(self, layer_index: int, selected: Tensor) -> Tensor:
         """Return the rows of experts of a layer, on the device; both int64 [tokens, used]."""
-        return _looked_up(self.lookup[place], selected)
+        return _gather_rows(self.lookup[layer_index], selected)
 
-    def find_in(self, place: Tensor, selected: Tensor) -> Tensor:
+    def look_up_on_device(self, layer_index: Tensor, selected: Tensor) -> Tensor:
         """Return the same for a layer whose place only the device knows, int64 [1]."""
-        return _looked_up(self.lookup.index_select(0, place)[0], selected)
+        return _gather_rows(self.lookup.index_select(0, layer_index)[0], selected)
 
-    def ask(
-        self, place: int, selected: Numbers, weights: Numbers, likely: Numbers | None = None
+    def request(
+        self, layer_index: int, selected: Numbers, weights: Numbers, likely: Numbers | None = None
     ) -> bool:
         """Ask for what tokens chose in a layer, [tokens, used]; tell whether to `wait`.
 
@@ -132,34 +231,34 @@ class StackedExperts:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        tokens, choices = len(selected), self._room_for(len(selected))
-        choices.selected[place, :tokens] = selected
-        if place == len(self.config.layers) - 1:
-            end_asking(choices, tokens, choices.tokens)
+        tokens, choices = len(selected), self._reserve_choices(len(selected))
+        choices.selected[layer_index, :tokens] = selected
+        if layer_index == len(self.config.layers) - 1:
+            mask_last_layer(choices, tokens, choices.tokens)
         if self.cache is None:
             return False
-        choices.weights[place, :tokens] = weights
+        choices.weights[layer_index, :tokens] = weights
         if likely is not None:
-            choices.likely[place + 1, :tokens] = likely
-        waits = self.cache.ask(place, choices, tokens, foresees=likely is not None)
-        self._send(place)
+            choices.likely[layer_index + 1, :tokens] = likely
+        waits = self.cache.request(layer_index, choices, tokens, predicts_next=likely is not None)
+        self._update_lookup(layer_index)
         if not waits:
-            self._note_skipped(place, tokens)
+            self._record_skipped(layer_index, tokens)
         return waits
 
-    def computed(self, place: int) -> None:
+    def record_computed(self, layer_index: int) -> None:
         """Learn that the device was asked to compute the experts of a layer that are there.
 
         Until it has, no other expert is copied into their rows.
         """
         if self.cache is not None:
-            rows = self._sent[place]
-            self.stack.note_read(rows[rows != DUMMY])
+            rows = self._host_lookup[layer_index]
+            self.stack.record_reads(rows[rows != DUMMY_ROW])
 
-    def wait(self, place: int, tokens: int) -> None:
+    def wait(self, layer_index: int, tokens: int) -> None:
         """Wait for experts that so many tokens asked for in a layer and that may not be skipped.
 
-        The work that `computed` reported is waited for first: time in which the device computes is
+        The work that `record_computed` reported is waited for first: time in which the device computes is
         not counted as waiting for experts.
 
         Raises:
@@ -168,27 +267,31 @@ class StackedExperts:
         if self.cache is not None:
             self.stack.wait_for_reads()
             self.cache.wait()
-            self._send(place)
-            self._note_skipped(place, tokens)
+            self._update_lookup(layer_index)
+            self._record_skipped(layer_index, tokens)
 
-    def passed(self, tokens: int, *, phase: Phase) -> None:
+    def end_pass(self, tokens: int, *, phase: Phase) -> None:
         """Learn that a pass over so many tokens is over; now experts may come and go."""
         if self.cache is not None:
-            self.cache.passed(self.choices, tokens, phase=phase)
-        elif self.asked is not None:
-            self.asked.count_pass(self.choices.selected[:, :tokens])
+            self.cache.end_pass(self.choices, tokens, phase=phase)
+        elif self.device_counts is not None:
+            self.device_counts.count_pass(self.choices.selected[:, :tokens])
 
-    def weights(self, routed: Routed, rows: Tensor) -> Tensor:
+    def mask_weights(self, routed: RouterOutput, rows: Tensor) -> Tensor:
         """Return the weights of experts in rows; where they may be skipped, the dummy gets 0."""
-        return kept_weights(routed.weights, rows != DUMMY) if self.skips else routed.weights
+        return (
+            redistribute_tensor_weights(routed.weights, rows != DUMMY_ROW)
+            if self.skips
+            else routed.weights
+        )
 
-    def matrix(self, module: str) -> Tensor:
+    def read_matrix(self, module: str) -> Tensor:
         """Return the weights [out, in] of a linear layer of an expert, read from its file.
 
         Raises:
             InvalidPackageError: when the file cannot be read to its end.
         """
-        return self._reader.matrix(module)
+        return self._reader.read_matrix(module)
 
     def close(self) -> None:
         """Stop reading experts."""
@@ -197,39 +300,43 @@ class StackedExperts:
 
     def check_integrity(self) -> None:
         """Assert what always holds between two passes."""
-        assert np.array_equal(self.lookup.cpu().numpy(), self._sent)
-        assert not self.stack.gate_up[DUMMY].any()
-        assert not self.stack.down[DUMMY].any()
+        assert np.array_equal(self.lookup.cpu().numpy(), self._host_lookup)
+        assert not self.stack.gate_up[DUMMY_ROW].any()
+        assert not self.stack.down[DUMMY_ROW].any()
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def _room_for(self, tokens: int) -> HostChoices:
+    def _reserve_choices(self, tokens: int) -> HostRoutingChoices:
         if self.choices.tokens < tokens:
             layers, used = len(self.config.layers), self.config.used
-            self.choices = HostChoices(layers=layers, tokens=tokens, used=used)
+            self.choices = HostRoutingChoices(layers=layers, tokens=tokens, used=used)
         return self.choices
 
-    def _send(self, place: int) -> None:
+    def _update_lookup(self, layer_index: int) -> None:
         """Tell the device where the experts of a layer are now, if that changed.
 
         What was sent before has arrived: the caller of `ask` waited for a choice that was queued
         after it, and `wait` waits for what was computed by it.
         """
         assert self.cache is not None
-        now = self.cache.places(place)
-        if not np.array_equal(now, self._sent[place]):
-            self._sent[place] = now
-            self.lookup[place].copy_(self._sending[place], non_blocking=True)
+        now = self.cache.places(layer_index)
+        if not np.array_equal(now, self._host_lookup[layer_index]):
+            self._host_lookup[layer_index] = now
+            self.lookup[layer_index].copy_(self._pinned_lookup[layer_index], non_blocking=True)
 
-    def _note_skipped(self, place: int, tokens: int) -> None:
+    def _record_skipped(self, layer_index: int, tokens: int) -> None:
         if not self.skips:
             return
-        weights = self.choices.weights[place, :tokens]
-        hits = self._sent[place][self.choices.selected[place, :tokens]] != DUMMY
-        self.choices.skipped[place, :tokens] = skipped_share(weights, hits) * weights.sum(-1)
+        weights = self.choices.weights[layer_index, :tokens]
+        hits = (
+            self._host_lookup[layer_index][self.choices.selected[layer_index, :tokens]] != DUMMY_ROW
+        )
+        self.choices.skipped[layer_index, :tokens] = compute_skipped_share(
+            weights, hits
+        ) * weights.sum(-1)
 
 
-def open_experts(
+def open_stacked_experts(
     config: ModelConfig,
     stored: Mapping[str, StoredTensor],
     shape: StackShape,
@@ -241,7 +348,7 @@ def open_experts(
 
     ``stored`` says where the tensors of the base lie.
     """
-    routed, reader = config.experts, ExpertRows(stored, shape)
+    routed, reader = config.experts, StackRowReader(stored, shape)
     assert routed is not None, "a base with routed experts"
     if plan is None:
         stack = ExpertStack(shape, blocks=len(routed.layers) * routed.count, device=device)
@@ -255,18 +362,18 @@ def open_experts(
             blocks=stack,
         ),
         reader,
-        numbers=routed.layers,
+        layer_numbers=routed.layers,
         slots=[
             LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
-            for capacity, pins in zip(plan.capacities, plan.pins, strict=True)
+            for capacity, pins in zip(plan.capacities, plan.pinned_by_layer, strict=True)
         ],
         policy=MissPolicy(skips=plan.miss == "skip", cap=plan.cap),
-        threads=BUFFERS - 1,
+        threads=STAGING_BUFFERS - 1,
     )
     return StackedExperts(routed, stack, reader, cache=cache)
 
 
-def kept_weights(weights: Tensor, hits: Tensor) -> Tensor:
+def redistribute_tensor_weights(weights: Tensor, hits: Tensor) -> Tensor:
     """Return `skipping.effective_weights` of tensors: what is hit takes over all the mass."""
     given = weights.double()
     kept = given * hits
@@ -275,10 +382,10 @@ def kept_weights(weights: Tensor, hits: Tensor) -> Tensor:
     return (kept * share).to(weights.dtype)
 
 
-def _looked_up(rows: Tensor, selected: Tensor) -> Tensor:
+def _gather_rows(rows: Tensor, selected: Tensor) -> Tensor:
     return rows.index_select(0, selected.flatten()).view_as(selected)
 
 
-def lookup_bytes(config: ExpertsConfig) -> int:
+def estimate_lookup_bytes(config: ExpertsConfig) -> int:
     """Return what the lookup takes on the device."""
     return _LONG_BYTES * len(config.layers) * config.count

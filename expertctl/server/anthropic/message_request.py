@@ -2,50 +2,101 @@
 
 A field that would change the answer, but is not implemented here, is accepted only with its
 neutral value. The last group of fields is our own, as in the other APIs of the server.
+
+`MessageCall`: a request for a message as a job for the engine, and how its answer is read.
 """
 
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from expertctl.routing.presets import MAX_STOP_CHARACTERS, MAX_STOPS
-from expertctl.server.anthropic.content_block import CacheControl, Texts
-from expertctl.server.anthropic.conversation import Turn
-from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, OfferedTool
-from expertctl.server.deadline import TimeoutMs
-from expertctl.server.field_error import FieldError
-from expertctl.server.sampling_fields import TopK, within
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
+from expertctl.errors import UsageError
+from expertctl.routing.request import RouteRequest, check_request, parse_target
+from expertctl.routing.sampling_presets import (
+    DEFAULT_MAX_EXPERTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingOverrides,
+)
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.anthropic.conversation import (
+    MAX_TOOLS,
+    CacheControl,
+    OfferedTool,
+    TextContent,
+    ToolChoiceOption,
+    Turn,
+    is_single_call,
+    list_strict_tools,
+    read_messages,
+    select_tools,
+)
+from expertctl.server.caller import Caller, make_cache_key
+from expertctl.server.chat_prompt import (
+    INSTRUCTION_WARNING,
+    ChatTemplateTraits,
+    add_json_instruction,
+    answer_opens_reasoning,
+    can_continue,
+    check_tools_length,
+    find_answer_partial_tag,
+    find_answer_prefix,
+    find_routing_text,
+    normalise_call_ids,
+)
+from expertctl.server.model_name import ModelSelection, parse_model
+from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
+from expertctl.server.post_processing.response_format import ResponseFormat, build_check
+from expertctl.server.reasoning_parser import count_reasoning_tokens
+from expertctl.server.request_body import (
+    FieldError,
+    TimeoutMs,
+    TopK,
+    compute_deadline,
+    field_limits,
+    format_ignored_warning,
+    normalise_top_k,
+    normalise_top_p,
+)
+from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000
-LEAST_THINKING = 1024
+MIN_THINKING_TOKENS = 1024
 _MAX_KEY = 512
 
 _Key = Annotated[str, Meta(max_length=_MAX_KEY)]
-_Display = Literal["summarized", "omitted"]
+_ThinkingDisplay = Literal["summarized", "omitted"]
 
 
-class _Thinking(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+class _ThinkingMode(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
     """Whether a model thinks before it answers, and whether that is shown."""
 
 
-class ThinkingEnabled(_Thinking, frozen=True, tag="enabled"):
+class ThinkingEnabled(_ThinkingMode, frozen=True, tag="enabled"):
     """It does; how much it thinks is up to it, within ``max_tokens``."""
 
-    budget_tokens: Annotated[int, Meta(ge=LEAST_THINKING)]
-    display: _Display | None = None
+    budget_tokens: Annotated[int, Meta(ge=MIN_THINKING_TOKENS)]
+    display: _ThinkingDisplay | None = None
 
 
-class ThinkingAdaptive(_Thinking, frozen=True, tag="adaptive"):
+class ThinkingAdaptive(_ThinkingMode, frozen=True, tag="adaptive"):
     """It does where it sees fit."""
 
-    display: _Display | None = None
+    display: _ThinkingDisplay | None = None
 
 
-class ThinkingDisabled(_Thinking, frozen=True, tag="disabled"):
+class ThinkingDisabled(_ThinkingMode, frozen=True, tag="disabled"):
     """It does not."""
 
 
-Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+ThinkingMode = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
 
 
 class JsonFormat(Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,16 +124,16 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     model: Annotated[str, Meta(min_length=1)]
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_TURNS)]
-    system: Texts | None = None
+    system: TextContent | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
-    thinking: Thinking | None = None
+    tool_choice: ToolChoiceOption | None = None
+    thinking: ThinkingMode | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
     @property
-    def thinks(self) -> bool:
+    def enables_thinking(self) -> bool:
         """Whether the model is to think before it answers."""
         return isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
 
@@ -99,7 +150,7 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation whose next turn is asked for."""
 
-    max_tokens: Annotated[int, within("max_tokens")]
+    max_tokens: Annotated[int, field_limits("max_tokens")]
     stream: bool | None = None
     stop_sequences: (
         Annotated[
@@ -109,7 +160,7 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, within("top_p")] | None = None
+    top_p: Annotated[float, field_limits("top_p")] | None = None
     top_k: TopK | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -117,16 +168,16 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
     inference_geo: None = None
     diagnostics: None = None
 
-    seed: Annotated[int, within("seed")] | None = None
-    priority: Annotated[int, within("priority")] | None = None
+    seed: Annotated[int, field_limits("seed")] | None = None
+    priority: Annotated[int, field_limits("priority")] | None = None
     timeout_ms: TimeoutMs | None = None
     cache_key: _Key | None = None
     session_id: _Key | None = None
     exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
-    max_experts: Annotated[int, within("max_experts")] | None = None
+    max_experts: Annotated[int, field_limits("max_experts")] | None = None
 
 
-def check_thinking(request: MessageRequest) -> None:
+def check_thinking_budget(request: MessageRequest) -> None:
     """Refuse a thinking budget that is not below ``max_tokens``.
 
     Raises:
@@ -136,3 +187,218 @@ def check_thinking(request: MessageRequest) -> None:
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
         field = "thinking.budget_tokens"
         raise FieldError(f"{field}: it must be less than max_tokens", field=field)
+
+
+BUDGET_WARNING = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInput:
+    """A conversation in the form that the chat template takes."""
+
+    messages: tuple[ConversationMessage, ...]
+    """What the model reads."""
+    client_messages: tuple[ConversationMessage, ...]
+    """What the client sent, which experts are chosen by."""
+    tools: tuple[OfferedTool, ...]
+    variables: JsonObject
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def chat_end(self) -> ChatEnd:
+        """How the prompt ends: text of the assistant at the end is continued."""
+        return "continue" if can_continue(self.messages[-1]) else "new_turn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageCall:
+    """One request for a message, read."""
+
+    job: GenerationJob
+    parser_config: OutputParserConfig
+    template: ChatTemplateTraits
+    model: str
+    shows_thinking: bool
+    stop_sequences: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
+
+    async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
+        """Return how many tokens of the answer are thought."""
+        opened = self.parser_config.starts_in_reasoning
+        return await count_reasoning_tokens(
+            results, self.template.tokenizer, starts_in_reasoning=opened
+        )
+
+    @property
+    def id(self) -> str:
+        """The id of the message."""
+        return f"msg_{self.job.id}"
+
+
+def build_template_input(
+    request: CountRequest, template: ChatTemplateTraits, *, json_instruction: bool
+) -> TemplateInput:
+    """Read the conversation, tools and variables that the model gets.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+    """
+    tools = select_tools(request.tools or (), request.tool_choice)
+    if tools and not template.reads_tools:
+        raise FieldError("tools: the chat template of this base reads none", field="tools")
+    variables: JsonObject = {"enable_thinking": request.enables_thinking}
+    if request.output_config is not None and request.output_config.effort is not None:
+        variables["reasoning_effort"] = request.output_config.effort
+    if tools:
+        told = [tool.to_json() for tool in tools]
+        check_tools_length(told)
+        variables["tools"] = list[JsonValue](told)
+    messages = normalise_call_ids(
+        read_messages(request.system, request.messages), template.call_format
+    )
+    wanted = request.output_config.format if request.output_config else None
+    shown = wanted is not None and json_instruction and not tools
+    read = add_json_instruction(messages, wanted.schema) if wanted and shown else messages
+    return TemplateInput(
+        messages=read,
+        client_messages=messages,
+        tools=tools,
+        variables=variables,
+        warnings=(INSTRUCTION_WARNING,) if read != messages else (),
+    )
+
+
+def build_message_call(
+    request: MessageRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    template: ChatTemplateTraits,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
+) -> MessageCall:
+    """Read a request to a server of one base; ``ignored_fields`` fields were left out of it.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+        UsageError: when fields do not fit together.
+        ModelNotFoundError: when there is no such model.
+    """
+    check_thinking_budget(request)
+    choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
+    asked = build_template_input(request, template, json_instruction=settings.json_instruction)
+    reading = _build_parser_config(request, asked, template)
+    job = GenerationJob(
+        id=uuid.uuid4().hex,
+        request=_build_run_request(request, asked, choice, caller),
+        owner=caller.id,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=compute_deadline(request.timeout_ms, default=settings.timeout),
+        check=_build_check(request, asked, reading),
+    )
+    return MessageCall(
+        job=job,
+        parser_config=reading,
+        template=template,
+        model=request.model,
+        shows_thinking=request.shows_thinking,
+        stop_sequences=tuple(request.stop_sequences or ()),
+        warnings=(
+            *format_ignored_warning(ignored),
+            *asked.warnings,
+            *_unenforced_warnings(request),
+        ),
+        ignored_fields=tuple(ignored),
+    )
+
+
+def _build_check(
+    request: MessageRequest, template_input: TemplateInput, parser_config: OutputParserConfig
+) -> CheckFunction | None:
+    return build_answer_validator(
+        parser_config,
+        text_check=_build_format_check(request),
+        tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
+    )
+
+
+def _unenforced_warnings(request: MessageRequest) -> tuple[str, ...]:
+    return (BUDGET_WARNING,) if isinstance(request.thinking, ThinkingEnabled) else ()
+
+
+def _build_parser_config(
+    request: MessageRequest, template_input: TemplateInput, template: ChatTemplateTraits
+) -> OutputParserConfig:
+    return OutputParserConfig(
+        call_format=template.call_format,
+        tools=frozenset(tool.name for tool in template_input.tools),
+        single_call=is_single_call(request.tool_choice),
+        may_think=template.may_think,
+        starts_in_reasoning=answer_opens_reasoning(
+            template,
+            template_input.variables,
+            template_input.messages[-1],
+            end=template_input.chat_end,
+        ),
+        expects_json=bool(request.output_config and request.output_config.format),
+        prefix=find_answer_prefix(template_input.messages[-1], end=template_input.chat_end),
+        partial_tag=find_answer_partial_tag(
+            template_input.messages[-1], end=template_input.chat_end
+        ),
+    )
+
+
+def _build_run_request(
+    request: MessageRequest, template_input: TemplateInput, choice: ModelSelection, caller: Caller
+) -> RunRequest:
+    prompt = find_routing_text(template_input.client_messages)
+    most = request.max_experts
+    route = RouteRequest(
+        prompt=prompt,
+        exclude=tuple(parse_target(one) for one in request.exclude_experts or ()),
+        base_alone=choice.base_alone,
+        seed=request.seed,
+        sampling=_read_sampling_options(request),
+        max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+    )
+    check_request(route)
+    return RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=route,
+        experts=choice.force,
+        turns=template_input.messages,
+        variables=template_input.variables,
+        chat_end=template_input.chat_end,
+        cache_key=_make_cache_key(request, caller),
+    )
+
+
+def _read_sampling_options(request: MessageRequest) -> SamplingOverrides:
+    """Return what the request says of how tokens are drawn."""
+    stop = request.stop_sequences
+    return SamplingOverrides(
+        temperature=request.temperature,
+        top_p=normalise_top_p(request.top_p),
+        top_k=normalise_top_k(request.top_k),
+        max_tokens=request.max_tokens,
+        stop=None if stop is None else tuple(stop),
+    )
+
+
+def _make_cache_key(request: MessageRequest, caller: Caller) -> str:
+    user = None if request.metadata is None else request.metadata.user_id
+    return make_cache_key(caller, request.cache_key, request.session_id, user)
+
+
+def _build_format_check(request: MessageRequest) -> CheckFunction | None:
+    wanted = request.output_config.format if request.output_config else None
+    if wanted is None:
+        return None
+    field = "output_config.format.schema"
+    try:
+        return build_check(ResponseFormat(type="json_schema", schema=wanted.schema))
+    except UsageError as error:
+        fact = error.message.replace("response_format.schema", field)
+        raise FieldError(fact, field=field, hint=error.hint) from error

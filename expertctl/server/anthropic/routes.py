@@ -1,90 +1,307 @@
-"""The addresses of the Anthropic API: messages, and how many tokens a conversation has.
+"""`BlockWriter`: turns an answer into events of its content blocks while it is written.
+
+Adjacent parts of one kind form one block; each call is a block of its own. Thoughts are left out
+unless the request asks for them.
+
+`MessageStream`: the answer to a request for a message, told in events as it is written.
+
+The message begins when its prompt is being read, with the usage so far; then come its blocks, one
+after the other, then why it ended and the usage in all. What the published API has no place for
+stands beside the usage.
+
+The addresses of the Anthropic API: messages, and how many tokens a conversation has.
 
 The version that a client names in ``anthropic-version`` makes no difference: there is one.
 """
 
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from anyio import CapacityLimiter, to_thread
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.server.anthropic.message_answer import message_of
-from expertctl.server.anthropic.message_call import asked_of, message_call
-from expertctl.server.anthropic.message_document import TokenCount
-from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
-from expertctl.server.anthropic.message_stream import message_lines
-from expertctl.server.base_text import BaseText
-from expertctl.server.body import Body, read_lenient_body
-from expertctl.server.caller import caller_of
-from expertctl.server.generation import finished
-from expertctl.server.model_name import chosen
-from expertctl.server.reply import json_reply
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import (
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    OutputDelta,
+)
+from expertctl.server.anthropic.message_request import (
+    CountRequest,
+    MessageCall,
+    MessageRequest,
+    build_message_call,
+    build_template_input,
+)
+from expertctl.server.anthropic.message_response import (
+    Block,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Delta,
+    InputDelta,
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    Ping,
+    Said,
+    SignatureDelta,
+    StreamEvent,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+    TokenCount,
+    build_extension,
+    build_message,
+    build_result_usage,
+    build_tool_use,
+    build_usage,
+    find_stop_reason,
+    make_signature,
+)
+from expertctl.server.caller import get_caller
+from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.model_name import parse_model
+from expertctl.server.output_parser import OutputParser, OutputPart
+from expertctl.server.reasoning_parser import ReasoningText
+from expertctl.server.request_body import ParsedBody, build_ignored_headers, read_lenient_body
+from expertctl.server.responses import json_response
 from expertctl.server.service import Service
-from expertctl.server.sse import event_stream, while_connected
-from expertctl.server.unknown_fields import ignored_headers
+from expertctl.server.streaming import (
+    JobSubmitter,
+    format_named_event,
+    make_event_stream,
+    run_job,
+    stream_job,
+    while_connected,
+)
+from expertctl.server.tool_parser import ParsedToolCall, PlainText
+
+_PartKind = type[PlainText] | type[ReasoningText]
+BlockEvent = BlockStart | BlockDelta | BlockStop
+
+
+class BlockWriter:
+    """Turns the text of one answer into events of its blocks."""
+
+    def __init__(self, call: MessageCall) -> None:
+        """Begin without a block."""
+        self._call = call
+        self._parser = OutputParser(call.parser_config)
+        self._open_kind: _PartKind | None = None
+        self._index = self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        """How many calls were written so far."""
+        return self._calls
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say how many calls are left out, if any."""
+        return self._parser.warnings
+
+    def push(self, text: str) -> Iterator[BlockEvent]:
+        """Take the next piece of the answer; yield the events that are certain now."""
+        yield from self._write_parts(self._parser.push(text))
+
+    def finish(self) -> Iterator[BlockEvent]:
+        """Yield the events of text that was held back, and close the open block."""
+        yield from self._write_parts(self._parser.finish())
+        yield from self._close()
+
+    def _write_parts(self, parts: Iterable[OutputPart]) -> Iterator[BlockEvent]:
+        for part in parts:
+            match part:
+                case PlainText(text):
+                    yield from self._ensure_open(PlainText, Said(text=""))
+                    yield self._delta_event(TextDelta(text=text))
+                case ParsedToolCall():
+                    yield from self._write_call(part)
+                case ReasoningText(thought) if self._call.shows_thinking:
+                    yield from self._ensure_open(ReasoningText, Thinking(thinking="", signature=""))
+                    yield self._delta_event(ThinkingDelta(thinking=thought))
+                case ReasoningText():
+                    continue
+
+    def _ensure_open(self, kind: _PartKind, empty: Block) -> Iterator[BlockEvent]:
+        if self._open_kind is kind:
+            return
+        yield from self._close()
+        self._open_kind = kind
+        yield self._start_event(empty)
+
+    def _close(self) -> Iterator[BlockEvent]:
+        if self._open_kind is ReasoningText:
+            yield self._delta_event(SignatureDelta(signature=make_signature(self._call)))
+        if self._open_kind is not None:
+            yield self._stop_event()
+        self._open_kind = None
+
+    def _write_call(self, call: ParsedToolCall) -> Iterator[BlockEvent]:
+        yield from self._close()
+        yield self._start_event(
+            replace(build_tool_use(self._call, call, number=self._calls), input={})
+        )
+        yield self._delta_event(InputDelta(partial_json=call.arguments_json))
+        yield self._stop_event()
+        self._calls += 1
+
+    def _start_event(self, block: Block) -> BlockStart:
+        return BlockStart(index=self._index, content_block=block)
+
+    def _delta_event(self, delta: Delta) -> BlockDelta:
+        return BlockDelta(index=self._index, delta=delta)
+
+    def _stop_event(self) -> BlockStop:
+        self._index += 1
+        return BlockStop(index=self._index - 1)
+
+
+async def stream_message(jobs: JobSubmitter, call: MessageCall) -> AsyncIterator[bytes]:
+    """Begin the job of a request and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when it is refused, or fails on the way.
+    """
+    stream = MessageStream(call)
+    async with stream_job(jobs, call.job) as events:
+        async for event in events:
+            if isinstance(event, JobFinished):
+                stream.reasoning_tokens = await call.count_reasoning_tokens(event.results)
+            for told in stream.translate(event):
+                yield format_named_event(event_name(told), msgspec.json.encode(told))
+
+
+class MessageStream:
+    """Turns the events of one job into those of the published API."""
+
+    def __init__(self, call: MessageCall) -> None:
+        """Begin before the first event."""
+        self.reasoning_tokens = 0
+        """How many tokens are thought; set before the last event."""
+        self._call = call
+        self._blocks = BlockWriter(call)
+        self._has_started = False
+
+    def translate(self, event: JobEvent) -> Iterator[StreamEvent]:
+        """Yield what an event adds to the message."""
+        match event:
+            case JobStarted(_, prompt, reused):
+                yield from self._start_message(prompt=prompt, reused=reused)
+            case OutputDelta(_, text):
+                yield from self._blocks.push(text)
+            case JobFinished(results):
+                yield from self._start_message(prompt=results[0].prompt_tokens, reused=0)
+                yield from self._blocks.finish()
+                yield self._build_message_delta(results[0])
+                yield MessageStop()
+            case JobFailed():
+                return
+
+    def _start_message(self, *, prompt: int, reused: int) -> Iterator[StreamEvent]:
+        """Begin the message, once: a job can be over before its prompt was read."""
+        if self._has_started:
+            return
+        self._has_started = True
+        message = Message(
+            id=self._call.id,
+            role="assistant",
+            model=self._call.model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=build_usage(prompt=prompt, cached=reused, generated=0),
+        )
+        yield MessageStart(message=message)
+        yield Ping()
+
+    def _build_message_delta(self, result: RunResult) -> MessageDelta:
+        return MessageDelta(
+            delta=find_stop_reason(self._call, result, calls=self._blocks.calls),
+            usage=build_result_usage(result, reasoning=self.reasoning_tokens),
+            expertctl=build_extension(self._call, result, self._blocks.warnings),
+        )
+
+
+def event_name(event: StreamEvent) -> str:
+    """Return the name of an event, which is its type."""
+    return str(event.__struct_config__.tag)
+
 
 _Kind = TypeVar("_Kind")
 MESSAGES = "/v1/messages"
-COUNT = "/v1/messages/count_tokens"
-_COUNTS = 2
+COUNT_TOKENS = "/v1/messages/count_tokens"
+_MAX_COUNTS = 2
 """How many conversations are counted at a time, each in a thread."""
 
 
-def routes(service: Service) -> list[BaseRoute]:
+def build_routes(service: Service) -> list[BaseRoute]:
     """Return the addresses, on one engine."""
-    wire = _Wire(service)
+    wire = _AnthropicEndpoints(service)
     return [
         Route(MESSAGES, wire.create, methods=["POST"]),
-        Route(COUNT, wire.count, methods=["POST"]),
+        Route(COUNT_TOKENS, wire.count, methods=["POST"]),
     ]
 
 
-class _Wire:
+class _AnthropicEndpoints:
     """Answers the requests of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._counting = CapacityLimiter(_COUNTS)
+        self._counting = CapacityLimiter(_MAX_COUNTS)
 
     async def create(self, request: Request) -> Response:
         """Answer with the next message of a conversation."""
         service = self._service
-        body = await self._body(request, MessageRequest)
-        call = message_call(
+        body = await self._read_body(request, MessageRequest)
+        call = build_message_call(
             body.value,
-            caller=caller_of(request),
+            caller=get_caller(request),
             base_name=service.engine.base_name,
-            text=self._text(),
+            template=self._template_traits(),
             settings=service.settings,
-            ignored=body.ignored,
+            ignored=body.ignored_fields,
         )
-        headers = ignored_headers(call.ignored)
+        headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return event_stream(request, message_lines(service.engine, call), headers=headers)
-        came = await while_connected(request, finished(service.engine, call.job))
-        thought = await call.thought_tokens(came.results)
-        return json_reply(message_of(call, came.results[0], thought=thought), headers=headers)
+            return make_event_stream(request, stream_message(service.engine, call), headers=headers)
+        came = await while_connected(request, run_job(service.engine, call.job))
+        thought = await call.count_reasoning_tokens(came.results)
+        return json_response(
+            build_message(call, came.results[0], reasoning_tokens=thought), headers=headers
+        )
 
     async def count(self, request: Request) -> Response:
         """Answer with the number of tokens that the base would read."""
-        body, service = await self._body(request, CountRequest), self._service
-        chosen(
+        body, service = await self._read_body(request, CountRequest), self._service
+        parse_model(
             body.value.model,
             base_name=service.engine.base_name,
             aliases=service.settings.aliases,
         )
-        text = self._text()
-        asked = asked_of(body.value, text, json_instruction=service.settings.json_instruction)
-        counting = partial(text.count, asked.messages, asked.variables, end=asked.end)
+        text = self._template_traits()
+        asked = build_template_input(
+            body.value, text, json_instruction=service.settings.json_instruction
+        )
+        counting = partial(text.count_tokens, asked.messages, asked.variables, end=asked.chat_end)
         counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
-        return json_reply(TokenCount(input_tokens=tokens), headers=ignored_headers(body.ignored))
+        return json_response(
+            TokenCount(input_tokens=tokens), headers=build_ignored_headers(body.ignored_fields)
+        )
 
-    async def _body(self, request: Request, kind: type[_Kind]) -> Body[_Kind]:
+    async def _read_body(self, request: Request, kind: type[_Kind]) -> ParsedBody[_Kind]:
         return await read_lenient_body(request, kind, strict=self._service.settings.strict_fields)
 
-    def _text(self) -> BaseText:
-        return BaseText(self._service.engine.tokenizer)
+    def _template_traits(self) -> ChatTemplateTraits:
+        return ChatTemplateTraits(self._service.engine.tokenizer)

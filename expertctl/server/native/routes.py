@@ -1,35 +1,198 @@
-"""The addresses of our own API: inference, jobs, routing, and what is installed or observed."""
+"""The document of an installed expert in ``/v1/experts``.
+
+``/moe``: what is counted of routed experts. GET changes nothing; POST does.
+
+The answer is the activity document of `expertctl.engine.moe`, from which experts can be placed. A
+profile comes as a document, or as the name of the base, which stands for the habits learnt here:
+there is no way to name a file.
+
+The addresses of our own API: inference, jobs, routing, and what is installed or observed.
+"""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Annotated, Any
 
 from anyio import to_thread
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.engine.moe.observation import Observation
+from expertctl.engine.moe.counters import CounterMode
+from expertctl.engine.moe.observation import Observation, ProfileOptions
+from expertctl.engine.moe.usage_profile import Pins, parse_pins
 from expertctl.engine.request import RunRequest
-from expertctl.errors import ExpertError, RateLimitError
-from expertctl.routing.planner import Planned
-from expertctl.server.body import Body, read_body, read_lenient_body
-from expertctl.server.caller import caller_of, demand_manager
-from expertctl.server.field_error import FieldError
-from expertctl.server.generation import finished
-from expertctl.server.native.answer import answer_of
-from expertctl.server.native.call import Arrival, Call, call_of
-from expertctl.server.native.expert_document import experts_document
-from expertctl.server.native.infer_request import REFUSED, InferRequest, RouteFields
-from expertctl.server.native.job_document import document_of
-from expertctl.server.native.job_store import JobStore, StoredJob
-from expertctl.server.native.observing import ObserveRequest
-from expertctl.server.native.stream import infer_lines
-from expertctl.server.reply import json_reply
+from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.errors import ExpertError, RateLimitError, UsageError
+from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER
+from expertctl.routing.planner import PlannedPrompt
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.caller import get_caller, require_manager
+from expertctl.server.native.infer import (
+    REFUSED_FIELDS,
+    Arrival,
+    InferCall,
+    InferRequest,
+    RouteFields,
+    build_answer,
+    build_call,
+    stream_infer,
+)
+from expertctl.server.native.jobs import JobStore, StoredJob, build_job_document
+from expertctl.server.request_body import (
+    FieldError,
+    ParsedBody,
+    build_ignored_headers,
+    read_body,
+    read_lenient_body,
+)
+from expertctl.server.responses import json_response
 from expertctl.server.service import Service
-from expertctl.server.sse import event_stream, while_connected
-from expertctl.server.unknown_fields import ignored_headers
+from expertctl.server.streaming import make_event_stream, run_job, while_connected
+
+
+class ExpertDocument(Struct, frozen=True, kw_only=True):
+    """One version of one expert, and what it is to this server."""
+
+    ref: str
+    name: str
+    version: str
+    description: str
+    license: str
+    kind: str
+    content_digest: str
+    package_digest: str
+    base: str
+    size: int
+    """Bytes of all its files."""
+    fits: bool
+    """Whether it was made for the base that is served."""
+    revoked: bool
+    """Whether the key that signed it was revoked."""
+    in_memory: bool
+
+
+class ExpertsDocument(Struct, frozen=True, kw_only=True):
+    """All that are installed, by name and version."""
+
+    base: str
+    experts: tuple[ExpertDocument, ...]
+
+
+def build_experts_document(experts: tuple[AdapterStatus, ...], *, base: str) -> ExpertsDocument:
+    """Return the document of what is installed."""
+    documents = sorted((_build_document(one) for one in experts), key=lambda one: one.ref)
+    return ExpertsDocument(base=base, experts=tuple(documents))
+
+
+def _build_document(here: AdapterStatus) -> ExpertDocument:
+    stored, manifest = here.expert.stored, here.expert.manifest
+    return ExpertDocument(
+        ref=stored.ref,
+        name=str(stored.package),
+        version=str(stored.version),
+        description=manifest.description,
+        license=manifest.license,
+        kind=manifest.kind,
+        content_digest=str(stored.content_digest),
+        package_digest=str(stored.package_digest),
+        base=stored.base.name,
+        size=stored.size,
+        fits=here.fits,
+        revoked=here.expert.revoked,
+        in_memory=here.in_memory,
+    )
+
+
+_Name = Annotated[str, Meta(min_length=1, max_length=512)]
+_Share = Annotated[str, Meta(max_length=8, examples=["50%"])]
+_Count = Annotated[int, Meta(ge=0, le=MAX_EXPERTS_PER_LAYER)]
+
+
+class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is counted of routed experts from now on, and which profile says which stay."""
+
+    mode: Annotated[
+        CounterMode | None,
+        Meta(description="All, what an exchange needs, or nothing; another mode begins again."),
+    ] = None
+    reset: Annotated[bool, Meta(description="Begin again in any case.")] = False
+    profile: Annotated[
+        _Name | dict[str, Any] | None,
+        Meta(description="A profile; or the name of the base, for what was learnt of it."),
+    ] = None
+    pin: Annotated[
+        _Count | _Share | None,
+        Meta(
+            description="So many of each layer stay, or those that a share of tokens ask for; else "
+            "as the server was started."
+        ),
+    ] = None
+    exchange: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)] | None,
+        Meta(
+            description="The share of residents that an update may exchange for others of the "
+            "profile; else as the server was started."
+        ),
+    ] = None
+
+    def check_change(self, *, base: str) -> None:
+        """Refuse a body that asks for no change, or for the profile of another base.
+
+        Raises:
+            FieldError: naming the field that is wrong.
+        """
+        _require_profile(self)
+        if self.mode is None and not self.reset and self.profile is None:
+            raise FieldError(
+                "the body asks for no change",
+                field="mode",
+                hint='give {"mode": "full"}, "update" or "off", {"reset": true}, or a "profile"',
+            )
+        if isinstance(self.profile, str) and self.profile != base:
+            raise FieldError(
+                f"profile: this server answers on {base}, not on {self.profile[:80]!r}",
+                field="profile",
+                hint=f"name {base}, or give the document that `base profile export` writes",
+            )
+
+    @property
+    def profile_document(self) -> JsonObject | None:
+        """The profile of the body; None stands for what was learnt of the base."""
+        return self.profile if isinstance(self.profile, dict) else None
+
+    @property
+    def profile_options(self) -> ProfileOptions:
+        """The pins and the exchange rate that are wanted for the profile.
+
+        Raises:
+            FieldError: when ``pin`` is neither a number of experts nor a share.
+        """
+        return ProfileOptions(pins=self._parse_pins, exchange=self.exchange)
+
+    @property
+    def _parse_pins(self) -> Pins | None:
+        if self.pin is None:
+            return None
+        try:
+            return parse_pins(str(self.pin))
+        except UsageError as error:
+            raise FieldError(f"pin: {error.message}", field="pin", hint=error.hint) from error
+
+
+def _require_profile(body: ObserveRequest) -> None:
+    """Refuse ``pin`` and ``exchange`` without a profile."""
+    for name, value in (("pin", body.pin), ("exchange", body.exchange)):
+        if value is not None and body.profile is None:
+            raise FieldError(
+                f"{name}: that is done for a profile, and none is given",
+                field=name,
+                hint='give "profile" too: a document, or the name of the base for what was learnt',
+            )
+
 
 INFER = "/v1/infer"
 JOBS = "/v1/jobs"
@@ -37,13 +200,13 @@ JOB = "/v1/jobs/{job_id}"
 ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
 MOE = "/moe"
-PLANS = 16
+MAX_PENDING_PLANS = 16
 """How many requests to ``/v1/route`` wait for a plan at a time: answers need plans, too."""
 
 
-def routes(service: Service) -> list[BaseRoute]:
+def build_routes(service: Service) -> list[BaseRoute]:
     """Return the addresses, on one engine."""
-    wire = _Wire(service)
+    wire = _NativeEndpoints(service)
     return [
         Route(INFER, wire.infer, methods=["POST"]),
         Route(JOBS, wire.submit, methods=["POST"]),
@@ -56,138 +219,140 @@ def routes(service: Service) -> list[BaseRoute]:
     ]
 
 
-class _Wire:
+class _NativeEndpoints:
     """Answers the requests of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
-        self._plans = 0
+        self._pending_plans = 0
         """How many plans are waited for."""
-        self._adopts = False
+        self._is_adopting = False
         """Whether a profile is being adopted."""
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
         arrival = Arrival()
-        body = await self._body(request)
-        call, engine = self._call(request, body, arrival), self._service.engine
-        headers = ignored_headers(call.ignored)
+        body = await self._read_body(request)
+        call, engine = self._build_call(request, body, arrival), self._service.engine
+        headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            lines = infer_lines(engine, call, request.scope)
-            return event_stream(request, lines, headers=headers)
-        answer = answer_of(call, await while_connected(request, finished(engine, call.job)))
-        return json_reply(answer, headers=headers)
+            lines = stream_infer(engine, call, request.scope)
+            return make_event_stream(request, lines, headers=headers)
+        answer = build_answer(call, await while_connected(request, run_job(engine, call.job)))
+        return json_response(answer, headers=headers)
 
     async def submit(self, request: Request) -> Response:
         """Begin a background job."""
         arrival = Arrival()
-        body = await self._body(request)
+        body = await self._read_body(request)
         if body.value.stream:
             raise FieldError(
                 "stream: a job has none",
                 field="stream",
                 hint=f"ask for the job now and then, or post to {INFER}",
             )
-        call, engine = self._call(request, body, arrival), self._service.engine
-        expected_wait = engine.expected_wait()
+        call, engine = self._build_call(request, body, arrival), self._service.engine
+        expected_wait = engine.estimate_wait()
         job = self._jobs.add(
             call.job.id,
             owner=call.job.owner,
-            submitted=arrival.at,
-            describe=partial(answer_of, call),
+            submitted=arrival.wall_time,
+            describe=partial(build_answer, call),
         )
         try:
-            engine.submit(call.job, call.filtered(partial(self._jobs.hear, job.id)))
+            engine.submit(call.job, call.filter_sink(partial(self._jobs.record_event, job.id)))
         except ExpertError:
             self._jobs.drop(job.id)
             raise
-        document = document_of(job, expected_wait=expected_wait)
-        headers = {"Location": f"{JOBS}/{job.id}", **ignored_headers(call.ignored)}
-        return json_reply(document, status=202, headers=headers)
+        document = build_job_document(job, expected_wait=expected_wait)
+        headers = {"Location": f"{JOBS}/{job.id}", **build_ignored_headers(call.ignored_fields)}
+        return json_response(document, status=202, headers=headers)
 
     async def job(self, request: Request) -> Response:
         """Answer with the state of a job."""
-        job = self._jobs.find(request.path_params["job_id"], owner=caller_of(request).id)
-        return self._told(job)
+        job = self._jobs.find(request.path_params["job_id"], owner=get_caller(request).id)
+        return self._job_response(job)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a job."""
-        job = self._jobs.call_off(request.path_params["job_id"], owner=caller_of(request).id)
+        job = self._jobs.cancel(request.path_params["job_id"], owner=get_caller(request).id)
         self._service.engine.cancel(job.id)
-        return self._told(job)
+        return self._job_response(job)
 
     async def route(self, request: Request) -> Response:
         """Plan a prompt; nothing is loaded."""
         body = await read_body(request, RouteFields)
-        planned = await while_connected(request, self._planned(body.planned()))
-        return json_reply(planned.result.to_json())
+        planned = await while_connected(request, self._make_plan(body.to_plan_request()))
+        return json_response(planned.result.to_json())
 
-    async def _planned(self, request: RunRequest) -> Planned:
+    async def _make_plan(self, request: RunRequest) -> PlannedPrompt:
         """Have a plan made; if the client leaves, planning that has not begun is cancelled."""
-        if self._plans >= PLANS:
+        if self._pending_plans >= MAX_PENDING_PLANS:
             raise RateLimitError("too many plans are asked for at once")
         planning = asyncio.wrap_future(self._service.engine.plan(request))
-        self._plans += 1
+        self._pending_plans += 1
         try:
             return await planning
         finally:
-            self._plans -= 1
+            self._pending_plans -= 1
 
     async def experts(self, _: Request) -> Response:
         """List what is installed."""
         engine = self._service.engine
-        experts = await asyncio.wrap_future(engine.experts())
-        return json_reply(experts_document(experts, base=engine.base_name))
+        experts = await asyncio.wrap_future(engine.list_experts())
+        return json_response(build_experts_document(experts, base=engine.base_name))
 
     async def observation(self, _: Request) -> Response:
         """Answer with what was counted of routed experts."""
-        seen = await to_thread.run_sync(self._service.engine.observation)
-        return json_reply(seen.to_json())
+        seen = await to_thread.run_sync(self._service.engine.get_observation)
+        return json_response(seen.to_json())
 
     async def observe(self, request: Request) -> Response:
         """Change how routed experts are counted, count anew, or adopt a profile."""
-        demand_manager(caller_of(request))
+        require_manager(get_caller(request))
         body = await read_body(request, ObserveRequest)
-        body.check(base=self._service.engine.base_name)
-        with self._one_profile(body):
-            seen = await to_thread.run_sync(partial(self._changed, body))
-        return json_reply(seen.to_json())
+        body.check_change(base=self._service.engine.base_name)
+        with self._exclusive_adoption(body):
+            seen = await to_thread.run_sync(partial(self._apply_changes, body))
+        return json_response(seen.to_json())
 
     @contextmanager
-    def _one_profile(self, body: ObserveRequest) -> Iterator[None]:
+    def _exclusive_adoption(self, body: ObserveRequest) -> Iterator[None]:
         """Adopt one profile at a time: that waits for a pass to end, and blocks a thread."""
         if body.profile is None:
             yield
             return
-        if self._adopts:
+        if self._is_adopting:
             raise RateLimitError("another profile is being taken")
-        self._adopts = True
+        self._is_adopting = True
         try:
             yield
         finally:
-            self._adopts = False
+            self._is_adopting = False
 
-    def _changed(self, body: ObserveRequest) -> Observation:
+    def _apply_changes(self, body: ObserveRequest) -> Observation:
         """Apply the changes of a body; the profile first, since it may be refused."""
         engine = self._service.engine
         if body.profile is not None:
-            engine.adopt(body.document, body.wishes)
+            engine.apply_profile(body.profile_document, body.profile_options)
         return engine.observe(mode=body.mode, reset=body.reset)
 
-    async def _body(self, request: Request) -> Body[InferRequest]:
+    async def _read_body(self, request: Request) -> ParsedBody[InferRequest]:
         strict = self._service.settings.strict_fields
-        return await read_lenient_body(request, InferRequest, strict=strict, refused=REFUSED)
+        return await read_lenient_body(request, InferRequest, strict=strict, refused=REFUSED_FIELDS)
 
-    def _call(self, request: Request, body: Body[InferRequest], arrival: Arrival) -> Call:
-        return call_of(
+    def _build_call(
+        self, request: Request, body: ParsedBody[InferRequest], arrival: Arrival
+    ) -> InferCall:
+        return build_call(
             body.value,
-            ignored=body.ignored,
-            caller=caller_of(request),
+            ignored=body.ignored_fields,
+            caller=get_caller(request),
             settings=self._service.settings,
             arrival=arrival,
         )
 
-    def _told(self, job: StoredJob) -> Response:
-        wait = self._service.engine.expected_wait(job.id)
-        return json_reply(document_of(job, expected_wait=wait))
+    def _job_response(self, job: StoredJob) -> Response:
+        wait = self._service.engine.estimate_wait(job.id)
+        return json_response(build_job_document(job, expected_wait=wait))

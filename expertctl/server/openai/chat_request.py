@@ -2,16 +2,61 @@
 
 A field that would change the answer, but is not implemented here, is accepted only with its
 neutral value: to ignore it silently would mislead the client.
+
+`ChatCall`: a chat request as a job for the engine, and how its answers are to be read.
 """
 
-from typing import Annotated, Any, Literal
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
 
-from expertctl.server.openai.conversation import Name, Turn
-from expertctl.server.openai.shared_fields import Key, SharedFields, Tokens
-from expertctl.server.openai.tool import Tool, ToolChoice
-from expertctl.server.post_processing.response_format import ResponseFormat
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import DEFAULT_PRIORITY, CheckFunction, GenerationJob
+from expertctl.engine.text.prompt import ChatEnd, ConversationMessage, UserMessage
+from expertctl.errors import UsageError
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.caller import Caller, make_cache_key
+from expertctl.server.chat_prompt import (
+    INSTRUCTION_WARNING,
+    ChatTemplateTraits,
+    add_json_instruction,
+    answer_opens_reasoning,
+    can_continue,
+    check_tools_length,
+    find_answer_partial_tag,
+    find_answer_prefix,
+    find_routing_text,
+    normalise_call_ids,
+)
+from expertctl.server.model_name import parse_model
+from expertctl.server.openai.conversation import (
+    Name,
+    Tool,
+    ToolChoice,
+    Turn,
+    list_strict_tools,
+    read_messages,
+    select_tools,
+)
+from expertctl.server.openai.generation_request import (
+    GenerationFields,
+    Key,
+    Tokens,
+    build_route_request,
+    build_stop_rules,
+    check_unsupported,
+)
+from expertctl.server.output_parser import OutputParserConfig, build_answer_validator
+from expertctl.server.post_processing.response_format import ResponseFormat, build_check
+from expertctl.server.reasoning_parser import count_reasoning_tokens
+from expertctl.server.request_body import FieldError, compute_deadline
+from expertctl.server.settings import ServeSettings
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 128
@@ -26,7 +71,7 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Literal["30m"] | None = None
 
 
-class ChatRequest(SharedFields, frozen=True, kw_only=True):
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """One chat call."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_TURNS)]
@@ -60,3 +105,262 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     moderation: Any = None
     prediction: Any = None
     web_search_options: Any = None
+
+
+_RESERVED_VARIABLES = re.compile(
+    "messages|tools|add_generation_prompt|continue_final_message|raise_exception|strftime_now"
+    "|[a-z_]*_tokens?"
+)
+"""Variables of the chat template that the server sets from the call and the base."""
+
+MAX_VARIABLE_CHARACTERS = 4_096
+"""Characters that a call may pass to the chat template besides messages and tools."""
+MAX_CALLS_PER_ANSWER = 1 << 20
+"""More tool calls than one answer can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """One chat request, read."""
+
+    job: GenerationJob
+    parser_config: OutputParserConfig
+    template: ChatTemplateTraits
+    model: str
+    created: int
+    with_usage: bool
+    with_continuous_usage: bool = False
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of reading the request."""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None if they cannot be known."""
+        return self.template.tokenizer.token_bytes(token)
+
+    async def count_reasoning_tokens(self, results: Sequence[RunResult]) -> int:
+        """Return how many tokens of its answers are thought."""
+        opened = self.parser_config.starts_in_reasoning
+        return await count_reasoning_tokens(
+            results, self.template.tokenizer, starts_in_reasoning=opened
+        )
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        return f"chatcmpl-{self.job.id}"
+
+
+def build_chat_call(
+    request: ChatRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    template: ChatTemplateTraits,
+    settings: ServeSettings,
+    ignored: Sequence[str] = (),
+) -> ChatCall:
+    """Read a chat request to a server of one base; ``ignored_fields`` fields were left out of it.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+        UsageError: when fields do not fit together.
+        ModelNotFoundError: when there is no such model.
+    """
+    not_done = check_unsupported(request, strict=settings.strict_fields)
+    choice = parse_model(request.model, base_name=base_name, aliases=settings.aliases)
+    tools = _select_tools(request, template)
+    variables = _build_variables(request, tools)
+    turns = normalise_call_ids(read_messages(request.messages), template.call_format)
+    told = _add_instruction(request, turns, tools, settings)
+    end = _find_chat_end(request, turns[-1])
+    reading = _build_parser_config(
+        request,
+        template,
+        tools,
+        starts_in_reasoning=answer_opens_reasoning(template, variables, turns[-1], end=end),
+        prefix=find_answer_prefix(turns[-1], end=end),
+        partial_tag=find_answer_partial_tag(turns[-1], end=end),
+    )
+    prompt = find_routing_text(turns)
+    asked = RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=build_route_request(request, prompt, choice, max_tokens=_read_max_tokens(request)),
+        experts=choice.force,
+        turns=told,
+        variables=variables,
+        chat_end=end,
+        cache_key=_make_cache_key(request, caller),
+    )
+    return ChatCall(
+        job=_build_job(request, asked, reading, owner=caller.id, settings=settings),
+        parser_config=reading,
+        template=template,
+        model=request.model,
+        created=int(time.time()),
+        with_usage=request.with_usage,
+        with_continuous_usage=request.with_continuous_usage,
+        ignored_fields=(*ignored, *not_done),
+        warnings=(INSTRUCTION_WARNING,) if told != turns else (),
+    )
+
+
+def _add_instruction(
+    request: ChatRequest,
+    turns: tuple[ConversationMessage, ...],
+    tools: Sequence[Tool],
+    settings: ServeSettings,
+) -> tuple[ConversationMessage, ...]:
+    """Return the conversation that is read; it may say the form of JSON that is asked for."""
+    schema = request.response_format and request.response_format.prompt_schema
+    return (
+        add_json_instruction(turns, schema)
+        if schema and settings.json_instruction and not tools
+        else turns
+    )
+
+
+def _build_parser_config(
+    request: ChatRequest,
+    template: ChatTemplateTraits,
+    tools: Sequence[Tool],
+    *,
+    starts_in_reasoning: bool,
+    prefix: str,
+    partial_tag: str,
+) -> OutputParserConfig:
+    form = request.response_format
+    return OutputParserConfig(
+        call_format=template.call_format,
+        tools=frozenset(tool.function.name for tool in tools),
+        single_call=request.parallel_tool_calls is False,
+        may_think=template.may_think,
+        starts_in_reasoning=starts_in_reasoning,
+        expects_json=form is not None and form.is_json,
+        prefix=prefix,
+        partial_tag=partial_tag,
+    )
+
+
+def _find_chat_end(request: ChatRequest, last: ConversationMessage) -> ChatEnd:
+    """Return how the prompt ends; text of the assistant at the end is continued unless refused."""
+    wanted, opened = request.continue_final_message, request.add_generation_prompt
+    if wanted and opened:
+        raise FieldError(
+            "continue_final_message: it cannot be given with add_generation_prompt",
+            field="continue_final_message",
+        )
+    if wanted and not can_continue(last):
+        raise FieldError(
+            "continue_final_message: the last message is no text of the assistant",
+            field="continue_final_message",
+        )
+    if wanted or (wanted is None and opened is None and can_continue(last)):
+        return "continue"
+    return "as_is" if opened is False else "new_turn"
+
+
+def _build_job(
+    request: ChatRequest,
+    run_request: RunRequest,
+    parser_config: OutputParserConfig,
+    *,
+    owner: str,
+    settings: ServeSettings,
+) -> GenerationJob:
+    return GenerationJob(
+        id=uuid.uuid4().hex,
+        request=run_request,
+        owner=owner,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=compute_deadline(request.timeout_ms, default=settings.timeout),
+        answers=request.answer_count,
+        stop_rules=build_stop_rules(request, max_tokens=_read_max_tokens(request)),
+        logprobs=_read_logprobs(request),
+        check=build_answer_validator(
+            parser_config,
+            text_check=_build_format_check(request, settings),
+            tools=list_strict_tools(request.tools or ()) if parser_config.tools else (),
+        ),
+    )
+
+
+def _select_tools(request: ChatRequest, template: ChatTemplateTraits) -> tuple[Tool, ...]:
+    tools = select_tools(request.tools or (), request.tool_choice)
+    if tools and not template.reads_tools:
+        raise FieldError("tools: the chat template of this base reads none", field="tools")
+    return tools
+
+
+def _read_max_tokens(request: ChatRequest) -> int | None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise FieldError(
+            f"max_tokens {old} and max_completion_tokens {new} say different things",
+            field="max_tokens",
+            hint="give max_completion_tokens alone",
+        )
+    return old if new is None else new
+
+
+def _read_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs is not None:
+        raise FieldError(
+            "top_logprobs: it is for answers with logprobs only",
+            field="top_logprobs",
+            hint="give logprobs, too",
+        )
+    return None
+
+
+def _build_format_check(request: ChatRequest, settings: ServeSettings) -> CheckFunction | None:
+    try:
+        return build_check(request.response_format, commands=settings.validators)
+    except UsageError as error:
+        raise FieldError(error.message, field="response_format", hint=error.hint) from error
+
+
+def _make_cache_key(request: ChatRequest, caller: Caller) -> str:
+    metadata: Mapping[str, str] = request.metadata or {}
+    return make_cache_key(
+        caller,
+        request.cache_key,
+        request.prompt_cache_key,
+        request.session_id,
+        metadata.get("cache_key"),
+        metadata.get("session_id"),
+        request.user,
+        request.safety_identifier,
+    )
+
+
+def _build_variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
+    given = cast("JsonObject", request.chat_template_kwargs or {})
+    for name in filter(_RESERVED_VARIABLES.fullmatch, given):
+        field = f"chat_template_kwargs.{name}"
+        raise FieldError(f"{field}: the call or the base says that", field=field)
+    _check_variables(given)
+    said: JsonObject = {}
+    if request.reasoning_effort is not None:
+        said["reasoning_effort"] = request.reasoning_effort
+        said |= {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+    if tools:
+        told = [tool.to_json() for tool in tools]
+        check_tools_length(told)
+        said["tools"] = list[JsonValue](told)
+    return {**said, **given}
+
+
+def _check_variables(variables: JsonObject) -> None:
+    """Bound the variables of a request; they are part of the key of a cache."""
+    field = "chat_template_kwargs"
+    if any(isinstance(value, list | dict) for value in variables.values()):
+        raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)
+    if (
+        sum(len(name) + len(str(value)) for name, value in variables.items())
+        > MAX_VARIABLE_CHARACTERS
+    ):
+        raise FieldError(f"{field}: over {MAX_VARIABLE_CHARACTERS} characters", field=field)

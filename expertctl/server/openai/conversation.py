@@ -2,6 +2,11 @@
 
 Only text is read: parts that hold images, audio or files are known by name and refused. Several
 texts of one message are joined by line ends. ``developer`` is the newer name of ``system``.
+
+The tools of a chat call: functions that the chat template describes to the model.
+
+Generation cannot be constrained yet, so a request that demands a call is refused. The arguments of
+a ``strict`` tool are checked afterwards, against its schema.
 """
 
 from collections.abc import Sequence
@@ -9,11 +14,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from expertctl.engine.message import Message
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
-from expertctl.server.asked_text import check_length
-from expertctl.server.field_error import FieldError
+from expertctl.server.chat_prompt import check_conversation_length
+from expertctl.server.output_parser import StrictTool
+from expertctl.server.request_body import FieldError
 
 _MAX_PARTS = 1_000
 _MAX_CALLS = 128
@@ -30,37 +36,37 @@ class CacheBreakpoint(Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Literal["30m", "12h"] | None = None
 
 
-class _Part(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+class _ContentPart(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
     """One part of a message."""
 
 
-class TextPart(_Part, frozen=True, tag="text"):
+class TextPart(_ContentPart, frozen=True, tag="text"):
     """Text."""
 
     text: str
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-class RefusalPart(_Part, frozen=True, tag="refusal"):
+class RefusalPart(_ContentPart, frozen=True, tag="refusal"):
     """What an assistant said instead of an answer."""
 
     refusal: str
 
 
-class ImagePart(_Part, frozen=True, tag="image_url", forbid_unknown_fields=False):
+class ImagePart(_ContentPart, frozen=True, tag="image_url", forbid_unknown_fields=False):
     """An image, which is not read."""
 
 
-class AudioPart(_Part, frozen=True, tag="input_audio", forbid_unknown_fields=False):
+class AudioPart(_ContentPart, frozen=True, tag="input_audio", forbid_unknown_fields=False):
     """A recording, which is not read."""
 
 
-class FilePart(_Part, frozen=True, tag="file", forbid_unknown_fields=False):
+class FilePart(_ContentPart, frozen=True, tag="file", forbid_unknown_fields=False):
     """A file, which is not read."""
 
 
-Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
-Content = str | Annotated[list[Part], Meta(max_length=_MAX_PARTS)]
+ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+Content = str | Annotated[list[ContentPart], Meta(max_length=_MAX_PARTS)]
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,37 +85,37 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_json(self) -> JsonObject:
         """Return the call as templates read it, with arguments as an object if they are one."""
-        arguments = _arguments(self.function.arguments)
+        arguments = _parse_arguments(self.function.arguments)
         function: JsonObject = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class _Turn(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
+class _OpenAITurn(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
     """One message."""
 
 
-class SystemTurn(_Turn, frozen=True, tag="system"):
+class SystemTurn(_OpenAITurn, frozen=True, tag="system"):
     """Instructions."""
 
     content: Content
     name: Name | None = None
 
 
-class DeveloperTurn(_Turn, frozen=True, tag="developer"):
+class DeveloperTurn(_OpenAITurn, frozen=True, tag="developer"):
     """Instructions, too."""
 
     content: Content
     name: Name | None = None
 
 
-class UserTurn(_Turn, frozen=True, tag="user"):
+class UserTurn(_OpenAITurn, frozen=True, tag="user"):
     """What a person says."""
 
     content: Content
     name: Name | None = None
 
 
-class AssistantTurn(_Turn, frozen=True, tag="assistant"):
+class AssistantTurn(_OpenAITurn, frozen=True, tag="assistant"):
     """What a model said, in the form that it was answered in."""
 
     content: Content | None = None
@@ -122,7 +128,7 @@ class AssistantTurn(_Turn, frozen=True, tag="assistant"):
     function_call: None = None
 
 
-class ToolTurn(_Turn, frozen=True, tag="tool"):
+class ToolTurn(_OpenAITurn, frozen=True, tag="tool"):
     """What a tool answered."""
 
     content: Content
@@ -133,33 +139,39 @@ class ToolTurn(_Turn, frozen=True, tag="tool"):
 Turn = SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn
 
 
-def messages_of(turns: Sequence[Turn]) -> tuple[Message, ...]:
+def read_messages(turns: Sequence[Turn]) -> tuple[ConversationMessage, ...]:
     """Return the conversation as the chat template reads it.
 
     Raises:
         FieldError: for parts that are not read, and for too much text.
     """
-    messages = tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
-    check_length(messages)
+    messages = tuple(_read_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
+    check_conversation_length(messages)
     return messages
 
 
-def _message(turn: Turn, where: str) -> Message:
+def _read_message(turn: Turn, where: str) -> ConversationMessage:
     match turn:
         case SystemTurn() | DeveloperTurn():
-            return Message("system", _text(turn.content, where), _named(turn.name))
+            return ConversationMessage(
+                "system", _join_texts(turn.content, where), _name_field(turn.name)
+            )
         case UserTurn():
-            return Message("user", _text(turn.content, where), _named(turn.name))
+            return ConversationMessage(
+                "user", _join_texts(turn.content, where), _name_field(turn.name)
+            )
         case ToolTurn():
-            fields: JsonObject = {"tool_call_id": turn.tool_call_id, **_named(turn.name)}
-            return Message("tool", _text(turn.content, where), fields)
+            fields: JsonObject = {"tool_call_id": turn.tool_call_id, **_name_field(turn.name)}
+            return ConversationMessage("tool", _join_texts(turn.content, where), fields)
         case AssistantTurn():
-            return Message("assistant", _said(turn, where), _fields(turn))
+            return ConversationMessage(
+                "assistant", _read_assistant_text(turn, where), _template_fields(turn)
+            )
 
 
-def _said(turn: AssistantTurn, where: str) -> str:
+def _read_assistant_text(turn: AssistantTurn, where: str) -> str:
     if turn.content is not None:
-        return _text(turn.content, where)
+        return _join_texts(turn.content, where)
     if turn.refusal is None and not turn.tool_calls:
         raise FieldError(
             f"{where}.content: it is missing, and no tool is called", field=f"{where}.content"
@@ -167,8 +179,8 @@ def _said(turn: AssistantTurn, where: str) -> str:
     return turn.refusal or ""
 
 
-def _fields(turn: AssistantTurn) -> JsonObject:
-    fields = _named(turn.name)
+def _template_fields(turn: AssistantTurn) -> JsonObject:
+    fields = _name_field(turn.name)
     if turn.tool_calls:
         fields["tool_calls"] = [call.to_json() for call in turn.tool_calls]
     if turn.reasoning_content is not None:
@@ -176,17 +188,17 @@ def _fields(turn: AssistantTurn) -> JsonObject:
     return fields
 
 
-def _named(name: str | None) -> JsonObject:
+def _name_field(name: str | None) -> JsonObject:
     return {} if name is None else {"name": name}
 
 
-def _text(content: Content, where: str) -> str:
+def _join_texts(content: Content, where: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    return "\n".join(_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: Part, where: str) -> str:
+def _read_part(part: ContentPart, where: str) -> str:
     match part:
         case TextPart():
             return part.text
@@ -197,9 +209,140 @@ def _part(part: Part, where: str) -> str:
             raise FieldError(f"{where}: {what} is not read, only text is", field=where)
 
 
-def _arguments(text: str) -> JsonValue:
+def _parse_arguments(text: str) -> JsonValue:
     """Return the arguments as an object; malformed ones stay as the model wrote them."""
     try:
         return load_object(text.encode(), what="arguments", max_bytes=_MAX_ARGUMENTS)
     except InvalidPackageError:
         return text
+
+
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+_NO_ARGUMENTS: JsonObject = {"type": "object", "additionalProperties": False}
+
+FunctionName = Annotated[str, Meta(pattern=_NAME)]
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a function is called, what it is for, and the JSON schema of its arguments.
+
+    Without a schema there are no arguments. ``strict``: whether they fit is looked at afterwards.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_json(self) -> JsonObject:
+        """Return the definition as templates read it."""
+        given: JsonObject = {"description": self.description, "parameters": self.parameters}
+        said = {name: value for name, value in given.items() if value is not None}
+        return {"name": self.name, **said}
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+    def to_json(self) -> JsonObject:
+        """Return the tool as templates read it."""
+        return {"type": self.type, "function": self.function.to_json()}
+
+
+class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class FunctionChoice(Struct, frozen=True, tag_field="type", tag="function"):
+    """The demand that this function be called."""
+
+    function: NamedFunction
+
+
+class CustomChoice(Struct, frozen=True, tag_field="type", tag="custom"):
+    """The demand that a custom tool be called."""
+
+
+class AllowedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the tools that may be called now."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which of the tools may be called now."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(max_length=128)]
+
+
+class AllowedChoice(
+    Struct, frozen=True, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True
+):
+    """Fewer tools than were given."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedChoice
+
+
+def select_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
+    """Return the tools that the model is told of.
+
+    Raises:
+        FieldError: when a call is demanded, an allowed tool is missing, or two have one name.
+    """
+    _check_unique_names([tool.function.name for tool in tools])
+    match choice:
+        case None | "auto":
+            return tuple(tools)
+        case "none":
+            return ()
+        case AllowedChoice(allowed_tools=allowed) if allowed.mode == "auto":
+            return _select_allowed(tools, allowed)
+        case "required" | FunctionChoice() | CustomChoice() | AllowedChoice():
+            raise FieldError(
+                "tool_choice: no call can be forced, since no text can be",
+                field="tool_choice",
+                hint='give "auto" or "none", and say in the messages which tool is wanted',
+            )
+
+
+def _check_unique_names(names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            field = f"tools[{number}].function.name"
+            raise FieldError(f"{field}: another tool is called {name!r}", field=field)
+
+
+def list_strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:
+    """Return the tools whose arguments are to be checked."""
+    return tuple(
+        StrictTool(
+            tool.function.name,
+            _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters,
+            f"tools[{number}].function.parameters",
+        )
+        for number, tool in enumerate(tools)
+        if tool.function.strict
+    )
+
+
+def _select_allowed(tools: Sequence[Tool], allowed: AllowedTools) -> tuple[Tool, ...]:
+    names = {one.function.name for one in allowed.tools}
+    unknown = sorted(names - {tool.function.name for tool in tools})
+    if unknown:
+        raise FieldError(
+            f"tool_choice.allowed_tools.tools: {unknown[0]} is not one of the tools",
+            field="tool_choice.allowed_tools.tools",
+            hint="name functions that are given in tools",
+        )
+    return tuple(tool for tool in tools if tool.function.name in names)

@@ -1,46 +1,405 @@
-"""The addresses of the OpenAI API: chat completions, completions, models."""
+"""`ChatStream`: the answers to a chat call, told in chunks as they are written.
 
+For each answer the role comes first, then text, thoughts and calls, then why it ended. The last
+chunk of all, which holds the usage if that is asked for, also holds the ``expertctl`` object.
+
+`CompletionStream`: the answers to a completion call, told in chunks as they are written.
+
+A chunk looks like the whole answer. The last one, which holds the usage if that is asked for, also
+holds the ``expertctl`` object.
+
+The addresses of the OpenAI API: chat completions, completions, models.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.server import model_routes
-from expertctl.server.base_text import BaseText
-from expertctl.server.body import Body, in_turn, read_lenient_body
-from expertctl.server.caller import caller_of
-from expertctl.server.openai.chat_answer import chat_completion
-from expertctl.server.openai.chat_call import chat_call
-from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.chat_stream import chat_lines
-from expertctl.server.openai.completion_answer import completion
-from expertctl.server.openai.completion_call import completion_call
-from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.openai.completion_stream import completion_lines
-from expertctl.server.openai.several_jobs import collected
-from expertctl.server.reply import json_reply
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import (
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    OutputDelta,
+    SampledToken,
+)
+from expertctl.engine.text.prompt import PromptLogprobs
+from expertctl.routing.plan import Plan
+from expertctl.server import models
+from expertctl.server.caller import get_caller
+from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.openai.chat_request import ChatCall, ChatRequest, build_chat_call
+from expertctl.server.openai.completion_request import (
+    CompletionCall,
+    CompletionRequest,
+    build_completion_call,
+)
+from expertctl.server.openai.full_response import (
+    build_call_extension,
+    build_chat_completion,
+    build_completion,
+    build_tool_call,
+)
+from expertctl.server.openai.response import (
+    AnsweredChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChunkCall,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    OpenAIFinishReason,
+    RunningUsage,
+    TokenOffsets,
+    Usage,
+    build_chat_logprobs,
+    build_completion_logprobs,
+    build_extension,
+    build_prompt_logprobs,
+    build_usage,
+    make_fingerprint,
+    map_finish_reason,
+)
+from expertctl.server.output_parser import OutputParser, OutputPart
+from expertctl.server.reasoning_parser import ReasoningText
+from expertctl.server.request_body import (
+    ParsedBody,
+    build_ignored_headers,
+    read_lenient_body,
+    run_in_turn,
+)
+from expertctl.server.responses import json_response
 from expertctl.server.service import Service
-from expertctl.server.sse import event_stream, while_connected
-from expertctl.server.unknown_fields import ignored_headers
+from expertctl.server.streaming import (
+    JobSubmitter,
+    make_event_stream,
+    run_jobs,
+    stream_job,
+    stream_jobs,
+    while_connected,
+)
+from expertctl.server.streaming import format_event as line
+from expertctl.server.tool_parser import ParsedToolCall, PlainText
+
+DONE_EVENT = line(b"[DONE]")
+
+
+async def stream_chat(jobs: JobSubmitter, call: ChatCall) -> AsyncIterator[bytes]:
+    """Begin the job of a call and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when it is refused, or fails on the way.
+    """
+    stream = ChatStream(call)
+    async with stream_job(jobs, call.job) as events:
+        async for event in events:
+            if isinstance(event, JobFinished):
+                stream.reasoning_tokens = await call.count_reasoning_tokens(event.results)
+            for chunk in stream.chunks(event):
+                yield line(msgspec.json.encode(chunk))
+    yield DONE_EVENT
+
+
+class ChatStream:
+    """Turns the events of one job into chunks."""
+
+    def __init__(self, call: ChatCall) -> None:
+        """Begin before the first event."""
+        self.reasoning_tokens = 0
+        """How many tokens are thought; set before the last event."""
+        self._call = call
+        self._parsers = [OutputParser(call.parser_config) for _ in range(call.job.answers)]
+        self._calls = [0] * call.job.answers
+        self._fingerprint: str | None = None
+        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+
+    def chunks(self, event: JobEvent) -> Iterator[ChatChunk]:
+        """Yield the chunks that an event adds to the answer."""
+        match event:
+            case JobStarted(plan, prompt, reused):
+                if self._running_usage is not None:
+                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                yield from self._start_answers(plan)
+            case OutputDelta(index, text, drawn, written):
+                if self._running_usage is not None:
+                    self._running_usage.generated[index] = written
+                yield from self._part_chunks(index, self._parsers[index].push(text), drawn)
+            case JobFinished(results):
+                if self._running_usage is not None:
+                    counts = (len(result.generated.tokens) for result in results)
+                    self._running_usage.generated = dict(enumerate(counts))
+                yield from self._start_answers(results[0].planned.result.plan)
+                yield from self._end_chunks(results)
+            case JobFailed():
+                return
+
+    def _start_answers(self, plan: Plan) -> Iterator[ChatChunk]:
+        """Begin each answer, once: a job can be over before its prompt was read."""
+        if self._fingerprint is not None:
+            return
+        self._fingerprint = make_fingerprint(plan)
+        for index in range(self._call.job.answers):
+            yield self._delta_chunk(index, ChatDelta(role="assistant", content=""))
+
+    def _part_chunks(
+        self, index: int, read: Iterable[OutputPart], sampled: Iterable[SampledToken] = ()
+    ) -> Iterator[ChatChunk]:
+        """Yield a chunk per part; logprobs go with the first, or in a chunk of their own."""
+        scores = build_chat_logprobs(sampled, self._call.token_bytes) if sampled else None
+        deltas = [self._build_delta(index, part) for part in read]
+        for delta in deltas or ([ChatDelta()] if scores else []):
+            yield self._delta_chunk(index, delta, scores=scores)
+            scores = None
+
+    def _build_delta(self, index: int, part: OutputPart) -> ChatDelta:
+        match part:
+            case PlainText(text):
+                return ChatDelta(content=text)
+            case ReasoningText(text):
+                return ChatDelta(reasoning_content=text)
+            case ParsedToolCall():
+                number = self._calls[index]
+                self._calls[index] += 1
+                found = build_tool_call(self._call, part, index=index, number=number)
+                return ChatDelta(
+                    tool_calls=[ChunkCall(id=found.id, function=found.function, index=number)]
+                )
+
+    def _end_chunks(self, results: tuple[RunResult, ...]) -> Iterator[ChatChunk]:
+        for index in range(len(results)):
+            yield from self._part_chunks(index, self._parsers[index].finish())
+        ends = [self._end_chunk(index, result) for index, result in enumerate(results)]
+        late = range(len(results), self._call.job.answers)  # the deadline passed before they began
+        ends += [self._delta_chunk(index, ChatDelta(), reason="length") for index in late]
+        if self._call.with_usage:
+            ends.append(
+                self._chunk([], usage=build_usage([results], reasoning=self.reasoning_tokens))
+            )
+        *others, last = ends
+        yield from others
+        answered = [AnsweredChoice(i, r, self._parsers[i].warnings) for i, r in enumerate(results)]
+        call = self._call
+        extension = build_extension(answered, ignored=call.ignored_fields, warnings=call.warnings)
+        yield replace(last, expertctl=extension)
+
+    def _end_chunk(self, index: int, result: RunResult) -> ChatChunk:
+        calls = self._parsers[index].calls
+        reason = map_finish_reason(result.generated.finish_reason, calls=calls)
+        return self._delta_chunk(index, ChatDelta(), reason=reason)
+
+    def _delta_chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        *,
+        scores: ChatLogprobs | None = None,
+        reason: OpenAIFinishReason | None = None,
+    ) -> ChatChunk:
+        choice = ChunkChoice(index=index, delta=delta, logprobs=scores, finish_reason=reason)
+        return self._chunk([choice], usage=self._current_usage())
+
+    def _current_usage(self) -> Usage | UnsetType | None:
+        if self._running_usage is not None:
+            return self._running_usage.usage()
+        return None if self._call.with_usage else UNSET
+
+    def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(
+            id=self._call.id,
+            created=self._call.created,
+            model=self._call.model,
+            choices=choices,
+            system_fingerprint=self._fingerprint,
+            usage=usage,
+        )
+
+
+async def stream_completion(jobs: JobSubmitter, call: CompletionCall) -> AsyncIterator[bytes]:
+    """Begin the jobs of a call and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when one is refused, or fails on the way.
+    """
+    stream = CompletionStream(call)
+    async with stream_jobs(jobs, call.jobs) as events:
+        async for number, event in events:
+            encode = partial(_encode_chunks, stream, number, event)
+            is_large = isinstance(event, OutputDelta) and event.prompt is not None
+            for chunk in await run_in_turn(encode) if is_large else encode():
+                yield chunk
+    yield DONE_EVENT
+
+
+def _encode_chunks(stream: "CompletionStream", number: int, event: JobEvent) -> list[bytes]:
+    """Return the lines of an event; those of a scored prompt take a while."""
+    return [line(msgspec.json.encode(chunk)) for chunk in stream.chunks(number, event)]
+
+
+class CompletionStream:
+    """Turns the events of the jobs of a call into chunks."""
+
+    def __init__(self, call: CompletionCall) -> None:
+        """Begin before the first event."""
+        self._call = call
+        self._fingerprint: str | None = None
+        self._started: set[int] = set()
+        self._pending_pieces: dict[int, list[OutputDelta]] = {}
+        """Pieces of jobs whose prompts have no log-probabilities yet, which come first."""
+        self._offsets: dict[int, TokenOffsets] = {}
+        """Index of an answer → where its next token begins."""
+        self._results: dict[int, tuple[RunResult, ...]] = {}
+        self._running_usage = RunningUsage() if call.with_continuous_usage else None
+
+    def chunks(self, number: int, event: JobEvent) -> Iterator[Completion]:
+        """Yield the chunks that an event of a job adds to the answer."""
+        match event:
+            case JobStarted(plan, prompt, reused):
+                if self._running_usage is not None:
+                    self._running_usage.count_prompt(prompt=prompt, cached=reused)
+                yield from self._start_answers(number, plan)
+            case OutputDelta():
+                yield from self._piece_chunks(number, event)
+            case JobFinished(results):
+                yield from self._start_answers(number, results[0].planned.result.plan)
+                yield from self._flush_pending(number, None)
+                yield from self._end_chunks(number, results)
+            case JobFailed():
+                return
+
+    def _start_answers(self, number: int, plan: Plan) -> Iterator[Completion]:
+        """Yield the prompt of each answer, once, with ``echo``; if it is scored, then later."""
+        if number in self._started:
+            return
+        self._started.add(number)
+        self._fingerprint = self._fingerprint or make_fingerprint(plan)
+        if self._call.scores_prompt:
+            self._pending_pieces[number] = []
+        else:
+            yield from self._echo_chunks(number, None)
+
+    def _echo_chunks(self, number: int, scores: PromptLogprobs | None) -> Iterator[Completion]:
+        if not (head := self._call.echoed_text(number)):
+            return
+        told = None if scores is None else build_prompt_logprobs(scores, head, self._call.tokenizer)
+        for index in range(self._call.jobs[number].answers):
+            place = self._call.choice_index(number, index)
+            self._offsets[place] = TokenOffsets(self._call.tokenizer, start=len(head))
+            yield self._delta_chunk(place, head, scores=told)
+
+    def _piece_chunks(self, number: int, piece: OutputDelta) -> Iterator[Completion]:
+        if number not in self._pending_pieces:
+            yield from self._text_chunks(number, piece)
+            return
+        self._pending_pieces[number].append(piece)
+        if piece.prompt is not None:
+            yield from self._flush_pending(number, piece.prompt)
+
+    def _flush_pending(self, number: int, scores: PromptLogprobs | None) -> Iterator[Completion]:
+        """Yield the prompt of each answer, then what was held back."""
+        if number in self._pending_pieces:
+            yield from self._echo_chunks(number, scores)
+            for piece in self._pending_pieces.pop(number):
+                yield from self._text_chunks(number, piece)
+
+    def _text_chunks(self, number: int, piece: OutputDelta) -> Iterator[Completion]:
+        if not (piece.text or piece.sampled):
+            return
+        place = self._call.choice_index(number, piece.number)
+        if self._running_usage is not None:
+            self._running_usage.generated[place] = piece.token_count
+        scores = None
+        if piece.sampled:
+            places = self._offsets.setdefault(place, TokenOffsets(self._call.tokenizer))
+            scores = build_completion_logprobs(
+                piece.sampled, self._call.tokenizer.token_text, places
+            )
+        yield self._delta_chunk(place, piece.text, scores=scores)
+
+    def _end_chunks(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
+        self._results[number] = results
+        if self._running_usage is not None:
+            for index, result in enumerate(results):
+                written = len(result.generated.tokens)
+                self._running_usage.generated[self._call.choice_index(number, index)] = written
+        ends = [
+            self._delta_chunk(
+                self._call.choice_index(number, index),
+                "",
+                reason=map_finish_reason(result.generated.finish_reason),
+            )
+            for index, result in enumerate(results)
+        ]
+        late = range(len(results), self._call.jobs[number].answers)  # they missed a deadline
+        ends += [
+            self._delta_chunk(self._call.choice_index(number, i), "", reason="length") for i in late
+        ]
+        if len(self._results) == len(self._call.jobs):
+            ends = self._add_usage_and_extension(ends)
+        yield from ends
+
+    def _add_usage_and_extension(self, ends: list[Completion]) -> list[Completion]:
+        """Add the usage and the ``expertctl`` object, at the very end."""
+        came = [self._results[number] for number in range(len(self._call.jobs))]
+        if self._call.with_usage:
+            ends = [*ends, self._chunk([], usage=build_usage(came))]
+        *others, last = ends
+        return [*others, replace(last, expertctl=build_call_extension(self._call, came))]
+
+    def _delta_chunk(
+        self,
+        place: int,
+        text: str,
+        *,
+        scores: CompletionLogprobs | None = None,
+        reason: OpenAIFinishReason | None = None,
+    ) -> Completion:
+        choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
+        return self._chunk([choice], usage=self._current_usage())
+
+    def _current_usage(self) -> Usage | UnsetType | None:
+        if self._running_usage is not None:
+            return self._running_usage.usage()
+        return None if self._call.with_usage else UNSET
+
+    def _chunk(
+        self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            id=self._call.id,
+            created=self._call.created,
+            model=self._call.model,
+            choices=choices,
+            system_fingerprint=self._fingerprint,
+            usage=usage,
+        )
+
 
 _Kind = TypeVar("_Kind")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-def routes(service: Service) -> list[BaseRoute]:
+def build_routes(service: Service) -> list[BaseRoute]:
     """Return the addresses, on one engine."""
-    wire = _Wire(service)
+    wire = _OpenAIEndpoints(service)
     return [
         Route(CHAT, wire.chat, methods=["POST"]),
         Route(COMPLETIONS, wire.complete, methods=["POST"]),
-        *model_routes.routes(service),
+        *models.build_model_routes(service),
     ]
 
 
-class _Wire:
+class _OpenAIEndpoints:
     """Answers the requests of one server."""
 
     def __init__(self, service: Service) -> None:
@@ -48,45 +407,47 @@ class _Wire:
 
     async def chat(self, request: Request) -> Response:
         """Answer with the next message of a conversation."""
-        body = await self._body(request, ChatRequest)
+        body = await self._read_body(request, ChatRequest)
         engine = self._service.engine
-        call = chat_call(
+        call = build_chat_call(
             body.value,
-            ignored=body.ignored,
-            caller=caller_of(request),
+            ignored=body.ignored_fields,
+            caller=get_caller(request),
             base_name=engine.base_name,
-            text=BaseText(engine.tokenizer),
+            template=ChatTemplateTraits(engine.tokenizer),
             settings=self._service.settings,
         )
-        headers = ignored_headers(call.ignored)
+        headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return event_stream(request, chat_lines(engine, call), headers=headers)
-        [came] = await while_connected(request, collected(engine, [call.job]))
-        thought = await call.thought_tokens(came.results)
-        return json_reply(chat_completion(call, came, thought=thought), headers=headers)
+            return make_event_stream(request, stream_chat(engine, call), headers=headers)
+        [came] = await while_connected(request, run_jobs(engine, [call.job]))
+        thought = await call.count_reasoning_tokens(came.results)
+        return json_response(
+            build_chat_completion(call, came, reasoning_tokens=thought), headers=headers
+        )
 
     async def complete(self, request: Request) -> Response:
         """Answer with the continuation of one or several prompts."""
-        body = await self._body(request, CompletionRequest)
+        body = await self._read_body(request, CompletionRequest)
         engine = self._service.engine
         read = partial(
-            completion_call,
+            build_completion_call,
             body.value,
-            ignored=body.ignored,
-            caller=caller_of(request),
+            ignored=body.ignored_fields,
+            caller=get_caller(request),
             base_name=engine.base_name,
             tokenizer=engine.tokenizer,
             settings=self._service.settings,
         )
         takes_long = body.value.scores_prompt or body.value.has_token_prompts
-        call = await in_turn(read) if takes_long else read()
-        headers = ignored_headers(call.ignored)
+        call = await run_in_turn(read) if takes_long else read()
+        headers = build_ignored_headers(call.ignored_fields)
         if body.value.stream:
-            return event_stream(request, completion_lines(engine, call), headers=headers)
-        came = await while_connected(request, collected(engine, call.jobs))
-        answer = partial(completion, call, came)
-        document = await in_turn(answer) if body.value.scores_prompt else answer()
-        return json_reply(document, headers=headers)
+            return make_event_stream(request, stream_completion(engine, call), headers=headers)
+        came = await while_connected(request, run_jobs(engine, call.jobs))
+        answer = partial(build_completion, call, came)
+        document = await run_in_turn(answer) if body.value.scores_prompt else answer()
+        return json_response(document, headers=headers)
 
-    async def _body(self, request: Request, kind: type[_Kind]) -> Body[_Kind]:
+    async def _read_body(self, request: Request, kind: type[_Kind]) -> ParsedBody[_Kind]:
         return await read_lenient_body(request, kind, strict=self._service.settings.strict_fields)

@@ -1,4 +1,13 @@
-"""The status page, its files, and the numbers that it asks for.
+"""Which installed experts are in memory, for the status page.
+
+What the status page shows of routed experts: room in memory, hits and misses.
+
+The numbers behind the status page, as ``/status/data`` gives them.
+
+Sizes are in bytes, times in seconds. Counts are since the start, so that the difference of two
+readings shows what happened in between.
+
+The status page, its files, and the numbers that it asks for.
 
 The page holds nothing secret, so anybody may load it; the numbers need a key if the server demands
 keys. The page loads nothing from elsewhere and runs no script but its own.
@@ -7,7 +16,9 @@ keys. The page loads nothing from elsewhere and runs no script but its own.
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,13 +29,145 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl import __version__
+from expertctl.engine.serving.running_batch import AdapterStatus, EngineSnapshot, ExpertJobCounts
 from expertctl.errors import UnknownAddressError
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.service import Service
-from expertctl.server.status_page.figures import FirstTokens, figures
-from expertctl.server.status_page.residents import residents
 
-PATH = "/status"
+MAX_LISTED = 200
+"""Most experts that are listed; the others are only counted."""
+
+
+def list_experts_in_memory(experts: Sequence[AdapterStatus], counts: ExpertJobCounts) -> JsonObject:
+    """Return how many experts can answer here, and those whose weights are in memory, by name."""
+    here = sorted((one for one in experts if one.in_memory), key=lambda one: one.expert.ref)
+    listed = list[JsonValue](_describe_expert(one, counts) for one in here[:MAX_LISTED])
+    able = sum(one.fits and not one.expert.revoked for one in experts)
+    return {"able": able, "in_memory": len(here), "listed": listed}
+
+
+def _describe_expert(here: AdapterStatus, counts: ExpertJobCounts) -> JsonObject:
+    ref = here.expert.ref
+    return {"ref": ref, "size": here.expert.stored.size, "requests": counts.get(ref)}
+
+
+def describe_routed_experts(now: EngineSnapshot) -> JsonObject | None:
+    """Return the ``routed`` object; None if the base has no routed experts.
+
+    Layers are listed only while they are counted, which `/moe` may turn off.
+    """
+    if now.routed is None:
+        return None
+    residence, did = now.routed.residence, now.routed.activity
+    return {
+        "miss": residence.miss,
+        "cold": residence.cold,
+        "experts": residence.total,
+        "whole": residence.is_whole,
+        "in_memory": residence.blocks,
+        "loads": did.loads,
+        "read_bytes": did.read_bytes,
+        "waited": did.waited_ms / 1e3,
+        "mass": did.router_weight,
+        "skipped": did.skipped_weight,
+        "layers": _list_layers(now, experts=residence.experts),
+    }
+
+
+def _list_layers(now: EngineSnapshot, *, experts: int) -> list[JsonValue]:
+    if now.observed is None or now.observed.mode == "off":
+        return []
+    return [
+        {
+            "layer": number,
+            "hits": layer.hits,
+            "misses": layer.misses,
+            "swaps": layer.swaps,
+            "resident": now.resident_experts.get(number, experts),
+            "experts": experts,
+        }
+        for number, layer in now.observed.layers.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenTotals:
+    """How many texts have had a first token, and the sum of their times to it."""
+
+    count: int
+    seconds: float
+
+    def to_json(self) -> JsonObject:
+        """Return the ``ttft`` object."""
+        return {"count": self.count, "seconds": self.seconds}
+
+
+def build_figures(now: EngineSnapshot, first_tokens: FirstTokenTotals) -> JsonObject:
+    """Return the numbers of a snapshot, by subject."""
+    kv_held = now.held["kv"]
+    return {
+        "jobs": _describe_jobs(now),
+        "tokens": {
+            "prompt": now.counts.prompt_tokens,
+            "reused": now.totals.reused_tokens,
+            "answer": now.counts.step_rows,
+        },
+        "steps": {"count": now.counts.steps, "rows": now.counts.step_rows},
+        "ttft": first_tokens.to_json(),
+        "memory": {
+            "limit": now.limit,
+            "peak": now.peak,
+            "held": {str(purpose): size for purpose, size in now.held.items()},
+        },
+        "kv": {
+            "limit": now.kv_limit,
+            "in_use": now.kv_in_use,
+            "kept": max(0, kv_held - now.kv_in_use),
+            "kept_limit": now.kv_kept_limit,
+        },
+        "tiers": {tier: dict(asdict(traffic)) for tier, traffic in now.traffic.items()},
+        "experts": _list_active_experts(now),
+        "routed": describe_routed_experts(now),
+    }
+
+
+def _describe_jobs(now: EngineSnapshot) -> JsonObject:
+    totals = now.totals
+    return {
+        "waiting": now.waiting,
+        "preparing": now.preparing,
+        "running": now.running,
+        "rows": now.rows,
+        "finished": totals.finished,
+        "failed": totals.failed,
+        "cancelled": totals.cancelled,
+        "refused": totals.refused,
+    }
+
+
+def _list_active_experts(now: EngineSnapshot) -> list[JsonValue]:
+    """List the experts of running texts and of prepared jobs, the busiest first.
+
+    An expert counts once for each plan, however often the plan names it.
+    """
+    running, prepared = _count_experts(now.running_plans), _count_experts(now.waiting_plans)
+    busiest = sorted(running | prepared, key=lambda ref: (-running[ref], -prepared[ref], ref))
+    return [
+        {
+            "ref": ref,
+            "running": running[ref],
+            "prepared": prepared[ref],
+            "requests": now.totals.experts.get(ref),
+        }
+        for ref in busiest
+    ]
+
+
+def _count_experts(plans: Iterable[tuple[str, ...]]) -> Counter[str]:
+    return Counter(ref for plan in plans for ref in set(plan))
+
+
+STATUS_PATH = "/status"
 PAGE = "page.html"
 FILES: Mapping[str, str] = {
     "app.js": "text/javascript",
@@ -38,15 +181,15 @@ FILES: Mapping[str, str] = {
     "icon.svg": "image/svg+xml",
 }
 """The files beside the page, with their media types."""
-OPEN = (PATH, *(f"{PATH}/{name}" for name in FILES))
+PUBLIC_PATHS = (STATUS_PATH, *(f"{STATUS_PATH}/{name}" for name in FILES))
 """Paths that a browser loads before a user can type a key."""
-_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": _POLICY,
+    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -58,69 +201,71 @@ HEADERS: Mapping[str, str] = {
 _FOLDER = Path(__file__).parent / "static"
 
 
-def routes(service: Service) -> list[BaseRoute]:
+def build_routes(service: Service) -> list[BaseRoute]:
     """Return the routes of the page, its files and numbers; ``/`` redirects to the page."""
-    numbers = _Numbers(service)
+    numbers = _StatusEndpoints(service)
     return [
-        Route("/", _to_page, methods=["GET"]),
-        Route(PATH, _page, methods=["GET"]),
-        Route(f"{PATH}/data", numbers.now, methods=["GET"]),
-        Route(f"{PATH}/experts", numbers.experts, methods=["GET"]),
-        Route(f"{PATH}/{{name}}", _file, methods=["GET"]),
+        Route("/", _redirect_to_page, methods=["GET"]),
+        Route(STATUS_PATH, _serve_page, methods=["GET"]),
+        Route(f"{STATUS_PATH}/data", numbers.read_figures, methods=["GET"]),
+        Route(f"{STATUS_PATH}/experts", numbers.experts, methods=["GET"]),
+        Route(f"{STATUS_PATH}/{{name}}", _serve_file, methods=["GET"]),
     ]
 
 
-class _Numbers:
+class _StatusEndpoints:
     """Reads the numbers of the engine; an id tells one run of the server from another."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._run, self._began = secrets.token_hex(8), time.monotonic()
+        self._run_id, self._started_at = secrets.token_hex(8), time.monotonic()
 
-    async def now(self, _: Request) -> Response:
+    async def read_figures(self, _: Request) -> Response:
         """Answer with the numbers of this moment."""
-        return _json(await to_thread.run_sync(self._read))
+        return _json_response(await to_thread.run_sync(self._build_document))
 
     async def experts(self, _: Request) -> Response:
         """Answer with the experts installed and in memory; this may wait for a plan."""
         engine = self._service.engine
-        experts = await asyncio.wrap_future(engine.experts())
-        return _json(residents(experts, engine.snapshot().totals.experts))
+        experts = await asyncio.wrap_future(engine.list_experts())
+        return _json_response(
+            list_experts_in_memory(experts, engine.take_snapshot().totals.experts)
+        )
 
-    def _read(self) -> JsonObject:
+    def _build_document(self) -> JsonObject:
         engine = self._service.engine
-        count, seconds = self._service.metrics.first_tokens()
+        count, seconds = self._service.metrics.read_first_token_totals()
         return {
             "version": __version__,
             "base": engine.base_name,
             "context": engine.context,
             "queue": self._service.settings.batch.queue,
-            "run": self._run,
-            "uptime": time.monotonic() - self._began,
-            **figures(engine.snapshot(), FirstTokens(count=count, seconds=seconds)),
+            "run": self._run_id,
+            "uptime": time.monotonic() - self._started_at,
+            **build_figures(engine.take_snapshot(), FirstTokenTotals(count=count, seconds=seconds)),
         }
 
 
-def _json(document: JsonObject) -> Response:
+def _json_response(document: JsonObject) -> Response:
     headers = {**HEADERS, "Cache-Control": "no-store"}
     return Response(json.encode(document), headers=headers, media_type="application/json")
 
 
-async def _to_page(_: Request) -> Response:
-    return RedirectResponse(PATH, 307, HEADERS)
+async def _redirect_to_page(_: Request) -> Response:
+    return RedirectResponse(STATUS_PATH, 307, HEADERS)
 
 
-async def _page(_: Request) -> Response:
-    return Response(_bytes_of(PAGE), headers=HEADERS, media_type="text/html")
+async def _serve_page(_: Request) -> Response:
+    return Response(_read_static(PAGE), headers=HEADERS, media_type="text/html")
 
 
-async def _file(request: Request) -> Response:
+async def _serve_file(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in FILES:
         raise UnknownAddressError("there is nothing at this address")
-    return Response(_bytes_of(name), headers=HEADERS, media_type=FILES[name])
+    return Response(_read_static(name), headers=HEADERS, media_type=FILES[name])
 
 
 @cache
-def _bytes_of(name: str) -> bytes:
+def _read_static(name: str) -> bytes:
     return (_FOLDER / name).read_bytes()

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache_oracles import Trace
-from benchmarks.routed.shape import RoutedShape, write_base
-from benchmarks.routed.traces import drawn
+from benchmarks.cache_policies import Trace
+from benchmarks.routed.traced_base import RoutedShape, make_trace, write_base
 
 SHAPE = RoutedShape(
     layers=2, hidden=128, heads=2, experts=8, used=2, intermediate=32, vocabulary=96
@@ -15,7 +14,7 @@ SHAPE = RoutedShape(
 
 @pytest.fixture
 def trace() -> Trace:
-    return drawn(SHAPE, 80)
+    return make_trace(SHAPE, 80)
 
 
 @pytest.fixture

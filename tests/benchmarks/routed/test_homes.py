@@ -8,39 +8,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cache_oracles import Trace, belady, lru
-from benchmarks.routed.homes import Home, Split, open_homes, split
-from benchmarks.routed.load_on_miss import LoadOnMiss
-from benchmarks.routed.readers import keep_copy
-from benchmarks.routed.tasks import Keeping
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_pages import KVPages
+from benchmarks.cache_policies import Trace, belady, lru
+from benchmarks.routed.decoders import (
+    BlockSplit,
+    ExpertPlacement,
+    RoutedDecoder,
+    open_decoders,
+    split_blocks,
+)
+from benchmarks.routed.expert_sources import LoadOnMissCache, make_packed_copy
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import StoredExperts
-from expertctl.engine.moe.routed_room import RoutedRoom
-from expertctl.engine.packed_base import expert_shape
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.packed_load import load_packed_base
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.model_config import read_config
+from expertctl.engine.moe.routed_experts import RoutedWorkspace
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import read_model_config
 from tests.benchmarks.routed.conftest import SHAPE
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    with closing(Crew(2)) as crew:
+def crew() -> Iterator[ThreadPool]:
+    with closing(ThreadPool(2)) as crew:
         yield crew
 
 
-class Seen(LoadOnMiss):
+class RecordingCache(LoadOnMissCache):
     """A rival that remembers what was chosen, a list of layers for each token."""
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int, *, foresees: bool = True) -> bool:
-        waits = super().ask(layer, room, tokens)
+    def request(
+        self, layer: int, choices: RoutedWorkspace, tokens: int, *, predicts_next: bool = True
+    ) -> bool:
+        waits = super().request(layer, choices, tokens)
         if layer == 0:
             self.asked.append([])
-        self.asked[-1].append(set(room.selected[layer, 0].tolist()))
+        self.asked[-1].append(set(choices.selected[layer, 0].tolist()))
         return waits
 
     @cached_property
@@ -49,14 +55,14 @@ class Seen(LoadOnMiss):
 
 
 def test_tokens_ask_for_what_the_trace_says(
-    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+    directory: Path, tmp_path: Path, trace: Trace, crew: ThreadPool
 ) -> None:
-    config = read_config(directory)
+    config = read_model_config(directory)
     trunk = load_packed_base(directory, config, Scheme.BFLOAT16, experts=False)
-    files = StoredExperts(base_tensors(directory, config), config, Scheme.BFLOAT16)
-    shape = expert_shape(config, Scheme.BFLOAT16)
-    rival = Seen(shape, files, numbers=(0, 1), experts=8, slots=4)
-    Home(trunk, crew, rival, tokens=len(trace)).follow(len(trace))
+    files = StoredExperts(read_base_tensors(directory, config), config, Scheme.BFLOAT16)
+    shape = make_expert_shape(config, Scheme.BFLOAT16)
+    rival = RecordingCache(shape, files, numbers=(0, 1), experts=8, slots=4)
+    RoutedDecoder(trunk, crew, rival, tokens=len(trace)).decode(len(trace))
     assert rival.asked == [[set(layer) for layer in token] for token in trace.tolist()]
     hits = rival.requests - rival.misses
     assert hits == pytest.approx(lru(trace, 4), rel=0.1), "of one token the order is another"
@@ -64,15 +70,15 @@ def test_tokens_ask_for_what_the_trace_says(
 
 
 def test_where_experts_are_changes_no_score(
-    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+    directory: Path, tmp_path: Path, trace: Trace, crew: ThreadPool
 ) -> None:
-    config = read_config(directory)
+    config = read_model_config(directory)
     base = load_packed_base(directory, config, Scheme.INT4)
     expected = _scores(PackedDecoder(base, crew))
-    keep_copy(directory, tmp_path / "bases", Scheme.INT4)
-    homes = open_homes(
+    make_packed_copy(directory, tmp_path / "bases", Scheme.INT4)
+    homes = open_decoders(
         directory,
-        list(Keeping),
+        list(ExpertPlacement),
         crew,
         scheme=Scheme.INT4,
         share=0.5,
@@ -87,12 +93,12 @@ def test_where_experts_are_changes_no_score(
 
 
 def test_homes_say_what_they_hold_miss_and_read(
-    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+    directory: Path, tmp_path: Path, trace: Trace, crew: ThreadPool
 ) -> None:
-    keep_copy(directory, tmp_path / "bases", Scheme.INT4)
-    homes = open_homes(
+    make_packed_copy(directory, tmp_path / "bases", Scheme.INT4)
+    homes = open_decoders(
         directory,
-        list(Keeping),
+        list(ExpertPlacement),
         crew,
         scheme=Scheme.INT4,
         share=0.5,
@@ -100,29 +106,29 @@ def test_homes_say_what_they_hold_miss_and_read(
         copies=tmp_path / "bases",
     )
     for home in homes.values():
-        assert home.follow(60) > 0
-    whole, cached = homes[Keeping.WHOLE], homes[Keeping.CACHED]
-    assert (whole.misses, whole.read_bytes, cached.misses) == (0, 0, 0)
-    for keeping in (Keeping.LENT, Keeping.PREPACKED, Keeping.ON_MISS):
+        assert home.decode(60) > 0
+    whole, cached = homes[ExpertPlacement.WHOLE], homes[ExpertPlacement.CACHED]
+    assert (whole.miss_rate, whole.read_bytes, cached.miss_rate) == (0, 0, 0)
+    for keeping in (ExpertPlacement.LENT, ExpertPlacement.PREPACKED, ExpertPlacement.ON_MISS):
         home = homes[keeping]
-        assert 0 < home.misses < 1
+        assert 0 < home.miss_rate < 1
         assert home.read_bytes > 0
         assert home.nbytes < whole.nbytes + 64 * 2**20, "buffers of readers are counted"
     for _ in range(2):
-        assert homes[Keeping.WHOLE].follow(600) > 0, "a text that is too long begins anew"
-    assert whole.read(20) > 0
+        assert homes[ExpertPlacement.WHOLE].decode(600) > 0, "a text that is too long begins anew"
+    assert whole.read_prompt(20) > 0
     for home in homes.values():
         if isinstance(home.experts, ExpertCache):
             home.experts.close()
 
 
 def test_the_pool_is_a_part_of_what_is_resident() -> None:
-    routed = SHAPE.config().experts
+    routed = SHAPE.make_config().experts
     assert routed is not None
-    assert split(routed, 0.5) == Split(slots=2, pool=4)
-    assert split(routed, 1.0) == Split(slots=6, pool=4)
+    assert split_blocks(routed, 0.5) == BlockSplit(slots=2, pool=4)
+    assert split_blocks(routed, 1.0) == BlockSplit(slots=6, pool=4)
 
 
 def _scores(decoder: PackedDecoder) -> torch.Tensor:
-    cache = KVPages(decoder.config, 40)
+    cache = PagedKVCache(decoder.config, 40)
     return torch.stack([decoder.decode(token, cache).logits for token in range(30)])

@@ -7,24 +7,27 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from benchmarks.cache_oracles import Trace
-from benchmarks.routed.shape import RoutedShape, write_base
-from expertctl.package.base_tensors import base_tensors
+from benchmarks.cache_policies import Trace
+from benchmarks.routed.traced_base import RoutedShape, write_base
+from expertctl.package.base_tensors import read_base_tensors
 from tests.benchmarks.routed.conftest import SHAPE
 
 
 def test_the_sizes_are_those_of_olmoe() -> None:
-    config = RoutedShape(4).config()
+    config = RoutedShape(4).make_config()
     assert config.experts is not None
     assert (config.hidden_size, config.head_dim, config.vocab_size) == (2048, 128, 50304)
     assert (config.experts.count, config.experts.used) == (64, 8)
     assert config.experts.intermediate_size == 1024
-    whole = RoutedShape(16).config().tensor_shapes()
+    whole = RoutedShape(16).make_config().tensor_shapes()
     assert 6.9e9 < sum(int(np.prod(shape)) for shape in whole.values()) < 7.0e9
 
 
 def test_files_hold_every_tensor_and_others_read_them(directory: Path) -> None:
-    assert base_tensors(directory, SHAPE.config()).keys() == SHAPE.config().tensor_shapes().keys()
+    assert (
+        read_base_tensors(directory, SHAPE.make_config()).keys()
+        == SHAPE.make_config().tensor_shapes().keys()
+    )
     assert json.loads((directory / "config.json").read_text())["model_type"] == "olmoe"
     with safe_open(directory / "model.safetensors", "pt") as file:
         norm = file.get_tensor("model.norm.weight")

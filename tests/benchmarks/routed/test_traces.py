@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.routed.traces import drawn, shape_of, stored
+from benchmarks.routed.traced_base import make_shape, make_trace, read_trace
 from tests.benchmarks.routed.conftest import SHAPE
 
 
 def test_drawn_requests_fit_the_shape() -> None:
-    trace = drawn(SHAPE, 40, every=10)
+    trace = make_trace(SHAPE, 40, every=10)
     assert trace.shape == (40, 2, 2)
     assert trace.max() < 8
 
@@ -18,11 +18,11 @@ def test_drawn_requests_fit_the_shape() -> None:
 def test_a_file_holds_a_trace_of_any_model(tmp_path: Path) -> None:
     trace = np.array([[[0, 4], [1, 2], [4, 3]], [[3, 1], [0, 1], [2, 0]]], np.int16)
     np.save(tmp_path / "small.npy", trace)
-    found = stored(tmp_path / "small.npy")
+    found = read_trace(tmp_path / "small.npy")
     assert np.array_equal(found, trace)
-    shape = shape_of(found, layers=2)
+    shape = make_shape(found, layers=2)
     assert (shape.layers, shape.experts, shape.used, shape.hidden) == (2, 5, 2, 2048)
-    assert shape_of(found, layers=8).layers == 3
+    assert make_shape(found, layers=8).layers == 3
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_a_file_holds_a_trace_of_any_model(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(wrong: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "wrong.npy", wrong)
     with pytest.raises(ValueError, match=r"wrong\.npy"):
-        stored(tmp_path / "wrong.npy")
+        read_trace(tmp_path / "wrong.npy")
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "wrong.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
-        stored(tmp_path / "wrong.npy")
+        read_trace(tmp_path / "wrong.npy")

@@ -11,9 +11,8 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.soak.caller import Caller, Told
-from benchmarks.soak.mistake import Mistake
-from benchmarks.soak.request import Api, Body, Conversation, Request
+from benchmarks.soak.caller import CallRecord, SoakCaller
+from benchmarks.soak.requests import Api, Body, InvalidRequest, SoakConversation, SoakRequest
 
 CHOICE = {"index": 0, "message": {"content": "Paris"}, "finish_reason": "stop"}
 WHOLE = {"choices": [CHOICE], "usage": {"completion_tokens": 5}}
@@ -33,7 +32,7 @@ MESSAGE = [
 ]
 
 
-def told(answer: Response, request: Request | Mistake) -> Told:
+def record_call(answer: Response, request: SoakRequest | InvalidRequest) -> CallRecord:
     """Ask a server that answers everything with one response."""
 
     async def endpoint(_: Asked) -> Response:
@@ -42,18 +41,18 @@ def told(answer: Response, request: Request | Mistake) -> Told:
     return asked_of(Starlette(routes=[Route("/{path:path}", endpoint, methods=["POST"])]), request)
 
 
-def asked_of(app: Starlette, request: Request | Mistake) -> Told:
-    async def ask() -> Told:
+def asked_of(app: Starlette, request: SoakRequest | InvalidRequest) -> CallRecord:
+    async def ask() -> CallRecord:
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await Caller(client).ask(request)
+            return await SoakCaller(client).ask(request)
 
     return asyncio.run(ask())
 
 
-def asking(api: Api, **fields: object) -> Request:
+def asking(api: Api, **fields: object) -> SoakRequest:
     body: Body = {"model": "auto", "messages": TURNS, **fields}
-    return Request(api=api, body=body)
+    return SoakRequest(api=api, body=body)
 
 
 def stream(*pieces: str) -> StreamingResponse:
@@ -69,7 +68,7 @@ def stream(*pieces: str) -> StreamingResponse:
     [("chat", stream(*CHUNKS, DONE)), ("messages", stream(*MESSAGE))],
 )
 def test_a_whole_stream_has_a_first_token_and_no_fault(api: Api, answer: Response) -> None:
-    one = told(answer, asking(api, stream=True))
+    one = record_call(answer, asking(api, stream=True))
     assert (one.status, one.error, one.problem) == (200, None, None)
     assert one.first is not None
     assert 0 < one.first <= one.seconds
@@ -77,24 +76,24 @@ def test_a_whole_stream_has_a_first_token_and_no_fault(api: Api, answer: Respons
 
 def test_an_answer_is_the_next_turn_of_its_conversation() -> None:
     for answer, streams in ((JSONResponse(WHOLE), False), (stream(*CHUNKS, DONE), True)):
-        talk = Conversation("somebody", "auto")
+        talk = SoakConversation("somebody", "auto")
         body: Body = {"messages": TURNS, "stream": streams}
-        told(answer, Request(api="chat", body=body, conversation=talk))
+        record_call(answer, SoakRequest(api="chat", body=body, conversation=talk))
         assert talk.turns == [*TURNS, {"role": "assistant", "content": "Paris"}]
 
 
 def test_half_a_stream_is_a_problem() -> None:
-    assert "ended behind" in str(told(stream(*CHUNKS), asking("chat", stream=True)).problem)
+    assert "ended behind" in str(record_call(stream(*CHUNKS), asking("chat", stream=True)).problem)
 
 
 def test_an_error_in_a_stream_is_told() -> None:
-    one = told(stream(CHUNKS[0], data(ERROR)), asking("chat", stream=True))
+    one = record_call(stream(CHUNKS[0], data(ERROR)), asking("chat", stream=True))
     assert (one.status, one.error, one.problem) == (200, "model_not_found: gone", None)
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_refusal_is_told_with_its_status(streams: bool) -> None:
-    one = told(JSONResponse(ERROR, 404), asking("chat", stream=streams))
+    one = record_call(JSONResponse(ERROR, 404), asking("chat", stream=streams))
     assert (one.status, one.error) == (404, "model_not_found: gone")
 
 
@@ -107,22 +106,22 @@ def test_a_refusal_is_told_with_its_status(streams: bool) -> None:
     ],
 )
 def test_an_answer_with_something_missing_is_a_problem(answer: object, word: str) -> None:
-    assert word in str(told(JSONResponse(answer), asking("chat")).problem)
+    assert word in str(record_call(JSONResponse(answer), asking("chat")).problem)
 
 
 def test_a_body_that_is_no_json_is_a_problem() -> None:
-    assert "no JSON" in str(told(Response("oh", 500), asking("chat")).problem)
+    assert "no JSON" in str(record_call(Response("oh", 500), asking("chat")).problem)
 
 
 def test_a_caller_can_hang_up_in_the_middle() -> None:
-    request = Request(api="chat", body={"stream": True}, hangs_up_after=1)
-    one = told(stream(*CHUNKS, DONE), request)
+    request = SoakRequest(api="chat", body={"stream": True}, hangs_up_after=1)
+    one = record_call(stream(*CHUNKS, DONE), request)
     assert one.is_left
     assert one.problem is None
 
 
 def test_a_mistake_is_told_with_the_status_it_got() -> None:
-    one = told(JSONResponse(ERROR, 415), Mistake(415, "POST", "/v1/infer"))
+    one = record_call(JSONResponse(ERROR, 415), InvalidRequest(415, "POST", "/v1/infer"))
     assert (one.status, one.kind) == (415, "wrong")
 
 
@@ -159,6 +158,6 @@ def test_a_job_that_failed_is_an_error() -> None:
 
 def test_a_job_that_is_deleted_may_be_cancelled_and_no_other_may() -> None:
     cancelled: dict[str, object] = {"status": "cancelled", "error": None}
-    leaving = Request(api="jobs", body={}, leaves_after=0.0)
+    leaving = SoakRequest(api="jobs", body={}, leaves_after=0.0)
     assert asked_of(jobs(cancelled), leaving).problem is None
     assert "cancelled" in str(asked_of(jobs(cancelled), asking("jobs")).problem)

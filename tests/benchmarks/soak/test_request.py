@@ -6,14 +6,22 @@ from collections import Counter
 import pytest
 from msgspec import Struct
 
-from benchmarks.soak.house import RENAMED
-from benchmarks.soak.mistake import MISTAKES, Mistake
-from benchmarks.soak.request import LEAVES, MAX_CHARACTERS, WRONG, Conversation, Draws, Request
+from benchmarks.soak.home import RENAMED
+from benchmarks.soak.requests import (
+    DISCONNECT_SHARE,
+    INVALID_REQUESTS,
+    INVALID_SHARE,
+    MAX_CHARACTERS,
+    InvalidRequest,
+    RequestGenerator,
+    SoakConversation,
+    SoakRequest,
+)
 from expertctl.server.anthropic.message_request import MessageRequest
-from expertctl.server.body import parse_body
-from expertctl.server.native.infer_request import InferRequest, RouteFields
+from expertctl.server.native.infer import InferRequest, RouteFields
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
+from expertctl.server.request_body import parse_body
 
 EXPERTS = ["soak/lora-8", "soak/lora-16", *RENAMED.values()]
 KINDS: dict[str, type[Struct]] = {
@@ -26,21 +34,21 @@ KINDS: dict[str, type[Struct]] = {
 }
 
 
-def drawn(number: int, *, seed: int = 0) -> list[Request | Mistake]:
-    draws = Draws(EXPERTS, ["Sort these numbers: 3, 1, 2"], seed=seed)
+def drawn(number: int, *, seed: int = 0) -> list[SoakRequest | InvalidRequest]:
+    draws = RequestGenerator(EXPERTS, ["Sort these numbers: 3, 1, 2"], seed=seed)
     return [draws.next() for _ in range(number)]
 
 
 def test_the_same_seed_draws_the_same_requests() -> None:
     def bodies(seed: int) -> list[object]:
-        return [one.body if isinstance(one, Request) else one for one in drawn(300, seed=seed)]
+        return [one.body if isinstance(one, SoakRequest) else one for one in drawn(300, seed=seed)]
 
     assert bodies(1) == bodies(1)
     assert bodies(1) != bodies(2)
 
 
 def test_each_api_can_read_what_it_is_asked() -> None:
-    asked = [one for one in drawn(1500) if isinstance(one, Request)]
+    asked = [one for one in drawn(1500) if isinstance(one, SoakRequest)]
     for one in asked:
         parse_body(json.dumps(one.body).encode(), KINDS[one.api])
     assert {one.api for one in asked} == KINDS.keys()
@@ -50,30 +58,30 @@ def test_each_api_can_read_what_it_is_asked() -> None:
 
 def test_as_many_leave_and_are_wrong_as_is_said() -> None:
     asked = drawn(5000)
-    requests = [one for one in asked if isinstance(one, Request)]
+    requests = [one for one in asked if isinstance(one, SoakRequest)]
     left = [one for one in requests if one.leaves_after is not None or one.hangs_up_after]
-    assert 1 - len(requests) / len(asked) == pytest.approx(WRONG, abs=0.01)
-    assert len(left) / len(requests) == pytest.approx(LEAVES, abs=0.02)
+    assert 1 - len(requests) / len(asked) == pytest.approx(INVALID_SHARE, abs=0.01)
+    assert len(left) / len(requests) == pytest.approx(DISCONNECT_SHARE, abs=0.02)
 
 
 def test_a_request_knows_the_experts_that_it_names() -> None:
     for one in drawn(500):
-        if isinstance(one, Request):
+        if isinstance(one, SoakRequest):
             said = json.dumps(one.body)
             assert all(name in said for name in one.experts)
             assert set(one.experts) <= set(EXPERTS)
 
 
 def test_a_conversation_goes_on_until_it_is_too_long() -> None:
-    talk = Conversation("somebody", "auto")
-    talk.answered(talk.say("one"), "two")
-    assert [turn["role"] for turn in talk.say("three")] == ["user", "assistant", "user"]
-    talk.answered(talk.say("x" * MAX_CHARACTERS), "four")
-    assert [turn["content"] for turn in talk.say("five")] == ["five"]
+    talk = SoakConversation("somebody", "auto")
+    talk.add_answer(talk.add_question("one"), "two")
+    assert [turn["role"] for turn in talk.add_question("three")] == ["user", "assistant", "user"]
+    talk.add_answer(talk.add_question("x" * MAX_CHARACTERS), "four")
+    assert [turn["content"] for turn in talk.add_question("five")] == ["five"]
 
 
 def test_every_api_is_asked_wrongly_and_statuses_are_those_of_callers() -> None:
-    assert all(400 <= one.status < 500 for one in MISTAKES)
-    asked = Counter(one.path for one in MISTAKES)
+    assert all(400 <= one.status < 500 for one in INVALID_REQUESTS)
+    asked = Counter(one.path for one in INVALID_REQUESTS)
     paths = ("chat/completions", "completions", "messages", "infer", "jobs", "route")
     assert all(asked[f"/v1/{path}"] for path in paths)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.angles import angles_arguments, angles_kernel
-from expertctl.engine.rope import inverse_frequencies, rotation_table
-from expertctl.package.rope_config import (
+from expertctl.engine.kernels.layer_operations import rope_table_arguments, rope_table_kernel
+from expertctl.engine.model.functional import compute_inverse_frequencies, compute_rope_table
+from expertctl.package.attention_config import (
     LinearScaling,
     Llama3Scaling,
     RopeConfig,
@@ -36,11 +36,11 @@ def test_rotations_are_those_of_the_table(scaling: RopeScaling | None, dims: int
     config = RopeConfig(10_000.0, dims, scaling)
     positions = np.array([0, 1, 5, 63, 64, 1000, 40_000])
     out = np.full((len(positions), 2, dims), np.nan, np.float32)
-    frequencies = inverse_frequencies(config).numpy()
+    frequencies = compute_inverse_frequencies(config).numpy()
     factor = np.array([config.attention], np.float32)
-    arguments = angles_arguments(
+    arguments = rope_table_arguments(
         positions=positions, frequencies=frequencies, factor=factor, out=out
     )
-    angles_kernel()(0, len(positions), arguments.ctypes.data)
-    table = rotation_table(config, 40_001, device="cpu").numpy()[:, positions]
+    rope_table_kernel()(0, len(positions), arguments.ctypes.data)
+    table = compute_rope_table(config, 40_001, device="cpu").numpy()[:, positions]
     assert np.abs(out - table.transpose(1, 0, 2)).max() < 3e-7

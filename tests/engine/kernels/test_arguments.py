@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from expertctl.engine import kernels
-from expertctl.engine.kernels.arguments import address, rows_at, words_of
-from expertctl.engine.kernels.elementwise import norm_arguments
+from expertctl.engine.kernels.layer_operations import rms_norm_arguments
+from expertctl.engine.kernels.memory import array_address, encode_operands, row_address
 
 
 def makers() -> dict[str, Callable[..., Any]]:
@@ -39,9 +39,9 @@ def test_arrays_that_could_be_swapped_are_given_by_name() -> None:
 def test_words_are_addresses_and_numbers_in_their_order() -> None:
     around = np.zeros((4, 9), np.float32)
     inside = around[1:, 2:7]
-    place, stride = rows_at(inside)
+    place, stride = row_address(inside)
     assert (place, stride) == (around.ctypes.data + 36 + 8, 36)
-    words = words_of(place, 7, address(None))
+    words = encode_operands(place, 7, array_address(None))
     np.testing.assert_array_equal(words, np.array([place, 7, 0]), strict=True)
     assert words.dtype == np.int64
 
@@ -50,11 +50,11 @@ def test_words_are_addresses_and_numbers_in_their_order() -> None:
 def test_numbers_of_another_kind_are_noticed(kind: Any) -> None:
     rows, weight, eps = np.zeros((2, 8), np.float32), np.zeros(8, kind), np.zeros(1, np.float32)
     with pytest.raises(AssertionError, match="in the place of float32"):
-        norm_arguments(rows=rows, weight=weight, out=rows, eps=eps)
+        rms_norm_arguments(rows=rows, weight=weight, out=rows, eps=eps)
 
 
 def test_rows_whose_columns_lie_apart_are_noticed() -> None:
     with pytest.raises(AssertionError, match="lie apart"):
-        rows_at(np.zeros((8, 4), np.float32).T)
+        row_address(np.zeros((8, 4), np.float32).T)
     for few in (np.zeros((3, 1), np.float32), np.zeros((0, 7), np.float32)):
-        assert rows_at(few)[0] == few.ctypes.data
+        assert row_address(few)[0] == few.ctypes.data

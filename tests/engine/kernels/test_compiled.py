@@ -15,17 +15,17 @@ import pytest
 from filelock import FileLock, Timeout
 from numba import types
 
-from expertctl.engine.kernels import compiled as module
-from expertctl.engine.kernels.compiled import (
+from expertctl.engine.kernels import jit as module
+from expertctl.engine.kernels.jit import (
     COMPILING,
-    COMPILING_AGAIN,
     COMPILING_MORE,
-    compiled,
-    compiled_cache,
+    COMPILING_WITHOUT_CACHE,
+    load_or_compile,
+    use_kernel_cache,
 )
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.messages import ignore_notification
 from expertctl.settings import Home
-from expertctl.telling import tell_nobody
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +53,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Forget where code is kept, as a process that begins has."""
 
     def forget() -> None:
-        monkeypatch.setattr(module, "_KEEPING", module._Keeping())
+        monkeypatch.setattr(module, "_CACHE", module._CacheState())
 
     forget()
     return forget
@@ -72,15 +72,15 @@ def test_code_is_compiled_once_for_all_processes_and_a_person_is_told_that_once(
     place: Home, new_process: Callable[[], None]
 ) -> None:
     told: list[str] = []
-    assert compiled_cache(place, tell=told.append) is not None
-    assert compiled("triple", compile_triple).cache_hits == 0
-    assert compiled("triple again", compile_triple).ctypes(14) == 42
+    assert use_kernel_cache(place, notify=told.append) is not None
+    assert load_or_compile("triple", compile_triple).cache_hits == 0
+    assert load_or_compile("triple again", compile_triple).ctypes(14) == 42
     assert told == [COMPILING]
     new_process()
-    compiled_cache(place, tell=told.append)
-    assert compiled("triple", compile_triple).cache_hits == 1
+    use_kernel_cache(place, notify=told.append)
+    assert load_or_compile("triple", compile_triple).cache_hits == 1
     assert told == [COMPILING]
-    assert compiled("another", compile_triple).ctypes(14) == 42
+    assert load_or_compile("another", compile_triple).ctypes(14) == 42
     assert told == [COMPILING, COMPILING_MORE]
 
 
@@ -92,32 +92,32 @@ def test_a_check_that_raises_ends_compiling_before_the_next_kernel(place: Home) 
         if files(place, ".kept"):
             raise StoppedError
 
-    compiled_cache(place, check=check)
-    assert compiled("triple", compile_triple).ctypes(14) == 42
+    use_kernel_cache(place, check=check)
+    assert load_or_compile("triple", compile_triple).ctypes(14) == 42
     with pytest.raises(StoppedError):
-        compiled("another", compile_triple)
-    compiled_cache(place)
-    assert compiled("another", compile_triple).ctypes(14) == 42
+        load_or_compile("another", compile_triple)
+    use_kernel_cache(place)
+    assert load_or_compile("another", compile_triple).ctypes(14) == 42
 
 
 def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:
     told: list[str] = []
-    compiled_cache(place, tell=told.append)
+    use_kernel_cache(place, notify=told.append)
     assert told == []
 
 
 def test_without_a_home_code_is_compiled_and_not_kept(
     new_process: Callable[[], None], tmp_path: Path
 ) -> None:
-    assert compiled("triple", compile_triple).ctypes(2) == 6
+    assert load_or_compile("triple", compile_triple).ctypes(2) == 6
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folders_are_for_their_owner_alone_whatever_the_umask(place: Home) -> None:
     before = os.umask(0)
     try:
-        folder = compiled_cache(place)
-        compiled("triple", compile_triple)
+        folder = use_kernel_cache(place)
+        load_or_compile("triple", compile_triple)
     finally:
         os.umask(before)
     assert folder is not None
@@ -150,26 +150,26 @@ def test_nothing_is_kept_where_others_may_write(spoil: Callable[[Home], None], p
     place.kernels.mkdir(parents=True, mode=0o700)
     spoil(place)
     told: list[str] = []
-    assert compiled_cache(place, tell=told.append) is None
-    assert compiled("triple", compile_triple).ctypes(5) == 15
-    assert compiled("triple", compile_triple).ctypes(6) == 18
-    assert told == [COMPILING_AGAIN]
+    assert use_kernel_cache(place, notify=told.append) is None
+    assert load_or_compile("triple", compile_triple).ctypes(5) == 15
+    assert load_or_compile("triple", compile_triple).ctypes(6) == 18
+    assert told == [COMPILING_WITHOUT_CACHE]
     assert files(place, ".nbc") == []
 
 
 def test_nothing_is_kept_in_the_home_of_another_user(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled_cache(place) is not None
+    assert use_kernel_cache(place) is not None
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    assert compiled_cache(place) is None
+    assert use_kernel_cache(place) is None
 
 
 def test_a_home_behind_a_link_is_the_home(place: Home, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o755)
     place.root.symlink_to(tmp_path / "disk")
-    assert compiled_cache(place) is not None
+    assert use_kernel_cache(place) is not None
 
 
 class Planted:
@@ -185,19 +185,19 @@ class Planted:
 def test_code_that_another_user_planted_is_not_loaded(
     place: Home, new_process: Callable[[], None], tmp_path: Path
 ) -> None:
-    compiled_cache(place)
-    compiled("triple", compile_triple)
+    use_kernel_cache(place)
+    load_or_compile("triple", compile_triple)
     trace = tmp_path / "trace"
     for index in files(place, ".nbi"):
         index.write_bytes(pickle.dumps(Planted(trace)))
     new_process()
     place.kernels.chmod(0o777)
-    compiled_cache(place)
-    assert compiled("triple", compile_triple).ctypes(2) == 6
+    use_kernel_cache(place)
+    assert load_or_compile("triple", compile_triple).ctypes(2) == 6
     assert not trace.exists()
     place.kernels.chmod(0o700)
-    compiled_cache(place)
-    compiled("triple", compile_triple)
+    use_kernel_cache(place)
+    load_or_compile("triple", compile_triple)
     assert trace.exists()  # so the test would have seen it
 
 
@@ -210,37 +210,37 @@ def test_code_that_another_user_planted_is_not_loaded(
 def test_files_that_a_power_cut_damaged_are_made_again(
     place: Home, new_process: Callable[[], None], suffix: str, content: bytes
 ) -> None:
-    compiled_cache(place)
-    compiled("triple", compile_triple)
+    use_kernel_cache(place)
+    load_or_compile("triple", compile_triple)
     for damaged in files(place, suffix):
         damaged.write_bytes(content)
     new_process()
-    folder = compiled_cache(place)
-    assert compiled("triple", compile_triple).ctypes(3) == 9
+    folder = use_kernel_cache(place)
+    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
     assert folder is not None
     assert not folder.exists()
     for hits in (0, 1):
         new_process()
-        compiled_cache(place)
-        assert compiled("triple", compile_triple).cache_hits == hits
+        use_kernel_cache(place)
+        assert load_or_compile("triple", compile_triple).cache_hits == hits
 
 
 MULTIPLY = """
 import sys
 import numpy as np
 from pathlib import Path
-from expertctl.engine.kernels.compiled import compiled_cache
-from expertctl.engine.kernels.packed import pack
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.kernels.packed_matrix import pack_matrix
+from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.settings import Home
-from tests.engine.kernels.products import formula, multiply, random_numbers
+from tests.engine.kernels.reference_gemm import multiply_exactly, run_gemm, make_random_numbers
 
 told = []
-assert compiled_cache(Home(Path(sys.argv[1])), tell=told.append)
+assert use_kernel_cache(Home(Path(sys.argv[1])), notify=told.append)
 for name in sys.argv[2:]:
-    matrix, tokens = pack(random_numbers(1, 80, 256), Scheme(name)), random_numbers(2, 7, 256)
-    expected, reach = formula(matrix, tokens)
-    assert (np.abs(multiply(matrix, tokens) - expected) <= reach).all(), name
+    matrix, tokens = pack_matrix(make_random_numbers(1, 80, 256), Scheme(name)), make_random_numbers(2, 7, 256)
+    expected, reach = multiply_exactly(matrix, tokens)
+    assert (np.abs(run_gemm(matrix, tokens) - expected) <= reach).all(), name
 print(len(told))
 """
 
@@ -261,16 +261,16 @@ def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> Non
 def test_nothing_is_kept_where_numba_counts_otherwise(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled_cache(place) is not None
+    assert use_kernel_cache(place) is not None
     identity = SimpleNamespace(unique_id=1)
     counting = SimpleNamespace(from_function=lambda _: identity)
     monkeypatch.setattr(module, "FunctionIdentity", counting)
-    assert compiled("triple", compile_triple).ctypes(3) == 9
+    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
     assert files(place, ".nbc") == []
 
 
 def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place: Home) -> None:
-    folder = compiled_cache(place)
+    folder = use_kernel_cache(place)
     assert folder is not None
     others = FileLock(folder.with_suffix(".lock"), timeout=0)
     refused: list[bool] = []
@@ -281,7 +281,7 @@ def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place:
         refused.append(cache)
         return cache
 
-    assert compiled("looked at", compile_and_look)
+    assert load_or_compile("looked at", compile_and_look)
     assert refused == [True]
     others.acquire()
     others.release()
@@ -290,37 +290,37 @@ def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place:
 def test_nobody_waits_for_ever_for_a_process_that_stands_still(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE", 0.0)
-    folder = compiled_cache(place)
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT", 0.0)
+    folder = use_kernel_cache(place)
     assert folder is not None
     with FileLock(folder.with_suffix(".lock")):
-        assert compiled("triple", compile_triple).ctypes(3) == 9
+        assert load_or_compile("triple", compile_triple).ctypes(3) == 9
     assert folder.exists()
     assert files(place, ".nbc") == []
 
 
 def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
-    folder = compiled_cache(place)
+    folder = use_kernel_cache(place)
     assert folder is not None
     folder.rmdir()
     place.kernels.rmdir()
     place.kernels.touch()
-    assert compiled("triple", compile_triple).ctypes(3) == 9
+    assert load_or_compile("triple", compile_triple).ctypes(3) == 9
 
 
 def test_other_users_of_numba_in_this_process_keep_their_folder(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "theirs")
-    compiled_cache(place)
-    compiled("triple", compile_triple)
+    use_kernel_cache(place)
+    load_or_compile("triple", compile_triple)
     assert numba.config.CACHE_DIR == "theirs"
 
 
 def test_another_numba_keeps_its_code_apart(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = compiled_cache(place, tell=tell_nobody)
+    before = use_kernel_cache(place, notify=ignore_notification)
     monkeypatch.setattr(numba, "__version__", "0.0")
-    assert compiled_cache(place) not in (None, before)
+    assert use_kernel_cache(place) not in (None, before)
 
 
 def old_folder(home: Home, name: str, *, days: float) -> Path:
@@ -337,7 +337,7 @@ def test_code_of_other_versions_goes_when_nobody_has_used_it_for_a_month(place: 
     place.kernels.mkdir(parents=True, mode=0o700)
     gone, kept = (old_folder(place, c * 32, days=d) for c, d in (("a", 31), ("b", 29)))
     (gone.with_suffix(".lock")).touch(0o600)
-    folder = compiled_cache(place)
+    folder = use_kernel_cache(place)
     assert folder is not None
     assert sorted(place.kernels.iterdir()) == sorted([kept, folder])
 
@@ -351,25 +351,25 @@ def test_what_is_used_or_is_nothing_of_ours_stays(place: Home, tmp_path: Path) -
     outside.mkdir()
     (place.kernels / ("e" * 32)).symlink_to(outside)
     with FileLock(used.with_suffix(".lock"), mode=0o600):
-        compiled_cache(place)
+        use_kernel_cache(place)
     for folder in (used, open_to_others, *others):
         assert (folder / "triple.kept").exists()
     assert outside.is_dir()
-    compiled_cache(place)
+    use_kernel_cache(place)
     assert not used.exists()
 
 
 def test_loading_kept_code_counts_as_using_it(
     place: Home, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compiled_cache(place)
+    folder = use_kernel_cache(place)
     assert folder is not None
-    compiled("triple", compile_triple)
+    load_or_compile("triple", compile_triple)
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - 99 * 86_400,) * 2)
     new_process()
-    compiled_cache(place)
-    assert compiled("triple", compile_triple).cache_hits == 1
-    monkeypatch.setattr(module, "_identity", lambda: "f" * 32)
-    compiled_cache(place)
+    use_kernel_cache(place)
+    assert load_or_compile("triple", compile_triple).cache_hits == 1
+    monkeypatch.setattr(module, "_cache_key", lambda: "f" * 32)
+    use_kernel_cache(place)
     assert folder.exists()

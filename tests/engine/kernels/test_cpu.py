@@ -8,41 +8,45 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.engine.kernels.jit import get_host_cpu
 
 PRODUCTS = """
 import numpy as np
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.memory import aligned
-from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items, multiply_kernel
-from expertctl.engine.kernels.packed import pack, unpack
-from expertctl.engine.kernels.rows import prepare_arguments, prepare_kernel, room_for_rows
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.lora import gemm_arguments, gemm_items, gemm_kernel
+from expertctl.engine.kernels.packed_matrix import pack_matrix, unpack_matrix
+from expertctl.engine.kernels.quantisation import (
+    activation_arguments,
+    activation_kernel,
+    allocate_activations,
+)
+from expertctl.engine.kernels.packed_format import Scheme
 
-cpu = host_cpu()
-assert cpu.half and not (cpu.wide or cpu.bf16_dot or cpu.byte_dot), cpu
+cpu = get_host_cpu()
+assert cpu.half and not (cpu.has_512_bit_registers or cpu.bf16_dot or cpu.byte_dot), cpu
 rng = np.random.default_rng(0)
 for scheme in (Scheme.BFLOAT16, Scheme.INT8):
-    matrix = pack(rng.standard_normal((70, 300)).astype(np.float32), scheme)
-    given, out = aligned((3, 300), np.float32), aligned((3, 80), np.float32)
+    matrix = pack_matrix(rng.standard_normal((70, 300)).astype(np.float32), scheme)
+    given, out = aligned_zeros((3, 300), np.float32), aligned_zeros((3, 80), np.float32)
     given[...] = rng.standard_normal((3, 300))
-    rows, count = room_for_rows(scheme, 3, 300), np.array([3], np.int64)
-    arguments = prepare_arguments(rows=given, columns=300, prepared=rows)
-    prepare_kernel(scheme)(0, 3, arguments.ctypes.data)
-    arguments = multiply_arguments(matrix=matrix, rows=rows, out=out, tokens=count)
-    multiply_kernel(scheme)(0, multiply_items(matrix), arguments.ctypes.data)
-    wanted = given.astype(float) @ unpack(matrix).T
+    rows, count = allocate_activations(scheme, 3, 300), np.array([3], np.int64)
+    arguments = activation_arguments(rows=given, columns=300, prepared=rows)
+    activation_kernel(scheme)(0, 3, arguments.ctypes.data)
+    arguments = gemm_arguments(matrix=matrix, rows=rows, out=out, tokens=count)
+    gemm_kernel(scheme)(0, gemm_items(matrix), arguments.ctypes.data)
+    wanted = given.astype(float) @ unpack_matrix(matrix).T
     assert abs(out[:, :70] - wanted).max() < 0.05 * wanted.std()
 print(cpu.name)
 """
 
 
 COMPACT = """
-from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.engine.kernels.jit import get_host_cpu
 from tests.engine.kernels import test_routed_compact as compact
 
-cpu = host_cpu()
-assert not (cpu.wide or cpu.bf16_dot), cpu
+cpu = get_host_cpu()
+assert not (cpu.has_512_bit_registers or cpu.bf16_dot), cpu
 compact.test_what_is_packed_holds_every_number("heavy", 80, 32)
 for tokens in (1, 3, 17):
     compact.test_products_have_the_bits_of_experts_that_are_not_compact(160, 272, tokens, False)
@@ -51,12 +55,12 @@ print(cpu.name)
 
 
 PLANS = """
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.packed_format import Scheme
 from tests.engine.kernels import test_low_rank as plans
 
-cpu = host_cpu()
-assert not (cpu.wide or cpu.bf16_dot or cpu.byte_dot), cpu
+cpu = get_host_cpu()
+assert not (cpu.has_512_bit_registers or cpu.bf16_dot or cpu.byte_dot), cpu
 for scheme in (Scheme.FLOAT16, Scheme.INT8):
     some = plans.batch(scheme)
     plans.reduce(some)
@@ -69,18 +73,21 @@ print(cpu.name, cpu.half)
 @pytest.mark.skipif(sys.platform != "linux", reason="the flags are read where Linux lists them")
 def test_the_processor_can_do_what_linux_says_it_can() -> None:
     flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii").split())
-    cpu = host_cpu()
+    cpu = get_host_cpu()
     assert cpu.bf16_dot == ({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= flags)
     assert cpu.byte_dot == ({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags)
     assert cpu.short_dot == ("avx2" in flags)
 
 
 def test_a_plain_processor_has_no_instruction_for_products() -> None:
-    plain = host_cpu().plain()
+    plain = get_host_cpu().without_dot_instructions()
     assert not plain.bf16_dot
     assert not plain.byte_dot
     assert not plain.short_dot
-    assert (plain.name, plain.wide) == (host_cpu().name, host_cpu().wide)
+    assert (plain.name, plain.has_512_bit_registers) == (
+        get_host_cpu().name,
+        get_host_cpu().has_512_bit_registers,
+    )
 
 
 X86 = pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="of x86")

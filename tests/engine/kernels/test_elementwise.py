@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.elementwise import (
-    add_arguments,
-    add_kernel,
+from expertctl.engine.kernels.layer_operations import (
     affine_arguments,
     affine_kernel,
-    gate_arguments,
-    gate_kernel,
-    norm_arguments,
-    norm_kernel,
+    residual_add_arguments,
+    residual_add_kernel,
+    rms_norm_arguments,
+    rms_norm_kernel,
+    swiglu_arguments,
+    swiglu_kernel,
 )
 
 Numbers = np.ndarray[Any, Any]
@@ -31,8 +31,8 @@ def rows_of(tokens: int, width: int, *, seed: int = 0, room: int = 3) -> Numbers
 
 def normed(rows: Numbers, weight: Numbers, first: int = 0, last: int | None = None) -> Numbers:
     out = np.full(rows.shape, np.nan, np.float32)
-    arguments = norm_arguments(rows=rows, weight=weight, out=out, eps=EPS)
-    norm_kernel()(first, len(rows) if last is None else last, arguments.ctypes.data)
+    arguments = rms_norm_arguments(rows=rows, weight=weight, out=out, eps=EPS)
+    rms_norm_kernel()(first, len(rows) if last is None else last, arguments.ctypes.data)
     return out
 
 
@@ -73,8 +73,8 @@ def test_norm_of_a_token_does_not_depend_on_the_others(
 
 def gated(gate: Numbers, up: Numbers) -> Numbers:
     out = np.full(gate.shape, np.nan, np.float32)
-    arguments = gate_arguments(gate=gate, up=up, out=out, width=gate.shape[1])
-    gate_kernel()(0, len(gate), arguments.ctypes.data)
+    arguments = swiglu_arguments(gate=gate, up=up, out=out, width=gate.shape[1])
+    swiglu_kernel()(0, len(gate), arguments.ctypes.data)
     return out
 
 
@@ -90,8 +90,8 @@ def test_gate_may_write_over_its_input() -> None:
     both = rows_of(3, 64)
     gate, up = both[:, :32], both[:, 32:]
     expected = gated(gate, up)
-    arguments = gate_arguments(gate=gate, up=up, out=gate, width=32)
-    gate_kernel()(0, 3, arguments.ctypes.data)
+    arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=32)
+    swiglu_kernel()(0, 3, arguments.ctypes.data)
     np.testing.assert_array_equal(gate, expected)
 
 
@@ -120,5 +120,5 @@ def test_add_adds_and_leaves_the_rest_alone() -> None:
     rows, out = rows_of(4, 33), rows_of(4, 40, seed=1)
     expected = out.copy()
     expected[1:3, :33] += rows[1:3]
-    add_kernel()(1, 3, add_arguments(rows=rows, out=out, width=33).ctypes.data)
+    residual_add_kernel()(1, 3, residual_add_arguments(rows=rows, out=out, width=33).ctypes.data)
     np.testing.assert_array_equal(out, expected)

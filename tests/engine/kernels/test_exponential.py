@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.kernels.exponential import LEAST, MOST, exponential
-from expertctl.engine.kernels.kernel import Kernel, compile_kernel
-from expertctl.engine.kernels.memory import floats_at, words
+from expertctl.engine.kernels.jit import Kernel, compile_kernel
+from expertctl.engine.kernels.llvm_math import MAX_EXP_ARGUMENT, MIN_EXP_ARGUMENT, exponential
+from expertctl.engine.kernels.memory import float32_view, load_int64s
 
 Numbers = np.ndarray[Any, Any]
 
@@ -18,9 +18,9 @@ def each_kernel() -> Kernel:
 
 
 def _each(first: int, last: int, arguments: int) -> None:
-    rows, out, count = words(arguments, 3)
+    rows, out, count = load_int64s(arguments, 3)
     for k in range(first, last):
-        floats_at(out, count)[k] = exponential(floats_at(rows, count)[k])
+        float32_view(out, count)[k] = exponential(float32_view(rows, count)[k])
 
 
 def exponentials(numbers: Numbers) -> Numbers:
@@ -31,14 +31,14 @@ def exponentials(numbers: Numbers) -> Numbers:
 
 
 def test_it_is_within_two_units_in_the_last_place_everywhere() -> None:
-    numbers = np.linspace(LEAST, MOST, 2_000_001).astype(np.float32)
+    numbers = np.linspace(MIN_EXP_ARGUMENT, MAX_EXP_ARGUMENT, 2_000_001).astype(np.float32)
     exact = np.exp(numbers.astype(np.float64))
     units = np.abs(exponentials(numbers) - exact) / np.spacing(exact.astype(np.float32))
     assert units.max() <= 2
 
 
 def test_beyond_its_range_it_stays_finite() -> None:
-    low, high = exponentials(np.array([LEAST, MOST], np.float32))
+    low, high = exponentials(np.array([MIN_EXP_ARGUMENT, MAX_EXP_ARGUMENT], np.float32))
     found = exponentials(np.array([-np.inf, -1e30, -100, 100, 1e30, np.inf], np.float32))
     np.testing.assert_array_equal(found, [low] * 3 + [high] * 3)
     assert 0 < low < 2e-38

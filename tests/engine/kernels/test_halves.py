@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.halves import emit_narrowed, emit_widened
-from expertctl.engine.kernels.lanes import LANES
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.llvm_math import emit_float_to_half, emit_half_to_float
+from expertctl.engine.kernels.simd import LANES
 
 Numbers = np.ndarray[Any, Any]
 INT, SHORTS = ir.IntType(64), ir.VectorType(ir.IntType(16), LANES)
@@ -27,25 +27,28 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import numpy as np
 import numba
-from expertctl.engine.kernels.attend import attend_prompt_kernel, attend_step_kernel
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.heads import heads_kernel
-from expertctl.engine.kernels.memory import float16_bits, float16_value
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.paged_attention import (
+    prefill_attention_kernel,
+    decode_attention_kernel,
+)
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.layer_operations import rope_kv_write_kernel
+from expertctl.engine.kernels.memory import float32_to_half_bits, half_bits_to_float32
+from expertctl.engine.kernels.packed_format import Scheme
 
-cpu, half = host_cpu(), Scheme.FLOAT16
-assert not (cpu.wide or cpu.half or cpu.bf16_dot or cpu.byte_dot), cpu
+cpu, half = get_host_cpu(), Scheme.FLOAT16
+assert not (cpu.has_512_bit_registers or cpu.half or cpu.bf16_dot or cpu.byte_dot), cpu
 
 @numba.njit
 def back(halves, out):
     for place in range(len(halves)):
-        out[place] = float16_bits(float16_value(halves[place]))
+        out[place] = float32_to_half_bits(half_bits_to_float32(halves[place]))
 
 halves = np.arange(0x7C01, dtype=np.uint32).astype(np.uint16)
 out = np.zeros_like(halves)
 back(halves, out)
 assert np.array_equal(out, halves)
-assert all(k(half).address for k in (heads_kernel, attend_prompt_kernel, attend_step_kernel))
+assert all(k(half).address for k in (rope_kv_write_kernel, prefill_attention_kernel, decode_attention_kernel))
 print(cpu.name)
 """
 
@@ -74,14 +77,14 @@ def converting(emit: Callable[..., Any], given: ir.Type, wanted: ir.Type, native
 
 def widened(halves: Numbers, *, native: bool = False) -> Numbers:
     out = np.empty(len(halves), np.float32)
-    run = converting(emit_widened, SHORTS, FLOATS, native)
+    run = converting(emit_half_to_float, SHORTS, FLOATS, native)
     run(halves.ctypes.data, out.ctypes.data, len(halves) // LANES, 2 * LANES, 4 * LANES)
     return out
 
 
 def narrowed(floats: Numbers, *, native: bool = False) -> Numbers:
     out = np.empty(len(floats), np.uint16)
-    run = converting(emit_narrowed, FLOATS, SHORTS, native)
+    run = converting(emit_float_to_half, FLOATS, SHORTS, native)
     run(floats.ctypes.data, out.ctypes.data, len(floats) // LANES, 4 * LANES, 2 * LANES)
     return out
 
@@ -115,7 +118,7 @@ def test_floats_become_the_half_that_numpy_makes_of_them() -> None:
     assert np.isnan(found.view(np.float16)[~numbers]).all()
 
 
-@pytest.mark.skipif(not host_cpu().half, reason="no instruction to compare with")
+@pytest.mark.skipif(not get_host_cpu().has_float16, reason="no instruction to compare with")
 def test_integers_do_what_the_instruction_does_with_what_is_no_number_too() -> None:
     floats = hard_floats()
     assert np.array_equal(narrowed(floats), narrowed(floats, native=True))

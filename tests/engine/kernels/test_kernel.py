@@ -9,23 +9,23 @@ from pathlib import Path
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from expertctl.engine.kernels.compiled import compiled_cache
-from expertctl.engine.kernels.low_rank import adapted_kernel, expand_kernel, reduce_kernel
-from expertctl.engine.kernels.multiply import multiply_kernel
-from expertctl.engine.kernels.routed import routed_kernel, routed_merge_kernel
-from expertctl.engine.kernels.routing import route_kernel
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.jit import use_kernel_cache
+from expertctl.engine.kernels.lora import fused_lora_kernel, lora_expand_kernel, lora_shrink_kernel
+from expertctl.engine.kernels.lora import gemm_kernel
+from expertctl.engine.kernels.moe_gemm import moe_gemm_kernel, moe_gemm_combine_kernel
+from expertctl.engine.kernels.moe_routing import topk_routing_kernel
+from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.settings import Home
 
-compiled_cache(Home(Path(sys.argv[1])))
+use_kernel_cache(Home(Path(sys.argv[1])))
 kernels = [
-    multiply_kernel(Scheme.FLOAT32),
-    reduce_kernel(Scheme.FLOAT32),
-    expand_kernel(Scheme.FLOAT32),
-    adapted_kernel(Scheme.FLOAT32, Scheme.FLOAT32),
-    route_kernel("softmax"),
-    routed_kernel(Scheme.FLOAT32),
-    routed_merge_kernel(Scheme.FLOAT32),
+    gemm_kernel(Scheme.FLOAT32),
+    lora_shrink_kernel(Scheme.FLOAT32),
+    lora_expand_kernel(Scheme.FLOAT32),
+    fused_lora_kernel(Scheme.FLOAT32, Scheme.FLOAT32),
+    topk_routing_kernel("softmax"),
+    moe_gemm_kernel(Scheme.FLOAT32),
+    moe_gemm_combine_kernel(Scheme.FLOAT32),
 ]
 print(json.dumps({kernel.name: kernel._code.cache_hits for kernel in kernels}))
 """

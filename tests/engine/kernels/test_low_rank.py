@@ -10,37 +10,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.batch import BatchTable
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.low_rank import (
+from expertctl.engine.kernels.jit import Program, ProgramBuilder
+from expertctl.engine.kernels.lora import (
     EXPAND_BLOCKS,
-    adapted_arguments,
-    adapted_kernel,
-    expand_arguments,
-    expand_kernel,
-    reduce_arguments,
-    reduce_blocks,
-    reduce_kernel,
+    AdapterBatchTable,
+    fused_lora_arguments,
+    fused_lora_kernel,
+    gemm_arguments,
+    gemm_items,
+    gemm_kernel,
+    lora_expand_arguments,
+    lora_expand_kernel,
+    lora_shrink_arguments,
+    lora_shrink_kernel,
+    shrink_blocks,
 )
-from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items, multiply_kernel
-from expertctl.engine.kernels.packed import PackedMatrix, pack, unpack
-from expertctl.engine.kernels.program import Program, ProgramBuilder
-from expertctl.engine.kernels.rows import PreparedRows, rows_as_they_are
-from expertctl.engine.kernels.scheme import FLOATING, GROUP, Scheme
-from tests.engine.kernels.batches import (
-    FIRST,
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix, pack_matrix, unpack_matrix
+from expertctl.engine.kernels.quantisation import PreparedActivations, wrap_float_activations
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from tests.engine.kernels.reference_gemm import (
+    FIRST_COLUMN,
     Array,
-    Guarded,
-    Job,
-    Part,
-    amid_nan,
-    batch_of,
-    guarded,
-    jobs_of,
-    random_plan,
+    GuardedBuffer,
+    LoraPart,
+    PlannedRows,
+    dequantise_rows,
+    make_batch_table,
+    make_guarded_buffer,
+    make_jobs,
+    make_random_numbers,
+    make_random_plan,
+    quantise_rows,
+    surround_with_nan,
 )
-from tests.engine.kernels.products import as_numbers, prepared, random_numbers
 
 ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
 DOTS = (Scheme.BFLOAT16, Scheme.INT8)
@@ -57,32 +61,35 @@ FOREIGN = np.float32(77)
 
 
 @dataclass(frozen=True)
-class Batch:
+class LowRankBatch:
     """Rows, some of which have plans, before one site; ``memory`` is between A and B."""
 
     scheme: Scheme
-    jobs: Sequence[Job]
+    jobs: Sequence[PlannedRows]
     rows: Array
     outs: Sequence[int]
-    table: BatchTable
+    table: AdapterBatchTable
 
-    def reducing(self, ready: PreparedRows, *, together: bool = True) -> Array:
+    def reducing(self, ready: PreparedActivations, *, together: bool = True) -> Array:
         """The arguments of A; ``ready`` has to stay."""
         layout, columns = self.scheme.layout, self.rows.shape[1]
-        return reduce_arguments(
+        return lora_shrink_arguments(
             batch=self.table.words,
-            first_module=FIRST,
+            first_module=FIRST_COLUMN,
             modules=len(self.outs),
-            blocks=reduce_blocks(self.scheme, together=together),
+            blocks=shrink_blocks(self.scheme, single_sequence=together),
             rows=ready,
-            vectors=layout.vectors(columns),
-            groups=layout.groups(columns),
+            vectors=layout.count_vectors(columns),
+            groups=layout.count_groups(columns),
         )
 
     def expanding(self, out: Array, places: Array) -> Array:
         """The arguments of B; ``places`` have to stay."""
-        return expand_arguments(
-            batch=self.table.words, first_module=FIRST, outs=places, out_stride=out.strides[0]
+        return lora_expand_arguments(
+            batch=self.table.words,
+            first_module=FIRST_COLUMN,
+            outs=places,
+            out_stride=out.strides[0],
         )
 
     def places(self, out: Array) -> Array:
@@ -91,13 +98,13 @@ class Batch:
         return np.array([(at, rows // LANES) for at, rows in zip(firsts, self.outs, strict=True)])
 
     def reduce_items(self, *, together: bool = True) -> int:
-        height = reduce_blocks(self.scheme, together=together)
+        height = shrink_blocks(self.scheme, single_sequence=together)
         return sum(-(-part.a.blocks // height) for _, _, part in self.parts())
 
     def expand_items(self) -> int:
         return sum(-(-part.b.blocks // EXPAND_BLOCKS) for _, _, part in self.parts())
 
-    def parts(self) -> Iterator[tuple[Job, slice, Part]]:
+    def parts(self) -> Iterator[tuple[PlannedRows, slice, LoraPart]]:
         """Each part of a plan, with its rows and the columns of its output."""
         for job in self.jobs:
             begin = 0
@@ -110,10 +117,12 @@ class Batch:
         """The rows between A and B, with those beyond the batch."""
         return self._memory(1, 2, np.float32)
 
-    def prepared_inner(self) -> PreparedRows:
+    def prepared_inner(self) -> PreparedActivations:
         """What is left of them for B, in a scheme that does not take float32."""
         data = self._memory(3, 4, np.uint16 if self.scheme is Scheme.BFLOAT16 else np.int8)
-        return PreparedRows(data, self._memory(5, 7, np.float32), self._memory(6, 7, np.int32))
+        return PreparedActivations(
+            data, self._memory(5, 7, np.float32), self._memory(6, 7, np.int32)
+        )
 
     def _memory(self, address: int, stride: int, dtype: Any) -> Array:
         place, wide = int(self.table.words[address]), int(self.table.words[stride])
@@ -129,11 +138,11 @@ def batch(
     counts: Sequence[tuple[int, int]] = COUNTS,
     outs: Sequence[int] = OUTS,
     columns: int = COLUMNS,
-) -> Batch:
-    plans = [random_plan(scheme, r, outs, columns, seed=n) for n, r in enumerate(ranks)]
-    jobs, count = jobs_of(plans, counts)
-    rows = amid_nan(random_numbers(8, count, columns))
-    return Batch(scheme, jobs, rows, outs, batch_of(scheme, jobs, count))
+) -> LowRankBatch:
+    plans = [make_random_plan(scheme, r, outs, columns, seed=n) for n, r in enumerate(ranks)]
+    jobs, count = make_jobs(plans, counts)
+    rows = surround_with_nan(make_random_numbers(8, count, columns))
+    return LowRankBatch(scheme, jobs, rows, outs, make_batch_table(scheme, jobs, count))
 
 
 def reach_of(rows: Array, weights: Array) -> Array:
@@ -141,47 +150,47 @@ def reach_of(rows: Array, weights: Array) -> Array:
     return (rows.shape[1] + 4) * 2.0**-23 * (np.abs(rows) @ np.abs(weights).T) + 1e-30
 
 
-def ready_for(scheme: Scheme, rows: Array) -> PreparedRows:
+def ready_for(scheme: Scheme, rows: Array) -> PreparedActivations:
     """Rows as a scheme takes them; those of float32 stay where they are."""
-    return rows_as_they_are(rows) if scheme in FLOATING else prepared(rows, scheme)
+    return wrap_float_activations(rows) if scheme in FLOAT_SCHEMES else quantise_rows(rows, scheme)
 
 
-def reduce(some: Batch, *, plain: bool = False, together: bool = True) -> None:
+def reduce(some: LowRankBatch, *, plain: bool = False, together: bool = True) -> None:
     some.inner()[...] = FOREIGN
     ready = ready_for(some.scheme, some.rows)
     arguments = some.reducing(ready, together=together)
     items = some.reduce_items(together=together)
-    reduce_kernel(some.scheme, plain=plain)(0, items, arguments.ctypes.data)
+    lora_shrink_kernel(some.scheme, portable=plain)(0, items, arguments.ctypes.data)
 
 
-def assert_reduced(some: Batch) -> None:
+def assert_reduced(some: LowRankBatch) -> None:
     """Rows between A and B are ``rows A^T``, and nothing else was written."""
-    rows = as_numbers(ready_for(some.scheme, some.rows), some.rows)
+    rows = dequantise_rows(ready_for(some.scheme, some.rows), some.rows)
     inner, foreign = some.inner(), np.ones_like(some.inner(), bool)
     for job, _, part in some.parts():
         filled = slice(part.column, part.column + part.a.blocks * LANES)
-        mine, weights = rows[job.stretch], unpack(part.a).astype(np.float64)
-        found = inner[job.stretch, filled]
+        mine, weights = rows[job.row_range], unpack_matrix(part.a).astype(np.float64)
+        found = inner[job.row_range, filled]
         expected, reach = mine @ weights.T, reach_of(mine, weights)
         assert (np.abs(found[:, : part.a.rows] - expected) <= reach).all()
         assert not found[:, part.a.rows :].any()
-        foreign[job.stretch, filled] = False
+        foreign[job.row_range, filled] = False
     assert (inner[foreign] == FOREIGN).all(), "written out of bounds"
 
 
-def assert_left_for_b(some: Batch) -> None:
+def assert_left_for_b(some: LowRankBatch) -> None:
     """What B takes is what the rows between are when they are prepared."""
     inner, left = some.inner(), some.prepared_inner()
     for job, _, part in some.parts():
         filled = slice(part.column, part.column + part.a.blocks * LANES)
-        wanted = prepared(inner[job.stretch, filled], some.scheme)
+        wanted = quantise_rows(inner[job.row_range, filled], some.scheme)
         np.testing.assert_array_equal(
-            left.data[job.stretch, filled], wanted.data[:, : part.a.blocks * LANES]
+            left.data[job.row_range, filled], wanted.data[:, : part.a.blocks * LANES]
         )
         groups = wanted.scales.shape[1]
-        own = slice(part.column // GROUP, part.column // GROUP + groups)
-        np.testing.assert_array_equal(left.scales[job.stretch, own], wanted.scales)
-        np.testing.assert_array_equal(left.sums[job.stretch, own], wanted.sums)
+        own = slice(part.column // GROUP_SIZE, part.column // GROUP_SIZE + groups)
+        np.testing.assert_array_equal(left.scales[job.row_range, own], wanted.scales)
+        np.testing.assert_array_equal(left.sums[job.row_range, own], wanted.sums)
 
 
 @EVERY
@@ -190,39 +199,39 @@ def test_rows_meet_the_a_of_their_own_plan(scheme: Scheme, plain: bool, together
     some = batch(scheme)
     reduce(some, plain=plain, together=together)
     assert_reduced(some)
-    if scheme not in FLOATING:
+    if scheme not in FLOAT_SCHEMES:
         assert_left_for_b(some)
 
 
-def between(some: Batch) -> Array:
+def between(some: LowRankBatch) -> Array:
     """What B meets, [rows, width], with NaN where there is nothing to be read."""
-    if some.scheme in FLOATING:
+    if some.scheme in FLOAT_SCHEMES:
         return some.inner().astype(np.float64)
-    return as_numbers(some.prepared_inner(), some.inner())
+    return dequantise_rows(some.prepared_inner(), some.inner())
 
 
-def expand(some: Batch, *, plain: bool = False) -> Guarded:
+def expand(some: LowRankBatch, *, plain: bool = False) -> GuardedBuffer:
     """Add to rows that have numbers of their own."""
-    out = guarded(len(some.rows), sum(some.outs))
-    out.inside[...] = random_numbers(9, *out.inside.shape)
+    out = make_guarded_buffer(len(some.rows), sum(some.outs))
+    out.inside[...] = make_random_numbers(9, *out.inside.shape)
     places = some.places(out.inside)
     arguments = some.expanding(out.inside, places)
-    kernel = expand_kernel(some.scheme, plain=plain)
+    kernel = lora_expand_kernel(some.scheme, portable=plain)
     kernel(0, some.expand_items(), arguments.ctypes.data)
     return out
 
 
-def assert_expanded(some: Batch, out: Guarded) -> None:
+def assert_expanded(some: LowRankBatch, out: GuardedBuffer) -> None:
     """``inner B^T`` was added to rows with a plan, and nothing else was written."""
     out.check_integrity()
-    expected = random_numbers(9, *out.inside.shape).astype(np.float64)
+    expected = make_random_numbers(9, *out.inside.shape).astype(np.float64)
     reach, rows = np.zeros_like(expected), between(some)
     for job, place, part in some.parts():
-        mine = rows[job.stretch, part.column : part.column + part.a.rows]
-        weights = unpack(part.b).astype(np.float64)
-        expected[job.stretch, place] += mine @ weights.T
-        reach[job.stretch, place] = reach_of(mine, weights) + 2.0**-22 * np.abs(
-            expected[job.stretch, place]
+        mine = rows[job.row_range, part.column : part.column + part.a.rows]
+        weights = unpack_matrix(part.b).astype(np.float64)
+        expected[job.row_range, place] += mine @ weights.T
+        reach[job.row_range, place] = reach_of(mine, weights) + 2.0**-22 * np.abs(
+            expected[job.row_range, place]
         )
     assert (np.abs(out.inside - expected) <= reach).all()
 
@@ -261,9 +270,9 @@ def test_a_row_has_the_same_bits_alone_and_among_other_plans(scheme: Scheme, pla
     whole = expand(some, plain=plain).inside
     for job in some.jobs:
         for row in range(job.first, job.first + job.rows):
-            lonely = Job(job.plan, row, 1)
-            table = batch_of(scheme, [lonely], len(some.rows))
-            alone = Batch(scheme, [lonely], some.rows, some.outs, table)
+            lonely = PlannedRows(job.plan, row, 1)
+            table = make_batch_table(scheme, [lonely], len(some.rows))
+            alone = LowRankBatch(scheme, [lonely], some.rows, some.outs, table)
             reduce(alone, plain=plain, together=False)
             found = expand(alone, plain=plain).inside
             np.testing.assert_array_equal(found[row], whole[row], strict=True)
@@ -278,13 +287,13 @@ def test_items_may_be_done_one_by_one_and_backwards(scheme: Scheme) -> None:
     ready = ready_for(scheme, some.rows)
     arguments = some.reducing(ready)
     for item in reversed(range(some.reduce_items())):
-        reduce_kernel(scheme)(item, item + 1, arguments.ctypes.data)
+        lora_shrink_kernel(scheme)(item, item + 1, arguments.ctypes.data)
     np.testing.assert_array_equal(some.inner(), inner, strict=True)
-    out = random_numbers(9, *whole.shape)
+    out = make_random_numbers(9, *whole.shape)
     places = some.places(out)
     arguments = some.expanding(out, places)
     for item in reversed(range(some.expand_items())):
-        expand_kernel(scheme)(item, item + 1, arguments.ctypes.data)
+        lora_expand_kernel(scheme)(item, item + 1, arguments.ctypes.data)
     np.testing.assert_array_equal(out, whole, strict=True)
 
 
@@ -316,32 +325,32 @@ class Adapted:
 
     def __init__(self, base: Scheme, scheme: Scheme, *, plain: bool = False) -> None:
         self.some, self.plain = batch(scheme), plain
-        self.matrix: PackedMatrix = pack(random_numbers(3, sum(OUTS), COLUMNS), base)
-        self.out = guarded(len(self.some.rows), sum(OUTS))
+        self.matrix: PackedMatrix = pack_matrix(make_random_numbers(3, sum(OUTS), COLUMNS), base)
+        self.out = make_guarded_buffer(len(self.some.rows), sum(OUTS))
         self.done = np.zeros(1, np.int64)
         self.counts = np.array([len(self.some.rows), self.some.reduce_items()], np.int64)
         self._base_rows = ready_for(base, self.some.rows)
         self._rows = ready_for(scheme, self.some.rows)
         self._places = self.some.places(self.out.inside)
         self._reduce = self.some.reducing(self._rows)
-        self._multiply = multiply_arguments(
+        self._multiply = gemm_arguments(
             matrix=self.matrix,
             rows=self._base_rows,
             out=self.out.inside,
             tokens=self.counts[:1],
         )
         self._expand = self.some.expanding(self.out.inside, self._places)
-        self.arguments = adapted_arguments(
+        self.arguments = fused_lora_arguments(
             reduce=self._reduce,
             multiply=self._multiply,
-            multiply_items=multiply_items(self.matrix),
+            multiply_items=gemm_items(self.matrix),
             expand=self._expand,
             reduce_items=self.counts[1:],
             done=self.done,
         )
-        self.kernel = adapted_kernel(base, scheme, plain=plain)
+        self.kernel = fused_lora_kernel(base, scheme, portable=plain)
         self.first = self.some.reduce_items()
-        self.items = self.first + multiply_items(self.matrix)
+        self.items = self.first + gemm_items(self.matrix)
 
     def forget(self) -> None:
         """Leave nothing of the run before."""
@@ -352,9 +361,13 @@ class Adapted:
         """What the three kernels give, one after the other."""
         scheme, base = self.some.scheme, self.matrix.scheme
         operations = (
-            (reduce_kernel(scheme, plain=self.plain), self.first, self._reduce),
-            (multiply_kernel(base, plain=self.plain), self.items - self.first, self._multiply),
-            (expand_kernel(scheme, plain=self.plain), self.some.expand_items(), self._expand),
+            (lora_shrink_kernel(scheme, portable=self.plain), self.first, self._reduce),
+            (gemm_kernel(base, portable=self.plain), self.items - self.first, self._multiply),
+            (
+                lora_expand_kernel(scheme, portable=self.plain),
+                self.some.expand_items(),
+                self._expand,
+            ),
         )
         self.forget()
         for kernel, items, arguments in operations:
@@ -367,7 +380,7 @@ class Adapted:
     def program(self) -> Program:
         builder = ProgramBuilder()
         builder.add(self.kernel, self.arguments, self.items)
-        builder.keep(self)
+        builder.keep_alive(self)
         return builder.build()
 
 
@@ -407,7 +420,7 @@ def test_threads_change_no_bit(base: Scheme, scheme: Scheme, plain: bool) -> Non
     adapted = Adapted(base, scheme, plain=plain)
     wanted, program = adapted.apart(), adapted.program()
     for workers in (1, 2, 3):
-        crew = Crew(workers)
+        crew = ThreadPool(workers)
         for _ in range(50):
             adapted.forget()
             crew.run(program)
@@ -418,10 +431,13 @@ def test_threads_change_no_bit(base: Scheme, scheme: Scheme, plain: bool) -> Non
 
 def test_a_batch_without_plans_is_the_product_of_the_base() -> None:
     adapted = Adapted(Scheme.FLOAT32, Scheme.FLOAT16)
-    adapted.some.table.set([], width=0)
+    adapted.some.table.set_entries([], width=0)
     adapted.counts[1] = 0
     adapted.out.inside[...] = np.nan
     adapted.do(0, adapted.items - adapted.first)
-    rows, weights = adapted.some.rows.astype(np.float64), unpack(adapted.matrix).astype(np.float64)
+    rows, weights = (
+        adapted.some.rows.astype(np.float64),
+        unpack_matrix(adapted.matrix).astype(np.float64),
+    )
     assert (np.abs(adapted.out.inside - rows @ weights.T) <= reach_of(rows, weights)).all()
     assert adapted.done[0] == 0

@@ -8,18 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.batch import RECORD_WORDS, BatchTable, ModulePart
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.per_row import (
-    scale_arguments,
-    scale_kernel,
-    settle_arguments,
-    settle_kernel,
+from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.lora import RECORD_WORDS, AdapterBatchTable, ModuleAdapter
+from expertctl.engine.kernels.moe_lora import (
+    input_scale_arguments,
+    input_scale_kernel,
+    output_scale_arguments,
+    output_scale_kernel,
 )
-from expertctl.engine.kernels.program import ProgramBuilder
-from expertctl.engine.kernels.scheme import Scheme
-from tests.engine.kernels.batches import Array, Guarded, amid_nan, guarded
-from tests.engine.kernels.products import random_numbers
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from tests.engine.kernels.reference_gemm import (
+    Array,
+    GuardedBuffer,
+    make_guarded_buffer,
+    make_random_numbers,
+    surround_with_nan,
+)
 
 MODULE = 3
 MIXED = ["ude", None, "u", "u", "", None, None, "de", "d", "d", "e", "ue", None]
@@ -28,16 +33,16 @@ WIDTHS = (1, 15, 16, 17, 48, 130)
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScaledBatch:
     """``factors`` are u, d and e of each row, float32 [3, rows, width], 1 where it has none."""
 
-    table: BatchTable
+    table: AdapterBatchTable
     factors: Array
     _tables: Sequence[Array]
 
 
-def batch_of(kinds: Sequence[str | None], width: int) -> Batch:
-    table = BatchTable(Scheme.FLOAT32, rows=max(len(kinds), 1))
+def batch_of(kinds: Sequence[str | None], width: int) -> ScaledBatch:
+    table = AdapterBatchTable(Scheme.FLOAT32, rows=max(len(kinds), 1))
     factors = np.ones((3, len(kinds), width), np.float32)
     kept: list[Array] = []
     entries: list[tuple[int, int, int]] = []
@@ -49,35 +54,35 @@ def batch_of(kinds: Sequence[str | None], width: int) -> Batch:
             entries.append((address, first, rows + 1))
             factors[:, row] = factors[:, row - 1]
             continue
-        own = random_numbers(row, 3, width)
+        own = make_random_numbers(row, 3, width)
         for place, name in enumerate("ude"):
             if name in kind:
                 factors[place, row] = own[place]
         given = [own[place] if name in kind else None for place, name in enumerate("ude")]
         kept += [own, table_of(*given)]
         entries.append((kept[-1].ctypes.data, row, 1))
-    table.set(entries, width=1)
-    return Batch(table, factors, kept)
+    table.set_entries(entries, width=1)
+    return ScaledBatch(table, factors, kept)
 
 
 def table_of(u: Array | None, d: Array | None, e: Array | None) -> Array:
     """The table of a plan, where the records of other layers lead nowhere."""
     table = np.full((MODULE + 2, RECORD_WORDS), -1, np.int64)
-    table[MODULE] = ModulePart(input_scale=u, output_scale=d, bias_scale=e).record()
+    table[MODULE] = ModuleAdapter(input_scale=u, output_scale=d, bias_scale=e).to_record()
     return table
 
 
-def room(rows: int, width: int) -> tuple[Guarded, Array]:
+def room(rows: int, width: int) -> tuple[GuardedBuffer, Array]:
     """A buffer, and what of its rows is to be written."""
-    out = guarded(rows, -(-width // 16) * 16)
+    out = make_guarded_buffer(rows, -(-width // 16) * 16)
     return out, out.inside[:, :width]
 
 
-def scaled(batch: Batch, rows: Array) -> Array:
+def scaled(batch: ScaledBatch, rows: Array) -> Array:
     around, out = room(*rows.shape)
     before = around.inside[:, rows.shape[1] :].copy()
-    arguments = scale_arguments(batch=batch.table.words, module=MODULE, rows=rows, out=out)
-    scale_kernel()(0, len(rows), arguments.ctypes.data)
+    arguments = input_scale_arguments(batch=batch.table.words, module=MODULE, rows=rows, out=out)
+    input_scale_kernel()(0, len(rows), arguments.ctypes.data)
     around.check_integrity()
     np.testing.assert_array_equal(around.inside[:, rows.shape[1] :], before)
     return out
@@ -85,12 +90,20 @@ def scaled(batch: Batch, rows: Array) -> Array:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_inputs_are_scaled_by_the_factors_of_their_own_plan(width: int) -> None:
-    batch, rows = batch_of(MIXED, width), amid_nan(random_numbers(90, len(MIXED), width))
+    batch, rows = (
+        batch_of(MIXED, width),
+        surround_with_nan(make_random_numbers(90, len(MIXED), width)),
+    )
     np.testing.assert_array_equal(scaled(batch, rows), rows * batch.factors[0], strict=True)
 
 
 def settled(
-    batch: Batch, rows: Array, *, bias: Array | None, onto: Array | None, in_place: bool = False
+    batch: ScaledBatch,
+    rows: Array,
+    *,
+    bias: Array | None,
+    onto: Array | None,
+    in_place: bool = False,
 ) -> Array:
     around, out = room(*rows.shape)
     before = around.inside[:, rows.shape[1] :].copy()
@@ -98,7 +111,7 @@ def settled(
         out[...] = onto
     if in_place:
         out[...] = rows
-    arguments = settle_arguments(
+    arguments = output_scale_arguments(
         batch=batch.table.words,
         module=MODULE,
         rows=out if in_place else rows,
@@ -107,18 +120,18 @@ def settled(
         width=rows.shape[1],
         adds=onto is not None,
     )
-    settle_kernel()(0, len(rows), arguments.ctypes.data)
+    output_scale_kernel()(0, len(rows), arguments.ctypes.data)
     around.check_integrity()
     np.testing.assert_array_equal(around.inside[:, rows.shape[1] :], before)
     return out
 
 
-def assert_settles(batch: Batch, *, has_bias: bool, adds: bool) -> None:
+def assert_settles(batch: ScaledBatch, *, has_bias: bool, adds: bool) -> None:
     """``d * x + e * b``, in float64, written to rows or added to them."""
     _, count, width = batch.factors.shape
-    rows = amid_nan(random_numbers(91, count, width))
-    onto = random_numbers(92, count, width) if adds else None
-    bias = random_numbers(93, width) if has_bias else None
+    rows = surround_with_nan(make_random_numbers(91, count, width))
+    onto = make_random_numbers(92, count, width) if adds else None
+    bias = make_random_numbers(93, width) if has_bias else None
     _, d, e = batch.factors.astype(np.float64)
     terms = [d * rows, *([] if onto is None else [onto]), *([] if bias is None else [e * bias])]
     found = settled(batch, rows, bias=bias, onto=onto)
@@ -149,14 +162,14 @@ def test_any_plans_in_any_batch_are_the_formula(
     kinds: list[str | None], width: int, has_bias: bool, adds: bool
 ) -> None:
     batch = batch_of(kinds, width)
-    rows = amid_nan(random_numbers(94, len(kinds), width))
+    rows = surround_with_nan(make_random_numbers(94, len(kinds), width))
     np.testing.assert_array_equal(scaled(batch, rows), rows * batch.factors[0], strict=True)
     assert_settles(batch, has_bias=has_bias, adds=adds)
 
 
 def test_a_row_without_factors_keeps_its_bits() -> None:
     """What a copy keeps and a product with 1 need not: the bits of NaN, and minus zero."""
-    rows = random_numbers(95, 3, 20)
+    rows = make_random_numbers(95, 3, 20)
     rows[:, :4] = np.array([0xFFC12345, 0x7FC00001, 0x80000000, 0x00000001], np.uint32).view(
         np.float32
     )
@@ -169,14 +182,17 @@ def test_a_row_without_factors_keeps_its_bits() -> None:
 
 def test_threads_change_no_bit() -> None:
     width = 48
-    batch, rows = batch_of(MIXED, width), amid_nan(random_numbers(96, len(MIXED), width))
-    bias = random_numbers(97, width)
+    batch, rows = (
+        batch_of(MIXED, width),
+        surround_with_nan(make_random_numbers(96, len(MIXED), width)),
+    )
+    bias = make_random_numbers(97, width)
     wanted = settled(batch, scaled(batch, rows), bias=bias, onto=None)
-    between, out = guarded(*rows.shape), guarded(*rows.shape)
+    between, out = make_guarded_buffer(*rows.shape), make_guarded_buffer(*rows.shape)
     words, builder = batch.table.words, ProgramBuilder()
-    first = scale_arguments(batch=words, module=MODULE, rows=rows, out=between.inside)
-    builder.add(scale_kernel(), first, len(rows))
-    second = settle_arguments(
+    first = input_scale_arguments(batch=words, module=MODULE, rows=rows, out=between.inside)
+    builder.add(input_scale_kernel(), first, len(rows))
+    second = output_scale_arguments(
         batch=words,
         module=MODULE,
         rows=between.inside,
@@ -185,10 +201,10 @@ def test_threads_change_no_bit() -> None:
         width=width,
         adds=False,
     )
-    builder.add(settle_kernel(), second, len(rows))
+    builder.add(output_scale_kernel(), second, len(rows))
     program = builder.build()
     for workers in (1, 2, 3):
-        crew = Crew(workers)
+        crew = ThreadPool(workers)
         for _ in range(50):
             out.inside[...] = np.nan
             crew.run(program)

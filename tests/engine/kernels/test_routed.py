@@ -10,32 +10,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.expert_block import ExpertPart
-from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.memory import aligned
-from expertctl.engine.kernels.merging import merge_arguments, merge_kernel
-from expertctl.engine.kernels.packed import PackedMatrix
-from expertctl.engine.kernels.program import ProgramBuilder
-from expertctl.engine.kernels.routed import (
-    routed_arguments,
-    routed_items,
-    routed_kernel,
-    routed_merge_arguments,
-    routed_merge_items,
-    routed_merge_kernel,
+from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.moe_gemm import (
+    moe_gemm_arguments,
+    moe_gemm_combine_arguments,
+    moe_gemm_combine_items,
+    moe_gemm_combine_kernel,
+    moe_gemm_items,
+    moe_gemm_kernel,
 )
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kernels.sorting import NOWHERE, RoutedOrder
-from tests.engine.kernels.products import formula, multiply, prepared, random_numbers
-from tests.engine.kernels.routed_experts import (
-    FOREIGN,
-    Experts,
-    gather,
-    multiply_routed,
-    random_choices,
-    random_experts,
-    sort,
+from expertctl.engine.kernels.moe_routing import (
+    NO_POSITION,
+    MoePermutation,
+    combine_arguments,
+    combine_kernel,
+)
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertMatrix, PackedMatrix
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from tests.engine.kernels.reference_gemm import (
+    make_random_numbers,
+    multiply_exactly,
+    quantise_rows,
+    run_gemm,
+)
+from tests.engine.kernels.reference_moe import (
+    FOREIGN_VALUE,
+    ExpertBlocks,
+    gather_rows,
+    make_random_choices,
+    make_random_experts,
+    run_routed_gemm,
+    sort_choices,
 )
 
 Array = np.ndarray[Any, Any]
@@ -50,24 +58,24 @@ SCHEMES = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.va
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutedTokens:
     """Tokens and the experts that they ask for."""
 
-    experts: Experts
+    experts: ExpertBlocks
     tokens: Array
     selected: Array
 
     @property
-    def part(self) -> ExpertPart:
-        return self.experts.shape.gate_up_part
+    def part(self) -> ExpertMatrix:
+        return self.experts.shape.gate_up_matrix
 
     @property
     def used(self) -> int:
         return self.selected.shape[1]
 
     @property
-    def order(self) -> RoutedOrder:
-        return sort(self.selected, len(self.experts.blocks))
+    def order(self) -> MoePermutation:
+        return sort_choices(self.selected, len(self.experts.blocks))
 
     def matrix(self, expert: int) -> PackedMatrix:
         return self.experts.gate_up(expert)
@@ -77,28 +85,28 @@ class Routing:
     ) -> Array:
         """The product of each choice, [tokens * used, rows of the part]; none: no number."""
         order = self.order
-        rows = gather(
+        rows = gather_rows(
             order,
-            prepared(self.tokens, self.part.scheme),
+            quantise_rows(self.tokens, self.part.scheme),
             scheme=self.part.scheme,
             used=self.used,
         )
-        product = multiply_routed(
+        product = run_routed_gemm(
             self.part, self.experts.places, order, rows, plain=plain, active=active, cuts=cuts
         )
         assert product.absent == 0
-        assert (product.rows[int(order.begins[-1]) :] == FOREIGN).all()
+        assert (product.rows[int(order.offsets[-1]) :] == FOREIGN_VALUE).all()
         found = product.rows[order.inverse, : self.part.rows]
-        found[order.inverse == NOWHERE] = np.nan
+        found[order.inverse == NO_POSITION] = np.nan
         return found
 
     def one_by_one(self, *, plain: bool = False) -> Array:
         """The same by the product of each token alone with each matrix."""
         found = np.full((self.selected.size, self.part.rows), np.nan, np.float32)
         for src, expert in enumerate(self.selected.reshape(-1)):
-            if expert != NOWHERE:
+            if expert != NO_POSITION:
                 token = self.tokens[src // self.used][None]
-                found[src] = multiply(self.matrix(expert), token, plain=plain)
+                found[src] = run_gemm(self.matrix(expert), token, plain=plain)
         return found
 
 
@@ -111,10 +119,10 @@ def routing(
     hidden: int = 140,
     intermediate: int = 41,
     seed: int = 0,
-) -> Routing:
-    made = random_experts(scheme, experts, hidden=hidden, intermediate=intermediate, seed=seed)
-    rows = random_numbers(seed + 50, tokens, hidden)
-    return Routing(made, rows, random_choices(seed, tokens, used, experts))
+) -> RoutedTokens:
+    made = make_random_experts(scheme, experts, hidden=hidden, intermediate=intermediate, seed=seed)
+    rows = make_random_numbers(seed + 50, tokens, hidden)
+    return RoutedTokens(made, rows, make_random_choices(seed, tokens, used, experts))
 
 
 @EVERY
@@ -122,7 +130,7 @@ def test_a_routed_row_has_the_bits_of_a_product_with_its_expert(
     scheme: Scheme, plain: bool
 ) -> None:
     some = routing(scheme)
-    some.selected[3, 1] = some.selected[7, :] = NOWHERE
+    some.selected[3, 1] = some.selected[7, :] = NO_POSITION
     expected = some.one_by_one(plain=plain)
     np.testing.assert_array_equal(some.multiply(plain=plain), expected, strict=True)
 
@@ -163,7 +171,7 @@ def test_a_routed_row_is_the_formula_in_float64(scheme: Scheme) -> None:
     some = routing(scheme, tokens=9)
     got = some.multiply()
     for src, expert in enumerate(some.selected.reshape(-1)):
-        expected, reach = formula(some.matrix(expert), some.tokens[src // 2][None])
+        expected, reach = multiply_exactly(some.matrix(expert), some.tokens[src // 2][None])
         assert (np.abs(got[src] - expected) <= reach).all()
 
 
@@ -172,7 +180,7 @@ def test_a_row_has_the_same_bits_whoever_else_is_there(scheme: Scheme) -> None:
     some = routing(scheme, tokens=17, experts=4)
     together = some.multiply()
     for count in range(1, len(some.tokens)):
-        few = Routing(some.experts, some.tokens[:count], some.selected[:count].copy())
+        few = RoutedTokens(some.experts, some.tokens[:count], some.selected[:count].copy())
         np.testing.assert_array_equal(few.multiply(), together[: count * 2], strict=True)
 
 
@@ -182,7 +190,7 @@ def test_items_are_shares_of_what_there_is_however_many_and_in_any_order(
     scheme: Scheme, active: int
 ) -> None:
     some = routing(scheme, intermediate=150)
-    items = routed_items(some.part, active=active)
+    items = moe_gemm_items(some.part, active=active)
     cuts = sorted({0, 1, items // 3, items - 1})
     np.testing.assert_array_equal(
         some.multiply(active=active, cuts=cuts), some.multiply(), strict=True
@@ -198,14 +206,14 @@ def test_one_expert_of_all_and_all_of_them_may_be_used(experts: int) -> None:
 
 def test_where_nobody_asks_for_anybody_nothing_is_written() -> None:
     some = routing(Scheme.INT8)
-    some.selected[...] = NOWHERE
+    some.selected[...] = NO_POSITION
     assert np.isnan(some.multiply()).all()
 
 
 @SCHEMES
 def test_an_expert_that_nobody_asks_for_is_not_read_wherever_its_place_is(scheme: Scheme) -> None:
     some = routing(scheme, experts=5)
-    some.selected[some.selected == 3] = NOWHERE
+    some.selected[some.selected == 3] = NO_POSITION
     expected = some.one_by_one()
     some.experts.places[3] = 8  # reading there would end the process
     np.testing.assert_array_equal(some.multiply(), expected, strict=True)
@@ -215,10 +223,10 @@ def test_an_expert_that_nobody_asks_for_is_not_read_wherever_its_place_is(scheme
 def test_an_expert_without_a_place_makes_zeros_and_is_named(scheme: Scheme) -> None:
     some = routing(scheme, experts=5)
     expected = some.one_by_one()
-    order, ready = some.order, prepared(some.tokens, scheme)
+    order, ready = some.order, quantise_rows(some.tokens, scheme)
     some.experts.places[3] = 0
-    rows = gather(order, ready, scheme=scheme, used=2)
-    product = multiply_routed(some.part, some.experts.places, order, rows)
+    rows = gather_rows(order, ready, scheme=scheme, used=2)
+    product = run_routed_gemm(some.part, some.experts.places, order, rows)
     assert product.absent == 1 + 3
     missed = some.selected.reshape(-1) == 3
     assert missed.any()
@@ -239,36 +247,41 @@ def test_an_expert_whose_weights_are_no_numbers_spoils_its_own_rows(scheme: Sche
 
 
 def merged(
-    some: Routing, weights: Array, onto: Array, *, plain: bool = False, cuts: Sequence[int] = ()
+    some: RoutedTokens,
+    weights: Array,
+    onto: Array,
+    *,
+    plain: bool = False,
+    cuts: Sequence[int] = (),
 ) -> tuple[Array, int]:
     """What the fused kernel adds to rows of tokens, and whom it missed."""
     part, order, scheme = some.part, some.order, some.part.scheme
-    rows = gather(order, prepared(some.tokens, scheme), scheme=scheme, used=some.used)
+    rows = gather_rows(order, quantise_rows(some.tokens, scheme), scheme=scheme, used=some.used)
     out, absent = onto.copy(), np.zeros(1, np.int64)
-    arguments = routed_merge_arguments(
+    arguments = moe_gemm_combine_arguments(
         part=part,
-        places=some.experts.places,
+        block_addresses=some.experts.places,
         order=order,
         rows=rows,
         weights=weights,
         out=out,
         absent=absent,
     )
-    ends = [0, *cuts, routed_merge_items(part)]
+    ends = [0, *cuts, moe_gemm_combine_items(part)]
     for first, last in reversed(list(itertools.pairwise(ends))):
-        routed_merge_kernel(scheme, plain=plain)(first, last, arguments.ctypes.data)
+        moe_gemm_combine_kernel(scheme, portable=plain)(first, last, arguments.ctypes.data)
     return out, int(absent[0])
 
 
-def materialised(some: Routing, weights: Array, onto: Array, *, plain: bool = False) -> Array:
+def materialised(some: RoutedTokens, weights: Array, onto: Array, *, plain: bool = False) -> Array:
     """The same by a routed product, whose rows are then merged."""
     order, out, width = some.order, onto.copy(), some.part.rows
     found = some.multiply(plain=plain)
     rows = np.zeros_like(found)
-    there = order.inverse != NOWHERE
+    there = order.inverse != NO_POSITION
     rows[order.inverse[there]] = found[there]
-    arguments = merge_arguments(order=order, weights=weights, rows=rows, out=out, width=width)
-    merge_kernel()(0, len(out), arguments.ctypes.data)
+    arguments = combine_arguments(order=order, weights=weights, rows=rows, out=out, width=width)
+    combine_kernel()(0, len(out), arguments.ctypes.data)
     return out
 
 
@@ -278,9 +291,9 @@ def test_merging_at_once_equals_merging_what_was_written(
     scheme: Scheme, plain: bool, tokens: int
 ) -> None:
     some = routing(scheme, experts=4, used=3, tokens=tokens)
-    some.selected[tokens // 2 : tokens // 2 + 1, 1] = NOWHERE
-    weights = np.abs(random_numbers(5, tokens, 3))
-    onto = random_numbers(6, tokens, some.part.rows + 3)
+    some.selected[tokens // 2 : tokens // 2 + 1, 1] = NO_POSITION
+    weights = np.abs(make_random_numbers(5, tokens, 3))
+    onto = make_random_numbers(6, tokens, some.part.rows + 3)
     got, absent = merged(some, weights, onto, plain=plain)
     expected = materialised(some, weights, onto, plain=plain)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -291,8 +304,8 @@ def test_merging_at_once_equals_merging_what_was_written(
 @SCHEMES
 def test_merging_at_once_has_the_same_bits_in_any_order_of_items(scheme: Scheme) -> None:
     some = routing(scheme, intermediate=130)
-    weights, onto = random_numbers(7, 11, 2), random_numbers(8, 11, some.part.rows)
-    items = routed_merge_items(some.part)
+    weights, onto = make_random_numbers(7, 11, 2), make_random_numbers(8, 11, some.part.rows)
+    items = moe_gemm_combine_items(some.part)
     assert items == 5
     whole, _ = merged(some, weights, onto)
     np.testing.assert_array_equal(merged(some, weights, onto, cuts=(1, 2, 4))[0], whole)
@@ -301,41 +314,47 @@ def test_merging_at_once_has_the_same_bits_in_any_order_of_items(scheme: Scheme)
 @SCHEMES
 def test_merging_at_once_leaves_out_an_expert_without_a_place(scheme: Scheme) -> None:
     some = routing(scheme, experts=5)
-    weights, onto = random_numbers(9, 11, 2), random_numbers(10, 11, some.part.rows)
+    weights, onto = make_random_numbers(9, 11, 2), make_random_numbers(10, 11, some.part.rows)
     some.experts.places[1] = 0
     got, absent = merged(some, weights, onto)
     assert absent == 1 + 1
-    some.selected[some.selected == 1] = NOWHERE
+    some.selected[some.selected == 1] = NO_POSITION
     np.testing.assert_array_equal(got, merged(some, weights, onto)[0], strict=True)
 
 
 @SCHEMES
-def test_a_crew_makes_the_same_bits_as_one_worker_every_time(scheme: Scheme) -> None:
+def test_a_thread_pool_makes_the_same_bits_as_one_worker_every_time(scheme: Scheme) -> None:
     some = routing(scheme, experts=12, used=4, tokens=40, intermediate=200)
-    order, weights = some.order, np.abs(random_numbers(11, 40, 4))
-    rows = gather(order, prepared(some.tokens, scheme), scheme=scheme, used=4)
-    out = aligned((160, some.part.blocks * LANES), np.float32)
+    order, weights = some.order, np.abs(make_random_numbers(11, 40, 4))
+    rows = gather_rows(order, quantise_rows(some.tokens, scheme), scheme=scheme, used=4)
+    out = aligned_zeros((160, some.part.blocks * LANES), np.float32)
     sums = np.zeros((40, some.part.rows), np.float32)
     absent = np.zeros(1, np.int64)
-    items = np.array([routed_items(some.part, active=12)], np.int64)
+    items = np.array([moe_gemm_items(some.part, active=12)], np.int64)
     places, builder = some.experts.places, ProgramBuilder()
-    product = routed_arguments(
-        part=some.part, places=places, order=order, rows=rows, out=out, items=items, absent=absent
-    )
-    builder.add(routed_kernel(scheme), product, items)
-    fused = routed_merge_arguments(
+    product = moe_gemm_arguments(
         part=some.part,
-        places=places,
+        block_addresses=places,
+        order=order,
+        rows=rows,
+        out=out,
+        items=items,
+        absent=absent,
+    )
+    builder.add(moe_gemm_kernel(scheme), product, items)
+    fused = moe_gemm_combine_arguments(
+        part=some.part,
+        block_addresses=places,
         order=order,
         rows=rows,
         weights=weights,
         out=sums,
         absent=absent,
     )
-    builder.add(routed_merge_kernel(scheme), fused, routed_merge_items(some.part))
+    builder.add(moe_gemm_combine_kernel(scheme), fused, moe_gemm_combine_items(some.part))
     program = builder.build()
     expected = some.multiply(), merged(some, weights, np.zeros_like(sums))[0]
-    crew = Crew(4)
+    crew = ThreadPool(4)
     try:
         for _ in range(20):
             out[...], sums[...] = np.nan, 0

@@ -13,27 +13,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.compact_expert import compacted, is_compact
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.memory import aligned
-from expertctl.engine.kernels.routed import routed_items
-from expertctl.engine.kernels.routed_compact import (
-    CompactPart,
-    routed_compact_arguments,
-    routed_compact_kernel,
+from expertctl.engine.cpu.tensor_packing import compact_expert, is_compact
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.moe_gemm import (
+    CompactMatrix,
+    moe_gemm_compact_arguments,
+    moe_gemm_compact_kernel,
+    moe_gemm_items,
 )
-from expertctl.engine.kernels.scheme import Scheme
-from tests.engine.kernels.products import prepared, random_numbers
-from tests.engine.kernels.routed_experts import (
-    FOREIGN,
-    Experts,
-    Product,
-    gather,
-    multiply_routed,
-    random_choices,
-    random_experts,
-    sort,
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertShape
+from expertctl.engine.kernels.simd import LANES
+from tests.engine.kernels.reference_gemm import make_random_numbers, quantise_rows
+from tests.engine.kernels.reference_moe import (
+    FOREIGN_VALUE,
+    ExpertBlocks,
+    RoutedProduct,
+    gather_rows,
+    make_random_choices,
+    make_random_experts,
+    run_routed_gemm,
+    sort_choices,
 )
 
 Array = np.ndarray[Any, Any]
@@ -46,7 +46,7 @@ def unpacked(packed: Array, shape: ExpertShape) -> Array:
     """The numbers of an expert by the description of the format, one after the other."""
     sizes = [
         (min(4, part.blocks - block), -(-part.columns // 2))
-        for part in (shape.gate_up_part, shape.down_part)
+        for part in (shape.gate_up_matrix, shape.down_matrix)
         for block in range(0, part.blocks, 4)
     ]
     begins = packed[: 4 * (len(sizes) + 1)].view("<u4")
@@ -100,20 +100,20 @@ def test_what_is_packed_holds_every_number(kind: str, hidden: int, intermediate:
     """Infinities, numbers that are none, signs of zeros and all."""
     shape = ExpertShape(BF16, hidden, intermediate)
     numbers = weights(kind, shape.nbytes // 2)
-    packed = compacted(numbers.view(np.uint8), shape)
+    packed = compact_expert(numbers.view(np.uint8), shape)
     np.testing.assert_array_equal(unpacked(packed, shape), numbers, strict=True)
 
 
 def test_weights_take_eleven_bits_and_what_is_beyond_the_window() -> None:
     shape = ExpertShape(BF16, 2048, 1024)
     for kind, least, most in (("normal", 11.3, 11.5), ("heavy", 12, 12.5), ("zeros", 11, 11.1)):
-        packed = compacted(weights(kind, shape.nbytes // 2).view(np.uint8), shape)
+        packed = compact_expert(weights(kind, shape.nbytes // 2).view(np.uint8), shape)
         assert least < 16 * packed.nbytes / shape.nbytes < most
 
 
 def test_what_cannot_be_shorter_takes_little_more() -> None:
     shape = ExpertShape(BF16, 2048, 1024)
-    packed = compacted(weights("bits", shape.nbytes // 2).view(np.uint8), shape)
+    packed = compact_expert(weights("bits", shape.nbytes // 2).view(np.uint8), shape)
     assert 1 < packed.nbytes / shape.nbytes < 1.005
 
 
@@ -127,39 +127,39 @@ def test_any_numbers_are_held(numbers: list[int], repeats: int, seed: int) -> No
     shape = ExpertShape(BF16, 144, 48)
     found = np.resize(np.repeat(np.array(numbers, np.uint16), repeats), shape.nbytes // 2)
     np.random.default_rng(seed).shuffle(found)
-    packed = compacted(found.view(np.uint8), shape)
+    packed = compact_expert(found.view(np.uint8), shape)
     np.testing.assert_array_equal(unpacked(packed, shape), found, strict=True)
 
 
-def compact_experts(experts: Experts) -> Experts:
+def compact_experts(experts: ExpertBlocks) -> ExpertBlocks:
     """The same experts, each in a compact block."""
-    packed = [compacted(block, experts.shape) for block in experts.blocks]
-    shape = replace(experts.shape, compact=max(map(len, packed)))
-    blocks = [aligned(shape.block_bytes, np.uint8) for _ in packed]
+    packed = [compact_expert(block, experts.shape) for block in experts.blocks]
+    shape = replace(experts.shape, compact_bytes=max(map(len, packed)))
+    blocks = [aligned_zeros(shape.block_bytes, np.uint8) for _ in packed]
     for block, octets in zip(blocks, packed, strict=True):
         block[: len(octets)] = octets
-    return Experts(shape, blocks, np.array([block.ctypes.data for block in blocks], np.int64))
+    return ExpertBlocks(shape, blocks, np.array([block.ctypes.data for block in blocks], np.int64))
 
 
 def multiply_compact(
-    experts: Experts,
+    experts: ExpertBlocks,
     selected: Array,
     rows: Any,
     *,
     down: bool = False,
     plain: bool = False,
     cuts: Sequence[int] = (),
-) -> Product:
+) -> RoutedProduct:
     """Products of rows with their experts, as `multiply_routed` makes them."""
-    order = sort(selected, len(experts.blocks))
-    compact = CompactPart.of(experts.shape, down=down)
-    out = aligned((len(order.sources), compact.part.blocks * LANES), np.float32)
-    out[...] = FOREIGN
-    items = np.array([routed_items(compact.part, active=order.experts)], np.int64)
+    order = sort_choices(selected, len(experts.blocks))
+    compact = CompactMatrix.create(experts.shape, down=down)
+    out = aligned_zeros((len(order.sources), compact.matrix.blocks * LANES), np.float32)
+    out[...] = FOREIGN_VALUE
+    items = np.array([moe_gemm_items(compact.matrix, active=order.expert_count)], np.int64)
     absent = np.zeros(1, np.int64)
-    arguments = routed_compact_arguments(
+    arguments = moe_gemm_compact_arguments(
         compact=compact,
-        places=experts.places,
+        block_addresses=experts.places,
         order=order,
         rows=rows,
         out=out,
@@ -168,8 +168,8 @@ def multiply_compact(
     )
     ends = [0, *cuts, int(items[0])]
     for first, last in reversed(list(itertools.pairwise(ends))):
-        routed_compact_kernel(plain=plain)(first, last, arguments.ctypes.data)
-    return Product(out, int(absent[0]))
+        moe_gemm_compact_kernel(portable=plain)(first, last, arguments.ctypes.data)
+    return RoutedProduct(out, int(absent[0]))
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["usual", "plainly"])
@@ -178,16 +178,16 @@ def multiply_compact(
 def test_products_have_the_bits_of_experts_that_are_not_compact(
     hidden: int, intermediate: int, tokens: int, plain: bool
 ) -> None:
-    experts = random_experts(BF16, 5, hidden=hidden, intermediate=intermediate)
+    experts = make_random_experts(BF16, 5, hidden=hidden, intermediate=intermediate)
     compact = compact_experts(experts)
-    selected = random_choices(1, tokens, 2, 5)
-    order = sort(selected, 5)
+    selected = make_random_choices(1, tokens, 2, 5)
+    order = sort_choices(selected, 5)
     for down in (False, True):
-        part = experts.shape.down_part if down else experts.shape.gate_up_part
-        each = prepared(random_numbers(2, tokens, part.columns), BF16)
-        rows = gather(order, each, scheme=BF16, used=2)
-        expected = multiply_routed(part, experts.places, order, rows, plain=plain)
-        items = routed_items(part, active=5)
+        part = experts.shape.down_matrix if down else experts.shape.gate_up_matrix
+        each = quantise_rows(make_random_numbers(2, tokens, part.columns), BF16)
+        rows = gather_rows(order, each, scheme=BF16, used=2)
+        expected = run_routed_gemm(part, experts.places, order, rows, plain=plain)
+        items = moe_gemm_items(part, active=5)
         for cuts in ((), (items // 2,)):
             found = multiply_compact(compact, selected, rows, down=down, plain=plain, cuts=cuts)
             np.testing.assert_array_equal(found.rows, expected.rows, strict=True)
@@ -195,10 +195,15 @@ def test_products_have_the_bits_of_experts_that_are_not_compact(
 
 
 def test_who_has_no_place_makes_zeros_and_is_told() -> None:
-    compact = compact_experts(random_experts(BF16, 3, hidden=80, intermediate=32))
+    compact = compact_experts(make_random_experts(BF16, 3, hidden=80, intermediate=32))
     compact.places[1] = 0
     selected = np.array([[0, 1]], np.int64)
-    rows = gather(sort(selected, 3), prepared(random_numbers(0, 1, 80), BF16), scheme=BF16, used=2)
+    rows = gather_rows(
+        sort_choices(selected, 3),
+        quantise_rows(make_random_numbers(0, 1, 80), BF16),
+        scheme=BF16,
+        used=2,
+    )
     found = multiply_compact(compact, selected, rows)
     assert found.absent == 2
     assert (found.rows[1] == 0).all()
@@ -222,10 +227,10 @@ def guarded(size):
 random, told, checked = np.random.default_rng(0), 0, 0
 for hidden, intermediate in ((80, 32), (160, 272), (512, 128)):
     sound = compact.compact_experts(
-        compact.random_experts(compact.BF16, 1, hidden=hidden, intermediate=intermediate)
+        compact.make_random_experts(compact.BF16, 1, hidden=hidden, intermediate=intermediate)
     )
     block = guarded(sound.shape.block_bytes)
-    experts = compact.Experts(sound.shape, [block], np.array([block.ctypes.data], np.int64))
+    experts = compact.ExpertBlocks(sound.shape, [block], np.array([block.ctypes.data], np.int64))
     for _ in range(300):
         block[:] = sound.blocks[0]
         for _ in range(random.integers(1, 6)):
@@ -249,16 +254,16 @@ def test_bytes_of_no_expert_are_told_and_nothing_behind_them_is_read() -> None:
     assert (done.returncode, done.stdout) == (0, "900 True\n"), done.stderr
 
 
-def product_of_one(experts: Experts, *, down: bool) -> Product:
+def product_of_one(experts: ExpertBlocks, *, down: bool) -> RoutedProduct:
     """What one token makes of the only expert."""
-    part = experts.shape.down_part if down else experts.shape.gate_up_part
-    selected, token = np.zeros((1, 1), np.int64), random_numbers(0, 1, part.columns)
-    rows = gather(sort(selected, 1), prepared(token, BF16), scheme=BF16, used=1)
+    part = experts.shape.down_matrix if down else experts.shape.gate_up_matrix
+    selected, token = np.zeros((1, 1), np.int64), make_random_numbers(0, 1, part.columns)
+    rows = gather_rows(sort_choices(selected, 1), quantise_rows(token, BF16), scheme=BF16, used=1)
     return multiply_compact(experts, selected, rows, down=down)
 
 
 def test_an_expert_whose_last_chunk_is_none_makes_zeros() -> None:
-    compact = compact_experts(random_experts(BF16, 1, hidden=512, intermediate=16))
+    compact = compact_experts(make_random_experts(BF16, 1, hidden=512, intermediate=16))
     ends = compact.blocks[0][:8].view(np.uint32)
     ends[1] -= 64
     found = product_of_one(compact, down=False)

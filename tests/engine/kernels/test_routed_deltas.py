@@ -10,25 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.batch import RECORD_WORDS, BatchTable, ModulePart
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.packed import pack
-from expertctl.engine.kernels.program import ProgramBuilder
-from expertctl.engine.kernels.routed_deltas import (
+from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.lora import RECORD_WORDS, AdapterBatchTable, ModuleAdapter
+from expertctl.engine.kernels.moe_lora import (
     DOWN,
+    EXPERT_MODULES,
     GATE,
-    MODULES,
-    routed_delta_arguments,
-    routed_delta_kernel,
-    routed_scale_arguments,
-    routed_scale_kernel,
+    moe_input_scale_arguments,
+    moe_input_scale_kernel,
+    moe_lora_arguments,
+    moe_lora_kernel,
 )
-from expertctl.engine.kernels.scheme import GROUP, Scheme
-from expertctl.engine.kernels.sorting import NOWHERE, RoutedOrder
-from tests.engine.kernels.batches import Guarded, amid_nan, guarded
-from tests.engine.kernels.products import multiply, random_numbers
-from tests.engine.kernels.routed_experts import random_choices, sort
+from expertctl.engine.kernels.moe_routing import NO_POSITION, MoePermutation
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.packed_matrix import pack_matrix
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from tests.engine.kernels.reference_gemm import (
+    GuardedBuffer,
+    make_guarded_buffer,
+    make_random_numbers,
+    run_gemm,
+    surround_with_nan,
+)
+from tests.engine.kernels.reference_moe import make_random_choices, sort_choices
 
 Array = np.ndarray[Any, Any]
 
@@ -58,32 +63,36 @@ class Module:
     def changed(self, scheme: Scheme, rows: Array, out: Array, *, plain: bool) -> Array:
         """``d * out + B (A x)``, by plain products with groups of columns."""
         found = out if self.factors is None else out * self.factors
-        for low in range(0, len(self.a), GROUP):
+        for low in range(0, len(self.a), GROUP_SIZE):
             inner: Array | None = None
-            for begin in range(0, rows.shape[1], GROUP):
-                part = pack(self.a[low : low + GROUP, begin : begin + GROUP].copy(), scheme)
-                inner = multiply(part, rows[:, begin : begin + GROUP], plain=plain, onto=inner)
+            for begin in range(0, rows.shape[1], GROUP_SIZE):
+                part = pack_matrix(
+                    self.a[low : low + GROUP_SIZE, begin : begin + GROUP_SIZE].copy(), scheme
+                )
+                inner = run_gemm(part, rows[:, begin : begin + GROUP_SIZE], plain=plain, onto=inner)
             assert inner is not None
-            part = pack(self.b[:, low : low + GROUP].copy(), scheme)
-            found = multiply(part, inner, plain=plain, onto=found)
+            part = pack_matrix(self.b[:, low : low + GROUP_SIZE].copy(), scheme)
+            found = run_gemm(part, inner, plain=plain, onto=found)
         return found
 
-    def part(self, scheme: Scheme) -> ModulePart:
+    def part(self, scheme: Scheme) -> ModuleAdapter:
         if not len(self.a):
-            return ModulePart(output_scale=self.factors)
-        a, b = pack(self.a, scheme), pack(self.b, scheme)
-        return ModulePart(a=a, b=b, output_scale=self.factors)
+            return ModuleAdapter(output_scale=self.factors)
+        a, b = pack_matrix(self.a, scheme), pack_matrix(self.b, scheme)
+        return ModuleAdapter(a=a, b=b, output_scale=self.factors)
 
 
 def random_module(seed: int, *, rank: int, columns: int, width: int) -> Module:
-    factors = random_numbers(seed + 2, width) if seed % 3 else None
+    factors = make_random_numbers(seed + 2, width) if seed % 3 else None
     return Module(
-        random_numbers(seed, rank, columns), random_numbers(seed + 1, width, rank), factors
+        make_random_numbers(seed, rank, columns),
+        make_random_numbers(seed + 1, width, rank),
+        factors,
     )
 
 
 @dataclass(frozen=True)
-class Batch:
+class RoutedBatch:
     """Tokens, who they ask for, and what each plan has for those, [plan][expert][module]."""
 
     scheme: Scheme
@@ -109,29 +118,31 @@ class Batch:
         return len(self.plans[0][0])
 
     @property
-    def order(self) -> RoutedOrder:
-        return sort(self.selected, self.experts)
+    def order(self) -> MoePermutation:
+        return sort_choices(self.selected, self.experts)
 
-    def table(self) -> BatchTable:
-        table = BatchTable(Scheme.FLOAT32, rows=len(self.selected) + 1)
+    def table(self) -> AdapterBatchTable:
+        table = AdapterBatchTable(Scheme.FLOAT32, rows=len(self.selected) + 1)
         entries = []
         for plan, (first, count) in zip(self.plans, self.stretches, strict=True):
-            records = np.full(((LAYER + 1) * self.experts * MODULES, RECORD_WORDS), -1, np.int64)
+            records = np.full(
+                ((LAYER + 1) * self.experts * EXPERT_MODULES, RECORD_WORDS), -1, np.int64
+            )
             for expert, modules in enumerate(plan):
-                at = (LAYER * self.experts + expert) * MODULES + self.first
+                at = (LAYER * self.experts + expert) * EXPERT_MODULES + self.first
                 for place, module in enumerate(modules):
                     part = module.part(self.scheme)
-                    records[at + place] = part.record()
+                    records[at + place] = part.to_record()
                     self._kept.append(part)
             self._kept.append(records)
             entries.append((records.ctypes.data, first, count))
-        table.set(entries, width=0)
+        table.set_entries(entries, width=0)
         return table
 
-    def before(self, order: RoutedOrder) -> Array:
-        return random_numbers(77, len(order.sources), self.modules * self.width)
+    def before(self, order: MoePermutation) -> Array:
+        return make_random_numbers(77, len(order.sources), self.modules * self.width)
 
-    def row(self, order: RoutedOrder, position: int) -> Array:
+    def row(self, order: MoePermutation, position: int) -> Array:
         place = order.sources[position] // self.used if self.of_tokens else position
         return self.rows[place][None]
 
@@ -142,15 +153,15 @@ class Batch:
         arguments = self._arguments(order, table, around.inside)
         ends = [0, *cuts, len(order.sources) + 3]
         for first, last in reversed(list(itertools.pairwise(ends))):
-            routed_delta_kernel(self.scheme, plain=plain)(first, last, arguments.ctypes.data)
+            moe_lora_kernel(self.scheme, portable=plain)(first, last, arguments.ctypes.data)
         around.check_integrity()
         return around.inside[:, : self.modules * self.width]
 
-    def run_by(self, crew: Crew) -> Array:
+    def run_by(self, crew: ThreadPool) -> Array:
         order, table = self.order, self.table()
         around, builder = self._room(order), ProgramBuilder()
         arguments = self._arguments(order, table, around.inside)
-        builder.add(routed_delta_kernel(self.scheme), arguments, len(order.sources))
+        builder.add(moe_lora_kernel(self.scheme), arguments, len(order.sources))
         crew.run(builder.build())
         around.check_integrity()
         return around.inside[:, : self.modules * self.width]
@@ -159,7 +170,7 @@ class Batch:
         """The same by plain products, each position by itself."""
         order = self.order
         found = self.before(order)
-        for position in range(int(order.begins[-1])):
+        for position in range(int(order.offsets[-1])):
             src = int(order.sources[position])
             plan = self._plan_of(src // self.used)
             modules = [] if plan is None else plan[int(self.selected.reshape(-1)[src])]
@@ -175,25 +186,25 @@ class Batch:
                 return plan
         return None
 
-    def _room(self, order: RoutedOrder) -> Guarded:
+    def _room(self, order: MoePermutation) -> GuardedBuffer:
         wide = self.modules * self.width
-        around = guarded(len(order.sources), -(-wide // LANES) * LANES)
+        around = make_guarded_buffer(len(order.sources), -(-wide // LANES) * LANES)
         around.inside[:, :wide] = self.before(order)
         return around
 
-    def _arguments(self, order: RoutedOrder, table: BatchTable, out: Array) -> Array:
+    def _arguments(self, order: MoePermutation, table: AdapterBatchTable, out: Array) -> Array:
         self._kept.extend((order, table))
-        return routed_delta_arguments(
+        return moe_lora_arguments(
             scheme=self.scheme,
             batch=table.words,
             order=order,
-            used=self.used,
+            top_k=self.used,
             layer=LAYER,
             first=self.first,
             modules=self.modules,
             width=self.width,
             rows=self.rows,
-            of_tokens=self.of_tokens,
+            by_token=self.of_tokens,
             out=out,
         )
 
@@ -210,7 +221,7 @@ def batch(
     columns: int = 179,
     width: int = 80,
     seed: int = 0,
-) -> Batch:
+) -> RoutedBatch:
     seeds, rank = itertools.count(100 * seed, 5), itertools.cycle(ranks)
     plans = [
         [
@@ -222,13 +233,13 @@ def batch(
         ]
         for _ in stretches
     ]
-    rows = random_numbers(seed, tokens * used if down else tokens, columns)
-    selected = random_choices(seed, tokens, used, experts)
-    selected[::7, 0] = NOWHERE
-    return Batch(
+    rows = make_random_numbers(seed, tokens * used if down else tokens, columns)
+    selected = make_random_choices(seed, tokens, used, experts)
+    selected[::7, 0] = NO_POSITION
+    return RoutedBatch(
         scheme,
         selected,
-        amid_nan(rows),
+        surround_with_nan(rows),
         plans,
         stretches,
         first=DOWN if down else GATE,
@@ -296,7 +307,7 @@ def test_threads_change_no_bit(scheme: Scheme) -> None:
     some = batch(scheme)
     expected = some.run()
     for workers in (1, 2, 3):
-        crew = Crew(workers)
+        crew = ThreadPool(workers)
         for _ in range(20):
             np.testing.assert_array_equal(some.run_by(crew), expected, strict=True)
         crew.close()
@@ -304,39 +315,39 @@ def test_threads_change_no_bit(scheme: Scheme) -> None:
 
 def test_inputs_are_scaled_by_the_factors_of_their_own_plan_and_expert() -> None:
     experts, used, tokens, width = 4, 2, 45, 48
-    selected = random_choices(5, tokens, used, experts)
-    selected[3, :] = NOWHERE
-    order, table = sort(selected, experts), BatchTable(Scheme.FLOAT32, rows=tokens)
-    factors = random_numbers(6, len(STRETCHES), experts, width)
-    rows = amid_nan(random_numbers(7, tokens * used, width))
+    selected = make_random_choices(5, tokens, used, experts)
+    selected[3, :] = NO_POSITION
+    order, table = sort_choices(selected, experts), AdapterBatchTable(Scheme.FLOAT32, rows=tokens)
+    factors = make_random_numbers(6, len(STRETCHES), experts, width)
+    rows = surround_with_nan(make_random_numbers(7, tokens * used, width))
     expected, plans = rows.copy(), []
     for number, _ in enumerate(STRETCHES):
-        records = np.full(((LAYER + 1) * experts * MODULES, RECORD_WORDS), -1, np.int64)
+        records = np.full(((LAYER + 1) * experts * EXPERT_MODULES, RECORD_WORDS), -1, np.int64)
         for expert in range(experts):
             scale = None if expert == 2 else factors[number, expert]
-            place = (LAYER * experts + expert) * MODULES + DOWN
-            records[place] = ModulePart(input_scale=scale).record()
+            place = (LAYER * experts + expert) * EXPERT_MODULES + DOWN
+            records[place] = ModuleAdapter(input_scale=scale).to_record()
         plans.append(records)
     entries = [(p.ctypes.data, *s) for p, s in zip(plans, STRETCHES, strict=True)]
-    table.set(entries, width=0)
-    there = int(order.begins[-1])
+    table.set_entries(entries, width=0)
+    there = int(order.offsets[-1])
     for position in range(there):
         src = int(order.sources[position])
         expert = int(selected.reshape(-1)[src])
         for number, (first, count) in enumerate(STRETCHES):
             if first <= src // used < first + count and expert != 2:
                 expected[position] *= factors[number, expert]
-    around = guarded(tokens * used, width)
-    arguments = routed_scale_arguments(
+    around = make_guarded_buffer(tokens * used, width)
+    arguments = moe_input_scale_arguments(
         batch=table.words,
         order=order,
-        used=used,
+        top_k=used,
         layer=LAYER,
         module=DOWN,
         rows=rows,
         out=around.inside,
     )
     for first, last in ((20, tokens * used + 2), (0, 20)):
-        routed_scale_kernel()(first, last, arguments.ctypes.data)
+        moe_input_scale_kernel()(first, last, arguments.ctypes.data)
     around.check_integrity()
     np.testing.assert_array_equal(around.inside[:there], expected[:there], strict=True)

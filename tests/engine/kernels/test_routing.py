@@ -11,20 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.routing import (
+from expertctl.engine.kernels.moe_routing import (
+    MIN_WEIGHT_SUM,
     NO_EXPERT,
-    SMALLEST_SUM,
     Scoring,
-    route_arguments,
-    route_kernel,
-    skip_arguments,
-    skip_kernel,
+    drop_experts_arguments,
+    drop_experts_kernel,
+    topk_routing_arguments,
+    topk_routing_kernel,
 )
 from expertctl.engine.moe import routing as plain_path
+from expertctl.engine.moe.resident_experts import redistribute_weights
 from expertctl.engine.moe.routing import RoutingRule
-from expertctl.engine.moe.skipping import effective_weights
-from tests.engine.kernels.products import random_numbers
-from tests.engine.kernels.routed_experts import FOREIGN, random_choices
+from tests.engine.kernels.reference_gemm import make_random_numbers
+from tests.engine.kernels.reference_moe import FOREIGN_VALUE, make_random_choices
 
 Array = np.ndarray[Any, Any]
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors/moe_cache.json").read_text("utf-8"))
@@ -39,9 +39,9 @@ def route(
     wide = np.full((tokens + 2, experts + room), np.nan, np.float32)
     wide[1:-1, :experts] = logits
     selected = np.full((tokens + 2, rule.used), 99, np.int64)
-    weights = np.full((tokens + 2, rule.used), FOREIGN, np.float32)
+    weights = np.full((tokens + 2, rule.used), FOREIGN_VALUE, np.float32)
     scale = np.array([rule.scale], np.float32)
-    arguments = route_arguments(
+    arguments = topk_routing_arguments(
         logits=wide,
         bias=bias,
         scale=scale,
@@ -50,10 +50,10 @@ def route(
         selected=selected,
         weights=weights,
     )
-    route_kernel(rule.scoring)(1, tokens + 1, arguments.ctypes.data)
+    topk_routing_kernel(rule.scoring)(1, tokens + 1, arguments.ctypes.data)
     for untouched in (0, -1):
         assert (selected[untouched] == 99).all()
-        assert (weights[untouched] == FOREIGN).all()
+        assert (weights[untouched] == FOREIGN_VALUE).all()
     np.testing.assert_array_equal(wide[1:-1, :experts], logits)
     return selected[1:-1], weights[1:-1]
 
@@ -78,14 +78,14 @@ def rules(scoring: Scoring, used: int) -> Iterator[RoutingRule]:
 def test_tokens_get_the_experts_and_weights_of_the_plain_path(
     scoring: Scoring, experts: int, used: int
 ) -> None:
-    logits = random_numbers(1, 33, experts) * np.float32(3)
+    logits = make_random_numbers(1, 33, experts) * np.float32(3)
     for rule in rules(scoring, used):
         check(logits, rule)
 
 
 @pytest.mark.parametrize("used", [1, 6])
 def test_a_bias_takes_part_in_the_choice_and_not_in_the_weights(used: int) -> None:
-    logits, bias = random_numbers(2, 40, 64), random_numbers(3, 64)
+    logits, bias = make_random_numbers(2, 40, 64), make_random_numbers(3, 64)
     assert (
         route(logits, RoutingRule(used=6))[0] != route(logits, RoutingRule(used=6), bias)[0]
     ).any()
@@ -157,7 +157,7 @@ def test_what_is_not_a_number_goes_first_and_is_seen_in_the_weights(scoring: Sco
 
 
 def test_weights_that_come_to_almost_nothing_are_not_blown_up() -> None:
-    assert SMALLEST_SUM == plain_path.SMALLEST_SUM
+    assert MIN_WEIGHT_SUM == plain_path.SMALLEST_SUM
     logits = np.full((1, 8), -40, np.float32)
     rule = RoutingRule(used=2, scoring="sigmoid", normalised=True)
     check(logits, rule)
@@ -171,9 +171,9 @@ def test_more_experts_than_there_are_cannot_be_asked_for() -> None:
 
 def skip(selected: Array, weights: Array, hits: Array) -> tuple[Array, Array, Array]:
     ids, shares = selected.copy(), weights.copy()
-    skipped = np.full(len(ids), FOREIGN, np.float32)
-    arguments = skip_arguments(hits=hits, selected=ids, weights=shares, skipped=skipped)
-    skip_kernel()(0, len(ids), arguments.ctypes.data)
+    skipped = np.full(len(ids), FOREIGN_VALUE, np.float32)
+    arguments = drop_experts_arguments(hits=hits, selected=ids, weights=shares, dropped=skipped)
+    drop_experts_kernel()(0, len(ids), arguments.ctypes.data)
     return ids, shares, skipped
 
 
@@ -192,7 +192,7 @@ def test_the_weights_of_those_who_stay_are_those_of_the_vectors(case: dict[str, 
 def test_the_routed_mass_stays_unless_all_are_missed(seed: int, tokens: int, used: int) -> None:
     random = np.random.default_rng(seed)
     hits = (random.random(12) < 0.5).astype(np.float32)
-    selected = random_choices(seed, tokens, used, 12)
+    selected = make_random_choices(seed, tokens, used, 12)
     weights = random.random((tokens, used), dtype=np.float32)
     ids, effective, skipped = skip(selected, weights, hits)
     stays = hits[selected] > 0
@@ -201,7 +201,7 @@ def test_the_routed_mass_stays_unless_all_are_missed(seed: int, tokens: int, use
     expected = np.where(stays.any(-1), weights.sum(-1), 0)
     np.testing.assert_allclose(effective.sum(-1), expected, rtol=1e-5)
     np.testing.assert_allclose(skipped, np.where(stays, 0, weights).sum(-1), rtol=1e-5)
-    rule = effective_weights(weights, hits[selected])
+    rule = redistribute_weights(weights, hits[selected])
     np.testing.assert_allclose(effective, rule, rtol=1e-6, atol=1e-30)
     whole = stays.all(-1)
     np.testing.assert_array_equal(effective[whole], weights[whole], strict=True)

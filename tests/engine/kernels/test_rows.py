@@ -6,15 +6,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.memory import aligned
-from expertctl.engine.kernels.rows import (
-    prepare_arguments,
-    prepare_kernel,
-    room_for_rows,
-    rows_as_they_are,
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.quantisation import (
+    activation_arguments,
+    activation_kernel,
+    allocate_activations,
+    wrap_float_activations,
 )
-from expertctl.engine.kernels.scheme import GROUP, Scheme
-from tests.engine.kernels.products import Array, as_numbers, prepared, random_numbers
+from tests.engine.kernels.reference_gemm import (
+    Array,
+    dequantise_rows,
+    make_random_numbers,
+    quantise_rows,
+)
 
 ODD = (0.0, -0.0, 1e-45, -1e-40, 3.3e38, 3.4e38, -3.4028235e38, np.inf, -np.inf)
 
@@ -29,13 +34,13 @@ def test_rounding_to_bfloat16_is_that_of_torch_for_any_bits() -> None:
     rows[0, : len(ODD)] = ODD
     rows[np.isnan(rows)] = 1
     np.testing.assert_array_equal(
-        prepared(rows, Scheme.BFLOAT16).data[:, :999], as_torch_rounds(rows)
+        quantise_rows(rows, Scheme.BFLOAT16).data[:, :999], as_torch_rounds(rows)
     )
 
 
 def test_ties_go_to_the_even_bfloat16() -> None:
     halfway = (np.arange(0x3F80, 0x3FC0, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-    rounded = prepared(halfway[None], Scheme.BFLOAT16).data[0]
+    rounded = quantise_rows(halfway[None], Scheme.BFLOAT16).data[0]
     assert (rounded % 2 == 0).all()
     np.testing.assert_array_equal(rounded, as_torch_rounds(halfway))
 
@@ -43,7 +48,7 @@ def test_ties_go_to_the_even_bfloat16() -> None:
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000])
 def test_what_is_no_number_stays_none_when_rounded(bits: int) -> None:
     rows = np.array([[bits]], np.uint32).view(np.float32)
-    assert np.isnan(as_numbers(prepared(rows, Scheme.BFLOAT16), rows)).all()
+    assert np.isnan(dequantise_rows(quantise_rows(rows, Scheme.BFLOAT16), rows)).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,13 +61,13 @@ def test_what_is_no_number_stays_none_when_rounded(bits: int) -> None:
 def test_an_integer_is_within_half_a_step_and_its_sums_are_exact(
     tokens: int, columns: int, power: int, seed: int
 ) -> None:
-    rows = random_numbers(seed, tokens, columns) * np.float32(2.0**power)
-    ready = prepared(rows, Scheme.INT8)
-    for group in range(-(-columns // GROUP)):
-        part = slice(group * GROUP, min((group + 1) * GROUP, columns))
+    rows = make_random_numbers(seed, tokens, columns) * np.float32(2.0**power)
+    ready = quantise_rows(rows, Scheme.INT8)
+    for group in range(-(-columns // GROUP_SIZE)):
+        part = slice(group * GROUP_SIZE, min((group + 1) * GROUP_SIZE, columns))
         step = ready.scales[:, group].astype(np.float64)
         np.testing.assert_allclose(step, np.abs(rows[:, part]).max(axis=1) / 127, rtol=1e-6)
-        error = np.abs(as_numbers(ready, rows)[:, part] - rows[:, part])
+        error = np.abs(dequantise_rows(ready, rows)[:, part] - rows[:, part])
         assert (error <= 0.50001 * step[:, None]).all()
         sums = ready.data[:, part].astype(np.int64).sum(axis=1)
         np.testing.assert_array_equal(ready.sums[:, group], sums)
@@ -72,7 +77,7 @@ def test_an_integer_is_within_half_a_step_and_its_sums_are_exact(
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 2.0**-101])
 def test_a_group_of_next_to_nothing_counts_as_zero(largest: float) -> None:
     rows = np.full((1, 130), largest, np.float32)
-    ready = prepared(rows, Scheme.INT8)
+    ready = quantise_rows(rows, Scheme.INT8)
     assert not ready.data.any()
     assert not ready.scales.any()
     assert not ready.sums.any()
@@ -81,35 +86,35 @@ def test_a_group_of_next_to_nothing_counts_as_zero(largest: float) -> None:
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 127, 128, 200])
 def test_a_group_with_no_number_in_it_has_no_scale(bad: float, place: int) -> None:
-    rows = random_numbers(1, 1, 201)
+    rows = make_random_numbers(1, 1, 201)
     rows[0, place] = bad
-    ready = prepared(rows, Scheme.INT4)
-    spoilt = place // GROUP
+    ready = quantise_rows(rows, Scheme.INT4)
+    spoilt = place // GROUP_SIZE
     assert np.isnan(ready.scales[0, spoilt])
     assert np.isfinite(ready.scales[0, 1 - spoilt])
-    assert not ready.data[0, spoilt * GROUP : (spoilt + 1) * GROUP].any()
+    assert not ready.data[0, spoilt * GROUP_SIZE : (spoilt + 1) * GROUP_SIZE].any()
     assert ready.sums[0, spoilt] == 0
 
 
 @pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
 def test_columns_beyond_the_last_are_zeros_whatever_was_there(scheme: Scheme) -> None:
-    rows = random_numbers(2, 3, 131)
-    ready = prepared(rows, scheme)
+    rows = make_random_numbers(2, 3, 131)
+    ready = quantise_rows(rows, scheme)
     assert ready.data.shape[1] >= 131
     assert not ready.data[:, 131:].any()
     assert ready.nbytes == ready.data.nbytes + ready.scales.nbytes + ready.sums.nbytes
 
 
 def test_rows_may_be_part_of_wider_ones() -> None:
-    wide = aligned((4, 64), np.float32)
-    wide[...] = random_numbers(3, 4, 64)
-    room = room_for_rows(Scheme.INT8, 4, 40)
-    arguments = prepare_arguments(rows=wide, columns=40, prepared=room)
-    prepare_kernel(Scheme.INT8)(0, 4, arguments.ctypes.data)
-    np.testing.assert_array_equal(room.data, prepared(wide[:, :40].copy(), Scheme.INT8).data)
+    wide = aligned_zeros((4, 64), np.float32)
+    wide[...] = make_random_numbers(3, 4, 64)
+    room = allocate_activations(Scheme.INT8, 4, 40)
+    arguments = activation_arguments(rows=wide, columns=40, prepared=room)
+    activation_kernel(Scheme.INT8)(0, 4, arguments.ctypes.data)
+    np.testing.assert_array_equal(room.data, quantise_rows(wide[:, :40].copy(), Scheme.INT8).data)
 
 
 def test_rows_for_wide_floats_are_the_rows_themselves() -> None:
-    rows = random_numbers(4, 2, 10)
-    assert rows_as_they_are(rows).data is rows
-    assert rows_as_they_are(rows).nbytes == rows.nbytes
+    rows = make_random_numbers(4, 2, 10)
+    assert wrap_float_activations(rows).data is rows
+    assert wrap_float_activations(rows).nbytes == rows.nbytes

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.rows import PreparedRows
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kernels.sorting import NOWHERE, room_for_order
-from tests.engine.kernels.products import prepared, random_numbers
-from tests.engine.kernels.routed_experts import (
-    FOREIGN,
-    gather,
-    random_choices,
-    sort,
-    sort_in_parts,
+from expertctl.engine.kernels.moe_routing import NO_POSITION, allocate_permutation
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.quantisation import PreparedActivations
+from tests.engine.kernels.reference_gemm import make_random_numbers, quantise_rows
+from tests.engine.kernels.reference_moe import (
+    FOREIGN_VALUE,
+    gather_rows,
+    make_random_choices,
+    sort_choices,
+    sort_choices_in_parts,
 )
 
 Array = np.ndarray[Any, Any]
@@ -24,20 +24,20 @@ Array = np.ndarray[Any, Any]
 
 def check(selected: Array, experts: int) -> None:
     """See that the order is what a stable sort by id makes of those who ask for somebody."""
-    order, ids = sort(selected, experts), selected.reshape(-1)
+    order, ids = sort_choices(selected, experts), selected.reshape(-1)
     asks = (ids >= 0) & (ids < experts)
     count = int(asks.sum())
     expected = np.flatnonzero(asks)[np.argsort(ids[asks], kind="stable")]
     np.testing.assert_array_equal(order.sources[:count], expected)
-    assert (order.sources[count:] == int(FOREIGN)).all()
-    inverse = np.full(ids.size, NOWHERE)
+    assert (order.sources[count:] == int(FOREIGN_VALUE)).all()
+    inverse = np.full(ids.size, NO_POSITION)
     inverse[expected] = np.arange(count)
     np.testing.assert_array_equal(order.inverse, inverse)
     counts = np.bincount(ids[asks], minlength=experts)
     np.testing.assert_array_equal(order.counts, counts)
-    np.testing.assert_array_equal(order.begins, np.cumsum([0, *counts]))
+    np.testing.assert_array_equal(order.offsets, np.cumsum([0, *counts]))
     active = np.flatnonzero(counts)
-    assert order.actives[0] == len(active)
+    assert order.active_count[0] == len(active)
     np.testing.assert_array_equal(order.active[: len(active)], active)
 
 
@@ -73,7 +73,7 @@ def test_whoever_comes_later_is_sorted_behind_those_who_were_there(
     left = (ids >= 0) & (ids < experts)
     expected: list[int] = []
     parts = (came, more, None)
-    for places, found in zip(parts, sort_in_parts(selected, experts, parts), strict=True):
+    for places, found in zip(parts, sort_choices_in_parts(selected, experts, parts), strict=True):
         order = found
         part = left & (True if places is None else places[np.where(left, ids, 0)] != 0)
         left &= ~part
@@ -81,10 +81,10 @@ def test_whoever_comes_later_is_sorted_behind_those_who_were_there(
         counts = np.bincount(ids[part], minlength=experts)
         np.testing.assert_array_equal(found.counts, counts)
         begin = len(expected) - int(part.sum())
-        np.testing.assert_array_equal(found.begins, begin + np.cumsum([0, *counts]))
-        assert found.active[: found.actives[0]].tolist() == np.flatnonzero(counts).tolist()
+        np.testing.assert_array_equal(found.offsets, begin + np.cumsum([0, *counts]))
+        assert found.active[: found.active_count[0]].tolist() == np.flatnonzero(counts).tolist()
     assert order.sources[: len(expected)].tolist() == expected, "each once"
-    inverse = np.full(ids.size, NOWHERE)
+    inverse = np.full(ids.size, NO_POSITION)
     inverse[expected] = np.arange(len(expected))
     np.testing.assert_array_equal(order.inverse, inverse)
 
@@ -96,40 +96,48 @@ def test_ids_of_no_expert_ask_for_nobody(wrong: int) -> None:
 
 
 def test_a_prompt_of_many_tokens_is_sorted() -> None:
-    check(random_choices(0, 2048, 8, 64), 64)
+    check(make_random_choices(0, 2048, 8, 64), 64)
 
 
 def test_only_so_many_tokens_count_as_there_are_at_that_run() -> None:
-    selected = random_choices(1, 6, 2, 5)
-    order, few = sort(selected, 5, tokens=4), sort(selected[:4].copy(), 5)
-    np.testing.assert_array_equal(order.begins, few.begins)
+    selected = make_random_choices(1, 6, 2, 5)
+    order, few = sort_choices(selected, 5, tokens=4), sort_choices(selected[:4].copy(), 5)
+    np.testing.assert_array_equal(order.offsets, few.offsets)
     np.testing.assert_array_equal(order.sources[:8], few.sources)
     np.testing.assert_array_equal(order.inverse[:8], few.inverse)
-    assert (order.inverse[8:] == int(FOREIGN)).all()
+    assert (order.inverse[8:] == int(FOREIGN_VALUE)).all()
 
 
 def test_the_room_is_known_in_bytes() -> None:
-    assert room_for_order(4, 10).nbytes == 8 * (4 + 5 + 4 + 1 + 10 + 10)
+    assert allocate_permutation(4, 10).nbytes == 8 * (4 + 5 + 4 + 1 + 10 + 10)
 
 
 @pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
 @pytest.mark.parametrize("columns", [1, 130, 256])
 def test_a_position_has_the_row_of_its_token(scheme: Scheme, columns: int) -> None:
-    used, selected = 3, random_choices(2, 7, 3, 9)
-    selected[2, 1] = selected[5, 0] = NOWHERE
-    order, rows = sort(selected, 9), prepared(random_numbers(3, 7, columns), scheme)
-    count = int(order.begins[-1])
+    used, selected = 3, make_random_choices(2, 7, 3, 9)
+    selected[2, 1] = selected[5, 0] = NO_POSITION
+    order, rows = (
+        sort_choices(selected, 9),
+        quantise_rows(make_random_numbers(3, 7, columns), scheme),
+    )
+    count = int(order.offsets[-1])
     assert count == 19
-    found, tokens = gather(order, rows, scheme=scheme, used=used), order.sources[:count] // used
-    for name in PreparedRows.__slots__:
+    found, tokens = (
+        gather_rows(order, rows, scheme=scheme, used=used),
+        order.sources[:count] // used,
+    )
+    for name in PreparedActivations.__slots__:
         got, expected = getattr(found, name), getattr(rows, name)[tokens]
         np.testing.assert_array_equal(got[:count], expected, strict=True)
         assert not got[count:].any()
 
 
 def test_rows_that_lie_in_wider_ones_are_gathered() -> None:
-    order = sort(random_choices(4, 5, 2, 3), 3)
-    wide = random_numbers(5, 5, 40)
-    rows = PreparedRows(wide[:, :20], np.zeros((5, 0), np.float32), np.zeros((5, 0), np.int32))
-    found = gather(order, rows, scheme=Scheme.FLOAT32, used=2)
+    order = sort_choices(make_random_choices(4, 5, 2, 3), 3)
+    wide = make_random_numbers(5, 5, 40)
+    rows = PreparedActivations(
+        wide[:, :20], np.zeros((5, 0), np.float32), np.zeros((5, 0), np.int32)
+    )
+    found = gather_rows(order, rows, scheme=Scheme.FLOAT32, used=2)
     np.testing.assert_array_equal(found.data, wide[order.sources // 2, :20])

@@ -11,30 +11,29 @@ from hypothesis import strategies as st
 from numba import types
 from numba.extending import intrinsic
 
-from expertctl.engine.kernels.cpu import host_cpu
-from expertctl.engine.kernels.lanes import Lanes, Value
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kernels.stretches import even_stretches, stretches
-from expertctl.engine.kernels.tiles import _tiles
+from expertctl.engine.kernels.gemm import _emit_token_tiles
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.simd import SimdBuilder, Value, emit_even_tiles, emit_tiles
 
 MOST, SIZES = 6, (6, 4, 1)
-WIDE = replace(host_cpu(), wide=True)
+WIDE = replace(get_host_cpu(), has_512_bit_registers=True)
 _ROW = 3 * 8
 
 
-def _keep(builder: Any, lanes: Lanes, row: Value, *numbers: Value) -> None:
+def _keep(builder: Any, lanes: SimdBuilder, row: Value, *numbers: Value) -> None:
     for place, number in enumerate(numbers):
-        address = lanes.sum(row, lanes.constant(place * 8))
+        address = lanes.add_int(row, lanes.int_constant(place * 8))
         builder.store(number, builder.inttoptr(address, number.type.as_pointer()))
 
 
 @intrinsic
 def _write_even(_context: Any, out: Any, count: Any, several: Any) -> Any:
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes, (place, total, parts) = Lanes(builder), values
-        for turn, first, size in even_stretches(lanes, total, several=parts, most=MOST):
-            row = lanes.at(place, turn, _ROW)
-            _keep(builder, lanes, row, turn, first, lanes.constant(size))
+        lanes, (place, total, parts) = SimdBuilder(builder), values
+        for turn, first, size in emit_even_tiles(lanes, total, parts=parts, largest=MOST):
+            row = lanes.offset(place, turn, _ROW)
+            _keep(builder, lanes, row, turn, first, lanes.int_constant(size))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), emit
@@ -43,10 +42,10 @@ def _write_even(_context: Any, out: Any, count: Any, several: Any) -> Any:
 @intrinsic
 def _write_greedy(_context: Any, out: Any, count: Any) -> Any:
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        lanes, (place, total) = Lanes(builder), values
-        for first, size in stretches(lanes, total, SIZES):
-            row = lanes.at(place, first, _ROW)
-            _keep(builder, lanes, row, first, first, lanes.constant(size))
+        lanes, (place, total) = SimdBuilder(builder), values
+        for first, size in emit_tiles(lanes, total, SIZES):
+            row = lanes.offset(place, first, _ROW)
+            _keep(builder, lanes, row, first, first, lanes.int_constant(size))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 2), emit
@@ -56,10 +55,10 @@ def _writer_of_tiles(blocks: int) -> Any:
     @intrinsic
     def write(_context: Any, out: Any, count: Any) -> Any:
         def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            lanes, (place, total) = Lanes(builder), values
-            for turn, first, size in _tiles(lanes, total, blocks, Scheme.BFLOAT16, WIDE):
-                row = lanes.at(place, turn, _ROW)
-                _keep(builder, lanes, row, turn, first, lanes.constant(size))
+            lanes, (place, total) = SimdBuilder(builder), values
+            for turn, first, size in _emit_token_tiles(lanes, total, blocks, Scheme.BFLOAT16, WIDE):
+                row = lanes.offset(place, turn, _ROW)
+                _keep(builder, lanes, row, turn, first, lanes.int_constant(size))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 2), emit

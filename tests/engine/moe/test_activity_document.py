@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity_document import (
+from expertctl.engine.moe.activity import (
+    FALLBACK_REASONS,
     LANE_TIMES,
-    MOST,
-    REASONS,
+    MAX_BYTES,
+    MAX_JSON_INTEGER,
     TIMES,
     ActivityDocument,
+    LaneTimes,
     LayerActivity,
-    LayerTimes,
     read_activity,
     write_activity,
 )
-from expertctl.engine.moe.activity_sum import added
-from expertctl.engine.moe.large_document import MAX_BYTES
+from expertctl.engine.moe.activity_sum import add_activities
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import loads
-from expertctl.schema.validation import problems_of
+from expertctl.schema.validation import find_problems
 
 FULL = "llama.cpp.moe_layer_perf.v1"
 UPDATE = "llama.cpp.moe_layer_opt_perf.v1"
@@ -40,7 +40,7 @@ def read(*layers: dict[str, object], schema: str = FULL, **top: object) -> Activ
 def written(document: ActivityDocument) -> dict[str, object]:
     data = write_activity(document)
     back: dict[str, object] = json.loads(data)
-    assert problems_of(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-activity") == []
+    assert find_problems(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-activity") == []
     return back
 
 
@@ -107,7 +107,7 @@ def test_the_wait_of_a_cold_slot_is_that_of_a_call_or_how_much_longer_the_cold_l
 def test_a_pressure_without_times_is_that_of_cold_slots() -> None:
     layer = LayerActivity(0, cold_per_call=1.5)
     assert layer.pressure == 1.5
-    faster = LayerTimes(parallel_hot_lane_wall=9, parallel_cold_lane_wall=3)
+    faster = LaneTimes(parallel_hot_lane_wall=9, parallel_cold_lane_wall=3)
     assert LayerActivity(0, cold_per_call=1.5, times=faster).pressure == 1.5
 
 
@@ -195,7 +195,7 @@ MEASURED = LayerActivity(
     requests=5,
     missed_requests=2,
     swaps=3,
-    times=LayerTimes(
+    times=LaneTimes(
         total_moe=50.0,
         parallel_hot_lane_wall=10.0,
         parallel_cold_lane_wall=20.0,
@@ -236,7 +236,7 @@ def test_the_full_schema_has_all_times_and_why_lanes_ran_in_turn() -> None:
 
 def test_a_summary_weighs_layers_by_their_calls() -> None:
     other = LayerActivity(
-        1, calls=6, hot={0: 2}, hot1_slots=1, times=LayerTimes(total_moe=10.0), fallbacks=1
+        1, calls=6, hot={0: 2}, hot1_slots=1, times=LaneTimes(total_moe=10.0), fallbacks=1
     )
     summary = written(ActivityDocument("full", (MEASURED, other)))["summary"]
     assert isinstance(summary, dict)
@@ -255,33 +255,35 @@ def test_counts_that_json_cannot_say_are_written_as_the_largest_it_can() -> None
     back = read_activity(
         write_activity(ActivityDocument("full", (saturated,), updates=2**64 - 1)), what="saturated"
     )
-    assert back.layers[0].hot == {0: MOST}
-    assert (back.layers[0].calls, back.updates) == (MOST, MOST)
+    assert back.layers[0].hot == {0: MAX_JSON_INTEGER}
+    assert (back.layers[0].calls, back.updates) == (MAX_JSON_INTEGER, MAX_JSON_INTEGER)
 
 
-counts = st.dictionaries(st.integers(0, 63), st.integers(1, MOST), max_size=5)
+counts = st.dictionaries(st.integers(0, 63), st.integers(1, MAX_JSON_INTEGER), max_size=5)
 times = st.floats(0, 1e9)
 
 
 @st.composite
 def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) -> LayerActivity:
-    raw, requests = draw(st.booleans()), draw(st.integers(0, MOST))
+    raw, requests = draw(st.booleans()), draw(st.integers(0, MAX_JSON_INTEGER))
     hot, cold = ({}, {}) if raw else (draw(counts), draw(counts))
     return LayerActivity(
         layer=number,
-        calls=draw(st.integers(0, MOST)),
+        calls=draw(st.integers(0, MAX_JSON_INTEGER)),
         hot=hot,
         cold=cold,
         raw=draw(counts) if not (hot or cold) else {},
         cold_per_call=draw(st.floats(0.1, 1e6)),
-        hot1_slots=draw(st.integers(0, MOST)),
-        hot2_slots=draw(st.integers(0, MOST)),
+        hot1_slots=draw(st.integers(0, MAX_JSON_INTEGER)),
+        hot2_slots=draw(st.integers(0, MAX_JSON_INTEGER)),
         requests=requests,
         missed_requests=draw(st.integers(0, requests)),
-        swaps=draw(st.integers(0, MOST)),
-        times=LayerTimes(**{name: draw(times) for name in names}),
-        fallbacks=draw(st.integers(0, MOST)) if full else 0,
-        reasons=draw(st.dictionaries(st.sampled_from(REASONS), st.integers(1, MOST)))
+        swaps=draw(st.integers(0, MAX_JSON_INTEGER)),
+        times=LaneTimes(**{name: draw(times) for name in names}),
+        fallbacks=draw(st.integers(0, MAX_JSON_INTEGER)) if full else 0,
+        reasons=draw(
+            st.dictionaries(st.sampled_from(FALLBACK_REASONS), st.integers(1, MAX_JSON_INTEGER))
+        )
         if full
         else {},
     )
@@ -297,8 +299,8 @@ def documents(draw: st.DrawFn) -> ActivityDocument:
         tuple(draw(layers(number, names, full=full)) for number in numbers),
         experts=draw(st.sampled_from([0, 64, 1024])),
         used=draw(st.integers(0, 64)),
-        updates=draw(st.integers(0, MOST)),
-        overflow_resets=draw(st.integers(0, MOST)),
+        updates=draw(st.integers(0, MAX_JSON_INTEGER)),
+        overflow_resets=draw(st.integers(0, MAX_JSON_INTEGER)),
     )
 
 
@@ -311,14 +313,19 @@ def test_what_is_written_is_read_again(document: ActivityDocument) -> None:
 def test_no_number_of_a_hostile_document_grows_beyond_what_is_written() -> None:
     """The sums and means of the largest that are read are numbers, too."""
     longest = {f"{name}_time_per_call_us": 1e18 for name in TIMES}
-    each = {"calls": MOST, "requests": MOST, "swaps": MOST, "cold_slots_per_call": 1e18}
-    counts = [[expert, MOST] for expert in range(4)]
+    each = {
+        "calls": MAX_JSON_INTEGER,
+        "requests": MAX_JSON_INTEGER,
+        "swaps": MAX_JSON_INTEGER,
+        "cold_slots_per_call": 1e18,
+    }
+    counts = [[expert, MAX_JSON_INTEGER] for expert in range(4)]
     layers = [
         {"layer": n, **each, **longest, "hot_experts": counts, "cold_experts": counts}
         for n in range(3)
     ]
-    found = read(*layers, n_expert=4, num_prompts=MOST)
-    for document in (found, added(found, found)):
+    found = read(*layers, n_expert=4, num_prompts=MAX_JSON_INTEGER)
+    for document in (found, add_activities(found, found)):
         written(document)
     with pytest.raises(InvalidPackageError, match="greater than the maximum"):
         read({"layer": 0, "calls": 2, "parallel_join_wait_time_per_call_us": 1.1e18})

@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity_document import (
+from expertctl.engine.moe.activity import (
     ActivityDocument,
+    LaneTimes,
     LayerActivity,
-    LayerTimes,
     read_activity,
     write_activity,
 )
-from expertctl.engine.moe.activity_sum import FADED_AT, NOTHING, added, grown, since, tokens_of
+from expertctl.engine.moe.activity_sum import (
+    EMPTY_ACTIVITY,
+    MAX_ACTIVITY_TOKENS,
+    accumulate_scores,
+    add_activities,
+    count_tokens,
+    subtract_activity,
+)
 from expertctl.errors import IncompatibleError
 
 EXPERTS, USED = 16, 2
@@ -46,72 +53,76 @@ def hits(document: ActivityDocument) -> dict[int, dict[int, int]]:
 def test_what_was_added_is_told_apart_again(
     before: ActivityDocument, more: ActivityDocument
 ) -> None:
-    total = added(before, more)
-    assert hits(since(total, before)) == hits(more)
-    assert hits(added(before, since(total, before))) == hits(total)
+    total = add_activities(before, more)
+    assert hits(subtract_activity(total, before)) == hits(more)
+    assert hits(add_activities(before, subtract_activity(total, before))) == hits(total)
 
 
 @given(documents(), documents())
 def test_the_order_does_not_matter(here: ActivityDocument, there: ActivityDocument) -> None:
-    assert hits(added(here, there)) == hits(added(there, here))
+    assert hits(add_activities(here, there)) == hits(add_activities(there, here))
 
 
 @given(documents(), documents())
 def test_a_sum_can_be_written_and_read(here: ActivityDocument, there: ActivityDocument) -> None:
-    total = added(here, there)
+    total = add_activities(here, there)
     assert hits(read_activity(write_activity(total), what="a sum")) == hits(total)
 
 
 def test_nothing_is_added_to_nothing() -> None:
-    assert added(NOTHING, one({1: 4})).layers == one({1: 4}).layers
-    assert tokens_of(NOTHING) == 0
+    assert add_activities(EMPTY_ACTIVITY, one({1: 4})).layers == one({1: 4}).layers
+    assert count_tokens(EMPTY_ACTIVITY) == 0
 
 
 def test_where_counters_went_over_all_that_is_there_is_new() -> None:
     before, now = one({1: 1}, calls=1), one({1: 4}, calls=2)
-    assert hits(since(now, before)) == {3: {1: 3}}
+    assert hits(subtract_activity(now, before)) == {3: {1: 3}}
     again = replace(now, overflow_resets=1)
-    assert since(again, before) == again
-    assert hits(since(again, again)) == {}
+    assert subtract_activity(again, before) == again
+    assert hits(subtract_activity(again, again)) == {}
 
 
 def test_scores_grow_by_what_was_counted_and_fade() -> None:
-    assert grown([{1: 2.5}, {}], one({1: 4, 2: 1}), (3, 7)) == [{1: 6.5, 2: 1}, {}]
-    (faded,) = grown([{1: FADED_AT}], one({2: FADED_AT + 2}), (3,))
-    assert faded == {1: FADED_AT / 2, 2: FADED_AT / 2 + 1}
-    assert grown([{}], NOTHING, (3,)) == [{}]
+    assert accumulate_scores([{1: 2.5}, {}], one({1: 4, 2: 1}), (3, 7)) == [{1: 6.5, 2: 1}, {}]
+    (faded,) = accumulate_scores(
+        [{1: MAX_ACTIVITY_TOKENS}], one({2: MAX_ACTIVITY_TOKENS + 2}), (3,)
+    )
+    assert faded == {1: MAX_ACTIVITY_TOKENS / 2, 2: MAX_ACTIVITY_TOKENS / 2 + 1}
+    assert accumulate_scores([{}], EMPTY_ACTIVITY, (3,)) == [{}]
 
 
 def test_means_are_weighted_by_calls() -> None:
-    slow, quick = LayerTimes(parallel_join_wait=40.0), LayerTimes(parallel_join_wait=10.0)
-    total = added(one({1: 1}, calls=1, times=slow), one({1: 1}, calls=2, times=quick)).layers[0]
+    slow, quick = LaneTimes(parallel_join_wait=40.0), LaneTimes(parallel_join_wait=10.0)
+    total = add_activities(
+        one({1: 1}, calls=1, times=slow), one({1: 1}, calls=2, times=quick)
+    ).layers[0]
     assert total.times.parallel_join_wait == pytest.approx(20)
     assert total.calls == 3
-    cold = added(one({}, calls=2, cold={5: 6}), one({}, calls=1, cold={5: 6})).layers[0]
+    cold = add_activities(one({}, calls=2, cold={5: 6}), one({}, calls=1, cold={5: 6})).layers[0]
     assert cold.cold_per_call == pytest.approx(4)
 
 
 def test_counts_of_which_nobody_knows_whether_they_were_hot_count_as_cold_beside_others() -> None:
-    total = added(one({}, raw={4: 7}), one({4: 1})).layers[0]
+    total = add_activities(one({}, raw={4: 7}), one({4: 1})).layers[0]
     assert (total.hot, total.cold, total.raw) == ({4: 1}, {4: 7}, {})
-    alone = added(one({}, raw={4: 7}), one({}, raw={4: 1})).layers[0]
+    alone = add_activities(one({}, raw={4: 7}), one({}, raw={4: 1})).layers[0]
     assert (alone.hits, alone.raw) == ({4: 8}, {4: 8})
 
 
-def test_old_habits_die() -> None:
+def test_old_usage_decays() -> None:
     """After 18 times 65,536 tokens nothing is left of an expert that 65,536 asked for once."""
-    half = FADED_AT // 2
+    half = MAX_ACTIVITY_TOKENS // 2
     learnt = one({0: half, 1: half}, calls=half)
     for _ in range(18):
-        learnt = added(learnt, one({2: half, 3: half}, calls=half))
-        assert tokens_of(learnt) <= FADED_AT
+        learnt = add_activities(learnt, one({2: half, 3: half}, calls=half))
+        assert count_tokens(learnt) <= MAX_ACTIVITY_TOKENS
     assert hits(learnt) == {3: {2: half, 3: half}}
 
 
 def test_counts_of_other_experts_do_not_add_up() -> None:
     other = ActivityDocument("update", experts=EXPERTS + 1)
     with pytest.raises(IncompatibleError, match="of 16 and of 17 routed experts"):
-        added(one({1: 1}), other)
+        add_activities(one({1: 1}), other)
 
 
 def test_prompts_are_added_to_prompts_and_tokens_to_both() -> None:
@@ -120,18 +131,18 @@ def test_prompts_are_added_to_prompts_and_tokens_to_both() -> None:
     prompts = ActivityDocument(
         "update", (LayerActivity(3, raw=raw),), experts=EXPERTS, prompts=24, preset="mixed"
     )
-    assert tokens_of(prompts) == 24
+    assert count_tokens(prompts) == 24
     tokens = one({1: 6, 2: 4})
-    assert tokens_of(tokens) == 6
-    both = added(prompts, tokens)
-    assert (tokens_of(both), both.preset) == (30, "mixed")
-    assert tokens_of(added(tokens, prompts)) == 30
-    assert tokens_of(added(both, both)) == 60
-    assert added(tokens, tokens).prompts == 0
+    assert count_tokens(tokens) == 6
+    both = add_activities(prompts, tokens)
+    assert (count_tokens(both), both.preset) == (30, "mixed")
+    assert count_tokens(add_activities(tokens, prompts)) == 30
+    assert count_tokens(add_activities(both, both)) == 60
+    assert add_activities(tokens, tokens).prompts == 0
 
 
 def test_prompts_fade_with_what_they_asked_for() -> None:
-    half = FADED_AT // 2
+    half = MAX_ACTIVITY_TOKENS // 2
     prompts = ActivityDocument("update", (LayerActivity(3, raw={1: half}),), prompts=half)
-    total = added(added(prompts, prompts), prompts)
+    total = add_activities(add_activities(prompts, prompts), prompts)
     assert (total.prompts, total.layers[0].raw) == (3 * half // 2, {1: 3 * half // 2})

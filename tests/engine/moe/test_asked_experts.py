@@ -5,15 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.routed.shape import RoutedShape
-from expertctl.engine.moe.asked_experts import AskedExperts, asked_bytes
-from expertctl.package.experts_config import ExpertsConfig
+from benchmarks.routed.traced_base import RoutedShape
+from expertctl.engine.moe.stacked_experts import DeviceExpertCounts, estimate_counter_bytes
+from expertctl.package.architectures import ExpertsConfig
 
 EXPERTS, USED = 7, 3
 
 
 def routed(layers: int) -> ExpertsConfig:
-    found = RoutedShape(layers, hidden=64, heads=2, experts=EXPERTS, used=USED).config().experts
+    found = (
+        RoutedShape(layers, hidden=64, heads=2, experts=EXPERTS, used=USED).make_config().experts
+    )
     assert found is not None
     return found
 
@@ -28,35 +30,35 @@ def drawn(seed: int, layers: int, tokens: int) -> np.ndarray:
 def test_what_is_counted_is_what_a_plain_loop_counts(
     steps: list[tuple[int, int]], layers: int
 ) -> None:
-    asked = AskedExperts(routed(layers), torch.device("cpu"))
+    asked = DeviceExpertCounts(routed(layers), torch.device("cpu"))
     chosen, requests = np.zeros((layers, EXPERTS), int), np.zeros(layers, int)
     for number, (seed, tokens) in enumerate(steps):
         selected = drawn(seed, layers, tokens)
         if number % 3 == 2:
             asked.count_pass(selected)
         else:
-            asked.add_step(torch.from_numpy(selected))
+            asked.count_step(torch.from_numpy(selected))
         for layer, each in enumerate(selected):
             requests[layer] += len(set(each.flatten().tolist()))
             for expert in each.flatten():
                 chosen[layer, expert] += 1
     for _ in range(2):
-        asked.fetch()
-    seen = asked.counters.in_all()
-    assert seen.chosen[:, 0].tolist() == chosen.tolist()
+        asked.fetch_counts()
+    seen = asked.counters.cumulative_snapshot()
+    assert seen.expert_counts[:, 0].tolist() == chosen.tolist()
     assert [layer.requests for layer in seen.layers.values()] == requests.tolist()
     assert {layer.calls for layer in seen.layers.values()} == {len(steps)}
     assert asked.report().activity.requests == requests.sum()
 
 
 def test_nothing_is_fetched_before_an_answer_is_over() -> None:
-    asked = AskedExperts(routed(2), torch.device("cpu"))
-    asked.add_step(torch.from_numpy(drawn(0, 2, 1)))
+    asked = DeviceExpertCounts(routed(2), torch.device("cpu"))
+    asked.count_step(torch.from_numpy(drawn(0, 2, 1)))
     assert asked.report().activity.requests == 0
-    asked.fetch()
+    asked.fetch_counts()
     assert asked.report().activity.requests == 2 * USED
 
 
 def test_its_bytes_are_known_before() -> None:
     config = routed(3)
-    assert AskedExperts(config, torch.device("cpu")).nbytes == asked_bytes(config)
+    assert DeviceExpertCounts(config, torch.device("cpu")).nbytes == estimate_counter_bytes(config)

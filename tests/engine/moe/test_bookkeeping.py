@@ -8,22 +8,25 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.activity_document import ActivityDocument
-from expertctl.engine.moe.bookkeeping import known_bytes, whole_bookkeeping_bytes
-from expertctl.engine.moe.choices import HostChoices
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import ExpertShape
+from expertctl.engine.moe.activity import ActivityDocument
+from expertctl.engine.moe.cache_plan import (
+    estimate_cache_metadata_bytes,
+    estimate_resident_bookkeeping_bytes,
+)
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
-from expertctl.engine.moe.guide import Guide, guide_of
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.observation import activity_document
+from expertctl.engine.moe.observation import build_activity_document
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.whole_experts import WholeExperts
-from expertctl.package.experts_config import ExpertsConfig
-from expertctl.store.copy_file import always
+from expertctl.engine.moe.resident_experts import ResidentExperts
+from expertctl.engine.moe.routed_experts import HostRoutingChoices
+from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.store.quantised_file import always_wanted
 
 PROMPT = 512
 SHAPE = ExpertShape(Scheme.FLOAT32, 16, 16)
@@ -32,10 +35,12 @@ SHAPE = ExpertShape(Scheme.FLOAT32, 16, 16)
 class Blank:
     """Reads experts that are nothing."""
 
-    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+    def read(
+        self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
+    ) -> int:
         return block.nbytes
 
-    def lend(self, layer: int, expert: int) -> None:
+    def find_cached_address(self, layer: int, expert: int) -> None:
         return None
 
 
@@ -49,10 +54,10 @@ def routed(request: pytest.FixtureRequest) -> ExpertsConfig:
     )  # fmt: skip
 
 
-def choices(routed: ExpertsConfig) -> HostChoices:
+def choices(routed: ExpertsConfig) -> HostRoutingChoices:
     """What a prompt asks for, the first experts more often."""
     drawn = np.random.default_rng(7)
-    room = HostChoices(layers=len(routed.layers), tokens=PROMPT, used=routed.used)
+    room = HostRoutingChoices(layers=len(routed.layers), tokens=PROMPT, used=routed.used)
     likely = 1.0 / np.arange(1, routed.count + 1)
     for layer in room.selected:
         ranks = drawn.random((PROMPT, routed.count)) ** (1 / likely)
@@ -77,12 +82,14 @@ def most_is(bound: int) -> Iterator[None]:
 def test_what_is_known_where_experts_are_missing_is_set_aside(routed: ExpertsConfig) -> None:
     room, slots = choices(routed), routed.count * 2 // 5
     layers = len(routed.layers)
-    with most_is(known_bytes(routed)):
+    with most_is(estimate_cache_metadata_bytes(routed)):
         memory = ExpertMemory(
             SHAPE, layers=layers, experts=routed.count, blocks=layers * slots + routed.count - slots
         )
         of_each = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
-        with closing(ExpertCache(memory, Blank(), numbers=routed.layers, slots=of_each)) as cache:
+        with closing(
+            ExpertCache(memory, Blank(), layer_numbers=routed.layers, slots=of_each)
+        ) as cache:
             for tokens, phase in (
                 (PROMPT, Phase.PROMPT),
                 (16, Phase.DECODE),
@@ -90,26 +97,28 @@ def test_what_is_known_where_experts_are_missing_is_set_aside(routed: ExpertsCon
             ):
                 for _ in range(1 if tokens == PROMPT else 17):
                     for layer in range(layers):
-                        cache.bring(layer, room, tokens)
-                    cache.passed(room, tokens, phase=phase)
+                        cache.load(layer, room, tokens)
+                    cache.end_pass(room, tokens, phase=phase)
             guide, *_ = learnt(cache.counters, routed)
-            cache.guide([guide.counts(number) for number in routed.layers], rate=0.1)
+            cache.set_scores([guide.layer_counts(number) for number in routed.layers], rate=0.1)
 
 
 def test_what_is_known_where_all_are_in_memory_is_set_aside(routed: ExpertsConfig) -> None:
     room, block = choices(routed), np.zeros(1, np.uint8)
     blocks = {(n, e): block for n in routed.layers for e in range(routed.count)}
-    with most_is(whole_bookkeeping_bytes(routed)):
-        whole = WholeExperts(SHAPE, blocks, routed.layers)
+    with most_is(estimate_resident_bookkeeping_bytes(routed)):
+        whole = ResidentExperts(SHAPE, blocks, routed.layers)
         for tokens, phase in ((PROMPT, Phase.PROMPT), (16, Phase.DECODE)):
             for _ in range(80):
-                whole.passed(room, tokens, phase=phase)
+                whole.end_pass(room, tokens, phase=phase)
         assert learnt(whole.counters, routed)
 
 
 def learnt(
     counters: Counters, routed: ExpertsConfig
-) -> tuple[Guide, ActivityDocument, ActivityDocument]:
+) -> tuple[ExpertUsage, ActivityDocument, ActivityDocument]:
     """What is kept by whoever learns: a guide, and what was counted before and now."""
-    before, now = (activity_document(counters.in_all(), used=routed.used) for _ in range(2))
-    return guide_of(before, routed, what="habits"), before, now
+    before, now = (
+        build_activity_document(counters.cumulative_snapshot(), used=routed.used) for _ in range(2)
+    )
+    return build_expert_usage(before, routed, what="habits"), before, now

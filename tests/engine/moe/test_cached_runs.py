@@ -8,32 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertctl.engine.backend import Surroundings
-from expertctl.engine.gains import gains_scratch
-from expertctl.engine.packed_backend import PackedBackend
-from expertctl.engine.packed_base import expert_shape
+from expertctl.engine.adapters.experts import estimate_dora_scratch
+from expertctl.engine.cpu.backend import PackedBackend
+from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.model.backends import LoadContext
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
-from expertctl.package.model_config import read_config
+from expertctl.package.model_config import read_model_config
 from expertctl.reference import Reference
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Dtype, Forced
+from expertctl.routing.request import Dtype, ForcedExpert
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.settings import Home
-from tests.engine.adapter_files import load
-from tests.engine.market import Market
+from tests.engine.package_fixtures import EnginePackages, load_adapters
+from tests.engine.test_local_engine import planner, request, run
 from tests.engine.test_packed_runs import after
-from tests.engine.test_runtime import planner, request, run
 from tests.factories import write_base, write_dora
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 
 LARGE = 256 << 20
-SQL = Forced(Reference.parse("acme/sql"))
+SQL = ForcedExpert(Reference.parse("acme/sql"))
 PARTS = ("gate_proj", "up_proj", "down_proj")
 ENDS = (("model.layers.0", 0), ("model.layers.3", 31))
 CHANGED = ("q_proj", *(f"experts.{number}.{part}" for number in range(0, 32, 3) for part in PARTS))
@@ -57,26 +56,26 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(
-    house: House, budget: int, *experts: Forced, **route: object
-) -> tuple[RunResult, Engine]:
-    engine = Engine(planner(house), budget=budget, torch_below=0)
+    house: HomeFixture, budget: int, *experts: ForcedExpert, **route: object
+) -> tuple[RunResult, LocalEngine]:
+    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
     return run(engine, asked(*experts, **route)), engine
 
 
-def asked(*experts: Forced, **route: object) -> RunRequest:
-    wishes = SamplingWishes(temperature=0.0, max_tokens=24)
+def asked(*experts: ForcedExpert, **route: object) -> RunRequest:
+    wishes = SamplingOverrides(temperature=0.0, max_tokens=24)
     prompt = "Sort these numbers: 3, 1, 2"  # one whose answer is no end at once, in any dtype
     wanted = request(*experts, prompt=prompt, route={"base_alone": True, **route})
-    return replace(wanted, route=replace(wanted.route, wishes=wishes))
+    return replace(wanted, route=replace(wanted.route, sampling=wishes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_base_answers_the_same_in_less_memory_than_it_takes(
-    dtype: str, base: Path, house: House
+    dtype: str, base: Path, house: HomeFixture
 ) -> None:
     house.bases.add(base)
     whole, engine = answer(house, LARGE, dtype=dtype)
-    size = engine.budget.held("base")
+    size = engine.budget.reserved_bytes("base")
     engine.close()
     assert whole.moe is not None
     assert whole.moe.residence.blocks == 4 * 32
@@ -92,7 +91,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     assert residence.blocks == planned if dtype == "float32" else residence.blocks > 1.3 * planned
     assert activity.loads > 0
     assert 0 < activity.misses <= activity.requests
-    assert activity.skipped == 0
+    assert activity.skipped_weight == 0
     assert engine.budget.peak <= budget
     engine.check_integrity()
     again = run(engine, asked(dtype=dtype))
@@ -106,15 +105,17 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_expert_changes_routed_experts_that_come_and_go(
-    kind: AdapterKind, base: Path, house: House, tmp_path: Path
+    kind: AdapterKind, base: Path, house: HomeFixture, tmp_path: Path
 ) -> None:
     """Torch, with all of it in memory, says what kernels with a part of it must answer."""
     house.bases.add(base)
     adapter = (kind, {"targets": CHANGED, "scale": 0.4, "seed": 7})
-    house.install(Market(tmp_path / "market", base, read_base(base)).package(adapters=[adapter]))
-    oracle = Engine(planner(house), budget=LARGE, torch_below=LARGE)
+    house.install(
+        EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
+    )
+    oracle = LocalEngine(planner(house), budget=LARGE, torch_below=LARGE)
     theirs, alone = run(oracle, asked(SQL, base_alone=False)), run(oracle, asked())
-    size = oracle.budget.held("base")
+    size = oracle.budget.reserved_bytes("base")
     oracle.close()
     assert theirs.generated.tokens != alone.generated.tokens
     for budget in (LARGE, size * 8 // 10):
@@ -133,20 +134,24 @@ def test_an_expert_changes_routed_experts_that_come_and_go(
 def test_a_matrix_of_a_routed_expert_that_comes_and_goes_is_read_and_what_that_takes_is_counted(
     dtype: Dtype, base: Path, tmp_path: Path
 ) -> None:
-    config = read_config(base)
-    whole = PackedBackend.of(config, dtype)
-    partly = PackedBackend.of(config, dtype, room=whole.weight_bytes * 8 // 10)
-    around = Surroundings(directory=base, home=Home(tmp_path))
+    config = read_model_config(base)
+    whole = PackedBackend.choose(config, dtype)
+    partly = PackedBackend.choose(config, dtype, memory_limit=whole.weight_bytes * 8 // 10)
+    around = LoadContext(directory=base, home=Home(tmp_path))
     modules = [f"{at}.mlp.experts.{n}.{part}" for at, n in ENDS for part in PARTS]
     with closing(whole.load(around)) as theirs, closing(partly.load(around)) as ours:
         for module in (*modules, "model.layers.1.self_attn.q_proj", "lm_head"):
             assert torch.equal(ours.matrix(module), theirs.matrix(module))
-    adapter = load(write_dora(tmp_path / "d", base, rank=2, targets=["experts.0.down_proj"]))
-    more = gains_scratch(adapter, partly.form) - gains_scratch(adapter, whole.form)
-    assert more == expert_shape(config, partly.scheme).nbytes
+    adapter = load_adapters(
+        write_dora(tmp_path / "d", base, rank=2, targets=["experts.0.down_proj"])
+    )
+    more = estimate_dora_scratch(adapter, partly.compile_spec) - estimate_dora_scratch(
+        adapter, whole.compile_spec
+    )
+    assert more == make_expert_shape(config, partly.scheme).nbytes
 
 
-def test_a_result_tells_of_it_in_its_document(base: Path, house: House) -> None:
+def test_a_result_tells_of_it_in_its_document(base: Path, house: HomeFixture) -> None:
     house.bases.add(base)
     result, engine = answer(house, LARGE)
     engine.close()
@@ -155,9 +160,11 @@ def test_a_result_tells_of_it_in_its_document(base: Path, house: House) -> None:
     assert (told["miss"], told["experts"], told["slots"], told["loads"]) == ("exact", 32, 32, 0)
 
 
-def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, house: House) -> None:
+def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(
+    base: Path, house: HomeFixture
+) -> None:
     house.bases.add(base)
-    config = read_config(base)
+    config = read_model_config(base)
     assert config.experts is not None
     one_layer = 32 * 3 * 64 * config.experts.intermediate_size * 4
     with pytest.raises(BudgetError) as caught:
@@ -165,33 +172,37 @@ def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, ho
     assert "--memory-budget" in caught.value.hint
 
 
-def test_what_is_missing_is_left_out_where_that_was_asked_for(base: Path, house: House) -> None:
+def test_what_is_missing_is_left_out_where_that_was_asked_for(
+    base: Path, house: HomeFixture
+) -> None:
     house.bases.add(base)
     whole, engine = answer(house, LARGE)
-    budget = engine.budget.held("base") * 8 // 10
+    budget = engine.budget.reserved_bytes("base") * 8 // 10
     engine.close()
     skipping, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=1.0)
     engine.close()
     assert skipping.moe is not None
     told = skipping.moe.to_json()
     assert told["miss"] == "skip"
-    assert 0 < skipping.moe.activity.skipped < skipping.moe.activity.mass, "at first none is there"
+    assert 0 < skipping.moe.activity.skipped_weight < skipping.moe.activity.router_weight, (
+        "at first none is there"
+    )
     assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
     capped, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=0.0)
     engine.close()
     assert capped.moe is not None
-    assert capped.moe.activity.skipped == 0
+    assert capped.moe.activity.skipped_weight == 0
     assert capped.generated.tokens == whole.generated.tokens
 
 
 def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
-    base: Path, house: House
+    base: Path, house: HomeFixture
 ) -> None:
     house.bases.add(base)
     whole, engine = answer(house, LARGE)
-    budget = engine.budget.held("base") * 8 // 10
+    budget = engine.budget.reserved_bytes("base") * 8 // 10
     engine.close()
-    engine = Engine(planner(house), budget=budget, torch_below=0)
+    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
 
     def ask(cap: float) -> RunResult:
         return run(engine, replace(asked(moe_miss="skip", moe_skip_cap=cap), cache_key="chat"))
@@ -199,18 +210,20 @@ def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
     first, again, capped = ask(1.0), ask(1.0), ask(0.0)
     engine.close()
     assert first.moe is not None
-    assert first.moe.activity.skipped > 0
+    assert first.moe.activity.skipped_weight > 0
     assert again.kv_reused_tokens > 0
     assert capped.kv_reused_tokens == 0
     assert capped.generated.tokens == whole.generated.tokens
 
 
-def test_a_small_base_answers_with_the_same_bits_in_any_memory(base: Path, house: House) -> None:
+def test_a_small_base_answers_with_the_same_bits_in_any_memory(
+    base: Path, house: HomeFixture
+) -> None:
     """What is chosen by size alone must not depend on how much of a base fits."""
     house.bases.add(base)
     results = []
     for budget in (LARGE, 64 << 20):
-        engine = Engine(planner(house), budget=budget)
+        engine = LocalEngine(planner(house), budget=budget)
         results.append(run(engine, asked(dtype="bf16")))
         engine.close()
     whole, partly = results
@@ -227,15 +240,15 @@ def test_a_small_base_answers_with_the_same_bits_in_any_memory(base: Path, house
 @pytest.mark.parametrize("tokens", [None, 24])
 @pytest.mark.parametrize("dtype", ["bf16", "int4", pytest.param("float32", marks=pytest.mark.all)])
 def test_whoever_runs_in_a_memory_runs_in_a_larger_one(
-    dtype: Dtype, tokens: int | None, base: Path, house: House
+    dtype: Dtype, tokens: int | None, base: Path, house: HomeFixture
 ) -> None:
     """Short texts, and one that is asked for without further wishes, which is as long as can be."""
     house.bases.add(base)
     ran, wanted = [], asked(dtype=dtype)
-    wishes = replace(wanted.route.wishes, max_tokens=tokens)
-    wanted = replace(wanted, route=replace(wanted.route, wishes=wishes))
+    wishes = replace(wanted.route.sampling, max_tokens=tokens)
+    wanted = replace(wanted, route=replace(wanted.route, sampling=wishes))
     for megabytes in range(20, 180, 4):
-        engine = Engine(planner(house), budget=megabytes * 10**6)
+        engine = LocalEngine(planner(house), budget=megabytes * 10**6)
         try:
             result = run(engine, wanted, cancelled=after(3))
         except BudgetError:

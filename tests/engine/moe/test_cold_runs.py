@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine import tensor_packing
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.cpu import tensor_packing
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.result import RunResult
 from expertctl.routing.request import Dtype
-from expertctl.store.quantised_copies import QuantisedCopies, copies_of
-from tests.engine.test_runtime import planner, request, run
+from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
+from tests.engine.test_local_engine import planner, request, run
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 
@@ -22,7 +22,7 @@ LARGE = 512 << 20
 @pytest.fixture(autouse=True)
 def one_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What packing takes besides is small beside such bases, on whatever machine."""
-    monkeypatch.setattr(tensor_packing, "_MOST_THREADS", 1)
+    monkeypatch.setattr(tensor_packing, "_MAX_THREADS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def answer(house: House, budget: int, **route: object) -> tuple[RunResult, int]:
+def answer(house: HomeFixture, budget: int, **route: object) -> tuple[RunResult, int]:
     """Run in an engine of its own; return what its base took, too."""
-    engine = Engine(planner(house), budget=budget, torch_below=0)
+    engine = LocalEngine(planner(house), budget=budget, torch_below=0)
     asked = request(route={"base_alone": True, **route})
-    wishes = replace(asked.route.wishes, max_tokens=24)
-    result = run(engine, replace(asked, route=replace(asked.route, wishes=wishes)))
-    size = engine.budget.held("base")
+    wishes = replace(asked.route.sampling, max_tokens=24)
+    result = run(engine, replace(asked, route=replace(asked.route, sampling=wishes)))
+    size = engine.budget.reserved_bytes("base")
     engine.close()
     assert engine.budget.peak <= budget
     return result, size
@@ -60,8 +60,8 @@ def little(size: int) -> int:
     return size * 11 // 10
 
 
-def copies_at(house: House, base: Path) -> QuantisedCopies:
-    found = copies_of(house.bases, house.bases.add(base))
+def copies_at(house: HomeFixture, base: Path) -> QuantisedCache:
+    found = open_quantised_cache(house.bases, house.bases.add(base))
     assert found is not None
     return found
 
@@ -71,7 +71,7 @@ def copies_at(house: House, base: Path) -> QuantisedCopies:
     [("float32", False), ("float32", True), ("bf16", False), ("int8", False), ("int4", False)],
 )
 def test_tokens_are_the_same_read_mapped_and_whole(
-    dtype: Dtype, deterministic: bool, base: Path, house: House
+    dtype: Dtype, deterministic: bool, base: Path, house: HomeFixture
 ) -> None:
     copies = copies_at(house, base)
     route = {"dtype": dtype, "deterministic": deterministic}
@@ -84,14 +84,14 @@ def test_tokens_are_the_same_read_mapped_and_whole(
         assert partly.moe is not None
         told = partly.moe.to_json()
         assert told["cold"] == cold
-        assert cold == "map" or partly.moe.activity.lent == 0
+        assert cold == "map" or partly.moe.activity.mapped == 0
         assert partly.warnings == whole.warnings
     copies.check_integrity()
 
 
 @pytest.mark.parametrize("cold", ["read", "map"])
 def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
-    cold: str, base: Path, house: House
+    cold: str, base: Path, house: HomeFixture
 ) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
     dtype = "int8" if cold == "read" else "float32"
@@ -110,7 +110,7 @@ def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
 
 
 def test_floats_that_are_only_read_have_no_copy_unless_it_is_shorter(
-    base: Path, house: House
+    base: Path, house: HomeFixture
 ) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
     for cold in ("read", "auto"):
@@ -120,7 +120,7 @@ def test_floats_that_are_only_read_have_no_copy_unless_it_is_shorter(
     assert copies.path("bfloat16").stat().st_size < 0.75 * base_bytes(base)
 
 
-def test_the_same_memory_holds_more_of_compact_experts(base: Path, house: House) -> None:
+def test_the_same_memory_holds_more_of_compact_experts(base: Path, house: HomeFixture) -> None:
     """Of bfloat16, whose experts take 11.5 of 16 bits here."""
     copies_at(house, base)
     size = answer(house, LARGE, dtype="bf16")[1]
@@ -137,7 +137,7 @@ def base_bytes(base: Path) -> int:
 
 
 def test_a_damaged_expert_is_told_in_the_run_that_needs_it_and_mended_by_the_next(
-    base: Path, house: House
+    base: Path, house: HomeFixture
 ) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
     budget, path = little(size), copies.path("int8")
@@ -158,10 +158,10 @@ def test_a_damaged_expert_is_told_in_the_run_that_needs_it_and_mended_by_the_nex
 
 
 def test_what_is_found_damaged_in_a_later_run_of_an_engine_is_told_there(
-    base: Path, house: House
+    base: Path, house: HomeFixture
 ) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
-    engine = Engine(planner(house), budget=little(size), torch_below=0)
+    engine = LocalEngine(planner(house), budget=little(size), torch_below=0)
     first = run(engine, request(route={"base_alone": True, "dtype": "int8"}))
     path = copies.path("int8")
     content = bytearray(path.read_bytes())

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity_document import ActivityDocument
-from expertctl.engine.moe.activity_sum import NOTHING, added, since
+from expertctl.engine.moe.activity import ActivityDocument
+from expertctl.engine.moe.activity_sum import EMPTY_ACTIVITY, add_activities, subtract_activity
 from expertctl.engine.moe.counters import (
-    MOST,
+    MAX_COUNTER,
+    CounterMode,
     Counters,
     LayerCounts,
-    Mode,
-    requested,
-    requested_by_layer,
+    count_requests,
+    count_requests_by_layer,
 )
-from expertctl.engine.moe.observation import activity_document
+from expertctl.engine.moe.observation import build_activity_document
 
 LANES = np.array([0, -1, 1, -1])
 """Experts 0 and 2 are hot, 1 and 3 cold."""
@@ -32,9 +32,9 @@ def counters() -> Counters:
 
 def test_requests_are_counted_by_expert_and_ids_that_do_not_exist_are_ignored() -> None:
     selected = np.array([[[0, 3], [3, -1], [4, 2**40], [3, -(2**40)]], [[1, 1]] * 4])
-    assert requested(selected[0], 4).tolist() == [1, 0, 0, 3]
-    assert requested_by_layer(selected, 4).tolist() == [[1, 0, 0, 3], [0, 8, 0, 0]]
-    assert requested(np.zeros((0, 2), np.int64), 4).tolist() == [0] * 4
+    assert count_requests(selected[0], 4).tolist() == [1, 0, 0, 3]
+    assert count_requests_by_layer(selected, 4).tolist() == [[1, 0, 0, 3], [0, 8, 0, 0]]
+    assert count_requests(np.zeros((0, 2), np.int64), 4).tolist() == [0] * 4
 
 
 def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
@@ -43,7 +43,7 @@ def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
     counted.count_call(5, np.array([1, 0, 1, 1]), LANES, hot_ns=500_000)
     counted.count_swaps(5, 7)
     counted.check_integrity()
-    found = counted.layer(5)
+    found = counted.layer_counts(5)
     assert found == LayerCounts(
         calls=2,
         hits=4,
@@ -55,9 +55,9 @@ def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
         cold_ns=2_000_000,
     )
     assert (found.fallback_rate, found.hot_slot_ratio) == (0.4, 0.5)
-    hot, cold = counted.chosen(5)
+    hot, cold = counted.expert_counts(5)
     assert (hot.tolist(), cold.tolist()) == ([3, 0, 1, 0], [0, 3, 0, 1])
-    assert counted.layer(2) == LayerCounts(**dict.fromkeys(LayerCounts.__slots__, 0))
+    assert counted.layer_counts(2) == LayerCounts(**dict.fromkeys(LayerCounts.__slots__, 0))
 
 
 def test_a_pass_counts_one_call_of_each_layer() -> None:
@@ -70,9 +70,9 @@ def test_a_pass_counts_one_call_of_each_layer() -> None:
         one_by_one.count_call(2, requests[0], lanes[0], hot_ns=7, cold_ns=9)
         one_by_one.count_call(5, requests[1], lanes[1], hot_ns=8)
     once.check_integrity()
-    assert once.snapshot() == one_by_one.snapshot()
+    assert once.to_json() == one_by_one.to_json()
     for layer in (2, 5):
-        np.testing.assert_equal(once.chosen(layer), one_by_one.chosen(layer))
+        np.testing.assert_equal(once.expert_counts(layer), one_by_one.expert_counts(layer))
 
 
 def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
@@ -80,7 +80,7 @@ def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
     counted.count_call(2, np.array([3, 1, 0, 0]), LANES, hot_ns=250_000, cold_ns=1_000_000)
     counted.count_call(5, np.array([0, 2, 2, 0]), LANES, hot_ns=750_000)
     counted.count_swaps(2, 3)
-    document = json.loads(json.dumps(counted.snapshot()))
+    document = json.loads(json.dumps(counted.to_json()))
     assert document == {
         "overflow_resets": 0,
         "summary": {
@@ -104,17 +104,17 @@ def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
 
 
 def test_nothing_counted_has_ratios_of_zero() -> None:
-    summary = counters().snapshot()["summary"]
+    summary = counters().to_json()["summary"]
     assert isinstance(summary, dict)
     assert set(summary.values()) == {0}
 
 
 def test_a_layer_without_routed_experts_is_ignored() -> None:
     counted = counters()
-    before = counted.snapshot()
+    before = counted.to_json()
     counted.count_call(3, np.array([1, 1, 1, 1]), LANES)
     counted.count_swaps(-1, 2)
-    assert counted.snapshot() == before
+    assert counted.to_json() == before
 
 
 def filled(counted: Counters, requests: int) -> None:
@@ -125,15 +125,15 @@ def test_the_largest_number_is_counted_and_one_more_begins_again() -> None:
     counted = counters()
     for part in (2**63 - 1, 2**63 - 1, 1):
         filled(counted, part)
-    assert counted.layer(2).hits == MOST
+    assert counted.layer_counts(2).hits == MAX_COUNTER
     counted.count_call(5, np.array([1, 1, 1, 1]), LANES)
     filled(counted, 1)
-    document = counted.snapshot()
+    document = counted.to_json()
     assert document["overflow_resets"] == 1
-    assert document == {**counters().snapshot(), "overflow_resets": 1}
-    assert counted.chosen(5)[0].shape == (4,)
+    assert document == {**counters().to_json(), "overflow_resets": 1}
+    assert counted.expert_counts(5)[0].shape == (4,)
     filled(counted, 1)
-    assert counted.layer(2).hits == 1
+    assert counted.layer_counts(2).hits == 1
     counted.check_integrity()
 
 
@@ -141,7 +141,7 @@ def test_the_largest_number_is_counted_and_one_more_begins_again() -> None:
 def test_whatever_goes_over_all_begin_again(name: str) -> None:
     counted = counters()
     nothing = np.zeros(4, np.int64)
-    for amount in (5, MOST - 5, 1):
+    for amount in (5, MAX_COUNTER - 5, 1):
         match name:
             case "swaps":
                 counted.count_swaps(2, amount)
@@ -149,38 +149,38 @@ def test_whatever_goes_over_all_begin_again(name: str) -> None:
                 counted.count_call(2, nothing, LANES, hot_ns=amount)
             case "cold_ns":
                 counted.count_call(2, nothing, LANES, cold_ns=amount)
-    assert counted.snapshot()["overflow_resets"] == 1
-    assert getattr(counted.layer(2), name) == 0
+    assert counted.to_json()["overflow_resets"] == 1
+    assert getattr(counted.layer_counts(2), name) == 0
 
 
 def test_sums_over_layers_saturate() -> None:
     counted = counters()
     for layer in (2, 5):
-        counted.count_swaps(layer, MOST - 1)
-    summary = counted.snapshot()["summary"]
+        counted.count_swaps(layer, MAX_COUNTER - 1)
+    summary = counted.to_json()["summary"]
     assert isinstance(summary, dict)
-    assert summary["swaps"] == MOST
-    assert counted.snapshot()["overflow_resets"] == 0
+    assert summary["swaps"] == MAX_COUNTER
+    assert counted.to_json()["overflow_resets"] == 0
 
 
 def test_a_reset_begins_again_and_keeps_how_often_counters_went_over() -> None:
     counted = counters()
-    counted.count_swaps(2, MOST)
+    counted.count_swaps(2, MAX_COUNTER)
     counted.count_swaps(2, 1)
     filled(counted, 9)
     counted.reset()
-    assert counted.snapshot() == {**counters().snapshot(), "overflow_resets": 1}
+    assert counted.to_json() == {**counters().to_json(), "overflow_resets": 1}
 
 
 @given(st.lists(st.tuples(st.sampled_from([2, 5]), st.lists(st.integers(-2, 5))), max_size=8))
 def test_counts_equal_those_of_counting_one_by_one(calls: list[tuple[int, list[int]]]) -> None:
     counted = counters()
     for layer, ids in calls:
-        counted.count_call(layer, requested(np.array(ids, np.int64), 4), LANES)
+        counted.count_call(layer, count_requests(np.array(ids, np.int64), 4), LANES)
     counted.check_integrity()
     for layer in (2, 5):
         lists = [[i for i in ids if 0 <= i < 4] for at, ids in calls if at == layer]
-        found = counted.layer(layer)
+        found = counted.layer_counts(layer)
         assert found.calls == len(lists)
         assert found.hits == sum(i in (0, 2) for ids in lists for i in ids)
         assert found.misses == sum(i in (1, 3) for ids in lists for i in ids)
@@ -194,7 +194,7 @@ def test_a_reader_never_sees_half_of_a_call() -> None:
 
     def look() -> None:
         for _ in range(300):
-            found = counted.layer(2)
+            found = counted.layer_counts(2)
             if not found.calls == found.hits == found.misses:
                 torn.append(found)
 
@@ -210,38 +210,42 @@ def test_nothing_is_observed_while_that_is_off_and_what_was_is_forgotten() -> No
     counted = counters()
     filled(counted, 3)
     counted.count_swaps(2, 1)
-    assert counted.change(mode="off").passes == 0
+    assert counted.configure(mode="off").passes == 0
     filled(counted, 5)
     counted.count_swaps(2, 1)
-    seen = counted.change(mode="update")
-    assert (seen.mode, seen.passes, seen.summary) == ("update", 0, counters().observed().summary)
+    seen = counted.configure(mode="update")
+    assert (seen.mode, seen.passes, seen.summary) == (
+        "update",
+        0,
+        counters().observed_snapshot().summary,
+    )
     filled(counted, 2)
-    assert counted.observed().layers[2].hits == 2
+    assert counted.observed_snapshot().layers[2].hits == 2
 
 
 def test_the_mode_that_is_there_already_forgets_nothing() -> None:
     counted = counters()
     filled(counted, 3)
     for _ in range(2):
-        assert counted.change(mode="full").layers[2].hits == 3
-    assert counted.change().layers[2].hits == 3
+        assert counted.configure(mode="full").layers[2].hits == 3
+    assert counted.configure().layers[2].hits == 3
     for _ in range(2):
-        seen = counted.change(mode="full", reset=True)
+        seen = counted.configure(mode="full", reset=True)
         assert (seen.mode, seen.passes, seen.layers[2].hits) == ("full", 0, 0)
 
 
 def test_what_was_observed_is_of_one_moment_and_stays() -> None:
     counted = counters()
     counted.count_call(5, np.array([2, 3, 0, 0]), LANES, cold_ns=7)
-    seen = counted.observed()
+    seen = counted.observed_snapshot()
     counted.reset()
     assert (seen.passes, seen.layers[5].hits, seen.layers[5].cold_ns) == (1, 2, 7)
-    assert seen.chosen.tolist() == [[[0] * 4, [0] * 4], [[2, 0, 0, 0], [0, 3, 0, 0]]]
+    assert seen.expert_counts.tolist() == [[[0] * 4, [0] * 4], [[2, 0, 0, 0], [0, 3, 0, 0]]]
     torn: list[object] = []
 
     def look() -> None:
         for _ in range(300):
-            now = counted.observed()
+            now = counted.observed_snapshot()
             if {now.passes} != {layer.calls for layer in now.layers.values()}:
                 torn.append(now)
 
@@ -263,9 +267,9 @@ def test_several_passes_count_as_one_after_the_other() -> None:
         in_turn.count_pass(requests[number], lanes[number], cold_ns=times[number])
     at_once.count_passes(requests, lanes, cold_ns=times.sum(0))
     at_once.check_integrity()
-    one, other = at_once.observed(), in_turn.observed()
+    one, other = at_once.observed_snapshot(), in_turn.observed_snapshot()
     assert (one.passes, one.layers) == (other.passes, other.layers)
-    np.testing.assert_equal(one.chosen, other.chosen)
+    np.testing.assert_equal(one.expert_counts, other.expert_counts)
 
 
 class TwoReaders(RuleBasedStateMachine):
@@ -274,10 +278,10 @@ class TwoReaders(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.counted = counters()
-        self.mode: Mode = "full"
+        self.mode: CounterMode = "full"
         self.asked = np.zeros((2, 4), np.int64)
         self.observed = np.zeros((2, 4), np.int64)
-        self.learnt, self.kept = NOTHING, NOTHING
+        self.learnt, self.kept = EMPTY_ACTIVITY, EMPTY_ACTIVITY
 
     @rule(requests=st.lists(st.integers(0, 3), min_size=8, max_size=8), hot=st.booleans())
     def count_a_pass(self, requests: list[int], hot: bool) -> None:
@@ -287,24 +291,27 @@ class TwoReaders(RuleBasedStateMachine):
         self.observed += 0 if self.mode == "off" else asked
 
     @rule(mode=st.sampled_from(["full", "update", "off", None]), reset=st.booleans())
-    def observe(self, mode: Mode | None, reset: bool) -> None:
-        self.counted.change(mode=mode, reset=reset)
+    def observe(self, mode: CounterMode | None, reset: bool) -> None:
+        self.counted.configure(mode=mode, reset=reset)
         if reset or mode not in {None, self.mode}:
             self.observed[...] = 0
         self.mode = mode or self.mode
 
     @rule()
     def learn(self) -> None:
-        seen = activity_document(self.counted.in_all(), used=2)
-        self.learnt, self.kept = added(self.learnt, since(seen, self.kept)), seen
+        seen = build_activity_document(self.counted.cumulative_snapshot(), used=2)
+        self.learnt, self.kept = (
+            add_activities(self.learnt, subtract_activity(seen, self.kept)),
+            seen,
+        )
         assert hits_of(self.learnt) == hits_by_layer(self.asked)
 
     @invariant()
     def what_is_observed_is_what_was_counted_since_it_began_again(self) -> None:
         self.counted.check_integrity()
-        seen = self.counted.observed()
+        seen = self.counted.observed_snapshot()
         assert seen.mode == self.mode
-        assert seen.chosen.sum(1).tolist() == self.observed.tolist()
+        assert seen.expert_counts.sum(1).tolist() == self.observed.tolist()
         assert [each.hits + each.misses for each in seen.layers.values()] == [*self.observed.sum(1)]
 
 

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.activity_document import read_activity
-from expertctl.engine.moe.exchanges import affordable, exchanges, max_exchange
+from expertctl.engine.moe.activity import read_activity
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.updates import Swap
-from expertctl.engine.moe.weighting import scores
+from expertctl.engine.moe.placement import score_experts
+from expertctl.engine.moe.swap_policy import (
+    Swap,
+    compute_max_swaps,
+    limit_swaps,
+    plan_profile_swaps,
+)
 from expertctl.errors import UsageError
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "moe_cache.json").read_text())[
@@ -24,14 +28,14 @@ SHARES = CASES[1]["max_exchange"]
 def layer(*cached: int, experts: int = 8, pinned: tuple[int, ...] = ()) -> LayerSlots:
     slots = LayerSlots(experts=experts, capacity=len(cached), pinned=pinned)
     for slot, expert in enumerate(cached):
-        slots.exchange(slot=slot, expert=expert)
+        slots.assign(slot=slot, expert=expert)
     return slots
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=["rate 1", "rate 0.25"])
 def test_a_profile_exchanges_as_published(case: dict[str, Any]) -> None:
     hits = {int(expert): count for expert, count in case["hits"].items()}
-    found = exchanges({0: layer(*case["resident"])}, {0: hits}, rate=case["rate"])
+    found = plan_profile_swaps({0: layer(*case["resident"])}, {0: hits}, rate=case["rate"])
     assert [
         {"evict": swap.evict, "add": swap.add, "slot": swap.slot} for swap in found.swaps
     ] == case["exchanges"]
@@ -40,15 +44,15 @@ def test_a_profile_exchanges_as_published(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", SHARES, ids=json.dumps)
 def test_so_many_may_be_exchanged_as_published(case: dict[str, float]) -> None:
-    found = max_exchange(
-        rate=case["rate"], hot=int(case["hot"]), candidates=int(case["candidates"])
+    found = compute_max_swaps(
+        rate=case["rate"], resident_count=int(case["hot"]), candidates=int(case["candidates"])
     )
     assert found == case["value"]
 
 
 def test_a_share_that_is_whole_is_not_rounded_up_and_no_number_is_nothing() -> None:
-    assert max_exchange(rate=0.07, hot=100, candidates=50) == 7
-    assert max_exchange(rate=float("nan"), hot=100, candidates=50) == 0
+    assert compute_max_swaps(rate=0.07, resident_count=100, candidates=50) == 7
+    assert compute_max_swaps(rate=float("nan"), resident_count=100, candidates=50) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,31 +73,31 @@ def test_a_document_exchanges_only_what_differs(record: dict[str, object], swap:
         "layers": [{"layer": 0, **record}],
     }
     profile = read_activity(json.dumps(document).encode(), what="profile")
-    scored = {one.expert: one.score for one in scores(profile.layers)}
-    assert exchanges({0: layer(0, 1, experts=4)}, {0: scored}, rate=1).swaps == (swap,)
+    scored = {one.expert: one.score for one in score_experts(profile.layers)}
+    assert plan_profile_swaps({0: layer(0, 1, experts=4)}, {0: scored}, rate=1).swaps == (swap,)
 
 
 def test_exchanges_go_by_gain_then_by_layer_then_by_expert() -> None:
     slots = {2: layer(0, 1), 0: layer(0), 1: layer(0)}
     worth = {0: {0: 1, 5: 11}, 1: {0: 1, 4: 31}, 2: {0: 1, 1: 1, 6: 11, 7: 11}}
-    found = exchanges(slots, worth, rate=1)
+    found = plan_profile_swaps(slots, worth, rate=1)
     assert [(swap.layer, swap.add) for swap in found.swaps] == [(1, 4), (0, 5), (2, 6), (2, 7)]
 
 
 def test_pinned_experts_stay_and_what_gains_nothing_is_left() -> None:
     slots = {0: layer(0, 1, pinned=(0,)), 1: layer(5)}
-    found = exchanges(slots, {0: {2: 9, 3: 8, 1: 1}, 1: {2: 4, 5: 4}}, rate=1)
+    found = plan_profile_swaps(slots, {0: {2: 9, 3: 8, 1: 1}, 1: {2: 4, 5: 4}}, rate=1)
     assert found.swaps == (Swap(0, slot=1, evict=1, add=2),)
 
 
 def test_experts_and_layers_that_are_not_there_are_ignored() -> None:
-    found = exchanges({0: layer(0, 1)}, {0: {8: 99, -1: 99, 2: 0}, 7: {1: 5}}, rate=1)
+    found = plan_profile_swaps({0: layer(0, 1)}, {0: {8: 99, -1: 99, 2: 0}, 7: {1: 5}}, rate=1)
     assert found.swaps == ()
 
 
 def test_several_lanes_are_refused() -> None:
     with pytest.raises(UsageError, match="in one lane only, and there are 2"):
-        exchanges({0: layer(0)}, {}, rate=1, lanes=2)
+        plan_profile_swaps({0: layer(0)}, {}, rate=1, lanes=2)
 
 
 worths = st.dictionaries(st.integers(0, 7), st.integers(0, 50), max_size=8)
@@ -104,13 +108,13 @@ def test_at_full_rate_a_layer_ends_with_its_best_experts(
     layers: list[dict[int, int]], resident: set[int]
 ) -> None:
     slots = {number: layer(*sorted(resident)) for number in range(len(layers))}
-    found = exchanges(slots, dict(enumerate(layers)), rate=1)
+    found = plan_profile_swaps(slots, dict(enumerate(layers)), rate=1)
     for swap in found.swaps:
-        assert slots[swap.layer].exchange(slot=swap.slot, expert=swap.add) == swap.evict
+        assert slots[swap.layer].assign(slot=swap.slot, expert=swap.add) == swap.evict
     for number, one in slots.items():
         one.check_integrity()
         worth = sorted((layers[number].get(expert, 0) for expert in range(8)), reverse=True)
-        held = sorted((layers[number].get(expert, 0) for expert in one.residents), reverse=True)
+        held = sorted((layers[number].get(expert, 0) for expert in one.resident_ids), reverse=True)
         assert held == worth[: len(resident)]
 
 
@@ -119,11 +123,11 @@ def test_what_an_update_did_and_what_a_profile_exchanges_have_one_budget() -> No
     wanted = [Swap(1, slot, slot, 20 + slot) for slot in range(3)]
     wanted += [Swap(0, slot, slot, 20 + slot) for slot in range(1, 4)]
     wanted += [Swap(3, 0, 1, 2)]
-    assert affordable(wanted, done, layer_budget=9, swaps_a_layer=2) == [
+    assert limit_swaps(wanted, done, layer_budget=9, swaps_per_layer=2) == [
         *wanted[:2],
         wanted[3],
         wanted[6],
     ]
-    assert affordable(wanted, done, layer_budget=2) == wanted[3:6], "in the same two layers"
-    assert affordable(wanted, done, layer_budget=3) == wanted[:6]
-    assert affordable(wanted, [], layer_budget=0) == []
+    assert limit_swaps(wanted, done, layer_budget=2) == wanted[3:6], "in the same two layers"
+    assert limit_swaps(wanted, done, layer_budget=3) == wanted[:6]
+    assert limit_swaps(wanted, [], layer_budget=0) == []

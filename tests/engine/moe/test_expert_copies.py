@@ -15,27 +15,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expertctl.engine.compact_expert import compacted
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.mapped_file import MappedFile
-from expertctl.engine.memory import allocate
-from expertctl.engine.moe import expert_copies
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.decoder import PackedDecoder
+from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.cpu.tensor_packing import compact_expert
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.memory.host import MappedFile, allocate
+from expertctl.engine.moe import expert_files
 from expertctl.engine.moe.expert_cache import ExpertCache
-from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
+from expertctl.engine.moe.expert_files import (
+    CopiedExperts,
+    compute_copy_shape,
+    list_experts,
+    open_copied_experts,
+)
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.packed_base import expert_shape
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.packed_load import load_packed_base
-from expertctl.package.model_config import read_config
-from expertctl.routing.request import MoeColdWish
-from expertctl.store.copy_file import ALIGNED, CopyFile, CopyShape
-from expertctl.store.quantised_copies import QuantisedCopies
-from tests.engine.moe.copied_bases import known, routed_base, stored_experts
-from tests.engine.test_packed_decoder import scores
-from tests.store.copy_layout import in_file
+from expertctl.package.model_config import read_model_config
+from expertctl.routing.request import MoeColdOption
+from expertctl.store.quantised_cache import QuantisedCache
+from expertctl.store.quantised_file import ALIGNED, QuantisedFile, QuantisedLayout
+from tests.engine.cpu.test_decoder import scores
+from tests.engine.moe.quantised_bases import (
+    add_known_base,
+    find_piece_offset,
+    open_stored_experts,
+    write_routed_base,
+)
 
 SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
@@ -43,17 +50,17 @@ IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 1
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return routed_base(tmp_path / "base", num_experts=8)
+    return write_routed_base(tmp_path / "base", num_experts=8)
 
 
 @pytest.fixture
-def copies(directory: Path, tmp_path: Path) -> QuantisedCopies:
-    return known(directory, tmp_path / "bases")
+def copies(directory: Path, tmp_path: Path) -> QuantisedCache:
+    return add_known_base(directory, tmp_path / "bases")
 
 
-def keep(directory: Path, copies: QuantisedCopies, scheme: Scheme) -> Path:
+def keep(directory: Path, copies: QuantisedCache, scheme: Scheme) -> Path:
     """Have a copy made, and the system forget it."""
-    config = read_config(directory)
+    config = read_model_config(directory)
     load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="map")
     path = copies.path(scheme.value)
     if hasattr(os, "posix_fadvise"):
@@ -64,18 +71,18 @@ def keep(directory: Path, copies: QuantisedCopies, scheme: Scheme) -> Path:
 
 
 def reader_of(
-    directory: Path, copies: QuantisedCopies, scheme: Scheme, *, cold: MoeColdWish = "read"
+    directory: Path, copies: QuantisedCache, scheme: Scheme, *, cold: MoeColdOption = "read"
 ) -> CopiedExperts:
-    stored = stored_experts(directory, scheme)
-    found = copied_experts(copies, read_config(directory), stored, cold=cold, blocks=0)
+    stored = open_stored_experts(directory, scheme)
+    found = open_copied_experts(copies, read_model_config(directory), stored, cold=cold, blocks=0)
     assert found is not None
     return found
 
 
 def packed(directory: Path, scheme: Scheme, layer: int, expert: int) -> bytes:
     """The block of an expert by the files of the base."""
-    block = np.zeros(expert_shape(read_config(directory), scheme).nbytes, np.uint8)
-    stored_experts(directory, scheme).read(layer, expert, block)
+    block = np.zeros(make_expert_shape(read_model_config(directory), scheme).nbytes, np.uint8)
+    open_stored_experts(directory, scheme).read(layer, expert, block)
     return block.tobytes()
 
 
@@ -84,16 +91,16 @@ def as_copied(directory: Path, scheme: Scheme, layer: int, expert: int) -> bytes
     block = packed(directory, scheme, layer, expert)
     if scheme is not Scheme.BFLOAT16:
         return block
-    shape = expert_shape(read_config(directory), scheme)
-    return compacted(np.frombuffer(block, np.uint8), shape).tobytes()
+    shape = make_expert_shape(read_model_config(directory), scheme)
+    return compact_expert(np.frombuffer(block, np.uint8), shape).tobytes()
 
 
 def room_for(reader: CopiedExperts, directory: Path, scheme: Scheme) -> Any:
-    return np.empty(reader.compact or shape_of(directory, scheme).block, np.uint8)
+    return np.empty(reader.compact or shape_of(directory, scheme).block_bytes, np.uint8)
 
 
-def shape_of(directory: Path, scheme: Scheme) -> CopyShape:
-    return copy_shape(read_config(directory), scheme)
+def shape_of(directory: Path, scheme: Scheme) -> QuantisedLayout:
+    return compute_copy_shape(read_model_config(directory), scheme)
 
 
 def damage(path: Path, position: int) -> None:
@@ -105,7 +112,7 @@ def damage(path: Path, position: int) -> None:
 
 
 @pytest.fixture
-def lending(directory: Path, copies: QuantisedCopies) -> Iterator[CopiedExperts]:
+def lending(directory: Path, copies: QuantisedCache) -> Iterator[CopiedExperts]:
     keep(directory, copies, Scheme.INT8)
     reader = reader_of(directory, copies, Scheme.INT8, cold="map")
     if reader.cold != "map":
@@ -116,7 +123,7 @@ def lending(directory: Path, copies: QuantisedCopies) -> Iterator[CopiedExperts]
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
 def test_each_expert_is_read_as_it_was_packed(
-    scheme: Scheme, directory: Path, copies: QuantisedCopies
+    scheme: Scheme, directory: Path, copies: QuantisedCache
 ) -> None:
     keep(directory, copies, scheme)
     (directory / "model.safetensors").rename(directory / "elsewhere")
@@ -124,48 +131,51 @@ def test_each_expert_is_read_as_it_was_packed(
     with closing(reader_of(directory, copies, scheme)) as reader:
         block = room_for(reader, directory, scheme)
         assert bool(reader.compact) == (scheme is Scheme.BFLOAT16)
-        for layer, expert in reversed(experts_of(read_config(directory))):
+        for layer, expert in reversed(list_experts(read_model_config(directory))):
             expected = as_copied(directory, scheme, layer, expert)
             assert reader.read(layer, expert, block) == len(expected) <= block.nbytes
             assert block.tobytes()[: len(expected)] == expected
-            assert reader.lend(layer, expert) is None, "nobody asked for a mapping"
+            assert reader.find_cached_address(layer, expert) is None, "nobody asked for a mapping"
         assert reader.cold == "read"
     assert copies.take_notes() == ()
 
 
-def test_without_a_copy_there_is_no_such_reader(directory: Path, copies: QuantisedCopies) -> None:
-    stored = stored_experts(directory, Scheme.INT8)
-    assert copied_experts(copies, read_config(directory), stored, cold="map", blocks=0) is None
+def test_without_a_copy_there_is_no_such_reader(directory: Path, copies: QuantisedCache) -> None:
+    stored = open_stored_experts(directory, Scheme.INT8)
+    assert (
+        open_copied_experts(copies, read_model_config(directory), stored, cold="map", blocks=0)
+        is None
+    )
 
 
 def test_where_nothing_can_be_kept_that_is_told_and_files_are_read(
-    directory: Path, copies: QuantisedCopies
+    directory: Path, copies: QuantisedCache
 ) -> None:
     folder = copies.path("int8").parent
     folder.write_text("mine")
-    config, stored = read_config(directory), stored_experts(directory, Scheme.INT8)
+    config, stored = read_model_config(directory), open_stored_experts(directory, Scheme.INT8)
     load_packed_base(directory, config, Scheme.INT8, experts=False, copies=copies)
-    assert copied_experts(copies, config, stored, cold="read", blocks=0) is None
+    assert open_copied_experts(copies, config, stored, cold="read", blocks=0) is None
     told = f"{copies.path('int8')} cannot be written ({folder}: it is no folder)"
     assert copies.take_notes() == (f"{told}: tried again next time",)
 
 
 @pytest.mark.parametrize("cold", ["read", "map", "direct"])
 def test_a_damaged_expert_is_read_from_the_base_and_told_once(
-    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+    cold: MoeColdOption, directory: Path, copies: QuantisedCache
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT4), keep(directory, copies, Scheme.INT4)
     for number in (3, 9):
-        damage(path, in_file(shape, shape.rest_pieces + number) + shape.block // 2)
-    block = np.empty(shape.block, np.uint8)
+        damage(path, find_piece_offset(shape, shape.rest_pieces + number) + shape.block_bytes // 2)
+    block = np.empty(shape.block_bytes, np.uint8)
     with closing(reader_of(directory, copies, Scheme.INT4, cold=cold)) as reader:
-        for number, (layer, expert) in enumerate(experts_of(read_config(directory))):
-            lent = reader.lend(layer, expert)
+        for number, (layer, expert) in enumerate(list_experts(read_model_config(directory))):
+            lent = reader.find_cached_address(layer, expert)
             assert number not in (3, 9) or lent is None
             read = reader.read(layer, expert, block)
             assert block.tobytes() == packed(directory, Scheme.INT4, layer, expert)
             assert (read == block.nbytes) == (number not in (3, 9))
-        assert reader.lend(*experts_of(read_config(directory))[3]) is None
+        assert reader.find_cached_address(*list_experts(read_model_config(directory))[3]) is None
         told = f"{path} is not used any more (it is damaged): made again next time"
         assert copies.take_notes() == (told,)
         assert not path.exists()
@@ -175,16 +185,16 @@ def test_a_damaged_expert_is_read_from_the_base_and_told_once(
 
 @pytest.mark.parametrize("cold", ["read", "map", "direct"])
 def test_a_damaged_compact_expert_is_made_compact_from_the_base(
-    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+    cold: MoeColdOption, directory: Path, copies: QuantisedCache
 ) -> None:
     keep(directory, copies, Scheme.BFLOAT16)
-    experts, path = experts_of(read_config(directory)), copies.path("bfloat16")
+    experts, path = list_experts(read_model_config(directory)), copies.path("bfloat16")
     at = path.read_bytes().index(as_copied(directory, Scheme.BFLOAT16, *experts[5]))
     damage(path, at + 1000)
     with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold=cold)) as reader:
         block = room_for(reader, directory, Scheme.BFLOAT16)
         for expert in experts[4:7]:
-            lent = reader.lend(*expert)
+            lent = reader.find_cached_address(*expert)
             assert expert != experts[5] or lent is None
             reader.read(*expert, block)
             expected = as_copied(directory, Scheme.BFLOAT16, *expert)
@@ -194,23 +204,23 @@ def test_a_damaged_compact_expert_is_made_compact_from_the_base(
 
 
 def test_who_wants_the_matrix_of_a_compact_expert_gets_it_from_the_base(
-    directory: Path, copies: QuantisedCopies
+    directory: Path, copies: QuantisedCache
 ) -> None:
     keep(directory, copies, Scheme.BFLOAT16)
     with closing(reader_of(directory, copies, Scheme.BFLOAT16)) as reader:
-        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block, np.uint8)
+        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block_bytes, np.uint8)
         reader.read_whole(1, 3, block)
         assert block.tobytes() == packed(directory, Scheme.BFLOAT16, 1, 3)
 
 
 @pytest.mark.parametrize("cold", ["read", "direct"])
 def test_an_expert_that_the_disk_gives_otherwise_later_is_read_from_the_base(
-    cold: MoeColdWish, directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    cold: MoeColdOption, directory: Path, copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody wrote it, so it is not hashed again; whether it can be unpacked is looked at."""
-    monkeypatch.setattr(CopyFile, "edition", (0, 0, 0))
+    monkeypatch.setattr(QuantisedFile, "edition", (0, 0, 0))
     path, number = keep(directory, copies, Scheme.BFLOAT16), 5
-    expert = experts_of(read_config(directory))[number]
+    expert = list_experts(read_model_config(directory))[number]
     expected = as_copied(directory, Scheme.BFLOAT16, *expert)
     at = path.read_bytes().index(expected)
     with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold=cold)) as reader:
@@ -228,17 +238,17 @@ def test_an_expert_that_the_disk_gives_otherwise_later_is_read_from_the_base(
 
 @pytest.mark.parametrize("cold", ["read", "direct", "map"])
 def test_an_expert_that_is_written_over_after_it_was_read_is_read_from_the_base(
-    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+    cold: MoeColdOption, directory: Path, copies: QuantisedCache
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
     os.utime(path, ns=(0, 0))
-    block = np.empty(shape.block, np.uint8)
+    block = np.empty(shape.block_bytes, np.uint8)
     with closing(reader_of(directory, copies, Scheme.INT8, cold=cold)) as reader:
         reader.read(0, 5, block)
-        lent = reader.lend(0, 5)
+        lent = reader.find_cached_address(0, 5)
         assert lent is None or cold == "map"
-        damage(path, in_file(shape, shape.rest_pieces + 5))
-        assert reader.lend(0, 5) is None
+        damage(path, find_piece_offset(shape, shape.rest_pieces + 5))
+        assert reader.find_cached_address(0, 5) is None
         reader.read(0, 5, block)
         assert block.tobytes() == packed(directory, Scheme.INT8, 0, 5)
         told = f"{path} is not used any more (it is damaged): made again next time"
@@ -246,7 +256,7 @@ def test_an_expert_that_is_written_over_after_it_was_read_is_read_from_the_base(
 
 
 def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_none_and_that_is_told(
-    directory: Path, copies: QuantisedCopies
+    directory: Path, copies: QuantisedCache
 ) -> None:
     """Its weights are noise, so blocks are as large as they are computed."""
     path = directory / "model.safetensors"
@@ -257,84 +267,86 @@ def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_none_and_that_is_t
         noise &= 0xBFFF  # all of them are numbers
         tensors[name] = torch.from_numpy(noise.astype(np.int32) << 16).view(torch.float32)
     save_file(tensors, path)
-    copies = known(directory, path.parent.parent / "others")
+    copies = add_known_base(directory, path.parent.parent / "others")
     keep(directory, copies, Scheme.BFLOAT16)
     with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold="map")) as reader:
         assert reader.compact == 0
-        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block, np.uint8)
-        for expert in experts_of(read_config(directory))[:4]:
+        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block_bytes, np.uint8)
+        for expert in list_experts(read_model_config(directory))[:4]:
             reader.read(*expert, block)
             assert block.tobytes() == packed(directory, Scheme.BFLOAT16, *expert)
-            assert reader.lend(*expert) is None
+            assert reader.find_cached_address(*expert) is None
     told = f"{copies.path('bfloat16')} is not used: an expert is longer there than unpacked"
     assert copies.take_notes() == (told,)
 
 
 def test_a_copy_that_is_cut_short_while_it_is_open_is_told_and_not_waited_for(
-    directory: Path, copies: QuantisedCopies
+    directory: Path, copies: QuantisedCache
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
-    block = np.empty(shape.block, np.uint8)
+    block = np.empty(shape.block_bytes, np.uint8)
     with closing(reader_of(directory, copies, Scheme.INT8, cold="map")) as reader:
-        os.truncate(path, in_file(shape, shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE)
-        for layer, expert in experts_of(read_config(directory)):
+        os.truncate(
+            path, find_piece_offset(shape, shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE
+        )
+        for layer, expert in list_experts(read_model_config(directory)):
             reader.read(layer, expert, block)
             assert block.tobytes() == packed(directory, Scheme.INT8, layer, expert)
-            address = reader.lend(layer, expert)
+            address = reader.find_cached_address(layer, expert)
             assert address is None or ctypes.string_at(address, block.nbytes) == block.tobytes()
-        assert reader.lend(*experts_of(read_config(directory))[-1]) is None
+        assert reader.find_cached_address(*list_experts(read_model_config(directory))[-1]) is None
         assert "it is cut short" in copies.take_notes()[0]
 
 
-def test_an_expert_is_lent_when_the_system_holds_all_of_it(
+def test_an_expert_is_mapped_when_all_of_it_is_in_the_page_cache(
     directory: Path, lending: CopiedExperts
 ) -> None:
-    block = np.empty(shape_of(directory, Scheme.INT8).block, np.uint8)
-    if lending.lend(1, 3) is not None:
+    block = np.empty(shape_of(directory, Scheme.INT8).block_bytes, np.uint8)
+    if lending.find_cached_address(1, 3) is not None:
         pytest.skip("a file system that holds all it has in memory")
     lending.read(1, 3, block)
-    address = lending.lend(1, 3)
+    address = lending.find_cached_address(1, 3)
     assert address is not None
     assert address % 64 == 0, "where kernels may begin to read"
     assert ctypes.string_at(address, block.nbytes) == packed(directory, Scheme.INT8, 1, 3)
-    assert lending.lend(1, 3) == address
+    assert lending.find_cached_address(1, 3) == address
 
 
-def test_what_is_lent_was_checked_where_it_lies(
-    directory: Path, copies: QuantisedCopies, lending: CopiedExperts
+def test_what_is_mapped_was_checked_where_it_lies(
+    directory: Path, copies: QuantisedCache, lending: CopiedExperts
 ) -> None:
     """Not where it was read to before."""
     shape, path = shape_of(directory, Scheme.INT8), copies.path("int8")
-    block = np.empty(shape.block, np.uint8)
+    block = np.empty(shape.block_bytes, np.uint8)
     lending.read(0, 5, block)
-    damage(path, in_file(shape, shape.rest_pieces + 5))
-    assert lending.lend(0, 5) is None
+    damage(path, find_piece_offset(shape, shape.rest_pieces + 5))
+    assert lending.find_cached_address(0, 5) is None
     assert "it is damaged" in copies.take_notes()[0]
     assert not path.exists()
 
 
 def test_who_cannot_map_a_copy_reads_it_and_says_so(
-    directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    directory: Path, copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int) -> MappedFile:
         raise OSError(12, "Cannot allocate memory")
 
     path = keep(directory, copies, Scheme.INT8)
-    monkeypatch.setattr(MappedFile, "of", refuse)
+    monkeypatch.setattr(MappedFile, "map_file", refuse)
     with closing(reader_of(directory, copies, Scheme.INT8, cold="map")) as reader:
-        block = np.empty(shape_of(directory, Scheme.INT8).block, np.uint8)
-        assert (reader.cold, reader.lend(0, 0)) == ("read", None)
+        block = np.empty(shape_of(directory, Scheme.INT8).block_bytes, np.uint8)
+        assert (reader.cold, reader.find_cached_address(0, 0)) == ("read", None)
         assert reader.read(0, 0, block) == block.nbytes
     told = f"{path} is not mapped (Cannot allocate memory): read instead"
     assert copies.take_notes() == (told,)
 
 
 def test_who_cannot_read_past_the_cache_reads_through_it_and_says_so_where_it_was_wished(
-    directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+    directory: Path, copies: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = keep(directory, copies, Scheme.INT8)
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    monkeypatch.setattr(expert_copies, "unused", lambda: 0)
+    monkeypatch.setattr(expert_files, "unused", lambda: 0)
     for wish in ("auto", "direct"):
         assert copies.take_notes() == ()
         with closing(reader_of(directory, copies, Scheme.INT8, cold=wish)) as reader:
@@ -344,11 +356,11 @@ def test_who_cannot_read_past_the_cache_reads_through_it_and_says_so_where_it_wa
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="every read goes through the cache")
-def test_what_is_read_past_the_cache_is_not_in_it(directory: Path, copies: QuantisedCopies) -> None:
+def test_what_is_read_past_the_cache_is_not_in_it(directory: Path, copies: QuantisedCache) -> None:
     shape = shape_of(directory, Scheme.INT8)
     keep(directory, copies, Scheme.INT8)
-    block = np.frombuffer(allocate(shape.block), np.uint8)
-    whole = shape.block // ALIGNED * ALIGNED
+    block = np.frombuffer(allocate(shape.block_bytes), np.uint8)
+    whole = shape.block_bytes // ALIGNED * ALIGNED
     assert whole, "else nothing is aligned"
     held = []
     for cold in ("direct", "read"):
@@ -357,10 +369,10 @@ def test_what_is_read_past_the_cache_is_not_in_it(directory: Path, copies: Quant
             reader.read(1, 3, block)
             assert block.tobytes() == packed(directory, Scheme.INT8, 1, 3)
         with copies.path("int8").open("rb") as stream:
-            mapped = MappedFile.of(stream.fileno())
+            mapped = MappedFile.map_file(stream.fileno())
             assert mapped is not None
-            piece = shape.rest_pieces + experts_of(read_config(directory)).index((1, 3))
-            held.append(mapped.is_cached(in_file(shape, piece), whole))
+            piece = shape.rest_pieces + list_experts(read_model_config(directory)).index((1, 3))
+            held.append(mapped.is_cached(find_piece_offset(shape, piece), whole))
             mapped.close()
     if held[0] and held[1]:
         pytest.skip("a file system that holds all it has in memory")
@@ -372,15 +384,15 @@ def test_nobody_reads_through_a_cache_that_could_not_keep_half_of_what_is_left(
     free: float | None,
     cold: str,
     directory: Path,
-    copies: QuantisedCopies,
+    copies: QuantisedCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keep(directory, copies, Scheme.INT8)
-    shape, stored = shape_of(directory, Scheme.INT8), stored_experts(directory, Scheme.INT8)
+    shape, stored = shape_of(directory, Scheme.INT8), open_stored_experts(directory, Scheme.INT8)
     assert shape.blocks == 24
-    there = None if free is None else int((6 + 18 * free) * shape.block)
-    monkeypatch.setattr(expert_copies, "unused", lambda: there)
-    found = copied_experts(copies, read_config(directory), stored, cold="auto", blocks=6)
+    there = None if free is None else int((6 + 18 * free) * shape.block_bytes)
+    monkeypatch.setattr(expert_files, "unused", lambda: there)
+    found = open_copied_experts(copies, read_model_config(directory), stored, cold="auto", blocks=6)
     assert found is not None
     with closing(found):
         assert found.cold == (cold if hasattr(os, "O_DIRECT") else "read")
@@ -392,12 +404,12 @@ def test_nobody_reads_through_a_cache_that_could_not_keep_half_of_what_is_left(
 def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
     slots: int,
     scheme: Scheme,
-    cold: MoeColdWish,
+    cold: MoeColdOption,
     directory: Path,
-    copies: QuantisedCopies,
-    crew: Crew,
+    copies: QuantisedCache,
+    crew: ThreadPool,
 ) -> None:
-    config = read_config(directory)
+    config = read_model_config(directory)
     routed = config.experts
     assert routed is not None
     expected = scores(
@@ -408,18 +420,18 @@ def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
     seats = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
     reader = reader_of(directory, copies, scheme, cold=cold)
     memory = ExpertMemory(
-        replace(expert_shape(config, scheme), compact=reader.compact),
+        replace(make_expert_shape(config, scheme), compact_bytes=reader.compact),
         layers=len(routed.layers),
         experts=routed.count,
         blocks=len(routed.layers) * slots + routed.count - slots,
     )
     with (
         closing(reader),
-        closing(ExpertCache(memory, reader, numbers=routed.layers, slots=seats)) as cache,
+        closing(ExpertCache(memory, reader, layer_numbers=routed.layers, slots=seats)) as cache,
     ):
         decoder = PackedDecoder(trunk, crew, experts=cache)
         for _ in range(3):
             assert torch.equal(scores(decoder, IDS, prefill=9), expected)
             cache.check_integrity()
-        assert (cache.activity().lent > 0) == (reader.cold == "map")
+        assert (cache.activity().mapped > 0) == (reader.cold == "map")
     assert copies.take_notes() == ()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from expertctl.engine.moe.expert_pool import Expert, ExpertPool
+from expertctl.engine.moe.expert_memory import Expert, ExpertPool
 
 LAYERS, EXPERTS = 3, 5
 EXPERT = st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1))
@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(experts=st.lists(EXPERT, max_size=4))
     def are_used(self, experts: list[Expert]) -> None:
-        self.pool.use(experts)
+        self.pool.touch(experts)
         for expert in experts:
             if expert in self.plain:
                 self.plain.move_to_end(expert)
@@ -51,7 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
         able = (expert for expert in self.plain if expert not in spared)
         worth = {expert: float(self.pool.worths[expert]) for expert in self.plain}
         least = min(able, key=worth.__getitem__, default=None)
-        assert self.pool.least(spared) == least
+        assert self.pool.find_victim(spared) == least
         if least is not None:
             self.go(least)
 

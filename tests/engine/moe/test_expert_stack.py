@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.engine.linear import NO_DELTAS
+from expertctl.engine.model.functional import EMPTY_DELTAS
 from expertctl.engine.moe.expert_stack import (
-    BUFFERS,
-    DUMMY,
+    DUMMY_ROW,
+    STAGING_BUFFERS,
     ExpertStack,
     StackShape,
-    buffers_bytes,
-    stack_bytes,
+    estimate_stack_bytes,
+    estimate_staging_bytes,
 )
 
 SHAPE = StackShape(hidden=16, intermediate=24, dtype=torch.float32)
@@ -38,40 +38,40 @@ def stack() -> ExpertStack:
 
         return stack.fill(number, read)
 
-    with ThreadPoolExecutor(2 * BUFFERS) as pool:
+    with ThreadPoolExecutor(2 * STAGING_BUFFERS) as pool:
         assert list(pool.map(fill, range(BLOCKS))) == list(range(BLOCKS))
     return stack
 
 
 def test_each_expert_is_in_its_row_and_no_other_in_that_of_the_dummy(stack: ExpertStack) -> None:
     for number in range(BLOCKS):
-        gate_up, down = SHAPE.parts(torch.from_numpy(drawn(number)))
-        row = stack.place(number)
-        assert row != DUMMY
+        gate_up, down = SHAPE.split(torch.from_numpy(drawn(number)))
+        row = stack.locate(number)
+        assert row != DUMMY_ROW
         assert torch.equal(stack.gate_up[row], gate_up)
         assert torch.equal(stack.down[row], down)
-    assert not stack.gate_up[DUMMY].any()
-    assert not stack.down[DUMMY].any()
+    assert not stack.gate_up[DUMMY_ROW].any()
+    assert not stack.down[DUMMY_ROW].any()
 
 
 def test_what_tokens_chose_is_what_their_experts_make_and_of_the_dummy_zero(
     stack: ExpertStack,
 ) -> None:
     x, rows = torch.randn(5, 16), torch.randint(1 + BLOCKS, (5, 3))
-    rows[0, 1] = rows[4] = DUMMY
+    rows[0, 1] = rows[4] = DUMMY_ROW
     made = stack.apply(x, rows)
     for token, chosen in enumerate(rows.tolist()):
         for place, row in enumerate(chosen):
-            theirs = stack.expert(row, "m")(x[token][None], NO_DELTAS)[0]
+            theirs = stack.expert(row, "m")(x[token][None], EMPTY_DELTAS)[0]
             assert float((made[token, place] - theirs).abs().max()) <= 1e-4
-    assert not made[rows == DUMMY].any()
+    assert not made[rows == DUMMY_ROW].any()
 
 
 def test_a_buffer_comes_back_where_reading_failed(stack: ExpertStack) -> None:
     def failing(_: np.ndarray[Any, Any]) -> int:
         raise OSError("gone")
 
-    for _ in range(2 * BUFFERS):
+    for _ in range(2 * STAGING_BUFFERS):
         with pytest.raises(OSError, match="gone"):
             stack.fill(0, failing)
     assert stack.fill(0, lambda block: block.nbytes) == SHAPE.nbytes
@@ -81,7 +81,9 @@ def test_a_buffer_comes_back_where_reading_failed(stack: ExpertStack) -> None:
 def test_its_bytes_are_known_before(dtype: torch.dtype) -> None:
     shape = StackShape(hidden=16, intermediate=24, dtype=dtype)
     stack = ExpertStack(shape, blocks=4, device=torch.device("cpu"))
-    assert stack.nbytes == stack_bytes(shape, blocks=4) == 5 * 3 * 16 * 24 * dtype.itemsize
-    assert buffers_bytes(shape) >= BUFFERS * shape.nbytes
+    assert stack.nbytes == estimate_stack_bytes(shape, blocks=4) == 5 * 3 * 16 * 24 * dtype.itemsize
+    assert estimate_staging_bytes(shape) >= STAGING_BUFFERS * shape.nbytes
     mixtral = StackShape(hidden=4096, intermediate=14336, dtype=torch.bfloat16)
-    assert buffers_bytes(mixtral) == BUFFERS * (512 << 20), "336 MiB, by powers of two"
+    assert estimate_staging_bytes(mixtral) == STAGING_BUFFERS * (512 << 20), (
+        "336 MiB, by powers of two"
+    )

@@ -11,25 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertctl.digest import Progress, no_progress
-from expertctl.engine.compact_expert import compacted
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape, experts_of
-from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
-from expertctl.engine.packed_load import load_packed_base
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.packed_base import PackedBase, make_expert_shape, packed_base_bytes
+from expertctl.engine.cpu.tensor_packing import compact_expert
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape, list_experts
 from expertctl.errors import BaseMismatchError, InvalidPackageError
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.model_config import read_config
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import read_model_config
 from expertctl.store.bases import BaseStore
-from expertctl.store.quantised_copies import QuantisedCopies
-from tests.engine.moe.copied_bases import known, routed_base, stacked_base, stored_experts
+from expertctl.store.quantised_cache import QuantisedCache
+from tests.engine.moe.quantised_bases import (
+    add_known_base,
+    open_stored_experts,
+    write_routed_base,
+    write_stacked_base,
+)
 
 SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
-    "one by one": routed_base,
-    "stacked": stacked_base,
-    "of mixtral": lambda directory: routed_base(directory, arch="mixtral"),
-    "some layers, in half the bytes": lambda directory: routed_base(
+    "one by one": write_routed_base,
+    "stacked": write_stacked_base,
+    "of mixtral": lambda directory: write_routed_base(directory, arch="mixtral"),
+    "some layers, in half the bytes": lambda directory: write_routed_base(
         directory, arch="dots1", dtype="bfloat16", shards=2
     ),
 }
@@ -38,14 +43,14 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 def load(
     directory: Path,
     scheme: Scheme,
-    copies: QuantisedCopies | None = None,
+    copies: QuantisedCache | None = None,
     *,
     experts: bool = False,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
 ) -> PackedBase:
     return load_packed_base(
         directory,
-        read_config(directory),
+        read_model_config(directory),
         scheme,
         experts=experts,
         copies=copies,
@@ -55,7 +60,7 @@ def load(
 
 
 def bytes_of(base: PackedBase) -> bytes:
-    parts: list[Any] = list(base.places().values())
+    parts: list[Any] = list(base.tensor_places().values())
     arrays = [array for part in parts for array in (part, *fields(part)) if is_array(array)]
     return b"".join(array.tobytes() for array in arrays)
 
@@ -77,25 +82,27 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_block_is_what_is_packed_of_the_files(
     scheme: Scheme, directory: Path, tmp_path: Path
 ) -> None:
-    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    config, copies = read_model_config(directory), add_known_base(directory, tmp_path / "bases")
     load(directory, scheme, copies)
-    shape, stored = copy_shape(config, scheme), stored_experts(directory, scheme)
+    shape, stored = compute_copy_shape(config, scheme), open_stored_experts(directory, scheme)
     copy = copies.open(scheme.value, shape)
     assert copy is not None
-    assert shape.blocks == len(experts_of(config)) > 0
+    assert shape.blocks == len(list_experts(config)) > 0
     with closing(copy):
-        for number, (layer, expert) in enumerate(experts_of(config)):
-            ours = np.zeros(copy.size_of(shape.rest_pieces + number), np.uint8)
-            theirs = np.zeros(shape.block, np.uint8)
-            assert copy.fill(shape.rest_pieces + number, ours.data)
+        for number, (layer, expert) in enumerate(list_experts(config)):
+            ours = np.zeros(copy.piece_size(shape.rest_pieces + number), np.uint8)
+            theirs = np.zeros(shape.block_bytes, np.uint8)
+            assert copy.read_piece(shape.rest_pieces + number, ours.data)
             stored.read(layer, expert, theirs)
             if scheme is Scheme.BFLOAT16:
-                theirs = compacted(theirs, stored.shape)
+                theirs = compact_expert(theirs, stored.shape)
             np.testing.assert_array_equal(ours, theirs)
-        taken = sum(map(copy.size_of, range(shape.rest_pieces, shape.pieces)))
-    stream = ExpertStream(base_tensors(directory, config), config, scheme, progress=no_progress)
-    assert 0.6 * taken <= stream.least_bytes <= taken
-    assert scheme is Scheme.BFLOAT16 or stream.least_bytes == taken
+        taken = sum(map(copy.piece_size, range(shape.rest_pieces, shape.pieces)))
+    stream = ExpertStream(
+        read_base_tensors(directory, config), config, scheme, progress=ignore_progress
+    )
+    assert 0.6 * taken <= stream.min_bytes <= taken
+    assert scheme is Scheme.BFLOAT16 or stream.min_bytes == taken
     assert copies.take_notes() == ()
     copies.check_integrity()
 
@@ -104,7 +111,7 @@ def test_every_block_is_what_is_packed_of_the_files(
 def test_it_is_the_copy_of_a_base_that_is_in_memory_whole(
     scheme: Scheme, directory: Path, tmp_path: Path
 ) -> None:
-    copies = known(directory, tmp_path / "bases")
+    copies = add_known_base(directory, tmp_path / "bases")
     path = copies.path(scheme.value)
     plain = load(directory, scheme, experts=True)
     load(directory, scheme, copies)
@@ -121,22 +128,22 @@ def test_it_is_the_copy_of_a_base_that_is_in_memory_whole(
 def test_who_leaves_experts_on_the_disk_reads_only_the_rest_the_next_time(
     scheme: Scheme, tmp_path: Path
 ) -> None:
-    directory = routed_base(tmp_path / "base")
-    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    directory = write_routed_base(tmp_path / "base")
+    config, copies = read_model_config(directory), add_known_base(directory, tmp_path / "bases")
     seen: list[int] = []
     first = load(directory, scheme, copies, progress=seen.append)
     assert first.read_bytes == sum(4 * int(np.prod(s)) for s in config.tensor_shapes().values())
-    assert sum(seen) == packed_bytes(config, scheme)
+    assert sum(seen) == packed_base_bytes(config, scheme)
     seen.clear()
     again = load(directory, scheme, copies, progress=seen.append)
-    assert again.read_bytes == sum(seen) == packed_bytes(config, scheme, experts=False)
+    assert again.read_bytes == sum(seen) == packed_base_bytes(config, scheme, experts=False)
     assert bytes_of(again) == bytes_of(first) == bytes_of(load(directory, scheme))
     assert again.warnings == first.warnings
 
 
 def test_floats_are_kept_only_where_they_are_shorter_or_to_be_mapped(tmp_path: Path) -> None:
-    directory = routed_base(tmp_path / "base")
-    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    directory = write_routed_base(tmp_path / "base")
+    config, copies = read_model_config(directory), add_known_base(directory, tmp_path / "bases")
     for scheme in (Scheme.FLOAT32, Scheme.FLOAT16):
         load_packed_base(directory, config, scheme, experts=False, copies=copies)
         assert not copies.path(scheme.value).exists()
@@ -144,12 +151,12 @@ def test_floats_are_kept_only_where_they_are_shorter_or_to_be_mapped(tmp_path: P
     assert not copies.path("bfloat16").exists(), "all experts are in memory"
     load_packed_base(directory, config, Scheme.BFLOAT16, experts=False, copies=copies)
     size = copies.path("bfloat16").stat().st_size
-    assert size < packed_bytes(config, Scheme.BFLOAT16)
+    assert size < packed_base_bytes(config, Scheme.BFLOAT16)
 
 
 def test_an_expert_that_changed_unseen_leaves_no_copy(tmp_path: Path) -> None:
-    directory = routed_base(tmp_path / "base")
-    copies = known(directory, tmp_path / "bases")
+    directory = write_routed_base(tmp_path / "base")
+    copies = add_known_base(directory, tmp_path / "bases")
     (path,) = directory.glob("*.safetensors")
     content = bytearray(path.read_bytes())
     at = content.index(b"model.layers.2.mlp.experts.3.up_proj.weight")
@@ -163,10 +170,10 @@ def test_an_expert_that_changed_unseen_leaves_no_copy(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    directory = routed_base(tmp_path / "base")
-    copies = known(directory, tmp_path / "bases")
+    directory = write_routed_base(tmp_path / "base")
+    copies = add_known_base(directory, tmp_path / "bases")
     (path,) = directory.glob("*.safetensors")
-    rest = packed_bytes(read_config(directory), Scheme.INT8, experts=False)
+    rest = packed_base_bytes(read_model_config(directory), Scheme.INT8, experts=False)
     counted: list[int] = []
 
     def cut(size: int) -> None:
@@ -182,9 +189,9 @@ def test_a_base_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing(tmp_p
 def test_a_disk_without_room_for_a_copy_is_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = routed_base(tmp_path / "base")
-    config, copies = read_config(directory), known(directory, tmp_path / "bases")
-    most, write_some = packed_bytes(config, Scheme.INT8, experts=False) + 5000, os.write
+    directory = write_routed_base(tmp_path / "base")
+    config, copies = read_model_config(directory), add_known_base(directory, tmp_path / "bases")
+    most, write_some = packed_base_bytes(config, Scheme.INT8, experts=False) + 5000, os.write
     written: list[int] = []
 
     def write_until_full(handle: int, data: memoryview) -> int:
@@ -202,9 +209,9 @@ def test_a_disk_without_room_for_a_copy_is_a_note(
 
 
 def test_a_base_that_was_removed_meanwhile_is_run_all_the_same(tmp_path: Path) -> None:
-    directory, bases = routed_base(tmp_path / "base"), BaseStore(tmp_path / "bases")
+    directory, bases = write_routed_base(tmp_path / "base"), BaseStore(tmp_path / "bases")
     base = bases.add(directory)
-    copies = QuantisedCopies(bases, base)
+    copies = QuantisedCache(bases, base)
     bases.remove(base)
     load(directory, Scheme.INT8, copies)
     assert "removed or replaced meanwhile" in copies.take_notes()[0]
@@ -214,36 +221,36 @@ ROOT = Path(__file__).parents[3]
 PEAK = """
 import sys
 from pathlib import Path
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape
-from expertctl.engine.packed_base import packed_bytes
-from expertctl.engine.packed_load import load_packed_base, packing_scratch
-from expertctl.engine.tensor_packing import packing_threads
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.model_config import read_config
-from tests.engine.kept_code import keep_where_told
-from tests.engine.moe.copied_bases import known
-from tests.store.copy_layout import file_bytes
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
+from expertctl.engine.cpu.packed_base import packed_base_bytes
+from expertctl.engine.cpu.base_loader import load_packed_base, packing_scratch_bytes
+from expertctl.engine.cpu.tensor_packing import packing_thread_count
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import read_model_config
+from tests.engine.kernel_cache import use_shared_kernel_cache
+from tests.engine.moe.quantised_bases import add_known_base
+from tests.engine.moe.quantised_bases import compute_file_size
 
-keep_where_told()
+use_shared_kernel_cache()
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 scheme, homes = Scheme(sys.argv[1]), Path(sys.argv[4])
-owners = {name: known(Path(name), homes / Path(name).name) for name in sys.argv[2:4]}
+owners = {name: add_known_base(Path(name), homes / Path(name).name) for name in sys.argv[2:4]}
 small, large = owners
-load_packed_base(Path(small), read_config(Path(small)), scheme, experts=False, copies=owners[small])
+load_packed_base(Path(small), read_model_config(Path(small)), scheme, experts=False, copies=owners[small])
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
-config = read_config(Path(large))
+config = read_model_config(Path(large))
 base = load_packed_base(Path(large), config, scheme, experts=False, copies=owners[large])
-shape = copy_shape(config, scheme)
+shape = compute_copy_shape(config, scheme)
 times = 2 if scheme is Scheme.BFLOAT16 else 1
-scratch = packing_scratch(config) + times * (packing_threads() + 1) * shape.block
+scratch = packing_scratch_bytes(config) + times * (packing_thread_count() + 1) * shape.block
 size = owners[large].path(scheme.value).stat().st_size
-assert size == file_bytes(shape) if times == 1 else size < 0.75 * file_bytes(shape)
+assert size == compute_file_size(shape) if times == 1 else size < 0.75 * compute_file_size(shape)
 print((kilobytes("VmHWM") - before) * 1024, shape.rest, scratch, shape.blocks * shape.block)
 """
 
@@ -254,8 +261,8 @@ def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(
     scheme: str, tmp_path: Path
 ) -> None:
     """A process of its own: the most that was ever resident."""
-    small = routed_base(tmp_path / "small", dtype="bfloat16")
-    large = routed_base(
+    small = write_routed_base(tmp_path / "small", dtype="bfloat16")
+    large = write_routed_base(
         tmp_path / "large",
         dtype="bfloat16",
         hidden=512,
@@ -273,8 +280,10 @@ def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(
 
 
 def test_blocks_are_as_large_as_the_kernels_say(directory: Path) -> None:
-    config = read_config(directory)
+    config = read_model_config(directory)
     for scheme in SCHEMES:
-        shape = copy_shape(config, scheme)
-        assert shape.block == expert_shape(config, scheme).nbytes
-        assert shape.rest + shape.blocks * shape.block == packed_bytes(config, scheme)
+        shape = compute_copy_shape(config, scheme)
+        assert shape.block_bytes == make_expert_shape(config, scheme).nbytes
+        assert shape.rest_bytes + shape.blocks * shape.block_bytes == packed_base_bytes(
+            config, scheme
+        )

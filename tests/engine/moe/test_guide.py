@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.moe.activity_document import (
-    ActivityDocument,
-    LayerActivity,
-    write_activity,
+from expertctl.engine.moe.activity import ActivityDocument, LayerActivity, write_activity
+from expertctl.engine.moe.usage_profile import (
+    SharePins,
+    UsageProfile,
+    activity_from_profile,
+    build_expert_usage,
+    parse_expert_usage,
+    profile_from_activity,
+    read_expert_usage,
+    select_pinned,
+    write_profile,
 )
-from expertctl.engine.moe.guide import activity_of, guide_in, guide_of, read_guide, usage_of
-from expertctl.engine.moe.pins import SharePins, pinned
-from expertctl.engine.moe.usage_profile import UsageProfile, write_profile
 from expertctl.errors import (
     ExpertError,
     IncompatibleError,
@@ -22,7 +26,7 @@ from expertctl.errors import (
     NotFoundError,
     StoreError,
 )
-from expertctl.package.experts_config import ExpertsConfig
+from expertctl.package.architectures import ExpertsConfig
 
 ROUTED = ExpertsConfig(
     count=8, used=2, intermediate_size=16, layers=(1, 3), scoring="softmax", normalised=True,
@@ -40,21 +44,25 @@ EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples"
 def test_a_document_that_was_read_says_the_same_as_its_file(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(data)
-    assert guide_in(json.loads(data), ROUTED, what=str(path)) == read_guide(path, ROUTED)
+    assert parse_expert_usage(json.loads(data), ROUTED, what=str(path)) == read_expert_usage(
+        path, ROUTED
+    )
 
 
 def test_counts_of_tokens_are_a_profile_whose_prompts_are_tokens() -> None:
-    usage = usage_of(COUNTED, experts=8, model="acme/moe")
+    usage = profile_from_activity(COUNTED, experts=8, model="acme/moe")
     assert usage == UsageProfile("acme/moe", 7, 8, {1: {0: 7, 3: 6}}, preset="tokens")
-    assert usage.universal(1) == [0, 3]
+    assert usage.list_universal(1) == [0, 3]
 
 
 def test_a_layer_that_fewer_tokens_asked_is_measured_by_those() -> None:
     """A prompt asks the last layer for one token: a share of pins means the same in each."""
     first, last = LayerActivity(0, raw={0: 60, 1: 60, 2: 40}), LayerActivity(1, raw={5: 6, 6: 4})
-    usage = usage_of(ActivityDocument("update", (first, last), experts=8, used=2), experts=8)
+    usage = profile_from_activity(
+        ActivityDocument("update", (first, last), experts=8, used=2), experts=8
+    )
     assert (usage.prompts, usage.asking) == (80, {1: 5})
-    pins = [pinned(SharePins(0.7), usage, layer, capacity=8) for layer in (0, 1)]
+    pins = [select_pinned(SharePins(0.7), usage, layer, capacity=8) for layer in (0, 1)]
     assert pins == [frozenset({0, 1}), frozenset({5, 6})]
 
 
@@ -62,32 +70,32 @@ def test_prompts_that_tokens_were_added_to_are_all_prompts_of_each_layer() -> No
     """How many of them asked a layer is not told: a prompt may list any number of experts."""
     counts = LayerActivity(0, raw={3: 20, 5: 2, 7: 2})
     learnt = ActivityDocument("update", (counts,), experts=8, used=4, prompts=24)
-    usage = usage_of(learnt, experts=8)
+    usage = profile_from_activity(learnt, experts=8)
     assert (usage.prompts, usage.asking) == (24, {})
-    assert pinned(SharePins(0.5), usage, 0, capacity=8) == frozenset({3})
+    assert select_pinned(SharePins(0.5), usage, 0, capacity=8) == frozenset({3})
 
 
 def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(write_profile(UsageProfile("acme/moe", 24, 8, {3: {5: 20, 2: 4}})))
-    guide = read_guide(path, ROUTED)
-    assert (guide.counts(3), guide.counts(1)) == ({2: 4, 5: 20}, {})
-    assert guide.activity == activity_of(guide.usage)
+    guide = read_expert_usage(path, ROUTED)
+    assert (guide.layer_counts(3), guide.layer_counts(1)) == ({2: 4, 5: 20}, {})
+    assert guide.activity == activity_from_profile(guide.profile)
     assert guide.activity.layers[0].raw == {2: 4, 5: 20}
 
 
 def test_a_profile_is_of_as_many_prompts_as_before_after_it_was_counts() -> None:
     usage = UsageProfile("acme/moe", 24, 8, {3: {2: 4, 5: 20}}, preset="mixed 70/30")
-    assert usage_of(activity_of(usage), experts=8, model="acme/moe") == usage
-    tokens = usage_of(COUNTED, experts=8)
-    assert usage_of(activity_of(tokens), experts=8) == tokens
+    assert profile_from_activity(activity_from_profile(usage), experts=8, model="acme/moe") == usage
+    tokens = profile_from_activity(COUNTED, experts=8)
+    assert profile_from_activity(activity_from_profile(tokens), experts=8) == tokens
 
 
 def test_tokens_that_ask_for_another_number_of_experts_are_of_another_base(tmp_path: Path) -> None:
     path = tmp_path / "activity.json"
     path.write_bytes(write_activity(replace(COUNTED, used=3)))
     with pytest.raises(IncompatibleError, match="use 3 experts each, those of the base use 2"):
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
 
 
 def test_a_file_that_the_system_refuses_is_named(tmp_path: Path) -> None:
@@ -95,15 +103,15 @@ def test_a_file_that_the_system_refuses_is_named(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     for path in (loop, tmp_path / ("x" * 300)):
         with pytest.raises(StoreError, match="cannot be read"):
-            read_guide(path, ROUTED)
+            read_expert_usage(path, ROUTED)
 
 
 def test_an_activity_document_is_read(tmp_path: Path) -> None:
     path = tmp_path / "activity.json"
     path.write_bytes(write_activity(COUNTED))
-    guide = read_guide(path, ROUTED)
-    assert guide.counts(1) == {0: 7, 3: 6}
-    assert guide.usage.ranked(1) == [0, 3]
+    guide = read_expert_usage(path, ROUTED)
+    assert guide.layer_counts(1) == {0: 7, 3: 6}
+    assert guide.profile.rank_experts(1) == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +130,14 @@ def test_a_profile_of_another_base_is_refused(
     path = tmp_path / "other.json"
     path.write_text(json.dumps(document))
     with pytest.raises(IncompatibleError, match=told) as caught:
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
     assert caught.value.hint
 
 
 def test_an_expert_that_the_base_does_not_have_is_refused() -> None:
     counted = ActivityDocument("update", (LayerActivity(1, raw={8: 1}),))
     with pytest.raises(IncompatibleError, match="counts expert 8, the base has 8"):
-        guide_of(counted, ROUTED, what="a file")
+        build_expert_usage(counted, ROUTED, what="a file")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +152,7 @@ def test_a_file_that_tells_of_nobody_is_refused(data: bytes, tmp_path: Path) -> 
     path = tmp_path / "off.json"
     path.write_bytes(data)
     with pytest.raises(IncompatibleError, match=r"off\.json counts no expert") as caught:
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
     assert "counted while texts" in caught.value.hint
 
 
@@ -153,25 +161,25 @@ def test_a_file_that_is_neither_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     path.write_bytes(data)
     with pytest.raises(InvalidPackageError):
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
 
 
 def test_another_document_is_told_from_a_profile_that_is_malformed(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"text": "Hello", "plan": {}}')
     with pytest.raises(InvalidPackageError, match="neither an activity document") as told:
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
     assert len(told.value.problems) == 1
     path.write_text('{"num_prompts": 3}')
     with pytest.raises(InvalidPackageError, match="required"):
-        read_guide(path, ROUTED)
+        read_expert_usage(path, ROUTED)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        read_guide(tmp_path / "gone.json", ROUTED)
+        read_expert_usage(tmp_path / "gone.json", ROUTED)
     with pytest.raises(InvalidPackageError, match="not a regular file"):
-        read_guide(Path("/dev/zero"), ROUTED)
+        read_expert_usage(Path("/dev/zero"), ROUTED)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +189,4 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 )
 def test_an_example_is_read_or_refused_as_what_it_is(path: Path) -> None:
     with suppress(ExpertError):
-        assert read_guide(path, ROUTED).usage.experts == 8
+        assert read_expert_usage(path, ROUTED).profile.experts == 8

@@ -7,47 +7,53 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe import (
-    arrivals,
     expert_cache,
+    expert_loader,
     expert_memory,
-    expert_pool,
     layer_slots,
-    lending,
-    pass_log,
+    resident_experts,
 )
-from expertctl.engine.moe.start import StartWishes
-from expertctl.engine.runtime import Engine
+from expertctl.engine.moe.warmup import WarmupConfig
 from tests.engine.moe.test_cached_runs import asked
 from tests.engine.moe.test_learnt_runs import base
-from tests.engine.test_interrupted_runs import Line, Watch, interrupted_at
-from tests.engine.test_runtime import planner, run
-from tests.store.shop import House, fast, house
+from tests.engine.test_interrupted_runs import Line, LineWatch, interrupted_at
+from tests.engine.test_local_engine import planner, run
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["base", "fast", "house"]
 
-BOOKS = (arrivals, expert_cache, expert_memory, expert_pool, layer_slots, lending, pass_log)
+BOOKS = (
+    expert_loader,
+    expert_cache,
+    expert_memory,
+    expert_memory,
+    layer_slots,
+    expert_loader,
+    resident_experts,
+)
 FILES = {module.__file__ for module in BOOKS}
 
 
 @pytest.fixture
-def make(base: Path, house: House) -> Callable[[], Engine]:
+def make(base: Path, house: HomeFixture) -> Callable[[], LocalEngine]:
     """Make engines that have memory for four fifths of the base, and learn nothing."""
     house.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    wishes = StartWishes(learns=False)
-    return lambda: Engine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
+    wishes = WarmupConfig(learns=False)
+    return lambda: LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(3, marks=pytest.mark.all)])
 def test_after_an_interrupt_at_any_line_the_next_answer_is_right(
-    step: int, make: Callable[[], Engine]
+    step: int, make: Callable[[], LocalEngine]
 ) -> None:
     engine, lines = make(), Counter[Line]()
     right = run(engine, asked()).generated.tokens
     engine.close()
     engine = make()
-    Watch(lambda line: lines.update([line]), FILES).during(partial(run, engine, asked()))
+    LineWatch(lambda line: lines.update([line]), FILES).during(partial(run, engine, asked()))
     engine.close()
     places = sorted({(line, time) for line, most in lines.items() for time in (1, most // 2 + 1)})
     assert len(places) > 200

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from expertctl.engine.moe.large_document import MAX_BYTES, checked, load_document
+from expertctl.engine.moe.activity import MAX_BYTES, load_document, parse_document
 from expertctl.errors import InvalidPackageError
 
 PAIRS = MappingProxyType({"hostile": [[]], "sound": [[1, 2]]})
 
 
-class Told(msgspec.Struct):
+class LayersDocument(msgspec.Struct):
     layers: list[object]
 
 
@@ -23,9 +23,9 @@ def document(pair: str, pairs: int, layers: int) -> bytes:
     return json.dumps(whole, separators=(",", ":")).encode()
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> LayersDocument:
     document = load_document(data, what="a profile")
-    return checked(document, Told, what="a profile", schema="moe-activity")
+    return parse_document(document, LayersDocument, what="a profile", schema="moe-activity")
 
 
 def test_all_problems_of_a_small_document_are_told() -> None:

@@ -9,26 +9,29 @@ from typing import Any
 
 import pytest
 
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.guide import usage_of
-from expertctl.engine.moe.habit_keeper import habits_in
-from expertctl.engine.moe.habits import Habits, base_digest, write_habits
-from expertctl.engine.moe.pins import SharePins, TopPins
-from expertctl.engine.moe.start import WARMUPS, StartWishes, Warmup
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.moe.usage_profile import SharePins, TopPins, profile_from_activity
+from expertctl.engine.moe.usage_store import (
+    LearntUsage,
+    compute_base_digest,
+    encode_learnt_usage,
+    load_learnt_usage,
+)
+from expertctl.engine.moe.warmup import WARMUPS, Warmup, WarmupConfig
+from expertctl.engine.result import RunResult
 from expertctl.errors import IncompatibleError, UsageError
-from expertctl.store.base_habits import HabitsFile
-from tests.engine.moe.at_once import at_once
+from expertctl.store.quantised_cache import UsageProfileFile
+from tests.engine.moe.fakes import at_once
 from tests.engine.moe.test_cached_runs import LARGE, asked
-from tests.engine.test_runtime import planner, run
+from tests.engine.test_local_engine import planner, run
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["at_once", "fast", "house"]
 
-FULL = StartWishes(warmup="full")
-NOT_LEARNT = StartWishes(warmup="full", learns=False)
+FULL = WarmupConfig(warmup="full")
+NOT_LEARNT = WarmupConfig(warmup="full", learns=False)
 Answer = Callable[..., RunResult]
 
 
@@ -50,13 +53,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def answer(base: Path, house: House) -> Answer:
+def answer(base: Path, house: HomeFixture) -> Answer:
     """Answer once with a new engine that has memory for four fifths of the base."""
     house.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
-    def once(wishes: StartWishes = FULL, **route: object) -> RunResult:
-        engine = Engine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
+    def once(wishes: WarmupConfig = FULL, **route: object) -> RunResult:
+        engine = LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
         result = run(engine, asked(**route))
         engine.check_integrity()
         assert engine.budget.peak <= engine.budget.limit
@@ -67,8 +70,8 @@ def answer(base: Path, house: House) -> Answer:
     return once
 
 
-def file_of(house: House) -> HabitsFile:
-    return HabitsFile(house.bases, house.bases.bases()[0])
+def file_of(house: HomeFixture) -> UsageProfileFile:
+    return UsageProfileFile(house.bases, house.bases.list_bases()[0])
 
 
 def hit_rate(result: RunResult) -> float:
@@ -78,7 +81,7 @@ def hit_rate(result: RunResult) -> float:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_was_learnt_makes_the_next_start_hit_more(answer: Answer, house: House) -> None:
+def test_what_was_learnt_makes_the_next_start_hit_more(answer: Answer, house: HomeFixture) -> None:
     """Of what the same text asks for: 0.906 without anything known, 0.951 after it."""
     cold = answer(NOT_LEARNT)
     assert file_of(house).read() is None
@@ -96,16 +99,16 @@ def test_who_is_there_from_the_start_is_hit(answer: Answer) -> None:
     """Of the same text: 0.912 where nobody is read beforehand, 0.951 where somebody is."""
     answer()
     answer()
-    none, hybrid, full = (hit_rate(answer(StartWishes(warmup=warmup))) for warmup in WARMUPS)
+    none, hybrid, full = (hit_rate(answer(WarmupConfig(warmup=warmup))) for warmup in WARMUPS)
     assert min(hybrid, full) > none + 0.02
 
 
-def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: House) -> None:
+def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: HomeFixture) -> None:
     first, second = answer(), answer()
     results = (first, second)
     tokens = sum(r.prompt_tokens + len(r.generated.tokens) - 1 for r in results)
     last = sum(len(r.generated.tokens) for r in results)
-    habits = habits_in(file_of(house))
+    habits = load_learnt_usage(file_of(house))
     assert habits is not None
     assert habits.state is not None
     assert second.moe is not None
@@ -121,17 +124,19 @@ def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: House) -> Non
     [b"", b"\x00" * 4096, b"{}\n{}\n{}\n", b'{"version":9,"base":""}\n\n\n', None],
     ids=["empty", "zeros", "objects", "later version", "another base"],
 )
-def test_habits_that_cannot_be_believed_are_left_out_with_a_note_and_made_anew(
-    data: bytes | None, answer: Answer, house: House
+def test_learnt_usage_that_is_invalid_is_left_out_with_a_note_and_made_anew(
+    data: bytes | None, answer: Answer, house: HomeFixture
 ) -> None:
-    other = write_habits(
-        Habits(base_digest(replace(house.bases.bases()[0].identity, weights=None)))
+    other = encode_learnt_usage(
+        LearntUsage(
+            compute_base_digest(replace(house.bases.list_bases()[0].identity, weights=None))
+        )
     )
-    file_of(house).change(lambda _: other if data is None else data)
+    file_of(house).update(lambda _: other if data is None else data)
     result = answer()
     noted = [warning for warning in result.warnings if "what was learnt before" in warning]
     assert len(noted) == (0 if data is None else 1)
-    assert habits_in(file_of(house)) is not None
+    assert load_learnt_usage(file_of(house)) is not None
     assert not any("learnt" in warning for warning in answer().warnings)
 
 
@@ -142,50 +147,54 @@ def test_however_a_base_begins_its_answer_is_the_same(
 ) -> None:
     """Whoever comes beside the work, or is exchanged for the profile, is a matter of time alone."""
     first = answer()
-    again = answer(StartWishes(warmup=warmup, exchange=exchange))
+    again = answer(WarmupConfig(warmup=warmup, exchange=exchange))
     assert again.generated.tokens == first.generated.tokens
 
 
-def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, house: House) -> None:
+def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, house: HomeFixture) -> None:
     answer()
     before = file_of(house).read()
     answer(NOT_LEARNT)
     assert file_of(house).read() == before
 
 
-def test_habits_that_cannot_be_written_cost_no_answer(answer: Answer, house: House) -> None:
+def test_learnt_usage_that_cannot_be_written_costs_no_answer(
+    answer: Answer, house: HomeFixture
+) -> None:
     file_of(house).path.mkdir()
     result = answer()
     assert any("is not kept" in warning for warning in result.warnings)
     assert result.generated.tokens
 
 
-def test_those_that_are_pinned_have_a_slot_from_the_start(answer: Answer, house: House) -> None:
+def test_those_that_are_pinned_have_a_slot_from_the_start(
+    answer: Answer, house: HomeFixture
+) -> None:
     answer()
-    habits = habits_in(file_of(house))
+    habits = load_learnt_usage(file_of(house))
     assert habits is not None
     first = [
-        usage_of(habits.activity, experts=32).top(layer.layer, 2)
+        profile_from_activity(habits.activity, experts=32).top_experts(layer.layer, 2)
         for layer in habits.activity.layers
     ]
-    pinned = answer(StartWishes(warmup="full", pins=TopPins(2)))
+    pinned = answer(WarmupConfig(warmup="full", pins=TopPins(2)))
     assert not any("pin" in warning for warning in pinned.warnings)
-    habits = habits_in(file_of(house))
+    habits = load_learnt_usage(file_of(house))
     assert habits is not None
     assert habits.state is not None
     for layer, experts in zip(habits.state.layers.values(), first, strict=True):
         assert set(experts) <= set(layer.cached_ids)
-    shared = answer(StartWishes(warmup="full", pins=SharePins(0.2)))
+    shared = answer(WarmupConfig(warmup="full", pins=SharePins(0.2)))
     assert shared.generated.tokens == pinned.generated.tokens
     with pytest.raises(UsageError, match="to be pinned"):
-        answer(StartWishes(pins=TopPins(32)))
+        answer(WarmupConfig(pins=TopPins(32)))
 
 
 def test_pins_without_anything_known_are_told(answer: Answer) -> None:
-    result = answer(StartWishes(pins=TopPins(2)))
+    result = answer(WarmupConfig(pins=TopPins(2)))
     assert any("pins no expert" in warning for warning in result.warnings)
     assert any("run it once more" in warning for warning in result.warnings)
-    never = answer(StartWishes(pins=TopPins(2), learns=False))
+    never = answer(WarmupConfig(pins=TopPins(2), learns=False))
     assert any("known of the base; give --moe-profile" in warning for warning in never.warnings)
 
 
@@ -193,22 +202,22 @@ def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) ->
     path = tmp_path / "other.json"
     path.write_text('{"num_prompts": 1, "num_experts": 9, "layers": {}}')
     with pytest.raises(IncompatibleError, match="of 9 routed experts"):
-        answer(StartWishes(profile=path))
+        answer(WarmupConfig(profile=path))
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
-    base: Path, house: House, answer: Answer
+    base: Path, house: HomeFixture, answer: Answer
 ) -> None:
     """The same text asks for the same experts, wherever they are; so the next run hits more."""
     house.bases.add(base)
     cold = answer(NOT_LEARNT)
-    engine = Engine(planner(house), budget=LARGE, torch_below=0)
+    engine = LocalEngine(planner(house), budget=LARGE, torch_below=0)
     whole = run(engine, asked())
     engine.close()
     assert whole.moe is not None
     assert (whole.moe.residence.slots, whole.moe.fallback_rate) == (32, 0)
-    habits = habits_in(file_of(house))
+    habits = load_learnt_usage(file_of(house))
     assert habits is not None
     assert habits.state is None, "nobody needs a slot"
     tokens, last = (
@@ -226,7 +235,7 @@ def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
 
 
 def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
-    base: Path, house: House, monkeypatch: pytest.MonkeyPatch
+    base: Path, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
@@ -241,7 +250,7 @@ def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
         most.append(len(live))
 
     monkeypatch.setattr(ExpertMemory, "__init__", counted)
-    engine = Engine(planner(house), budget=size * 8 // 10, torch_below=0, moe=FULL)
+    engine = LocalEngine(planner(house), budget=size * 8 // 10, torch_below=0, moe=FULL)
     for skips in (False, True, False):
         run(engine, asked(**({"moe_miss": "skip", "moe_skip_cap": 0.2} if skips else {})))
     run(engine, asked(dtype="int4"))

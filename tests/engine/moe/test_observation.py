@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from expertctl.engine.moe.activity_document import read_activity, write_activity
+from expertctl.engine.moe.activity import read_activity, write_activity
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.observation import activity_document
+from expertctl.engine.moe.observation import build_activity_document
 
 HOT_AND_COLD = np.array([0, -1, 0, -1])
 
@@ -24,7 +24,7 @@ def counters() -> Counters:
 
 
 def test_the_document_has_every_layer_and_is_read_again(counters: Counters) -> None:
-    document = activity_document(counters.observed(), used=2)
+    document = build_activity_document(counters.observed_snapshot(), used=2)
     back = read_activity(write_activity(document), what="ours")
     assert [layer.layer for layer in back.layers] == [1, 3]
     assert (back.mode, back.experts, back.used, back.updates) == ("full", 4, 2, 2)
@@ -36,7 +36,7 @@ def test_the_document_has_every_layer_and_is_read_again(counters: Counters) -> N
 
 
 def test_times_are_those_of_a_call_in_microseconds(counters: Counters) -> None:
-    _, busy = activity_document(counters.observed(), used=2).layers
+    _, busy = build_activity_document(counters.observed_snapshot(), used=2).layers
     times = busy.times
     assert times.parallel_hot_lane_wall == pytest.approx(3.0)
     assert times.parallel_cold_lane_wall == times.parallel_join_wait == pytest.approx(5.0)
@@ -47,10 +47,12 @@ def test_times_are_those_of_a_call_in_microseconds(counters: Counters) -> None:
 def test_where_nothing_is_counted_the_document_is_the_one_of_whoever_observes_nothing(
     counters: Counters,
 ) -> None:
-    counters.change(mode="off")
-    assert write_activity(activity_document(counters.observed(), used=2)) == (
+    counters.configure(mode="off")
+    assert write_activity(build_activity_document(counters.observed_snapshot(), used=2)) == (
         b'{"enabled":false,"mode":"off","schema":"llama.cpp.moe_layer_opt_perf.v1","layers":[]}'
     )
-    counters.change(mode="update")
-    written = json.loads(write_activity(activity_document(counters.observed(), used=2)))
+    counters.configure(mode="update")
+    written = json.loads(
+        write_activity(build_activity_document(counters.observed_snapshot(), used=2))
+    )
     assert (written["mode"], written["schema"]) == ("update", "llama.cpp.moe_layer_opt_perf.v1")

@@ -9,38 +9,46 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.compose import Weighted, compose
-from expertctl.engine.decoder_program import decoder_program, program_bytes
-from expertctl.engine.decoder_programs import buffer_bytes
-from expertctl.engine.decoder_room import DecoderRoom
-from expertctl.engine.ia3 import Ia3Tensors
-from expertctl.engine.kernels.batch import RECORD_WORDS
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.lora import LoraTensors
-from expertctl.engine.packed_decoder import PackedDecoder, StepRow
-from expertctl.engine.packed_delta import (
+from expertctl.engine.adapters.compile import WeightedAdapter, fold_plan
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.cpu.decoder import DecodeRow, PackedDecoder
+from expertctl.engine.cpu.decoder_program import build_decoder_program, estimate_program_bytes
+from expertctl.engine.cpu.program_cache import estimate_buffer_bytes
+from expertctl.engine.cpu.workspace import Workspace, choose_variant
+from expertctl.engine.kernels.lora import RECORD_WORDS
+from expertctl.engine.kernels.packed_format import (
     AdapterDtype,
     PackedDeltas,
-    Packing,
-    is_routed,
-    routed_modules,
-    sites,
+    PlanPacking,
+    Scheme,
+    find_fused_projections,
+    is_routed_module,
+    list_routed_modules,
 )
-from expertctl.engine.program_variant import variant
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.decoder import LayerTimer
+from expertctl.engine.model.functional import Ia3Tensors, LoraTensors
 from expertctl.errors import IncompatibleError
-from expertctl.package.model_config import ModelConfig, read_config
-from tests.engine.conftest import TOLERANCE, MakeOracle, Oracle, build_oracle
-from tests.engine.measured import fewest_allocations
-from tests.engine.moe.adapted_models import EVERY, merge
+from expertctl.package.model_config import ModelConfig, read_model_config
+from tests.engine.conftest import (
+    TOLERANCE,
+    MakeReferenceModel,
+    ReferenceModel,
+    build_reference_model,
+)
+from tests.engine.cpu.test_decoder import assert_exact, scores
+from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.moe.test_adapted_experts import WRITERS, fitted, weighted
 from tests.engine.moe.test_packed_experts import SIZES, cached, fitting, whole
-from tests.engine.plans import form_of, packed_plan, random_expert, torch_plan
-from tests.engine.test_packed_decoder import assert_exact, scores
+from tests.engine.random_experts import (
+    make_packed_plan,
+    make_plan_form,
+    make_random_expert,
+    make_torch_plan,
+)
+from tests.engine.reference_models import ALL_MODULES, merge_adapter
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
 CHAINS = {
@@ -68,9 +76,9 @@ def expert(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     of: Chosen = every,
-) -> Weighted:
+) -> WeightedAdapter:
     """A random expert without factors of what gate and up of a routed expert read."""
-    drawn = random_expert(config, kind, seed=seed, dtype=dtype)
+    drawn = make_random_expert(config, kind, seed=seed, dtype=dtype)
     modules = {
         name: steps
         for name, steps in drawn.adapter.modules.items()
@@ -80,27 +88,31 @@ def expert(
 
 
 def _is_refused(name: str, steps: Sequence[object]) -> bool:
-    inner = is_routed(name) and not name.endswith("down_proj")
+    inner = is_routed_module(name) and not name.endswith("down_proj")
     return inner and any(isinstance(step, Ia3Tensors) and step.on_input for step in steps)
 
 
-def chain_of(config: ModelConfig, kinds: Sequence[str], *, of: Chosen = every) -> list[Weighted]:
+def chain_of(
+    config: ModelConfig, kinds: Sequence[str], *, of: Chosen = every
+) -> list[WeightedAdapter]:
     return [expert(config, kind, seed=3 * n, of=of) for n, kind in enumerate(kinds)]
 
 
-def by_torch(model: Oracle, experts: Sequence[Weighted]) -> Tensor:
+def by_torch(model: ReferenceModel, experts: Sequence[WeightedAdapter]) -> Tensor:
     """Scores from the ninth token on."""
-    config = read_config(model.directory)
-    decoder, deltas = model.decoder(), torch_plan(config, experts).deltas
+    config = read_model_config(model.directory)
+    decoder, deltas = model.load_decoder(), make_torch_plan(config, experts).deltas
     cache = KVCache(config, 40)
     rows = [decoder.prefill(IDS[:9], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
     return torch.stack(rows)
 
 
-def assert_changes_alike(model: Oracle, crew: Crew, experts: Sequence[Weighted]) -> None:
+def assert_changes_alike(
+    model: ReferenceModel, crew: ThreadPool, experts: Sequence[WeightedAdapter]
+) -> None:
     decoder = whole(model, crew)
-    plan = packed_plan(decoder.config, experts)
+    plan = make_packed_plan(decoder.config, experts)
     ours, theirs = scores(decoder, IDS, prefill=9, deltas=plan), by_torch(model, experts)
     alone = scores(decoder, IDS, prefill=9)
     assert float((theirs - alone).abs().max()) > 0.01, "the plan must change something"
@@ -110,55 +122,55 @@ def assert_changes_alike(model: Oracle, crew: Crew, experts: Sequence[Weighted])
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("arch", SIZES)
 def test_a_plan_does_to_routed_experts_what_torch_does(
-    arch: str, chain: str, oracle: MakeOracle, crew: Crew
+    arch: str, chain: str, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **fitting(arch, {}))
-    experts = chain_of(read_config(model.directory), CHAINS[chain])
+    experts = chain_of(read_model_config(model.directory), CHAINS[chain])
     assert_changes_alike(model, crew, experts)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("arch", SIZES)
 def test_an_adapter_on_every_layer_equals_transformers_with_it_in_its_weights(
-    kind: str, arch: str, oracle: MakeOracle, crew: Crew, tmp_path: Path
+    kind: str, arch: str, oracle: MakeReferenceModel, crew: ThreadPool, tmp_path: Path
 ) -> None:
     model = oracle(arch, **fitting(arch, {}))
-    decoder, torch_decoder = whole(model, crew), model.decoder()
-    directory = WRITERS[kind](tmp_path / kind, model.directory, targets=EVERY)
+    decoder, torch_decoder = whole(model, crew), model.load_decoder()
+    directory = WRITERS[kind](tmp_path / kind, model.directory, targets=ALL_MODULES)
     adapter = fitted(torch_decoder, directory)
-    plan = packed_plan(decoder.config, [weighted(torch_decoder, adapter)])
-    plain = model.logits(IDS)
-    assert merge(model.model, directory) == len(adapter.modules)
-    assert float((model.logits(IDS) - plain).abs().max()) > 0.01
+    plan = make_packed_plan(decoder.config, [weighted(torch_decoder, adapter)])
+    plain = model.compute_logits(IDS)
+    assert merge_adapter(model.model, directory) == len(adapter.modules)
+    assert float((model.compute_logits(IDS) - plain).abs().max()) > 0.01
     assert_exact(scores(decoder, IDS, prefill=9, deltas=plan), model, IDS)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_rows_that_fill_no_blocks_are_changed_too(
-    chain: str, oracle: MakeOracle, crew: Crew
+    chain: str, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle("mixtral", **{**fitting("mixtral", {}), "hidden_size": 42})
-    experts = chain_of(read_config(model.directory), CHAINS[chain])
+    experts = chain_of(read_model_config(model.directory), CHAINS[chain])
     assert_changes_alike(model, crew, experts)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 def test_a_plan_that_changes_routed_experts_alone_has_no_width(
-    kind: str, olmoe: Oracle, crew: Crew
+    kind: str, olmoe: ReferenceModel, crew: ThreadPool
 ) -> None:
-    config = read_config(olmoe.directory)
-    experts = chain_of(config, (kind,), of=is_routed)
+    config = read_model_config(olmoe.directory)
+    experts = chain_of(config, (kind,), of=is_routed_module)
     assert_changes_alike(olmoe, crew, experts)
-    plan = packed_plan(config, experts)
+    plan = make_packed_plan(config, experts)
     assert (plan.width, plan.has_scales) == (0, False)
 
 
 @pytest.mark.parametrize("kinds", [("lora",), ("dora",), ("lora", "ia3")])
 def test_the_gate_of_the_shared_expert_is_changed_too(
-    kinds: Sequence[str], oracle: MakeOracle, crew: Crew
+    kinds: Sequence[str], oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle("qwen2_moe", **fitting("qwen2_moe", {}))
-    experts = chain_of(read_config(model.directory), kinds, of=only_shared_gate)
+    experts = chain_of(read_model_config(model.directory), kinds, of=only_shared_gate)
     assert_changes_alike(model, crew, experts)
 
 
@@ -173,12 +185,12 @@ def test_the_gate_of_the_shared_expert_is_changed_too(
     ],
 )
 def test_fewer_bits_stay_near(
-    base: Scheme, adapters: AdapterDtype, most: float, olmoe: Oracle, crew: Crew
+    base: Scheme, adapters: AdapterDtype, most: float, olmoe: ReferenceModel, crew: ThreadPool
 ) -> None:
     """What the plan adds is rounded; beside it is only what rounding does to the base alone."""
     decoder = whole(olmoe, crew, base)
-    experts = [expert(decoder.config, "lora", dtype=torch.bfloat16, of=is_routed)]
-    plan = packed_plan(decoder.config, experts, base=base, adapters=adapters)
+    experts = [expert(decoder.config, "lora", dtype=torch.bfloat16, of=is_routed_module)]
+    plan = make_packed_plan(decoder.config, experts, base=base, adapters=adapters)
     ours = scores(decoder, IDS, prefill=9, deltas=plan)
     theirs = by_torch(olmoe, experts)
     lost = scores(decoder, IDS, prefill=9) - by_torch(olmoe, [])
@@ -192,12 +204,12 @@ def plans_of(config: ModelConfig, base: Scheme) -> list[PackedDeltas | None]:
         [expert(config, "lora", dtype=bf16)],
         [expert(config, "lora", seed=1, dtype=bf16), expert(config, "dora", seed=2)],
         [expert(config, "ia3", seed=3)],
-        [expert(config, "lora", seed=4, dtype=half, of=is_routed)],
-        [expert(config, "lora", seed=5, dtype=single, of=lambda name: not is_routed(name))],
+        [expert(config, "lora", seed=4, dtype=half, of=is_routed_module)],
+        [expert(config, "lora", seed=5, dtype=single, of=lambda name: not is_routed_module(name))],
         [expert(config, "ia3", seed=6), expert(config, "lora", seed=7, dtype=bf16)],
-        [expert(config, "ia3", seed=8, of=is_routed)],
+        [expert(config, "ia3", seed=8, of=is_routed_module)],
     ]
-    return [None, *(packed_plan(config, chain, base=base) for chain in chains)]
+    return [None, *(make_packed_plan(config, chain, base=base) for chain in chains)]
 
 
 def prompt_of(number: int) -> list[int]:
@@ -209,42 +221,48 @@ def alone(decoder: PackedDecoder, number: int, plan: PackedDeltas | None) -> Ten
 
 
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
-def test_a_row_has_the_bits_that_it_has_alone(base: Scheme, olmoe: Oracle, crew: Crew) -> None:
+def test_a_row_has_the_bits_that_it_has_alone(
+    base: Scheme, olmoe: ReferenceModel, crew: ThreadPool
+) -> None:
     decoder = whole(olmoe, crew, base, chunk=8)
     kinds = plans_of(decoder.config, base)
     plans = [kinds[3 * number % len(kinds)] for number in range(13)]
     wanted = torch.stack([alone(decoder, number, plan) for number, plan in enumerate(plans)])
-    caches = [KVPages(decoder.config, 40) for _ in plans]
+    caches = [PagedKVCache(decoder.config, 40) for _ in plans]
     for number, (cache, plan) in enumerate(zip(caches, plans, strict=True)):
         decoder.prefill(prompt_of(number), cache, plan)
     for turn, token in enumerate((5, 17), start=1):
         pairs = zip(caches, plans, strict=True)
-        rows = decoder.step([StepRow(token, cache, plan) for cache, plan in pairs])
+        rows = decoder.step([DecodeRow(token, cache, plan) for cache, plan in pairs])
         assert torch.equal(rows, wanted[:, turn])
 
 
 @pytest.mark.parametrize("kinds", [("lora", "dora"), ("ia3",)])
 def test_neither_stretches_nor_workers_nor_who_times_it_change_a_bit(
-    kinds: Sequence[str], olmoe: Oracle, crew: Crew, lone: Crew
+    kinds: Sequence[str], olmoe: ReferenceModel, crew: ThreadPool, lone: ThreadPool
 ) -> None:
-    plan = packed_plan(read_config(olmoe.directory), chain_of(read_config(olmoe.directory), kinds))
+    plan = make_packed_plan(
+        read_model_config(olmoe.directory), chain_of(read_model_config(olmoe.directory), kinds)
+    )
     read = partial(scores, deltas=plan)
     together = read(whole(olmoe, crew), IDS, prefill=20)
     for chunk in (1, 7, 16):
         assert torch.equal(read(whole(olmoe, crew, chunk=chunk), IDS, prefill=20), together)
     assert torch.equal(read(whole(olmoe, lone), IDS, prefill=20), together)
     assert torch.equal(read(whole(olmoe, crew), IDS, prefill=12)[-4:], together[-4:])
-    decoder, times = whole(olmoe, crew), LayerTimes()
-    with decoder.timed(times):
+    decoder, times = whole(olmoe, crew), LayerTimer()
+    with decoder.time_layers(times):
         assert torch.equal(read(decoder, IDS, prefill=20), together)
     assert times.places["layers.0.mlp.experts"] > 0
 
 
 @pytest.mark.parametrize("slots", [0, 2, 5])
-def test_fewer_experts_in_memory_change_no_bit(slots: int, olmoe: Oracle, crew: Crew) -> None:
-    config = read_config(olmoe.directory)
+def test_fewer_experts_in_memory_change_no_bit(
+    slots: int, olmoe: ReferenceModel, crew: ThreadPool
+) -> None:
+    config = read_model_config(olmoe.directory)
     for kinds in (("lora", "ia3"), ("dora",)):
-        plan = packed_plan(config, chain_of(config, kinds))
+        plan = make_packed_plan(config, chain_of(config, kinds))
         expected = scores(whole(olmoe, crew), IDS, prefill=9, deltas=plan)
         with cached(olmoe, crew, slots=slots) as (decoder, cache):
             for _ in range(2):
@@ -254,67 +272,77 @@ def test_fewer_experts_in_memory_change_no_bit(slots: int, olmoe: Oracle, crew: 
 
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
 def test_experts_that_come_and_go_change_no_bit_of_several_plans(
-    base: Scheme, olmoe: Oracle, crew: Crew
+    base: Scheme, olmoe: ReferenceModel, crew: ThreadPool
 ) -> None:
     """Slots are exchanged between passes, while each row keeps what its own plan has."""
-    config = read_config(olmoe.directory)
+    config = read_model_config(olmoe.directory)
     plans = plans_of(config, base)
     everything = whole(olmoe, crew, base, chunk=8)
     wanted = torch.stack([alone(everything, n, plan) for n, plan in enumerate(plans)])
     with cached(olmoe, crew, base, slots=2) as (decoder, cache):
         for favourite in (5, 33, 50, 12):
             scores(decoder, [favourite] * 38, prefill=1)  # whose experts get slots
-            caches = [KVPages(config, 40) for _ in plans]
+            caches = [PagedKVCache(config, 40) for _ in plans]
             for number, (pages, plan) in enumerate(zip(caches, plans, strict=True)):
                 logits = decoder.prefill(prompt_of(number), pages, plan).logits
                 assert torch.equal(logits, wanted[number, 0])
             for turn, token in enumerate((5, 17), start=1):
                 pairs = zip(caches, plans, strict=True)
-                rows = decoder.step([StepRow(token, pages, plan) for pages, plan in pairs])
+                rows = decoder.step([DecodeRow(token, pages, plan) for pages, plan in pairs])
                 assert torch.equal(rows, wanted[:, turn])
             cache.check_integrity()
         assert cache.activity().loads > 0
-        swaps = cache.counters.snapshot()["summary"]["swaps"]  # type: ignore[index,call-overload]  # a document
+        swaps = cache.counters.to_json()["summary"]["swaps"]  # type: ignore[index,call-overload]  # a document
         assert swaps > 0
 
 
-def test_records_of_routed_experts_stand_behind_all_others(olmoe: Oracle) -> None:
-    config = read_config(olmoe.directory)
-    of_sites = sum(len(site.modules) for site in sites(config.linear_shapes()))
-    names = routed_modules(config.linear_shapes())
+def test_records_of_routed_experts_stand_behind_all_others(olmoe: ReferenceModel) -> None:
+    config = read_model_config(olmoe.directory)
+    of_sites = sum(len(site.modules) for site in find_fused_projections(config.linear_shapes()))
+    names = list_routed_modules(config.linear_shapes())
     assert config.experts is not None
     assert len(names) == 3 * config.experts.count * len(config.experts.layers)
     assert names[3 * config.experts.count + 4] == "model.layers.1.mlp.experts.1.up_proj"
-    plan = packed_plan(config, [expert(config, "lora")])
-    assert plan.routed == of_sites
+    plan = make_packed_plan(config, [expert(config, "lora")])
+    assert plan.first_routed_record == of_sites
     assert plan.table.shape == (of_sites + len(names), RECORD_WORDS)
     for name, record in zip(names, plan.table[of_sites:], strict=True):
         assert bool(record.any()) == (name in plan.modules)
-    without = packed_plan(config, [expert(config, "lora", of=lambda name: not is_routed(name))])
-    assert (without.routed, without.routed_address, len(without.table)) == (None, 0, of_sites)
+    without = make_packed_plan(
+        config, [expert(config, "lora", of=lambda name: not is_routed_module(name))]
+    )
+    assert (without.first_routed_record, without.routed_address, len(without.table)) == (
+        None,
+        0,
+        of_sites,
+    )
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj"])
-def test_factors_of_what_gate_and_up_share_are_refused_by_name(part: str, olmoe: Oracle) -> None:
-    config = read_config(olmoe.directory)
+def test_factors_of_what_gate_and_up_share_are_refused_by_name(
+    part: str, olmoe: ReferenceModel
+) -> None:
+    config = read_model_config(olmoe.directory)
     module = f"model.layers.1.mlp.experts.4.{part}"
     lora = LoraTensors(torch.ones(1, 64), torch.ones(32, 1), 1.0)
     steps = (lora, Ia3Tensors(torch.ones(64), on_input=True))
     adapter = LoadedAdapter("acme/x@1.0.0", {module: steps}, (), 1, 0)
     with pytest.raises(IncompatibleError, match=f"{module}.*factors of its input") as caught:
-        packed_plan(config, [Weighted(adapter)])
+        make_packed_plan(config, [WeightedAdapter(adapter)])
     assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize("adapters", ["published", "fp16", "int8"])
-def test_a_plan_takes_what_was_announced(adapters: AdapterDtype, oracle: MakeOracle) -> None:
+def test_a_plan_takes_what_was_announced(
+    adapters: AdapterDtype, oracle: MakeReferenceModel
+) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 48}
     model = oracle("qwen3_moe", **{**fitting("qwen3_moe", {}), **sizes}, num_hidden_layers=2)
-    config = read_config(model.directory)
+    config = read_model_config(model.directory)
     chain = chain_of(config, ("lora", "ia3", "lora"))
-    composition = compose(chain, form_of(config, Packing(Scheme.BFLOAT16, adapters)))
+    composition = fold_plan(chain, make_plan_form(config, PlanPacking(Scheme.BFLOAT16, adapters)))
     plan = composition.compile()
-    found = fewest_allocations(composition.compile)
+    found = count_fewest_allocations(composition.compile)
     assert plan.packed is not None
     assert plan.nbytes == composition.nbytes == plan.packed.nbytes
     assert found.python_bytes <= composition.nbytes + composition.scratch_bytes
@@ -323,20 +351,20 @@ def test_a_plan_takes_what_was_announced(adapters: AdapterDtype, oracle: MakeOra
 @pytest.mark.parametrize("arch", SIZES)
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.INT8])
 def test_programs_take_no_more_than_is_said(
-    arch: str, base: Scheme, oracle: MakeOracle, crew: Crew
+    arch: str, base: Scheme, oracle: MakeReferenceModel, crew: ThreadPool
 ) -> None:
     model = oracle(arch, **fitting(arch, {}))
     with cached(model, crew, base, slots=2) as (decoder, _):
         config = decoder.config
-        room = DecoderRoom(config, base, tokens=4, rows=4)
+        room = Workspace(config, base, tokens=4, rows=4)
         for chosen in plans_of(config, base), plans_of(config, base)[1:2]:
             plans = [plan for plan in chosen if plan is not None]
-            kinds = variant(together=False, numbers=Scheme.FLOAT16, plans=plans)
-            build = partial(decoder_program, decoder._base, room, kinds, decoder._experts)
+            kinds = choose_variant(single_sequence=False, numbers=Scheme.FLOAT16, plans=plans)
+            build = partial(build_decoder_program, decoder._base, room, kinds, decoder._experts)
             held = build()  # kernels are there from now on
-            found = fewest_allocations(build)
+            found = count_fewest_allocations(build)
             assert held.embed.table.nbytes < found.python_bytes
-            assert found.python_bytes <= program_bytes(
+            assert found.python_bytes <= estimate_program_bytes(
                 config,
                 schemes=len(kinds.adapters),
                 scales=kinds.scales,
@@ -346,23 +374,23 @@ def test_programs_take_no_more_than_is_said(
 
 @pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.INT8])
 def test_what_a_decoder_holds_is_what_was_announced(
-    base: Scheme, olmoe: Oracle, crew: Crew
+    base: Scheme, olmoe: ReferenceModel, crew: ThreadPool
 ) -> None:
     decoder = whole(olmoe, crew, base, chunk=8)
-    config, room = decoder.config, partial(KVPages, decoder.config, 40)
-    narrow = packed_plan(config, [expert(config, "lora", of=is_routed)], base=base)
+    config, room = decoder.config, partial(PagedKVCache, decoder.config, 40)
+    narrow = make_packed_plan(config, [expert(config, "lora", of=is_routed_module)], base=base)
 
     def read() -> None:
         decoder.prefill(prompt_of(9), room(), narrow)
         decoder.decode(1, room(), narrow)
 
-    found = fewest_allocations(read, before=decoder.rest)
+    found = count_fewest_allocations(read, before=decoder.free_buffers)
     assert decoder.nbytes / 2 <= found.python_bytes <= decoder.nbytes
-    assert 0 < decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
-    decoder.rest()
+    assert 0 < decoder.nbytes <= estimate_buffer_bytes(config, base, tokens=12, chunk=8)
+    decoder.free_buffers()
     plans = [plan for plan in plans_of(config, base) if plan is not None]
-    decoder.step([StepRow(1, room(), plan) for plan in plans])
-    announced = buffer_bytes(
+    decoder.step([DecodeRow(1, room(), plan) for plan in plans])
+    announced = estimate_buffer_bytes(
         config,
         base,
         tokens=len(plans),
@@ -374,32 +402,38 @@ def test_what_a_decoder_holds_is_what_was_announced(
     assert decoder.nbytes <= announced
 
 
-def test_plans_without_routed_experts_add_no_operation(olmoe: Oracle, crew: Crew) -> None:
+def test_plans_without_routed_experts_add_no_operation(
+    olmoe: ReferenceModel, crew: ThreadPool
+) -> None:
     decoder = whole(olmoe, crew)
     config = decoder.config
-    room = DecoderRoom(config, Scheme.FLOAT32, tokens=4, rows=4)
-    plans = [packed_plan(config, [expert(config, "lora", of=of)]) for of in (every, _is_not_routed)]
+    room = Workspace(config, Scheme.FLOAT32, tokens=4, rows=4)
+    plans = [
+        make_packed_plan(config, [expert(config, "lora", of=of)]) for of in (every, _is_not_routed)
+    ]
     names = []
     for plan in plans:
-        kinds = variant(together=False, numbers=Scheme.FLOAT16, plans=[plan])
-        program = decoder_program(decoder._base, room, kinds, decoder._experts)
+        kinds = choose_variant(single_sequence=False, numbers=Scheme.FLOAT16, plans=[plan])
+        program = build_decoder_program(decoder._base, room, kinds, decoder._experts)
         names.append([name for stage in program.layers for name in stage.program.names])
     assert names[1] == [name for name in names[0] if not name.startswith("routed delta")]
     assert len(names[0]) == len(names[1]) + 2 * config.layers
 
 
 def _is_not_routed(name: str) -> bool:
-    return not is_routed(name)
+    return not is_routed_module(name)
 
 
 @pytest.fixture(scope="module")
-def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return build_oracle(tmp_path_factory.mktemp("olmoe") / "model", "olmoe", **fitting("olmoe", {}))
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
+    return build_reference_model(
+        tmp_path_factory.mktemp("olmoe") / "model", "olmoe", **fitting("olmoe", {})
+    )
 
 
 @pytest.fixture(scope="module")
-def lone() -> Iterator[Crew]:
+def lone() -> Iterator[ThreadPool]:
     """One who computes."""
-    crew = Crew(1)
+    crew = ThreadPool(1)
     yield crew
     crew.close()

@@ -5,30 +5,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.pinning import pin_swaps
-from expertctl.engine.moe.updates import Swap
+from expertctl.engine.moe.swap_policy import Swap, plan_pin_swaps
 
 
 def layer(*residents: int, experts: int = 8, capacity: int = 4) -> LayerSlots:
     slots = LayerSlots(experts=experts, capacity=capacity)
     for slot, expert in enumerate(residents):
-        slots.exchange(slot=slot, expert=expert)
+        slots.assign(slot=slot, expert=expert)
     return slots
 
 
 def test_whoever_is_resident_stays_where_he_is() -> None:
     slots = layer(5, 1, 2, 3)
     slots.pin([2, 5])
-    assert pin_swaps([slots]) == []
+    assert plan_pin_swaps([slots]) == []
     slots.pin([])
-    assert pin_swaps([slots]) == []
+    assert plan_pin_swaps([slots]) == []
 
 
 def test_free_slots_are_taken_first_then_those_of_whom_is_worth_least() -> None:
     slots = layer(0, 1, 2)
-    slots.note(np.array([[0, 2], [0, 2]]))
+    slots.record_tokens(np.array([[0, 2], [0, 2]]))
     slots.pin([6, 7])
-    assert pin_swaps([layer(0, 1, 2, 3), slots]) == [Swap(1, 3, None, 6), Swap(1, 1, 1, 7)]
+    assert plan_pin_swaps([layer(0, 1, 2, 3), slots]) == [Swap(1, 3, None, 6), Swap(1, 1, 1, 7)]
 
 
 @given(
@@ -39,8 +38,8 @@ def test_all_who_are_pinned_are_resident_then_and_nobody_goes_who_is(
 ) -> None:
     slots = layer(*residents)
     slots.pin(pinned)
-    for swap in pin_swaps([slots]):
-        assert slots.exchange(slot=swap.slot, expert=swap.add) == swap.evict
+    for swap in plan_pin_swaps([slots]):
+        assert slots.assign(slot=swap.slot, expert=swap.add) == swap.evict
     slots.check_integrity()
-    assert pinned <= set(slots.residents)
-    assert pinned & residents <= set(slots.residents)
+    assert pinned <= set(slots.resident_ids)
+    assert pinned & residents <= set(slots.resident_ids)

@@ -2,8 +2,14 @@
 
 import pytest
 
-from expertctl.engine.moe.pins import Pins, SharePins, TopPins, parse_pins, pinned
-from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.engine.moe.usage_profile import (
+    Pins,
+    SharePins,
+    TopPins,
+    UsageProfile,
+    parse_pins,
+    select_pinned,
+)
 from expertctl.errors import UsageError
 
 USAGE = UsageProfile("", 24, 64, {0: {3: 24, 7: 12, 9: 11, 1: 2}})
@@ -25,20 +31,20 @@ def test_anything_else_is_refused_with_a_way_out(text: str) -> None:
 
 
 def test_so_many_of_each_layer_or_those_that_a_share_asks_for() -> None:
-    assert pinned(TopPins(2), USAGE, 0, capacity=4) == {3, 7}
-    assert pinned(SharePins(0.5), USAGE, 0, capacity=4) == {3, 7}
-    assert pinned(SharePins(0.4), USAGE, 0, capacity=4) == {3, 7, 9}
-    assert pinned(TopPins(2), USAGE, 5, capacity=4) == frozenset()
+    assert select_pinned(TopPins(2), USAGE, 0, capacity=4) == {3, 7}
+    assert select_pinned(SharePins(0.5), USAGE, 0, capacity=4) == {3, 7}
+    assert select_pinned(SharePins(0.4), USAGE, 0, capacity=4) == {3, 7, 9}
+    assert select_pinned(TopPins(2), USAGE, 5, capacity=4) == frozenset()
 
 
 def test_more_than_there_are_slots_are_refused_by_number_and_cut_by_share() -> None:
-    assert pinned(SharePins(0.0), USAGE, 0, capacity=2) == {3, 7}
+    assert select_pinned(SharePins(0.0), USAGE, 0, capacity=2) == {3, 7}
     with pytest.raises(UsageError, match="layer 0 has 2 slots"):
-        pinned(TopPins(3), USAGE, 0, capacity=2)
+        select_pinned(TopPins(3), USAGE, 0, capacity=2)
 
 
 def test_a_share_of_a_layer_without_slots_is_refused_unless_it_names_nobody() -> None:
     with pytest.raises(UsageError, match="2 of the routed experts of layer 0 are to be") as told:
-        pinned(SharePins(0.5), USAGE, 0, capacity=0)
+        select_pinned(SharePins(0.5), USAGE, 0, capacity=0)
     assert "memory" in told.value.hint
-    assert pinned(SharePins(0.5), USAGE, 1, capacity=0) == frozenset(), "nobody asked it"
+    assert select_pinned(SharePins(0.5), USAGE, 1, capacity=0) == frozenset(), "nobody asked it"

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.prompt_policy import (
+from expertctl.engine.moe.routing import (
     BatchShape,
     PromptPolicy,
+    choose_worklist_order,
     is_bypassed,
     is_dense,
     plan_batch,
     reduces_before_merging,
-    worklist_order,
 )
 
 VECTORS = json.loads(
@@ -116,12 +116,12 @@ def test_a_bypass_can_be_forbidden_wanted_and_spared_short_prompts() -> None:
 
 
 def test_worklists_are_by_expert_for_prompts_alone() -> None:
-    assert worklist_order(PromptPolicy(), Phase.PROMPT) == "expert_major"
+    assert choose_worklist_order(PromptPolicy(), Phase.PROMPT) == "expert_major"
     aligned = PromptPolicy(order="token_aligned")
-    assert worklist_order(aligned, Phase.PROMPT) == "token_aligned"
+    assert choose_worklist_order(aligned, Phase.PROMPT) == "token_aligned"
     for phase in (Phase.DECODE, Phase.WARMUP):
-        assert worklist_order(aligned, phase) == "token_major"
-        assert worklist_order(PromptPolicy(), phase) == "token_major"
+        assert choose_worklist_order(aligned, phase) == "token_major"
+        assert choose_worklist_order(PromptPolicy(), phase) == "token_major"
 
 
 @given(

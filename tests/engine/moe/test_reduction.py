@@ -8,29 +8,28 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from expertctl.engine.moe.reduction import (
+from expertctl.engine.moe.routing import (
+    ExpertWorklist,
+    LaneMap,
+    Order,
+    RoutingRule,
+    build_worklist,
+    make_lane_map,
+    make_multi_lane_map,
     multiply_indirect,
     multiply_reduced,
     multiply_routed,
     reduce_rows,
-)
-from expertctl.engine.moe.routing import RoutingRule, route
-from expertctl.engine.moe.worklist import (
-    LaneMap,
-    Order,
-    Worklist,
-    build_worklist,
-    one_lane,
-    several_lanes,
+    route,
 )
 
 ORDERS: tuple[Order, ...] = ("token_major", "expert_major", "token_aligned")
 TOKENS, EXPERTS, USED, WIDTH, OUT = 7, 8, 3, 16, 5
 LANE_MAPS = {
-    "all cold": one_lane(np.full(EXPERTS, -1), 0),
-    "all hot": one_lane(np.arange(EXPERTS)[::-1].copy(), EXPERTS),
-    "some hot": one_lane(np.array([-1, 2, -1, 0, -1, -1, 4, 1]), 5),
-    "three lanes": several_lanes(np.array([2, -1, 0, 1, -1, 0, 2, 0])),
+    "all cold": make_lane_map(np.full(EXPERTS, -1), 0),
+    "all hot": make_lane_map(np.arange(EXPERTS)[::-1].copy(), EXPERTS),
+    "some hot": make_lane_map(np.array([-1, 2, -1, 0, -1, -1, 4, 1]), 5),
+    "three lanes": make_multi_lane_map(np.array([2, -1, 0, 1, -1, 0, 2, 0])),
 }
 
 FUSED_IDS = np.array([2, 0, -1, 3, 2, -1])
@@ -60,7 +59,9 @@ def stacks(matrices: np.ndarray, lanes: LaneMap) -> list[np.ndarray]:
     return [*found, matrices]
 
 
-def lane_rows(worklist: Worklist, lanes: LaneMap, matrices: np.ndarray, x: np.ndarray) -> list:
+def lane_rows(
+    worklist: ExpertWorklist, lanes: LaneMap, matrices: np.ndarray, x: np.ndarray
+) -> list:
     """What each lane computes over its whole capacity, empty entries included."""
     padded = np.vstack((x, np.ones_like(x[:1])))  # an empty entry names the row behind the last
     return [
@@ -107,7 +108,7 @@ def test_where_a_row_was_computed_leaves_no_trace_in_any_bit() -> None:
 def test_the_sum_of_a_token_is_in_the_order_of_its_sources() -> None:
     """In float32 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     selected, weights = np.array([[2, 0, 1], [2, 1, 0]]), np.ones((2, 3))
-    lanes = one_lane(np.array([-1, -1, -1]), 0)
+    lanes = make_lane_map(np.array([-1, -1, -1]), 0)
     worklist = build_worklist(selected, weights, lanes, "expert_major")
     values = np.array([1.0, -1e8, 1e8], np.float32)
     empty = np.zeros((6, 1), np.float32)
@@ -117,7 +118,7 @@ def test_the_sum_of_a_token_is_in_the_order_of_its_sources() -> None:
 
 def test_slots_without_an_expert_add_nothing() -> None:
     selected = np.array([[1, -1], [-1, -1]])
-    lanes = one_lane(np.array([-1, 0]), 1)
+    lanes = make_lane_map(np.array([-1, 0]), 1)
     worklist = build_worklist(selected, np.full((2, 2), 0.5), lanes, "token_major")
     worklist.check_integrity()
     rows = [np.full((4, 2), 6.0, np.float32), np.full((4, 2), np.nan, np.float32)]

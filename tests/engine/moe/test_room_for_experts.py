@@ -7,18 +7,18 @@ import pytest
 
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
-from tests.engine.market import Market
 from tests.engine.moe.test_cached_runs import LARGE, PARTS, SQL, answer, asked
-from tests.engine.test_runtime import run
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.test_local_engine import run
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 EXPERTS = 16
 
 
 @pytest.fixture
-def size(house: House, tmp_path: Path) -> int:
+def size(house: HomeFixture, tmp_path: Path) -> int:
     """What a small base takes, for which there is an expert that changes all of its experts."""
     base = write_base(
         tmp_path / "base",
@@ -35,11 +35,15 @@ def size(house: House, tmp_path: Path) -> int:
     house.bases.add(base)
     names = (f"experts.{number}.{part}" for number in range(EXPERTS) for part in PARTS)
     adapter = ("lora", {"targets": ("q_proj", *names), "rank": 16, "scale": 0.4, "seed": 7})
-    house.install(Market(tmp_path / "market", base, read_base(base)).package(adapters=[adapter]))
+    house.install(
+        EnginePackages(tmp_path / "market", base, read_base(base)).package(adapters=[adapter])
+    )
     return sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
 
-def test_whoever_runs_an_expert_in_some_memory_runs_it_in_more(house: House, size: int) -> None:
+def test_whoever_runs_an_expert_in_some_memory_runs_it_in_more(
+    house: HomeFixture, size: int
+) -> None:
     right, engine = answer(house, LARGE, SQL, base_alone=False)
     engine.close()
     slots = []
@@ -55,7 +59,7 @@ def test_whoever_runs_an_expert_in_some_memory_runs_it_in_more(house: House, siz
     assert slots[-1] == EXPERTS
 
 
-def test_the_next_run_reads_no_base_anew_for_more_slots(house: House, size: int) -> None:
+def test_the_next_run_reads_no_base_anew_for_more_slots(house: HomeFixture, size: int) -> None:
     first, engine = answer(house, size * 2, SQL, base_alone=False)
     alone = run(engine, asked())
     assert first.moe is not None
@@ -70,7 +74,7 @@ def test_the_next_run_reads_no_base_anew_for_more_slots(house: House, size: int)
 
 @pytest.mark.parametrize("share", [12, 16])
 def test_where_no_slot_would_do_the_base_alone_has_as_many_as_ever(
-    share: int, house: House, size: int
+    share: int, house: HomeFixture, size: int
 ) -> None:
     budget = size * share // 10
     alone, engine = answer(house, budget)
@@ -88,7 +92,7 @@ def test_where_no_slot_would_do_the_base_alone_has_as_many_as_ever(
     engine.close()
 
 
-def test_fewer_slots_come_before_fewer_experts(house: House, size: int) -> None:
+def test_fewer_slots_come_before_fewer_experts(house: HomeFixture, size: int) -> None:
     wanted = asked(SQL, base_alone=False)
     result, engine = answer(house, size * 2, SQL, base_alone=False)
     engine.close()

@@ -22,7 +22,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from expertctl.engine.moe.routing import Routed, RoutingRule, route
+from expertctl.engine.moe.routing import RouterOutput, RoutingRule, route
 
 VECTORS = json.loads(
     (Path(__file__).parents[2] / "vectors" / "moe_worklist.json").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ rows = st.integers(1, 12).flatmap(
 )
 
 
-def expert_weights(routed: Routed) -> list[dict[int, float]]:
+def expert_weights(routed: RouterOutput) -> list[dict[int, float]]:
     """Weights by expert, for each token."""
     lists = zip(routed.selected.tolist(), routed.weights.tolist(), strict=True)
     return [dict(zip(ids, weights, strict=True)) for ids, weights in lists]
@@ -183,6 +183,6 @@ def test_weights_equal_those_of_transformers(kind: str) -> None:
         logits, weights, selected = router(hidden)
         routed = route(torch.nn.functional.linear(hidden, weight), rule, bias)
     assert logits.shape == (200, EXPERTS)
-    wanted = expert_weights(Routed(selected, weights))
+    wanted = expert_weights(RouterOutput(selected, weights))
     for got, want in zip(expert_weights(routed), wanted, strict=True):
         assert got == pytest.approx(want, abs=1e-6)

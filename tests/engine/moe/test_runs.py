@@ -7,45 +7,46 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.runtime import Engine
-from expertctl.engine.sizes import base_sizes
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.memory.weight_sizes import estimate_base_sizes
 from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
-from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.build import build_package, plan_build
+from expertctl.package.draft import ManifestOverrides
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced
+from expertctl.routing.request import ForcedExpert
 from expertctl.schema.manifest import AdapterKind
-from tests.engine.conftest import Oracle
-from tests.engine.market import Market
-from tests.engine.moe.adapted_models import ATTENTION, EVERY, merge
+from tests.engine.conftest import ReferenceModel
 from tests.engine.moe.test_stacked_adapters import saved
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.reference_models import ALL_MODULES, ATTENTION, merge_adapter
 from tests.engine.test_compat import engine_of, prompt_ids, until_end
-from tests.engine.test_runtime import PROMPT, planner, request, run
+from tests.engine.test_local_engine import PROMPT, planner, request, run
 from tests.factories import write_base, write_dora, write_lora
-from tests.routed_shapes import CLASSES
-from tests.store.shop import House, a_key, fast, house
+from tests.store.fixtures import HomeFixture, fast, house, make_key
+from tests.tensor_shapes import CLASSES
 
 __all__ = ["fast", "house"]
 
 ARCHS = sorted(CLASSES)
-SQL = Forced(Reference.parse("acme/sql"))
+SQL = ForcedExpert(Reference.parse("acme/sql"))
 ALONE = {"route": {"base_alone": True}}
 STACKS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 @pytest.fixture(scope="session")
-def markets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Market]:
+def markets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EnginePackages]:
     folder = tmp_path_factory.mktemp("routed")
     bases = {arch: write_base(folder / arch, arch=arch, tie=False, seed=2) for arch in ARCHS}
     return {
-        arch: Market(folder / f"{arch}-m", base, read_base(base)) for arch, base in bases.items()
+        arch: EnginePackages(folder / f"{arch}-m", base, read_base(base))
+        for arch, base in bases.items()
     }
 
 
 @pytest.fixture
-def engine(house: House) -> Engine:
-    return Engine(planner(house), budget=16 << 20)
+def engine(house: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(house), budget=16 << 20)
 
 
 def greedy(model: Any, tokens: int) -> tuple[int, ...]:
@@ -67,21 +68,21 @@ def model_of(directory: Path) -> Any:
 def test_the_tokens_are_those_of_transformers(
     arch: str,
     kind: AdapterKind,
-    engine: Engine,
-    house: House,
-    markets: dict[str, Market],
+    engine: LocalEngine,
+    house: HomeFixture,
+    markets: dict[str, EnginePackages],
     tmp_path: Path,
 ) -> None:
     market = markets[arch]
     assert not house.bases.add(market.base_dir).foreign
-    options = {"targets": EVERY, "scale": 0.4, "seed": 7}
+    options = {"targets": ALL_MODULES, "scale": 0.4, "seed": 7}
     house.install(market.package(adapters=[(kind, options)], seed=len(kind) + ord(kind[0])))
     model = model_of(market.base_dir)
     alone = run(engine, request(**ALONE))
     assert alone.generated.tokens == greedy(model, 6)
     adapted = run(engine, request(SQL))
     write = {"lora": write_lora, "dora": write_dora}[kind]
-    assert merge(model, write(tmp_path / "same", market.base_dir, **options)) > 0
+    assert merge_adapter(model, write(tmp_path / "same", market.base_dir, **options)) > 0
     assert adapted.generated.tokens == greedy(model, 6) != alone.generated.tokens
     assert adapted.warnings == alone.warnings == ()
 
@@ -89,16 +90,20 @@ def test_the_tokens_are_those_of_transformers(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arch", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_what_peft_saved_of_stacks_is_packed_and_answers_as_it_does(
-    arch: str, engine: Engine, house: House, markets: dict[str, Market], tmp_path: Path
+    arch: str,
+    engine: LocalEngine,
+    house: HomeFixture,
+    markets: dict[str, EnginePackages],
+    tmp_path: Path,
 ) -> None:
     market = markets[arch]
     house.bases.add(market.base_dir)
     model = model_of(market.base_dir)
-    adapted = saved(Oracle(market.base_dir, model), tmp_path / "saved", **STACKS).peft
+    adapted = saved(ReferenceModel(market.base_dir, model), tmp_path / "saved", **STACKS).peft
     (tmp_path / "saved" / "README.md").unlink()
-    plan = plan_build(tmp_path / "saved", Overrides(name="acme/sql"), base=market.base)
+    plan = plan_build(tmp_path / "saved", ManifestOverrides(name="acme/sql"), base=market.base)
     assert (plan.warnings, plan.manifest.adapters[0].tensors) == ((), 8)
-    house.install(build(plan, tmp_path / "stacks.expert", key=a_key("acme")).path)
+    house.install(build_package(plan, tmp_path / "stacks.expert", key=make_key("acme")).path)
     alone = run(engine, request(**ALONE))
     ours = run(engine, request(SQL))
     assert ours.generated.tokens == greedy(adapted, 6) != alone.generated.tokens
@@ -108,7 +113,7 @@ def test_what_peft_saved_of_stacks_is_packed_and_answers_as_it_does(
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_other_engine_gives_the_same_tokens(
-    arch: str, house: House, markets: dict[str, Market]
+    arch: str, house: HomeFixture, markets: dict[str, EnginePackages]
 ) -> None:
     market = markets[arch]
     house.bases.add(market.base_dir)
@@ -122,7 +127,7 @@ def test_the_other_engine_gives_the_same_tokens(
 
 
 def test_the_other_engine_refuses_an_adapter_on_routed_experts(
-    house: House, markets: dict[str, Market]
+    house: HomeFixture, markets: dict[str, EnginePackages]
 ) -> None:
     """Transformers keeps them in stacks, in which PEFT adapts no expert alone."""
     market = markets["olmoe"]
@@ -136,7 +141,7 @@ def test_the_other_engine_refuses_an_adapter_on_routed_experts(
 
 
 def test_a_small_base_in_bfloat16_is_answered_by_torch(
-    engine: Engine, house: House, markets: dict[str, Market]
+    engine: LocalEngine, house: HomeFixture, markets: dict[str, EnginePackages]
 ) -> None:
     house.bases.add(markets["olmoe"].base_dir)
     wide = run(engine, request(**ALONE))
@@ -146,27 +151,27 @@ def test_a_small_base_in_bfloat16_is_answered_by_torch(
 
 
 def test_a_base_is_listed_with_the_sizes_that_it_can_be_held_in(
-    house: House, markets: dict[str, Market]
+    house: HomeFixture, markets: dict[str, EnginePackages]
 ) -> None:
     market = markets["mixtral"]
-    weights, token = base_sizes(house.bases.add(market.base_dir))
+    weights, token = estimate_base_sizes(house.bases.add(market.base_dir))
     stored = sum(file.stat().st_size for file in market.base_dir.glob("*.safetensors"))
     assert set(weights) == {"float32", "bf16"}
     assert abs(weights["float32"] - stored) < 1 << 13  # the header
     assert token == 2 * 2 * 2 * 8 * 4
 
 
-def test_an_adapter_on_a_router_is_not_built(markets: dict[str, Market]) -> None:
+def test_an_adapter_on_a_router_is_not_built(markets: dict[str, EnginePackages]) -> None:
     lora = {"targets": ("q_proj", "gate"), "scale": 0.4}
     with pytest.raises(InvalidPackageError, match="chooses the experts of its layer"):
         markets["qwen3_moe"].package("acme/router", adapters=[("lora", lora)])
 
 
 def test_an_expert_of_a_dense_base_is_not_installed_for_a_routed_one(
-    house: House, markets: dict[str, Market], tmp_path: Path
+    house: HomeFixture, markets: dict[str, EnginePackages], tmp_path: Path
 ) -> None:
     dense = write_base(tmp_path / "olmoe", arch="qwen3", tie=False)
-    package = Market(tmp_path / "m", dense, read_base(dense)).package()
+    package = EnginePackages(tmp_path / "m", dense, read_base(dense)).package()
     house.bases.add(markets["olmoe"].base_dir)
     with pytest.raises(BaseMismatchError, match="the architecture differs"):
         house.install(package)

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.large_document import MAX_BYTES
+from expertctl.engine.moe.activity import MAX_BYTES
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.saved_state import (
+from expertctl.engine.moe.warmup import (
     LayerState,
-    SavedState,
+    SavedCacheState,
+    capture_state,
     check_state,
     read_state,
-    restore,
-    state_of,
+    restore_state,
     write_state,
 )
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.schema.strict_json import loads
-from expertctl.schema.validation import problems_of
+from expertctl.schema.validation import find_problems
 
 EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples" / "moe-state"
 
@@ -29,27 +29,27 @@ EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples" / "moe-state"
 def warm(*cached: int, experts: int = 16, capacity: int | None = None) -> LayerSlots:
     slots = LayerSlots(experts=experts, capacity=len(cached) if capacity is None else capacity)
     for slot, expert in enumerate(cached):
-        slots.exchange(slot=slot, expert=expert)
+        slots.assign(slot=slot, expert=expert)
     return slots
 
 
-def saved(slots: dict[int, LayerSlots]) -> SavedState:
-    data = write_state(state_of(slots, timestamp=1.5, prompt="Hello"))
-    assert problems_of(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-state") == []
+def saved(slots: dict[int, LayerSlots]) -> SavedCacheState:
+    data = write_state(capture_state(slots, timestamp=1.5, prompt="Hello"))
+    assert find_problems(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-state") == []
     return read_state(data, what="ours")
 
 
 def bring(slots: LayerSlots, experts: list[int]) -> None:
-    for slot, expert in zip(slots.free, experts, strict=False):
-        slots.exchange(slot=slot, expert=expert)
+    for slot, expert in zip(slots.free_slots, experts, strict=False):
+        slots.assign(slot=slot, expert=expert)
     slots.check_integrity()
 
 
 def test_a_restored_cache_has_the_same_experts_in_the_same_slots_and_the_same_priorities() -> None:
     before = warm(5, 9, 2)
-    before.note(np.array([[5, 9], [5, 1], [1, 2]]))
+    before.record_tokens(np.array([[5, 9], [5, 1], [1, 2]]))
     again = LayerSlots(experts=16, capacity=3)
-    bring(again, restore(saved({4: before}), {4: again})[4])
+    bring(again, restore_state(saved({4: before}), {4: again})[4])
     assert again.ids.tolist() == before.ids.tolist()
     assert again.priorities().tolist() == before.priorities().tolist()
     assert again.step == 3
@@ -57,21 +57,21 @@ def test_a_restored_cache_has_the_same_experts_in_the_same_slots_and_the_same_pr
 
 def test_in_fewer_slots_whoever_was_worth_most_comes_and_in_more_the_lowest_ids() -> None:
     before = warm(5, 9, 2, 7)
-    before.note(np.array([[7, 2], [7, 9], [7, 9]]))
+    before.record_tokens(np.array([[7, 2], [7, 9], [7, 9]]))
     smaller, larger = (LayerSlots(experts=16, capacity=n) for n in (2, 6))
     state = saved({0: before})
-    assert restore(state, {0: smaller}) == {0: [9, 7]}, "in the order of their slots"
-    assert restore(state, {0: larger}) == {0: [5, 9, 2, 7, 0, 1]}
+    assert restore_state(state, {0: smaller}) == {0: [9, 7]}, "in the order of their slots"
+    assert restore_state(state, {0: larger}) == {0: [5, 9, 2, 7, 0, 1]}
 
 
 def test_pinned_experts_come_whatever_was_saved() -> None:
     slots = LayerSlots(experts=16, capacity=2, pinned=(11,))
-    assert set(restore(saved({0: warm(5, 9)}), {0: slots})[0]) == {11, 5}
+    assert set(restore_state(saved({0: warm(5, 9)}), {0: slots})[0]) == {11, 5}
 
 
 def test_a_layer_that_was_not_saved_begins_without_counts() -> None:
     slots = LayerSlots(experts=4, capacity=2)
-    assert restore(saved({}), {3: slots}) == {3: [0, 1]}
+    assert restore_state(saved({}), {3: slots}) == {3: [0, 1]}
     assert not slots.counts.any()
 
 
@@ -79,7 +79,7 @@ def test_a_state_of_another_base_is_refused_and_changes_nothing() -> None:
     layers = {0: LayerSlots(experts=16, capacity=2), 1: LayerSlots(experts=8, capacity=2)}
     state = saved({0: warm(5, 9), 1: warm(5, 9)})
     with pytest.raises(IncompatibleError, match="expert 9 in layer 1, where there are 8"):
-        restore(state, layers)
+        restore_state(state, layers)
     assert not layers[0].counts.any()
 
 
@@ -94,17 +94,19 @@ def test_a_state_of_a_layer_that_the_base_does_not_have_is_refused() -> None:
 
 def test_a_cache_that_counts_beyond_what_json_has_is_saved_all_the_same() -> None:
     last = 2**53 - 1
-    state = SavedState(0.0, "", {0: LayerState((5,), {5: 1e308}, {5: last}, last)})
+    state = SavedCacheState(0.0, "", {0: LayerState((5,), {5: 1e308}, {5: last}, last)})
     slots = LayerSlots(experts=16, capacity=1)
-    bring(slots, restore(read_state(write_state(state), what="hostile"), {0: slots})[0])
-    slots.note(np.array([[5, 9]] * 3))
+    bring(slots, restore_state(read_state(write_state(state), what="hostile"), {0: slots})[0])
+    slots.record_tokens(np.array([[5, 9]] * 3))
     found = saved({0: slots}).layers[0]
     assert (found.step, found.last_active[5]) == (last, last)
     assert found.frequency[5] == pytest.approx(1e308, rel=0.2)
 
 
 def test_a_written_state_has_the_published_keys() -> None:
-    document = json.loads(write_state(state_of({0: warm(5, capacity=2)}, timestamp=7, prompt="P")))
+    document = json.loads(
+        write_state(capture_state({0: warm(5, capacity=2)}, timestamp=7, prompt="P"))
+    )
     assert document == {
         "version": 1,
         "capacity": 2,
@@ -179,8 +181,8 @@ def test_what_is_saved_is_restored(
 ) -> None:
     before = {number: warm(*order[:capacity]) for number, order in enumerate(orders)}
     for layer in before.values():
-        layer.note(np.array(asked, int).reshape(len(asked), 2))
+        layer.record_tokens(np.array(asked, int).reshape(len(asked), 2))
     again = {number: LayerSlots(experts=16, capacity=capacity) for number in before}
-    for number, experts in restore(saved(before), again).items():
+    for number, experts in restore_state(saved(before), again).items():
         bring(again[number], experts)
-    assert state_of(again, timestamp=0) == state_of(before, timestamp=0)
+    assert capture_state(again, timestamp=0) == capture_state(before, timestamp=0)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.skipping import (
+from expertctl.engine.moe.resident_experts import (
     SkipTotals,
-    capped_weights,
-    effective_weights,
-    over_cap,
-    skip_totals,
-    skipped_share,
+    apply_skip_cap,
+    compute_skipped_share,
+    find_tokens_over_cap,
+    redistribute_weights,
+    sum_skips,
 )
 
 VECTORS = json.loads(
@@ -37,7 +37,7 @@ def tokens(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("case", VECTORS, ids=str)
 def test_effective_weights_are_those_of_the_vectors(case: dict[str, Any]) -> None:
     weights = np.array([case["weights"]], np.float32)
-    found = effective_weights(weights, np.array([case["hits"]], np.float32))
+    found = redistribute_weights(weights, np.array([case["hits"]], np.float32))
     assert found.dtype == np.float32
     assert found[0].tolist() == pytest.approx(case["effective"], abs=1e-6)
 
@@ -47,7 +47,7 @@ def test_the_mass_that_the_router_gave_is_kept_unless_all_is_missed(
     case: tuple[np.ndarray, np.ndarray],
 ) -> None:
     weights, hits = case
-    found = effective_weights(weights, hits)
+    found = redistribute_weights(weights, hits)
     mass = np.where(hits.any(-1), weights.sum(-1, dtype=np.float64), 0.0)
     np.testing.assert_allclose(found.sum(-1, dtype=np.float64), mass, rtol=1e-6)
     assert not found[~hits].any()
@@ -56,7 +56,7 @@ def test_the_mass_that_the_router_gave_is_kept_unless_all_is_missed(
 @given(tokens())
 def test_what_is_left_keeps_its_order_and_proportions(case: tuple[np.ndarray, np.ndarray]) -> None:
     weights, hits = case
-    for before, after, hit in zip(weights, effective_weights(weights, hits), hits, strict=True):
+    for before, after, hit in zip(weights, redistribute_weights(weights, hits), hits, strict=True):
         kept = np.argsort(before[hit], kind="stable")
         assert (np.diff(after[hit][kept]) >= 0).all()
         assert (after[hit] >= before[hit] * (1 - 1e-6)).all()
@@ -68,26 +68,28 @@ def test_what_is_left_keeps_its_order_and_proportions(case: tuple[np.ndarray, np
 @given(tokens())
 def test_where_all_is_hit_the_weights_stay_to_the_bit(case: tuple[np.ndarray, np.ndarray]) -> None:
     weights, _ = case
-    found = effective_weights(weights, np.ones_like(weights))
+    found = redistribute_weights(weights, np.ones_like(weights))
     assert found.tobytes() == weights.tobytes()
 
 
 def test_a_hit_of_hardly_any_weight_takes_over_the_mass_of_the_rest() -> None:
     weights = np.array([[1.0, 1e-40]], np.float32)  # in float32 1 / 1e-40 is infinite
-    assert effective_weights(weights, np.array([[0, 1]])).tolist() == [[0.0, 1.0]]
+    assert redistribute_weights(weights, np.array([[0, 1]])).tolist() == [[0.0, 1.0]]
 
 
 def test_a_hit_without_weight_takes_over_nothing() -> None:
     weights = np.array([[0.7, 0.0]], np.float32)
-    assert effective_weights(weights, np.array([[0, 1]])).tolist() == [[0.0, 0.0]]
-    assert skipped_share(weights, np.array([[0, 1]])).tolist() == [1.0]
-    assert skipped_share(np.zeros_like(weights), np.array([[0, 1]])).tolist() == [0.0]
+    assert redistribute_weights(weights, np.array([[0, 1]])).tolist() == [[0.0, 0.0]]
+    assert compute_skipped_share(weights, np.array([[0, 1]])).tolist() == [1.0]
+    assert compute_skipped_share(np.zeros_like(weights), np.array([[0, 1]])).tolist() == [0.0]
 
 
 def test_the_share_that_is_missed_is_of_the_mass_of_its_token() -> None:
     weights = np.array([[0.6, 0.4], [0.3, 0.1], [0.5, 0.25], [0.2, 0.2]], np.float32)
     hits = np.array([[1, 0], [1, 0], [1, 1], [0, 0]])
-    assert skipped_share(weights, hits).tolist() == pytest.approx([0.4, 0.25, 0.0, 1.0], abs=1e-7)
+    assert compute_skipped_share(weights, hits).tolist() == pytest.approx(
+        [0.4, 0.25, 0.0, 1.0], abs=1e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,10 @@ def test_the_share_that_is_missed_is_of_the_mass_of_its_token() -> None:
 def test_tokens_above_the_cap_keep_all_their_weights(cap: float, full: list[bool]) -> None:
     weights = np.array([[0.5, 0.5], [0.75, 0.25], [0.5, 0.25], [0.25, 0.25]], np.float32)
     hits = np.array([[1, 0], [1, 0], [1, 1], [0, 0]])
-    assert over_cap(weights, hits, cap).tolist() == full
+    assert find_tokens_over_cap(weights, hits, cap).tolist() == full
     effective = [[1.0, 0.0], [1.0, 0.0], [0.5, 0.25], [0.0, 0.0]]
     want = [weights[at].tolist() if full[at] else effective[at] for at in range(4)]
-    assert capped_weights(weights, hits, cap).tolist() == want
+    assert apply_skip_cap(weights, hits, cap).tolist() == want
 
 
 @given(tokens(), st.floats(0, 1))
@@ -115,7 +117,7 @@ def test_no_token_that_is_skipped_loses_more_than_the_cap(
     case: tuple[np.ndarray, np.ndarray], cap: float
 ) -> None:
     weights, hits = case
-    full = over_cap(weights, hits, cap)
+    full = find_tokens_over_cap(weights, hits, cap)
     exact = weights.astype(np.float64)
     lost = np.where(hits, 0, exact).sum(-1) / exact.sum(-1)
     assert (lost[~full] <= cap + 1e-12).all()
@@ -124,8 +126,8 @@ def test_no_token_that_is_skipped_loses_more_than_the_cap(
 
 def test_a_token_whose_weights_are_no_numbers_is_never_skipped() -> None:
     weights = np.array([[np.nan, np.nan]], np.float32)
-    assert over_cap(weights, np.array([[1, 0]]), 1.0).tolist() == [True]
-    assert np.isnan(capped_weights(weights, np.array([[1, 0]]), 1.0)).all()
+    assert find_tokens_over_cap(weights, np.array([[1, 0]]), 1.0).tolist() == [True]
+    assert np.isnan(apply_skip_cap(weights, np.array([[1, 0]]), 1.0)).all()
 
 
 def test_totals_count_each_expert_of_a_layer_once_for_a_window() -> None:
@@ -133,30 +135,34 @@ def test_totals_count_each_expert_of_a_layer_once_for_a_window() -> None:
     hits = np.array([[1, 0, 1, 1], [0, 0, 1, 1]], np.float32)
     mass = np.array([[1.0, 0.8], [0.2, 1.0]], np.float32)
     skipped = np.array([[0.25, 0.4], [0.0, 0.0]], np.float32)
-    totals = skip_totals(requests, hits, mass=mass, skipped=skipped)
+    totals = sum_skips(requests, hits, router_weight=mass, skipped_weight=skipped)
     assert (totals.requests, totals.misses) == (5, 2)
     assert totals.fallback_rate == pytest.approx(0.4)
-    assert totals.skipped_mass == pytest.approx(0.65 / 3.0)
-    assert totals.most == pytest.approx(0.5)
+    assert totals.skipped_share == pytest.approx(0.65 / 3.0)
+    assert totals.max_share == pytest.approx(0.5)
 
 
 def test_totals_of_windows_add_up() -> None:
-    first = SkipTotals(requests=8, misses=2, mass=4.0, skipped=1.0, most=0.5)
-    second = SkipTotals(requests=2, misses=1, mass=1.0, skipped=0.0, most=0.25)
+    first = SkipTotals(requests=8, misses=2, router_weight=4.0, skipped_weight=1.0, max_share=0.5)
+    second = SkipTotals(requests=2, misses=1, router_weight=1.0, skipped_weight=0.0, max_share=0.25)
     both = first + second
-    assert both == SkipTotals(requests=10, misses=3, mass=5.0, skipped=1.0, most=0.5)
-    assert (both.fallback_rate, both.skipped_mass) == (0.3, 0.2)
+    assert both == SkipTotals(
+        requests=10, misses=3, router_weight=5.0, skipped_weight=1.0, max_share=0.5
+    )
+    assert (both.fallback_rate, both.skipped_share) == (0.3, 0.2)
     assert sum((first, second), SkipTotals()) == both
 
 
 def test_nothing_asked_for_is_nothing_missed() -> None:
     nothing = SkipTotals()
-    assert (nothing.fallback_rate, nothing.skipped_mass, nothing.most) == (0.0, 0.0, 0.0)
+    assert (nothing.fallback_rate, nothing.skipped_share, nothing.max_share) == (0.0, 0.0, 0.0)
     empty, nobody = np.zeros((2, 0)), np.zeros((2, 4), np.int64)
-    assert skip_totals(nobody, nobody, mass=empty, skipped=empty) == nothing
+    assert sum_skips(nobody, nobody, router_weight=empty, skipped_weight=empty) == nothing
 
 
 def test_exact_runs_count_misses_and_leave_nothing_out() -> None:
     requests, hits = np.array([[1, 1, 0]]), np.array([[1, 0, 0]])
-    totals = skip_totals(requests, hits, mass=np.array([[0.9]]), skipped=np.array([[0.0]]))
-    assert (totals.fallback_rate, totals.skipped_mass, totals.most) == (0.5, 0.0, 0.0)
+    totals = sum_skips(
+        requests, hits, router_weight=np.array([[0.9]]), skipped_weight=np.array([[0.0]])
+    )
+    assert (totals.fallback_rate, totals.skipped_share, totals.max_share) == (0.5, 0.0, 0.0)

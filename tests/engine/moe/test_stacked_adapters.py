@@ -10,22 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.compose import Weighted
-from expertctl.engine.fit import check_fit, named_for
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.lora import LoraTensors
+from expertctl.engine.adapters.compile import WeightedAdapter, check_adapter_fits, rename_modules
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.sequence_cache import KVCache
+from expertctl.engine.model.functional import LoraTensors
 from expertctl.errors import IncompatibleError
-from expertctl.package.model_config import ModelConfig, read_config
+from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.schema.strict_json import load_object
-from tests.engine.adapter_files import CONFIG, WEIGHTS, load
-from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
+from tests.engine.conftest import MakeReferenceModel, ReferenceModel, assert_same_logits
+from tests.engine.cpu.test_decoder import assert_exact
+from tests.engine.cpu.test_decoder import scores as scores_of
 from tests.engine.moe.test_packed_experts import fitting, whole
-from tests.engine.plans import packed_plan, torch_plan
-from tests.engine.routed_models import weight_of
-from tests.engine.test_packed_decoder import assert_exact
-from tests.engine.test_packed_decoder import scores as scores_of
+from tests.engine.package_fixtures import CONFIG, WEIGHTS, load_adapters
+from tests.engine.random_experts import make_packed_plan, make_torch_plan
+from tests.engine.reference_models import get_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
@@ -54,7 +53,7 @@ class Saved:
     peft: Any
 
 
-def saved(model: Oracle, directory: Path, **config: Any) -> Saved:
+def saved(model: ReferenceModel, directory: Path, **config: Any) -> Saved:
     """Let PEFT put an adapter on a model, with halves that are not 0, and save it."""
     wanted = {"target_modules": [], **config}
     made = peft.LoraConfig(r=2, lora_alpha=5, task_type="CAUSAL_LM", **wanted)
@@ -71,14 +70,14 @@ def saved(model: Oracle, directory: Path, **config: Any) -> Saved:
 
 
 def named(config: ModelConfig, directory: Path) -> LoadedAdapter:
-    adapter = named_for(load(directory), config.linear_shapes())
-    check_fit(adapter, config.linear_shapes(), width=config.hidden_size)
+    adapter = rename_modules(load_adapters(directory), config.linear_shapes())
+    check_adapter_fits(adapter, config.linear_shapes(), width=config.hidden_size)
     return adapter
 
 
-def by_torch(model: Oracle, adapter: LoadedAdapter) -> Tensor:
-    decoder = model.decoder()
-    deltas = torch_plan(decoder.config, [Weighted(adapter)]).deltas
+def by_torch(model: ReferenceModel, adapter: LoadedAdapter) -> Tensor:
+    decoder = model.load_decoder()
+    deltas = make_torch_plan(decoder.config, [WeightedAdapter(adapter)]).deltas
     cache = KVCache(decoder.config, 20)
     rows = [decoder.prefill(IDS[:7], cache, deltas).logits]
     rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]
@@ -88,22 +87,22 @@ def by_torch(model: Oracle, adapter: LoadedAdapter) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scores_are_those_of_peft(
-    arch: str, case: str, oracle: MakeOracle, crew: Crew, tmp_path: Path
+    arch: str, case: str, oracle: MakeReferenceModel, crew: ThreadPool, tmp_path: Path
 ) -> None:
     model = oracle(arch, **fitting(arch, {}))
-    plain = model.logits(IDS)
+    plain = model.compute_logits(IDS)
     found = saved(model, tmp_path / "saved", **CASES[case])
     assert float((found.scores - plain).abs().max()) > 0.01
-    adapter = named(read_config(model.directory), found.directory)
+    adapter = named(read_model_config(model.directory), found.directory)
     assert_exact(by_torch(model, adapter), model, IDS)
     decoder = whole(model, crew)
-    plan = packed_plan(decoder.config, [Weighted(adapter)])
+    plan = make_packed_plan(decoder.config, [WeightedAdapter(adapter)])
     assert_exact(scores_of(decoder, IDS, prefill=7, deltas=plan), model, IDS)
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "olmoe"])
 def test_modules_that_peft_turns_into_stacks_are_read_too(
-    arch: str, oracle: MakeOracle, tmp_path: Path
+    arch: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     """It writes a rank of its own for gate and up, by a regular expression."""
     model = oracle(arch)
@@ -111,18 +110,18 @@ def test_modules_that_peft_turns_into_stacks_are_read_too(
     found = saved(model, tmp_path / "saved", target_modules=["q_proj", *names])
     written = load_object((found.directory / CONFIG).read_bytes(), what="c", max_bytes=1 << 20)
     assert written["rank_pattern"] == {r".*\.gate_up_proj": 4}
-    adapter = named(read_config(model.directory), found.directory)
+    adapter = named(read_model_config(model.directory), found.directory)
     assert_same_logits(by_torch(model, adapter), found.scores[6:])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_expert_has_what_peft_adds_to_its_weights(
-    arch: str, oracle: MakeOracle, tmp_path: Path
+    arch: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     model = oracle(arch, num_hidden_layers=2)
-    config = read_config(model.directory)
+    config = read_model_config(model.directory)
     routed = {name for name in config.linear_shapes() if ".experts." in name}
-    before = {name: weight_of(model.model, name).clone() for name in routed}
+    before = {name: get_weight(model.model, name).clone() for name in routed}
     found = saved(model, tmp_path / "saved", **CASES["both"])
     adapter = named(config, found.directory)
     assert adapter.modules.keys() == routed
@@ -130,7 +129,7 @@ def test_every_expert_has_what_peft_adds_to_its_weights(
     for name, weight in before.items():
         [step] = adapter.modules[name]
         assert isinstance(step, LoraTensors)
-        theirs = weight_of(merged, name)
+        theirs = get_weight(merged, name)
         assert not torch.equal(weight, theirs)
         ours = weight + step.scale * step.b @ step.a
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -138,13 +137,13 @@ def test_every_expert_has_what_peft_adds_to_its_weights(
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.0"])
 def test_halves_that_older_versions_turned_are_read(
-    version: str, oracle: MakeOracle, tmp_path: Path
+    version: str, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     """They summed ``o r e, e r i -> e i o`` onto [experts, out, in]: i is the output there."""
     model = oracle("qwen3_moe")
     found = saved(model, tmp_path / "saved", **CASES["both"])
     rewrite(found.directory, experts=6, version=version)
-    adapter = named(read_config(model.directory), found.directory)
+    adapter = named(read_model_config(model.directory), found.directory)
     assert_same_logits(by_torch(model, adapter), found.scores[6:])
 
 
@@ -167,11 +166,11 @@ def rewrite(directory: Path, *, experts: int, version: str) -> None:
 
 @pytest.mark.parametrize("experts", [5, 8])
 def test_a_base_with_other_experts_is_refused_by_name(
-    experts: int, oracle: MakeOracle, tmp_path: Path
+    experts: int, oracle: MakeReferenceModel, tmp_path: Path
 ) -> None:
     model = oracle("qwen3_moe")
     found = saved(model, tmp_path / "saved", **CASES["both"])
-    other = replace_experts(read_config(model.directory), experts)
+    other = replace_experts(read_model_config(model.directory), experts)
     why = "the base has no such linear layer" if experts < 6 else "stacks of the adapter end before"
     with pytest.raises(IncompatibleError, match=why):
         named(other, found.directory)

@@ -7,19 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.moe.activity import ActivityDocument, LayerActivity
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.expert_cache import ExpertCache
-from expertctl.engine.moe.guide import Guide, activity_of
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.miss_policy import EXACT
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.pins import SharePins, TopPins
-from expertctl.engine.moe.routed_room import RoutedRoom
-from expertctl.engine.moe.saved_state import LayerState, SavedState
-from expertctl.engine.moe.start import Start, StartWishes, Warmup, begin, parse_rate
-from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.engine.moe.routed_experts import EXACT_POLICY, RoutedWorkspace
+from expertctl.engine.moe.usage_profile import (
+    ExpertUsage,
+    SharePins,
+    TopPins,
+    UsageProfile,
+    activity_from_profile,
+)
+from expertctl.engine.moe.warmup import (
+    LayerState,
+    SavedCacheState,
+    Warmup,
+    WarmupConfig,
+    WarmupPlan,
+    check_exchange_rate,
+    warm_up_cache,
+)
 from expertctl.errors import UsageError
 from expertctl.package.model_config import ModelConfig
 from tests.engine.moe.test_expert_cache import (
@@ -35,7 +45,7 @@ from tests.engine.moe.test_expert_cache import (
 __all__ = ["config"]
 
 USAGE = UsageProfile("", 10, EXPERTS, {n: {7: 10, 6: 8, 5: 2} for n in NUMBERS})
-GUIDE = Guide("a file", activity_of(USAGE), USAGE)
+GUIDE = ExpertUsage("a file", activity_from_profile(USAGE), USAGE)
 
 
 def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
@@ -44,92 +54,92 @@ def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
 
 def use(cache: ExpertCache, config: ModelConfig, chosen: Sequence[int], *, passes: int = 1) -> None:
     """Let a token ask for the same experts of each layer in so many passes."""
-    room = RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    room = RoutedWorkspace(config, Scheme.FLOAT32, tokens=1)
     room.selected[:], room.likely[:] = chosen, chosen
     for _ in range(passes):
         for layer in range(LAYERS):
-            cache.bring(layer, room, 1)
-        cache.passed(room, 1, phase=Phase.DECODE)
+            cache.load(layer, room, 1)
+        cache.end_pass(room, 1, phase=Phase.DECODE)
     cache.check_integrity()
 
 
-def residents(cache: ExpertCache) -> list[set[int]]:
-    return [set(slots.residents) for slots in cache.slots]
+def list_cached_experts(cache: ExpertCache) -> list[set[int]]:
+    return [set(slots.resident_ids) for slots in cache.slots]
 
 
 def test_all_who_are_known_have_slots_before_the_first_pass(config: ModelConfig) -> None:
-    with closing(new_cache(Marked(), slots=3, policy=EXACT)) as cache:
-        begin(cache, Start(StartWishes(warmup="full"), GUIDE), by_number(cache))
-        assert residents(cache) == [{7, 6, 5}] * LAYERS
+    with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        assert list_cached_experts(cache) == [{7, 6, 5}] * LAYERS
         cache.check_integrity()
 
 
 def test_slots_of_which_nothing_is_known_are_filled_in_full_alone(config: ModelConfig) -> None:
-    with closing(new_cache(Marked(), slots=5, policy=EXACT)) as cache:
-        begin(cache, Start(StartWishes(warmup="full"), GUIDE), by_number(cache))
-        assert residents(cache) == [{7, 6, 5, 0, 1}] * LAYERS
+    with closing(new_cache(Marked(), slots=5, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="full"), GUIDE), by_number(cache))
+        assert list_cached_experts(cache) == [{7, 6, 5, 0, 1}] * LAYERS
 
 
 def test_who_is_known_comes_beside_the_work_as_long_as_slots_are_empty(
     config: ModelConfig,
 ) -> None:
-    with closing(new_cache(Marked(), slots=4, policy=EXACT)) as cache:
-        begin(cache, Start(StartWishes(warmup="hybrid"), GUIDE), by_number(cache))
+    with closing(new_cache(Marked(), slots=4, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
         use(cache, config, (0, 7), passes=200)
-        assert residents(cache) == [{0, 7, 6, 5}] * LAYERS
+        assert list_cached_experts(cache) == [{0, 7, 6, 5}] * LAYERS
 
 
 def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
     config: ModelConfig,
 ) -> None:
     reader = Slow((NUMBERS[0], 7))  # all others wait behind
-    with closing(new_cache(reader, slots=2, policy=EXACT)) as cache:
+    with closing(new_cache(reader, slots=2, policy=EXACT_POLICY)) as cache:
         for slots in cache.slots:
             slots.pin([7])
-        begin(cache, Start(StartWishes(warmup="hybrid"), GUIDE), by_number(cache))
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="hybrid"), GUIDE), by_number(cache))
         assert reader.has_begun.wait(120)
         use(cache, config, (0, 1))
-        assert residents(cache) == [{0, 1}] * LAYERS
+        assert list_cached_experts(cache) == [{0, 1}] * LAYERS
         reader.goes_on.set()
         use(cache, config, (0, 1), passes=200)
-        assert all(7 in there for there in residents(cache))
+        assert all(7 in there for there in list_cached_experts(cache))
 
 
 def test_nobody_comes_who_is_not_asked_for_where_that_is_wished(config: ModelConfig) -> None:
     reader = Marked()
-    with closing(new_cache(reader, slots=4, policy=EXACT)) as cache:
-        begin(cache, Start(StartWishes(warmup="none"), GUIDE), by_number(cache))
+    with closing(new_cache(reader, slots=4, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(warmup="none"), GUIDE), by_number(cache))
         use(cache, config, (0, 1), passes=20)
         assert {expert for _, expert in reader.read_names} == {0, 1}
 
 
 @pytest.mark.parametrize("warmup", ["none", "hybrid", "full"])
 def test_a_restored_state_keeps_its_counts_and_its_residents_come_first(warmup: Warmup) -> None:
-    state = SavedState(
+    state = SavedCacheState(
         0.0, "", {n: LayerState((4, -1), {4: 9.0, 3: 1.0}, {4: 6}, 7) for n in NUMBERS}
     )
     slots = {n: LayerSlots(experts=EXPERTS, capacity=3) for n in NUMBERS}
-    ranked = Start(StartWishes(warmup=warmup), GUIDE, state).ranked(slots)
+    ranked = WarmupPlan(WarmupConfig(warmup=warmup), GUIDE, state).rank_experts(slots)
     assert ranked == [[4, 7, 6, 5]] * LAYERS
     assert [(layer.step, layer.counts[4]) for layer in slots.values()] == [(7, 9.0)] * LAYERS
 
 
 def test_pins_come_before_all_others() -> None:
-    state = SavedState(0.0, "", {1: LayerState((4,), {}, {}, 0)})
+    state = SavedCacheState(0.0, "", {1: LayerState((4,), {}, {}, 0)})
     slots = {1: LayerSlots(experts=EXPERTS, capacity=3, pinned=(6,))}
-    assert Start(StartWishes(), GUIDE, state).ranked(slots) == [[6, 4, 7, 5]]
+    assert WarmupPlan(WarmupConfig(), GUIDE, state).rank_experts(slots) == [[6, 4, 7, 5]]
 
 
 def test_a_plan_has_the_pins_that_are_wished_and_slots_as_is_known() -> None:
     plan = CachePlan(layers=LAYERS, experts=EXPERTS, slots=2)
-    assert Start(StartWishes(), GUIDE).planned(plan, NUMBERS) == plan
-    assert Start(StartWishes(pins=TopPins(1))).planned(plan, NUMBERS) == plan
-    named = Start(StartWishes(pins=TopPins(1)), GUIDE).planned(plan, NUMBERS)
-    assert named.pins == (frozenset({7}),) * LAYERS
-    shared = Start(StartWishes(pins=SharePins(0.5)), GUIDE).planned(plan, NUMBERS)
-    assert shared.pins == (frozenset({7, 6}),) * LAYERS
+    assert WarmupPlan(WarmupConfig(), GUIDE).adapt_cache_plan(plan, NUMBERS) == plan
+    assert WarmupPlan(WarmupConfig(pins=TopPins(1))).adapt_cache_plan(plan, NUMBERS) == plan
+    named = WarmupPlan(WarmupConfig(pins=TopPins(1)), GUIDE).adapt_cache_plan(plan, NUMBERS)
+    assert named.pinned_by_layer == (frozenset({7}),) * LAYERS
+    shared = WarmupPlan(WarmupConfig(pins=SharePins(0.5)), GUIDE).adapt_cache_plan(plan, NUMBERS)
+    assert shared.pinned_by_layer == (frozenset({7, 6}),) * LAYERS
     with pytest.raises(UsageError, match="layer 1 has 2 slots"):
-        Start(StartWishes(pins=TopPins(3)), GUIDE).planned(plan, NUMBERS)
+        WarmupPlan(WarmupConfig(pins=TopPins(3)), GUIDE).adapt_cache_plan(plan, NUMBERS)
 
 
 def test_layers_that_ask_for_more_get_more_slots() -> None:
@@ -141,8 +151,10 @@ def test_layers_that_ask_for_more_get_more_slots() -> None:
     activity = ActivityDocument("update", layers, experts=64, used=8)
     usage = UsageProfile("", 1, 64, {layer.layer: layer.hits for layer in layers})
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = Start(StartWishes(), Guide("", activity, usage)).planned(plan, range(12))
-    assert min(found.by_layer[:6]) > max(found.by_layer[6:]) >= 8
+    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity, usage)).adapt_cache_plan(
+        plan, range(12)
+    )
+    assert min(found.slots_by_layer[:6]) > max(found.slots_by_layer[6:]) >= 8
     assert found.blocks <= plan.blocks
 
 
@@ -156,14 +168,16 @@ def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
     activity = ActivityDocument("update", layers, experts=64, used=8)
     usage = UsageProfile("", 1, 64, {layer.layer: layer.hits for layer in layers})
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = Start(StartWishes(), Guide("", activity, usage)).planned(plan, range(12))
+    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity, usage)).adapt_cache_plan(
+        plan, range(12)
+    )
     assert len(set(found.capacities)) <= 2
     assert max(found.capacities) - min(found.capacities) <= 1
 
 
 def test_an_exchange_that_is_wished_waits_for_what_is_learnt(config: ModelConfig) -> None:
-    with closing(new_cache(Marked(), slots=2, policy=EXACT)) as cache:
-        begin(cache, Start(StartWishes(exchange=0.5)), by_number(cache))
+    with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(WarmupConfig(exchange=0.5)), by_number(cache))
         assert (list(cache.scores), cache.exchange_rate) == ([{}] * LAYERS, 0.5)
 
 
@@ -172,21 +186,21 @@ def test_a_profile_exchanges_residents_for_those_who_are_asked_for_more(
 ) -> None:
     """Nobody asks for 6 and 7 here, and 0 and 1 have all slots; at no rate they stay."""
     for rate, there in ((0.0, {0, 1}), (1.0, {6, 7})):
-        with closing(new_cache(Marked(), slots=2, policy=EXACT)) as cache:
+        with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
             use(cache, config, (0, 1), passes=3)
-            wishes = StartWishes(warmup="none", exchange=rate)
-            begin(cache, Start(wishes, GUIDE), by_number(cache))
+            wishes = WarmupConfig(warmup="none", exchange=rate)
+            warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
             use(cache, config, (2, 3), passes=100)
             use(cache, config, (4, 3), passes=100)
-            found = set.union(*residents(cache))
+            found = set.union(*list_cached_experts(cache))
             assert (there <= found) == (rate == 1.0), found
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_what_is_no_share_is_refused(rate: float) -> None:
     with pytest.raises(UsageError, match="not a share"):
-        parse_rate(rate)
+        check_exchange_rate(rate)
 
 
-def test_wishes_are_values() -> None:
-    assert StartWishes(profile=Path("x")) == StartWishes(profile=Path("x"))
+def test_warmup_configs_are_values() -> None:
+    assert WarmupConfig(profile=Path("x")) == WarmupConfig(profile=Path("x"))

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.updates import (
-    MOST_PASSES,
-    MOST_SWAPS,
+from expertctl.engine.moe.swap_policy import (
+    MAX_PASSES,
+    MAX_SWAPS_PER_LAYER,
     RequestBuffer,
     Swap,
-    Update,
-    updates_between_tokens,
+    SwapUpdate,
+    plan_updates,
 )
 
 RULES = json.loads((Path(__file__).parents[2] / "vectors" / "moe_cache.json").read_text())[
@@ -26,7 +26,7 @@ RULES = json.loads((Path(__file__).parents[2] / "vectors" / "moe_cache.json").re
 def layer(*cached: int, experts: int = 16, pinned: tuple[int, ...] = ()) -> LayerSlots:
     slots = LayerSlots(experts=experts, capacity=len(cached), pinned=pinned)
     for slot, expert in enumerate(cached):
-        slots.exchange(slot=slot, expert=expert)
+        slots.assign(slot=slot, expert=expert)
     return slots
 
 
@@ -38,24 +38,24 @@ def passes(*asked: list[list[int]]) -> RequestBuffer:
     return buffer
 
 
-def update(slots: list[LayerSlots], buffer: RequestBuffer, *, layers: int = 48) -> Update:
-    return updates_between_tokens(slots, buffer, layer_budget=layers)
+def update(slots: list[LayerSlots], buffer: RequestBuffer, *, layers: int = 48) -> SwapUpdate:
+    return plan_updates(slots, buffer, layer_budget=layers)
 
 
-def apply(slots: list[LayerSlots], found: Update) -> None:
+def apply(slots: list[LayerSlots], found: SwapUpdate) -> None:
     for swap in found.swaps:
-        assert slots[swap.layer].exchange(slot=swap.slot, expert=swap.add) == swap.evict
+        assert slots[swap.layer].assign(slot=swap.slot, expert=swap.add) == swap.evict
     for one in slots:
         one.check_integrity()
 
 
 def test_a_swap_brings_what_was_missing_for_what_is_worth_least() -> None:
     slots = [layer(3, 5, 7)]
-    slots[0].note(np.array([[3], [3], [5]]))
+    slots[0].record_tokens(np.array([[3], [3], [5]]))
     found = update(slots, passes([[9, 9]], [[3, 3]]))
     assert found.swaps == (Swap(layer=0, slot=2, evict=7, add=9),)
     apply(slots, found)
-    assert slots[0].residents == [3, 5, 9]
+    assert slots[0].resident_ids == [3, 5, 9]
 
 
 def test_the_pass_in_flight_is_neither_counted_nor_are_its_experts_evicted() -> None:
@@ -75,13 +75,13 @@ def test_the_pass_in_flight_is_neither_counted_nor_are_its_experts_evicted() -> 
 def test_without_a_settled_pass_nothing_is_counted_or_swapped(count: int) -> None:
     slots = [layer(3, 5)]
     found = update(slots, passes(*[[[9]]] * count))
-    assert found == Update((), (0,), (0,))
+    assert found == SwapUpdate((), (0,), (0,))
     assert found.fallback_rate == 0
     assert slots[0].step == 0
 
 
 def test_at_most_ten_are_swapped_in_a_layer_and_lower_ids_come_of_equal_worth() -> None:
-    assert RULES["max_swaps_per_layer_per_call"] == MOST_SWAPS == 10
+    assert RULES["max_swaps_per_layer_per_call"] == MAX_SWAPS_PER_LAYER == 10
     slots = [layer(*range(20), experts=40)]
     wanted = list(range(20, 35))
     found = update(slots, passes([wanted], [wanted], [[20]]))
@@ -98,7 +98,7 @@ def test_where_more_is_missing_than_may_come_the_most_wanted_comes_in_ascending_
 
 def test_nobody_comes_who_is_worth_no_more_than_who_would_go() -> None:
     slots = [layer(3, 5)]
-    slots[0].note(np.array([[3, 5]] * 4))
+    slots[0].record_tokens(np.array([[3, 5]] * 4))
     found = update(slots, passes([[9]], [[3]]))
     assert found.swaps == ()
     assert found.misses == (1,)
@@ -107,7 +107,7 @@ def test_nobody_comes_who_is_worth_no_more_than_who_would_go() -> None:
 
 def test_who_is_likely_next_stays_and_comes_before_others() -> None:
     slots = [layer(3, 5)]
-    slots[0].note(np.array([[3, 5]] * 4))
+    slots[0].record_tokens(np.array([[3, 5]] * 4))
     slots[0].chances[[3, 9]] = 0.2
     found = update(slots, passes([[8, 9]], [[0]]))
     assert found.swaps == (Swap(0, slot=1, evict=5, add=9),)
@@ -121,7 +121,7 @@ def test_pinned_experts_stay_whatever_they_are_worth() -> None:
 
 def test_empty_slots_are_taken_first() -> None:
     slots = [LayerSlots(experts=8, capacity=3)]
-    slots[0].exchange(slot=1, expert=0)
+    slots[0].assign(slot=1, expert=0)
     found = update(slots, passes([[6, 7]], [[0]]))
     assert found.swaps == (Swap(0, slot=0, evict=None, add=6), Swap(0, slot=2, evict=None, add=7))
     apply(slots, found)
@@ -180,8 +180,8 @@ def test_a_buffer_keeps_what_was_asked_for_though_the_memory_is_used_again() -> 
 
 
 def test_a_buffer_that_nobody_takes_from_stays_bounded() -> None:
-    buffer = passes(*[[[1]]] * (3 * MOST_PASSES))
-    assert len(buffer.take_settled()) == MOST_PASSES - 1
+    buffer = passes(*[[[1]]] * (3 * MAX_PASSES))
+    assert len(buffer.take_settled()) == MAX_PASSES - 1
 
 
 tokens = st.lists(st.lists(st.integers(0, 11), min_size=3, max_size=3), min_size=1, max_size=3)
@@ -202,8 +202,8 @@ def test_in_any_window_an_update_keeps_the_rules(data: st.DataObject) -> None:
             expert for pass_ in buffer._passes for token in pass_[0].tolist() for expert in token
         }
         budget, most = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 12))
-        before = [one.residents for one in slots]
-        found = updates_between_tokens(slots, buffer, layer_budget=budget, swaps_a_layer=most)
+        before = [one.resident_ids for one in slots]
+        found = plan_updates(slots, buffer, layer_budget=budget, swaps_per_layer=most)
         assert len({swap.layer for swap in found.swaps}) <= budget
         for number, residents in enumerate(before):
             swaps = [swap for swap in found.swaps if swap.layer == number]

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.large_document import MAX_BYTES
+from expertctl.engine.moe.activity import MAX_BYTES
 from expertctl.engine.moe.usage_profile import (
     UsageProfile,
-    merged,
-    overlap,
-    profile_of,
+    compute_overlap,
+    merge_profiles,
+    profile_from_prompt,
     read_profile,
     write_profile,
 )
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.schema.strict_json import loads
-from expertctl.schema.validation import problems_of
+from expertctl.schema.validation import find_problems
 
 EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples" / "moe-profile"
 
@@ -28,52 +28,52 @@ def profile(counts: dict[int, int], *, prompts: int = 24, threshold: float = 0.5
 
 
 def test_universal_is_whom_at_least_the_threshold_of_all_prompts_activate() -> None:
-    assert profile({3: 24, 7: 12, 9: 11}).universal(0) == [3, 7]
-    assert profile({3: 24, 7: 12, 9: 11}, threshold=1).universal(0) == [3]
-    assert profile({3: 1, 9: 24}, threshold=0).universal(0) == [3, 9]
-    assert profile({3: 1}).universal(5) == []
+    assert profile({3: 24, 7: 12, 9: 11}).list_universal(0) == [3, 7]
+    assert profile({3: 24, 7: 12, 9: 11}, threshold=1).list_universal(0) == [3]
+    assert profile({3: 1, 9: 24}, threshold=0).list_universal(0) == [3, 9]
+    assert profile({3: 1}).list_universal(5) == []
 
 
 def test_so_many_are_pinned_the_most_universal_first_and_of_equals_the_lower_id() -> None:
     found = profile({9: 5, 2: 5, 4: 6, 8: 1})
-    assert found.top(0, 3) == [4, 2, 9]
-    assert found.top(0, 0) == []
-    assert found.top(0, 99) == [4, 2, 9, 8]
-    assert found.top(1, 3) == []
+    assert found.top_experts(0, 3) == [4, 2, 9]
+    assert found.top_experts(0, 0) == []
+    assert found.top_experts(0, 99) == [4, 2, 9, 8]
+    assert found.top_experts(1, 3) == []
 
 
 def test_a_negative_number_of_pins_is_refused() -> None:
     with pytest.raises(UsageError, match="-1 experts cannot be pinned"):
-        profile({}).top(0, -1)
+        profile({}).top_experts(0, -1)
 
 
 def test_the_profile_of_a_prompt_counts_each_expert_once() -> None:
-    found = profile_of({1: [5, 3, 5], 0: [2]}, model="acme/moe", experts=8, preset="code")
+    found = profile_from_prompt({1: [5, 3, 5], 0: [2]}, model="acme/moe", experts=8, preset="code")
     assert found == UsageProfile("acme/moe", 1, 8, {0: {2: 1}, 1: {3: 1, 5: 1}}, preset="code")
 
 
 def test_merged_profiles_count_the_prompts_of_all() -> None:
     prompts = [{0: [1, 2]}, {0: [2]}, {0: [2, 3], 4: [7]}]
-    found = merged([profile_of(asked, model="m", experts=8) for asked in prompts])
+    found = merge_profiles([profile_from_prompt(asked, model="m", experts=8) for asked in prompts])
     assert found.prompts == 3
     assert found.layers == {0: {1: 1, 2: 3, 3: 1}, 4: {7: 1}}
-    assert found.universal(0) == [2]
+    assert found.list_universal(0) == [2]
 
 
 def test_profiles_of_different_models_are_not_merged() -> None:
     with pytest.raises(IncompatibleError, match="of m with 8 experts and of n with 8"):
-        merged([profile_of({}, model=name, experts=8) for name in "mn"])
+        merge_profiles([profile_from_prompt({}, model=name, experts=8) for name in "mn"])
     with pytest.raises(UsageError, match="no profile"):
-        merged([])
+        merge_profiles([])
 
 
 def test_the_overlap_of_profiles_is_the_mean_jaccard_index_of_universal_experts() -> None:
     one = UsageProfile("m", 1, 8, {0: {1: 1, 2: 1, 3: 1}, 1: {4: 1}})
     other = UsageProfile("m", 1, 8, {0: {2: 1, 3: 1, 4: 1}, 2: {5: 1}})
-    assert overlap(one, other) == pytest.approx((2 / 4 + 0 + 0) / 3)
-    assert overlap(one, one) == 1
+    assert compute_overlap(one, other) == pytest.approx((2 / 4 + 0 + 0) / 3)
+    assert compute_overlap(one, one) == 1
     nobody = UsageProfile("m", 1, 8, {0: {}})
-    assert overlap(nobody, nobody) == 1
+    assert compute_overlap(nobody, nobody) == 1
 
 
 def test_a_written_profile_has_the_published_keys() -> None:
@@ -110,7 +110,7 @@ def test_what_a_document_says_of_universal_experts_follows_from_its_counts() -> 
     layers = {"0": {"universal": [9], "activation_counts": {"3": 2, "9": 0}}}
     document = {"num_prompts": 2, "num_experts": 64, "layers": layers}
     found = read_profile(json.dumps(document).encode(), what="a profile")
-    assert found.universal(0) == [3]
+    assert found.list_universal(0) == [3]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("valid/*.json")), ids=lambda path: path.stem)
@@ -156,5 +156,5 @@ def profiles(draw: st.DrawFn) -> UsageProfile:
 @given(profiles())
 def test_what_is_written_is_read_again(found: UsageProfile) -> None:
     data = write_profile(found)
-    assert problems_of(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-profile") == []
+    assert find_problems(loads(data, what="ours", max_bytes=MAX_BYTES), "moe-profile") == []
     assert read_profile(data, what="ours") == found

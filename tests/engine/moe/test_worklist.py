@@ -12,16 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.routing import RoutingRule, route
-from expertctl.engine.moe.worklist import (
+from expertctl.engine.moe.routing import (
     COLD,
-    Lane,
+    ExpertWorklist,
     LaneMap,
     Order,
-    Worklist,
+    RoutingRule,
+    WorklistLane,
     build_worklist,
-    one_lane,
-    several_lanes,
+    make_lane_map,
+    make_multi_lane_map,
+    route,
 )
 
 VECTORS = json.loads(
@@ -31,18 +32,18 @@ SPLIT, SEVERAL = VECTORS["worklist"], VECTORS["multi_lane"]
 ORDERS: tuple[Order, ...] = ("token_major", "expert_major", "token_aligned")
 
 
-def split(order: Order, *, dummy: bool = True) -> Worklist:
+def split(order: Order, *, dummy: bool = True) -> ExpertWorklist:
     """The worklist of the vectors."""
     return build_worklist(
         np.array(SPLIT["selected"]),
         np.array(SPLIT["weights"]),
-        one_lane(np.array(SPLIT["hot_map"]), 2),
+        make_lane_map(np.array(SPLIT["hot_map"]), 2),
         order,
         dummy=dummy,
     )
 
 
-def entries(lane: Lane, place: str) -> list[dict[str, Any]]:
+def entries(lane: WorklistLane, place: str) -> list[dict[str, Any]]:
     """The routed slots of a lane as the vectors write them."""
     return [
         {
@@ -52,7 +53,7 @@ def entries(lane: Lane, place: str) -> list[dict[str, Any]]:
             "weight": float(lane.weights[at]),
             "expert": int(lane.experts[at]),
         }
-        for at in np.flatnonzero(lane.filled)
+        for at in np.flatnonzero(lane.is_filled)
     ]
 
 
@@ -71,7 +72,9 @@ def test_the_slots_of_the_vectors_are_in_their_lane_and_order(order: Order) -> N
     assert_entries(entries(worklist.hot[0], "slot"), SPLIT[order]["hot"], 1e-7)
     assert_entries(entries(worklist.cold, "expert"), SPLIT[order]["cold"], 1e-7)
     assert (
-        worklist.hot[0].filled.tolist() == worklist.cold.filled.tolist() == [True] * 3 + [False] * 3
+        worklist.hot[0].is_filled.tolist()
+        == worklist.cold.is_filled.tolist()
+        == [True] * 3 + [False] * 3
     )
     assert (worklist.hot[0].count, worklist.cold.count) == tuple(SPLIT["counts"].values())
 
@@ -79,8 +82,8 @@ def test_the_slots_of_the_vectors_are_in_their_lane_and_order(order: Order) -> N
 def test_token_aligned_slots_stay_where_their_source_is() -> None:
     worklist = split("token_aligned")
     (hot,), cold = worklist.hot, worklist.cold
-    assert np.flatnonzero(hot.filled).tolist() == SPLIT["token_aligned_hot_positions"]
-    assert np.flatnonzero(cold.filled).tolist() == SPLIT["token_aligned_cold_positions"]
+    assert np.flatnonzero(hot.is_filled).tolist() == SPLIT["token_aligned_hot_positions"]
+    assert np.flatnonzero(cold.is_filled).tolist() == SPLIT["token_aligned_cold_positions"]
     assert_entries(entries(hot, "slot"), SPLIT["token_major"]["hot"], 1e-7)
     assert_entries(entries(cold, "expert"), SPLIT["token_major"]["cold"], 1e-7)
     assert (hot.count, cold.count) == (3, 3)
@@ -92,7 +95,7 @@ def test_empty_entries_name_the_dummy_or_nobody(order: Order, dummy: bool) -> No
     worklist = split(order, dummy=dummy)
     capacity = SPLIT["k"] * SPLIT["n_tokens"]
     for lane, place in ((worklist.hot[0], 2 if dummy else -1), (worklist.cold, -1)):
-        empty = ~lane.filled
+        empty = ~lane.is_filled
         assert empty.sum() == 3
         assert set(lane.places[empty].tolist()) == {place}
         assert set(lane.sources[empty].tolist()) == {capacity}
@@ -102,7 +105,7 @@ def test_empty_entries_name_the_dummy_or_nobody(order: Order, dummy: bool) -> No
 
 
 def test_several_lanes_share_the_slots_of_the_vectors() -> None:
-    lanes = several_lanes(np.array(SEVERAL["lane_map"]))
+    lanes = make_multi_lane_map(np.array(SEVERAL["lane_map"]))
     lanes.check_integrity()
     worklist = build_worklist(
         np.array(SEVERAL["selected"]), np.array(SEVERAL["weights"]), lanes, "token_major"
@@ -122,7 +125,7 @@ def lanes_of(case: dict[str, Any]) -> LaneMap:
     slots = np.full(len(case["logits"][0]), -1)
     for expert, slot in hot_map.items():
         slots[int(expert)] = slot
-    return one_lane(slots, len(hot_map))
+    return make_lane_map(slots, len(hot_map))
 
 
 @pytest.mark.parametrize("case", VECTORS["from_logits"], ids=lambda case: str(case["logits"]))
@@ -144,7 +147,7 @@ def test_biased_sigmoid_puts_the_biased_expert_first_into_the_hot_lane() -> None
     rule = RoutingRule(used=case["k"], scoring="sigmoid")
     logits = torch.tensor(case["logits"], dtype=torch.float32)
     routed = route(logits, rule, torch.tensor(case["bias"]))
-    lanes = one_lane(np.array([-1, -1, 0, -1]), 1)
+    lanes = make_lane_map(np.array([-1, -1, 0, -1]), 1)
     worklist = build_worklist(routed.selected.numpy(), routed.weights.numpy(), lanes, "token_major")
     hot = [{"expert": 2, "src": 0, "weight": 0.5}]
     cold = [{"expert": 0, "src": 1, "weight": 0.8807971}]
@@ -153,7 +156,7 @@ def test_biased_sigmoid_puts_the_biased_expert_first_into_the_hot_lane() -> None
 
 
 @dataclass(frozen=True)
-class Split:
+class WorkSplit:
     """Something to be split."""
 
     selected: np.ndarray
@@ -162,7 +165,7 @@ class Split:
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> Split:
+def splits(draw: st.DrawFn) -> WorkSplit:
     """Routed slots of experts that lie in up to three hot lanes with spare slots, or in none."""
     experts, tokens = draw(st.integers(1, 9)), draw(st.integers(0, 6))
     used = draw(st.integers(1, experts))
@@ -182,11 +185,11 @@ def splits(draw: st.DrawFn) -> Split:
         slots[members] = draw(st.permutations(range(sizes[-1])))[: len(members)]
     selected = np.array(rows, np.int64).reshape(tokens, experts)[:, :used]
     weights = np.arange(1, 1 + tokens * used, dtype=np.float32).reshape(tokens, used) / 64
-    return Split(selected, weights, LaneMap(lanes, slots, tuple(sizes)))
+    return WorkSplit(selected, weights, LaneMap(lanes, slots, tuple(sizes)))
 
 
 @given(splits(), st.sampled_from(ORDERS), st.booleans())
-def test_every_routed_slot_is_in_one_lane_once(case: Split, order: Order, dummy: bool) -> None:
+def test_every_routed_slot_is_in_one_lane_once(case: WorkSplit, order: Order, dummy: bool) -> None:
     case.lanes.check_integrity()
     worklist = build_worklist(case.selected, case.weights, case.lanes, order, dummy=dummy)
     worklist.check_integrity()
@@ -205,7 +208,7 @@ def test_every_routed_slot_is_in_one_lane_once(case: Split, order: Order, dummy:
 
 
 @given(splits())
-def test_orders_differ_in_nothing_but_order(case: Split) -> None:
+def test_orders_differ_in_nothing_but_order(case: WorkSplit) -> None:
     for lanes in zip(
         *(build_worklist(case.selected, case.weights, case.lanes, order) for order in ORDERS),
         strict=True,
@@ -214,12 +217,14 @@ def test_orders_differ_in_nothing_but_order(case: Split) -> None:
         assert by_token == sorted(by_token, key=lambda entry: entry["src"])
         assert by_expert == sorted(by_token, key=lambda entry: (entry["place"], entry["src"]))
         assert aligned == by_token
-        assert np.flatnonzero(lanes[2].filled).tolist() == [entry["src"] for entry in aligned]
-        assert all(not a or b for b, a in pairwise(lanes[1].filled))  # what is filled comes first
+        assert np.flatnonzero(lanes[2].is_filled).tolist() == [entry["src"] for entry in aligned]
+        assert all(
+            not a or b for b, a in pairwise(lanes[1].is_filled)
+        )  # what is filled comes first
 
 
 def test_a_lookup_that_names_the_dummy_or_nobody_is_cold() -> None:
-    lanes = one_lane(np.array([2, 0, -1, 1], np.int32), 2)
+    lanes = make_lane_map(np.array([2, 0, -1, 1], np.int32), 2)
     assert lanes.lanes.tolist() == [-1, 0, -1, 0]
     lanes.check_integrity()
 

@@ -7,13 +7,19 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from expertctl.engine.compose import BASE_ALONE
-from expertctl.engine.message import UserMessage
+from expertctl.engine.adapters.compile import BASE_ONLY
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import BytesRead
-from expertctl.engine.serving.board import AHEAD, Board
-from expertctl.engine.serving.job import Event, Failed, Finished, Job
-from expertctl.engine.serving.ticket import InMemory, Ticket
+from expertctl.engine.result import BytesRead
+from expertctl.engine.serving.request import (
+    GenerationJob,
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    LoadedPlan,
+    RequestState,
+)
+from expertctl.engine.serving.scheduler import MAX_PREPARED_AHEAD, Scheduler
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import (
     BudgetError,
     CancelledError,
@@ -30,111 +36,111 @@ MODEL = None
 
 
 @dataclass(eq=False)
-class Caller:
+class QueuedCaller:
     """One who asked, what is pinned for the job, and what was told of it."""
 
-    ticket: Ticket
-    events: list[Event]
+    ticket: RequestState
+    events: list[JobEvent]
     pinned: int = 0
 
     def pin(self) -> None:
         pins = ExitStack()
         self.pinned += 1
         pins.callback(self._unpin)
-        self.ticket.memory = InMemory(
+        self.ticket.memory = LoadedPlan(
             MODEL,  # type: ignore[arg-type]
-            BASE_ALONE,
+            BASE_ONLY,
             pins,
             loads=0,
-            moved=BytesRead(),
+            bytes_moved=BytesRead(),
         )
 
     def _unpin(self) -> None:
         self.pinned -= 1
 
 
-def caller(name: str = "one", **options: object) -> Caller:
-    events = list[Event]()
-    job = replace(Job(id=name, request=REQUEST), **options)  # type: ignore[arg-type]  # by name
-    return Caller(Ticket(job, events.append), events)
+def caller(name: str = "one", **options: object) -> QueuedCaller:
+    events = list[JobEvent]()
+    job = replace(GenerationJob(id=name, request=REQUEST), **options)  # type: ignore[arg-type]  # by name
+    return QueuedCaller(RequestState(job, events.append), events)
 
 
-def entered(board: Board, name: str = "one", **options: object) -> Caller:
+def entered(board: Scheduler, name: str = "one", **options: object) -> QueuedCaller:
     one = caller(name, **options)
-    board.enter(one.ticket)
+    board.enqueue(one.ticket)
     return one
 
 
-def ready(board: Board, name: str = "one") -> Caller:
+def ready(board: Scheduler, name: str = "one") -> QueuedCaller:
     """A job that only waits for a row."""
     one = entered(board, name)
-    assert board.next_to_prepare() is one.ticket
-    board.loads(one.ticket)
+    assert board.take_next() is one.ticket
+    board.mark_loading(one.ticket)
     one.pin()
-    board.is_ready(one.ticket)
+    board.mark_ready(one.ticket)
     return one
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(queue=QUEUE, rows=ROWS)
+def board() -> Scheduler:
+    return Scheduler(queue=QUEUE, rows=ROWS)
 
 
-def test_a_job_goes_from_stage_to_stage_and_its_end_is_told_once(board: Board) -> None:
+def test_a_job_goes_from_stage_to_stage_and_its_end_is_told_once(board: Scheduler) -> None:
     one = ready(board)
-    board.has_begun(one.ticket)
-    board.give_back(one.ticket)
+    board.mark_running(one.ticket)
+    board.release(one.ticket)
     for _ in range(2):
-        board.finish(one.ticket, Finished(()))
-    assert one.events == [Finished(())]
-    assert (one.pinned, board.tickets, board.totals.finished) == (0, (), 1)
+        board.finish(one.ticket, JobFinished(()))
+    assert one.events == [JobFinished(())]
+    assert (one.pinned, board.requests, board.totals.finished) == (0, (), 1)
     board.fail(one.ticket, ExpertError("late"))
-    assert one.events == [Finished(())]
+    assert one.events == [JobFinished(())]
     assert board.totals.failed == 0
     board.check_integrity()
 
 
-def test_no_more_are_prepared_than_there_may_soon_be_rows_for(board: Board) -> None:
-    board = Board(queue=9, rows=ROWS)
+def test_no_more_are_prepared_than_there_may_soon_be_rows_for(board: Scheduler) -> None:
+    board = Scheduler(queue=9, rows=ROWS)
     callers = [entered(board, str(n)) for n in range(9)]
-    prepared = [board.next_to_prepare() for _ in range(9)]
-    wanted = [one.ticket for one in callers[: AHEAD + ROWS]]
+    prepared = [board.take_next() for _ in range(9)]
+    wanted = [one.ticket for one in callers[: MAX_PREPARED_AHEAD + ROWS]]
     assert [ticket for ticket in prepared if ticket is not None] == wanted
     board.free_rows = 0
     for ticket in wanted[:3]:
         board.fail(ticket, ExpertError("no"))
-    nobody_yet = board.next_to_prepare()
+    nobody_yet = board.take_next()
     assert nobody_yet is not None
-    assert board.next_to_prepare() is None
+    assert board.take_next() is None
 
 
-def test_a_job_that_ended_while_it_was_loaded_keeps_nothing_pinned(board: Board) -> None:
+def test_a_job_that_ended_while_it_was_loaded_keeps_nothing_pinned(board: Scheduler) -> None:
     one = entered(board)
-    board.next_to_prepare()
-    board.loads(one.ticket)
+    board.take_next()
+    board.mark_loading(one.ticket)
     board.fail(one.ticket, ExpertError("the engine ended"))
     one.pin()
-    board.is_ready(one.ticket)
-    assert (one.pinned, list(board.ready), board.preparing) == (0, [], 0)
+    board.mark_ready(one.ticket)
+    assert (one.pinned, list(board.ready), board.preparing_count) == (0, [], 0)
     board.check_integrity()
 
 
-def test_what_waits_is_called_off_at_once_and_what_runs_is_told_to_stop(board: Board) -> None:
+def test_what_waits_is_called_off_at_once_and_what_runs_is_told_to_stop(board: Scheduler) -> None:
     first, second = ready(board, "first"), entered(board, "second")
     for name in ("first", "second", "unknown"):
-        board.call_off(name)
+        board.cancel(name)
     [failed] = second.events
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, JobFailed)
     assert isinstance(failed.error, CancelledError)
     assert first.events == []
-    assert first.ticket.stopped() == "cancelled"
+    assert first.ticket.find_stop_reason() == "cancelled"
     assert board.totals.cancelled == 1
     board.check_integrity()
 
 
-def test_an_error_is_told_without_the_frames_that_it_came_through(board: Board) -> None:
+def test_an_error_is_told_without_the_frames_that_it_came_through(board: Scheduler) -> None:
     one = entered(board)
-    board.next_to_prepare()
+    board.take_next()
     try:
         try:
             raise ValueError("a foreign one")
@@ -143,11 +149,11 @@ def test_an_error_is_told_without_the_frames_that_it_came_through(board: Board) 
     except BudgetError as error:
         board.fail(one.ticket, error)
     [failed] = one.events
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, JobFailed)
     assert (failed.error.__traceback__, failed.error.__cause__) == (None, None)
 
 
-def test_a_full_line_refuses_and_counts_it(board: Board) -> None:
+def test_a_full_line_refuses_and_counts_it(board: Scheduler) -> None:
     for number in range(QUEUE):
         entered(board, str(number))
     with pytest.raises(RateLimitError, match="4 jobs wait already"):
@@ -156,13 +162,13 @@ def test_a_full_line_refuses_and_counts_it(board: Board) -> None:
     board.check_integrity()
 
 
-def test_a_job_that_is_not_to_be_remembered_is_not_counted(board: Board) -> None:
+def test_a_job_that_is_not_to_be_remembered_is_not_counted(board: Scheduler) -> None:
     one = ready(board)
     one.ticket.job = replace(one.ticket.job, remember=False)
-    board.has_begun(one.ticket)
-    board.finish(one.ticket, Finished(()))
+    board.mark_running(one.ticket)
+    board.finish(one.ticket, JobFinished(()))
     assert board.totals.finished == 0
-    assert one.events == [Finished(())]
+    assert one.events == [JobFinished(())]
 
 
 class Boards(RuleBasedStateMachine):
@@ -170,17 +176,17 @@ class Boards(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.board = Board(queue=QUEUE, rows=ROWS)
-        self.callers: list[Caller] = []
+        self.board = Scheduler(queue=QUEUE, rows=ROWS)
+        self.callers: list[QueuedCaller] = []
         self.counts = {"refused": 0, "failed": 0, "cancelled": 0, "finished": 0}
         self.asked: set[str] = set()
-        self.given_up: list[Caller] = []
+        self.given_up: list[QueuedCaller] = []
         """Those that ended while the loader had them."""
 
-    def of(self, *stages: str) -> list[Caller]:
+    def of(self, *stages: str) -> list[QueuedCaller]:
         return [one for one in self.callers if one.ticket.stage in stages]
 
-    def one_of(self, data: st.DataObject, *stages: str) -> Caller:
+    def one_of(self, data: st.DataObject, *stages: str) -> QueuedCaller:
         return data.draw(st.sampled_from(self.of(*stages)))
 
     def has(self, *stages: str) -> bool:
@@ -192,19 +198,19 @@ class Boards(RuleBasedStateMachine):
         one = caller(name, priority=priority, texts=texts, owner=owner)
         if board.is_closing or self._has_no_place_for(owner):
             with pytest.raises(RateLimitError) as refused:
-                board.enter(one.ticket)
+                board.enqueue(one.ticket)
             assert 1 <= refused.value.retry_after <= 60
             self.counts["refused"] += 1
             return
-        board.enter(one.ticket)
+        board.enqueue(one.ticket)
         self.callers.append(one)
 
     @rule()
     def prepare(self) -> None:
         held = len(self.of("preparing", "loading", "ready"))
         waiting = [one.ticket for one in self.of("waiting")]
-        ticket = self.board.next_to_prepare()
-        if not waiting or held >= AHEAD + self.board.free_rows:
+        ticket = self.board.take_next()
+        if not waiting or held >= MAX_PREPARED_AHEAD + self.board.free_rows:
             assert ticket is None
             return
         assert ticket in waiting
@@ -213,20 +219,20 @@ class Boards(RuleBasedStateMachine):
     @precondition(lambda self: self.has("preparing"))
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        self.board.loads(self.one_of(data, "preparing").ticket)
+        self.board.mark_loading(self.one_of(data, "preparing").ticket)
         assert self.board.is_loading
 
     @precondition(lambda self: self.has("loading"))
     @rule(data=st.data())
     def find_too_little(self, data: st.DataObject) -> None:
-        self.board.waits_for_memory(self.one_of(data, "loading").ticket)
+        self.board.mark_waiting_for_memory(self.one_of(data, "loading").ticket)
 
     @precondition(lambda self: self.has("loading"))
     @rule(data=st.data())
     def bring(self, data: st.DataObject) -> None:
         one = self.one_of(data, "loading")
         one.pin()
-        self.board.is_ready(one.ticket)
+        self.board.mark_ready(one.ticket)
         assert self.board.ready[-1] is one.ticket
 
     @precondition(lambda self: self.given_up)
@@ -235,20 +241,20 @@ class Boards(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.given_up))
         self.given_up.remove(one)
         one.pin()
-        self.board.is_ready(one.ticket)
+        self.board.mark_ready(one.ticket)
 
     @precondition(lambda self: self.has("ready"))
     @rule(data=st.data())
     def send_back(self, data: st.DataObject) -> None:
-        one, freed = self.one_of(data, "ready"), self.board.freed
-        self.board.send_back(one.ticket)
-        assert self.board.freed > freed  # who waits for memory looks again
+        one, freed = self.one_of(data, "ready"), self.board.freed_count
+        self.board.requeue(one.ticket)
+        assert self.board.freed_count > freed  # who waits for memory looks again
 
     @precondition(lambda self: self.has("ready"))
     @rule()
     def begin(self) -> None:
         first = self.board.ready[0]
-        self.board.has_begun(first)
+        self.board.mark_running(first)
         assert first.stage == "running"
 
     @rule(free=st.integers(0, ROWS))
@@ -259,7 +265,7 @@ class Boards(RuleBasedStateMachine):
     def call_off(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([*self.callers, caller("unknown")]))
         waited = one.ticket.stage == "waiting" and one in self.callers
-        self.board.call_off(one.ticket.job.id)
+        self.board.cancel(one.ticket.job.id)
         if waited:
             self.counts["cancelled"] += 1
             assert one.ticket.stage == "ended"
@@ -277,8 +283,8 @@ class Boards(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         one = self.one_of(data, "running", "concluding")
         one.ticket.stage = "concluding"
-        self.board.give_back(one.ticket)
-        self.board.finish(one.ticket, Finished(()))
+        self.board.release(one.ticket)
+        self.board.finish(one.ticket, JobFinished(()))
         self.counts["cancelled" if one.ticket.is_cancelled else "finished"] += 1
 
     @precondition(lambda self: self.has("ended"))
@@ -286,13 +292,13 @@ class Boards(RuleBasedStateMachine):
     def end_again(self, data: st.DataObject) -> None:
         one = self.one_of(data, "ended")
         self.board.fail(one.ticket, ExpertError("late"))
-        self.board.finish(one.ticket, Finished(()))
+        self.board.finish(one.ticket, JobFinished(()))
 
     @rule()
     def close(self) -> None:
         self.counts["cancelled"] += len(self.of("waiting"))
         self.board.close(seconds=0)
-        assert not len(self.board.line)
+        assert not len(self.board.queue)
         assert all(one.ticket.is_cancelled for one in self.callers if not one.events)
 
     @rule()
@@ -300,7 +306,7 @@ class Boards(RuleBasedStateMachine):
         for one in self.callers:
             self._note_given_up(one)
         self.counts["failed"] += len([one for one in self.callers if not one.events])
-        self.board.abandon(ExpertError("the engine ended"))
+        self.board.fail_all(ExpertError("the engine ended"))
         assert self.board.is_done
 
     def _has_no_place_for(self, owner: str) -> bool:
@@ -309,18 +315,18 @@ class Boards(RuleBasedStateMachine):
         waiting = [one.ticket.job.owner for one in self.of("waiting")]
         return len(waiting) == QUEUE or waiting.count(owner) >= QUEUE // len(self.asked)
 
-    def _note_given_up(self, one: Caller) -> None:
+    def _note_given_up(self, one: QueuedCaller) -> None:
         if one.ticket.stage == "loading":
             self.given_up.append(one)
 
     @invariant()
     def all_is_well(self) -> None:
         self.board.check_integrity()
-        assert self.board.expected_wait() >= 0
+        assert self.board.estimate_wait() >= 0
 
     @invariant()
     def who_is_here_has_heard_no_end_and_who_is_not_has_heard_one(self) -> None:
-        here = set(map(id, self.board.tickets))
+        here = set(map(id, self.board.requests))
         for one in self.callers:
             assert len(one.events) == (id(one.ticket) not in here)
             assert (one.ticket.stage == "ended") == bool(one.events)

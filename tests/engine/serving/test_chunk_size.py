@@ -2,11 +2,11 @@
 
 import pytest
 
-from expertctl.engine.serving.chunk_size import (
+from expertctl.engine.serving.request import (
     CHUNK_SIZES,
     FIRST_CHUNK,
-    LEAST_CHUNK,
-    Chunk,
+    MIN_CHUNK,
+    PrefillChunk,
     choose_chunk_size,
     is_step_due,
 )
@@ -17,33 +17,35 @@ STEPS = (0.010, 0.012, 0.011)
 @pytest.mark.parametrize(
     ("last", "expected"),
     [
-        (Chunk(16, 0.011), 16),  # as long as a step
-        (Chunk(64, 0.110), 6),  # ten steps: a tenth
-        (Chunk(8, 0.002), 16),  # no more than twice as many
-        (Chunk(4, 9.0), LEAST_CHUNK),  # however long
-        (Chunk(512, 0.0), 512),  # the largest there is
+        (PrefillChunk(16, 0.011), 16),  # as long as a step
+        (PrefillChunk(64, 0.110), 6),  # ten steps: a tenth
+        (PrefillChunk(8, 0.002), 16),  # no more than twice as many
+        (PrefillChunk(4, 9.0), MIN_CHUNK),  # however long
+        (PrefillChunk(512, 0.0), 512),  # the largest there is
     ],
 )
-def test_a_chunk_is_made_to_last_as_long_as_a_step(last: Chunk, expected: int) -> None:
+def test_a_chunk_is_made_to_last_as_long_as_a_step(last: PrefillChunk, expected: int) -> None:
     assert choose_chunk_size(last, STEPS) == expected
 
 
 def test_a_prompt_of_which_nothing_is_known_begins_small() -> None:
     assert choose_chunk_size(None, STEPS) == FIRST_CHUNK
-    assert choose_chunk_size(Chunk(64, 1.0), ()) == FIRST_CHUNK
-    assert choose_chunk_size(None, STEPS, least=128) == 128
+    assert choose_chunk_size(PrefillChunk(64, 1.0), ()) == FIRST_CHUNK
+    assert choose_chunk_size(None, STEPS, min_tokens=128) == 128
 
 
 def test_where_a_pass_can_be_cut_a_chunk_is_as_long_as_its_parts_allow() -> None:
-    assert choose_chunk_size(Chunk(64, 0.132), STEPS, parts=30) == 64  # twelve steps, 0.4 a layer
-    assert choose_chunk_size(Chunk(64, 0.132), STEPS, parts=2) == 4
+    assert (
+        choose_chunk_size(PrefillChunk(64, 0.132), STEPS, parts=30) == 64
+    )  # twelve steps, 0.4 a layer
+    assert choose_chunk_size(PrefillChunk(64, 0.132), STEPS, parts=2) == 4
 
 
 @pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
 def test_one_odd_measurement_is_made_good_within_a_few_chunks(noise: float) -> None:
-    chunk = Chunk(16, 0.011 * noise)
+    chunk = PrefillChunk(16, 0.011 * noise)
     for _ in range(4):
-        chunk = Chunk(size := choose_chunk_size(chunk, STEPS), size * 0.011 / 16)
+        chunk = PrefillChunk(size := choose_chunk_size(chunk, STEPS), size * 0.011 / 16)
     assert chunk.tokens == 16
 
 

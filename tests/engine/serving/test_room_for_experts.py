@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.moe.pins import TopPins
-from expertctl.engine.moe.start import USUAL, StartWishes
-from expertctl.engine.serving import room_for_experts
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.engine.serving.job import Failed
-from expertctl.engine.serving.room_for_experts import RoomForExperts
+from expertctl.engine.moe.usage_profile import TopPins
+from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
+from expertctl.engine.serving import config
+from expertctl.engine.serving.config import AdapterHeadroom, EngineConfig
+from expertctl.engine.serving.request import JobFailed
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
-from expertctl.routing.presets import NO_WISHES
-from tests.engine.market import Market
+from expertctl.routing.sampling_presets import NO_OVERRIDES
 from tests.engine.moe.test_cached_runs import LARGE, PARTS
-from tests.engine.serving.workshop import Workshop, request, workshop
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.serving.harness import EngineHarness, make_request, open_engine_harness
 from tests.factories import write_base
-from tests.store.shop import House, fast, house
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house"]
 EXPERTS = 16
@@ -29,11 +28,11 @@ CHANGED = ("q_proj", *(f"experts.{n}.{part}" for n in range(EXPERTS) for part in
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RoutedExpertsSetup:
     """A base of routed experts, what it takes, and experts that change all of them."""
 
-    house: House
-    market: Market
+    house: HomeFixture
+    market: EnginePackages
     size: int
 
     def install(self, name: str, rank: int, *, dtype: str = "float32", **manifest: Any) -> None:
@@ -41,19 +40,21 @@ class Shelf:
         package = self.market.package(f"acme/{name}", adapters=[("lora", options)], **manifest)
         self.house.install(package)
 
-    def settings(self, tenths: int, *, rows: int = 1, moe: StartWishes = USUAL) -> BatchSettings:
-        return BatchSettings(budget=self.size * tenths // 10, rows=rows, moe=moe)
+    def settings(
+        self, tenths: int, *, rows: int = 1, moe: WarmupConfig = DEFAULT_WARMUP
+    ) -> EngineConfig:
+        return EngineConfig(budget=self.size * tenths // 10, rows=rows, moe=moe)
 
-    def answers(self, settings: BatchSettings, *names: str) -> "Answers":
-        with workshop(self.house.home, settings, torch_below=0) as shop:
+    def answers(self, settings: EngineConfig, *names: str) -> "HeadroomAnswers":
+        with open_engine_harness(self.house.home, settings, torch_below=0) as shop:
             tokens = [answer(shop, name) for name in names]
-            (alone,) = shop.answer(request()).results
+            (alone,) = shop.answer(make_request()).results
             assert alone.moe is not None
-            return Answers(tokens, alone.moe.residence.slots, "\n".join(shop.told))
+            return HeadroomAnswers(tokens, alone.moe.residence.slots, "\n".join(shop.messages))
 
 
 @dataclass(frozen=True)
-class Answers:
+class HeadroomAnswers:
     """Tokens of an answer with each of some experts (None: refused), slots, and what was told."""
 
     tokens: list[list[int] | None]
@@ -61,10 +62,10 @@ class Answers:
     told: str
 
 
-def answer(shop: Workshop, name: str) -> list[int] | None:
-    asked = shop.answer(request(PROMPT, name))
+def answer(shop: EngineHarness, name: str) -> list[int] | None:
+    asked = shop.answer(make_request(PROMPT, name))
     *_, last = asked.events
-    if isinstance(last, Failed):
+    if isinstance(last, JobFailed):
         assert isinstance(last.error, BudgetError)
         return None
     (result,) = asked.results
@@ -72,7 +73,7 @@ def answer(shop: Workshop, name: str) -> list[int] | None:
 
 
 @pytest.fixture
-def shelf(house: House, tmp_path: Path) -> Shelf:
+def shelf(house: HomeFixture, tmp_path: Path) -> RoutedExpertsSetup:
     base = write_base(
         tmp_path / "base",
         arch="qwen3_moe",
@@ -88,17 +89,19 @@ def shelf(house: House, tmp_path: Path) -> Shelf:
     )
     house.bases.add(base)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    return Shelf(house, Market(tmp_path / "market", base, read_base(base)), size)
+    return RoutedExpertsSetup(
+        house, EnginePackages(tmp_path / "market", base, read_base(base)), size
+    )
 
 
 @pytest.mark.parametrize(("tenths", "rows"), [(20, 1), (22, 1), (22, 2)])
 def test_who_takes_most_has_room_and_the_others_take_turns(
-    tenths: int, rows: int, shelf: Shelf
+    tenths: int, rows: int, shelf: RoutedExpertsSetup
 ) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
     names = ("large", "small", "large")
-    right = shelf.answers(BatchSettings(budget=LARGE, rows=rows), *names)
+    right = shelf.answers(EngineConfig(budget=LARGE, rows=rows), *names)
     assert right.slots == EXPERTS
     assert "room" not in right.told
     found = shelf.answers(shelf.settings(tenths, rows=rows), *names)
@@ -107,7 +110,7 @@ def test_who_takes_most_has_room_and_the_others_take_turns(
     assert "slots of routed experts leave room for acme/large" in found.told
 
 
-def test_who_takes_most_is_not_who_has_the_largest_files(shelf: Shelf) -> None:
+def test_who_takes_most_is_not_who_has_the_largest_files(shelf: RoutedExpertsSetup) -> None:
     shelf.install("long", 16)
     shelf.install("narrow", 30, dtype="bfloat16")
     sizes = {e.ref: e.resident_bytes for e in inventory(shelf)}
@@ -117,10 +120,10 @@ def test_who_takes_most_is_not_who_has_the_largest_files(shelf: Shelf) -> None:
     assert "leave room for acme/narrow" in found.told
 
 
-def test_where_one_cannot_have_room_the_next_one_has(shelf: Shelf) -> None:
+def test_where_one_cannot_have_room_the_next_one_has(shelf: RoutedExpertsSetup) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
-    right = shelf.answers(BatchSettings(budget=LARGE, rows=1), "small")
+    right = shelf.answers(EngineConfig(budget=LARGE, rows=1), "small")
     found = shelf.answers(shelf.settings(16), "small", "large")
     assert found.tokens == [*right.tokens, None]
     assert 0 < found.slots < EXPERTS
@@ -128,33 +131,35 @@ def test_where_one_cannot_have_room_the_next_one_has(shelf: Shelf) -> None:
     assert "there is no room for acme/large@1.0.0" in found.told
 
 
-def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: Shelf) -> None:
+def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: RoutedExpertsSetup) -> None:
     shelf.install("code", 4, routing={"task": "code_generation"})
-    wanted = request(PROMPT, "code")
-    wanted = replace(wanted, route=replace(wanted.route, wishes=NO_WISHES))
-    with workshop(shelf.house.home, shelf.settings(20), torch_below=0) as shop:
+    wanted = make_request(PROMPT, "code")
+    wanted = replace(wanted, route=replace(wanted.route, sampling=NO_OVERRIDES))
+    with open_engine_harness(shelf.house.home, shelf.settings(20), torch_below=0) as shop:
         asked = shop.submit(wanted)
-        shop.turn_until(lambda: asked.is_over or asked.ticket.stage == "running")
+        shop.step_until(lambda: asked.is_over or asked.ticket.stage == "running")
         assert not asked.is_over, asked.events
-        assert shop.house.base.backend.cache is not None, "not all slots"
+        assert shop.runner.base.backend.cache is not None, "not all slots"
 
 
-def test_whoever_pins_more_than_that_is_told_who_has_no_room(shelf: Shelf) -> None:
+def test_whoever_pins_more_than_that_is_told_who_has_no_room(shelf: RoutedExpertsSetup) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
     plain = shelf.answers(shelf.settings(16), "small")
     assert None not in plain.tokens  # and something is learnt
-    pinned = shelf.answers(shelf.settings(16, moe=StartWishes(pins=TopPins(9))), "small")
+    pinned = shelf.answers(shelf.settings(16, moe=WarmupConfig(pins=TopPins(9))), "small")
     assert pinned.tokens == [None]
     assert pinned.told.count("9 of each layer's routed experts are to be pinned, but layer") == 1
     assert "there is no room for acme/large@1.0.0, acme/small@1.0.0" in pinned.told
-    fewer = shelf.answers(shelf.settings(16, moe=StartWishes(pins=TopPins(2))), "small")
+    fewer = shelf.answers(shelf.settings(16, moe=WarmupConfig(pins=TopPins(2))), "small")
     assert fewer.tokens == plain.tokens
     assert "leave room for acme/small" in fewer.told
     assert "there is no room for acme/large@1.0.0" in fewer.told
 
 
-def test_damaged_and_unreadable_experts_keep_no_server_from_starting(shelf: Shelf) -> None:
+def test_damaged_and_unreadable_experts_keep_no_server_from_starting(
+    shelf: RoutedExpertsSetup,
+) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
     shelf.install("gone", 4)
@@ -171,39 +176,39 @@ def test_damaged_and_unreadable_experts_keep_no_server_from_starting(shelf: Shel
 
 
 def test_of_many_experts_no_more_than_so_many_are_looked_at(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    shelf: RoutedExpertsSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_for_experts, "MEASURED", 2)
+    monkeypatch.setattr(config, "MAX_MEASURED", 2)
     for number in range(1, 6):
         shelf.install(f"rank-{number}", 13 + number)
     few = shelf.answers(shelf.settings(13))
     assert "there is no room for acme/rank-5@1.0.0, acme/rank-4@1.0.0" in few.told
     assert "warning: what experts take was worked out for 2 of 5 experts" in few.told
-    monkeypatch.setattr(room_for_experts, "MEASURED", 100)
+    monkeypatch.setattr(config, "MAX_MEASURED", 100)
     many = shelf.answers(shelf.settings(13)).told
     assert "acme/rank-5@1.0.0, acme/rank-4@1.0.0, acme/rank-3@1.0.0 and 2 others" in many
-    monkeypatch.setattr(room_for_experts, "SECONDS", 0.0)
+    monkeypatch.setattr(config, "MAX_MEASURE_SECONDS", 0.0)
     hasty = shelf.answers(shelf.settings(13)).told
     assert "what experts take was worked out for 1 of 5" in hasty
 
 
 def test_a_base_is_not_opened_for_experts_that_have_no_room_beside_any(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    shelf: RoutedExpertsSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even beside what is no routed expert: to open it takes time, and changes nothing."""
     for name, rank in (("small", 2), ("huge", 40), ("larger", 41)):
         shelf.install(name, rank)
     opened = list[str]()
-    opens = RoomForExperts._with_room
+    opens = AdapterHeadroom._open_with_room
 
-    def watched(self: RoomForExperts, wish: Any, base: Any, open_beside: Any, why: Any) -> Any:
+    def watched(self: AdapterHeadroom, wish: Any, base: Any, open_beside: Any, why: Any) -> Any:
         def watched_open(size: int) -> Any:
             opened.append(wish.ref)
             return open_beside(size)
 
         return opens(self, wish, base, watched_open, why)
 
-    monkeypatch.setattr(RoomForExperts, "_with_room", watched)
+    monkeypatch.setattr(AdapterHeadroom, "_open_with_room", watched)
     found = shelf.answers(shelf.settings(16), "small", "huge")
     assert found.tokens[0] is not None
     assert found.tokens[1] is None
@@ -213,24 +218,24 @@ def test_a_base_is_not_opened_for_experts_that_have_no_room_beside_any(
 
 
 def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    shelf: RoutedExpertsSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(4):
         shelf.install(f"rank-{number}", 14 + number)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    looks = RoomForExperts._with_room
+    looks = AdapterHeadroom._open_with_room
 
-    def slowly(self: RoomForExperts, *wished: Any) -> Any:
-        clock.now += room_for_experts.SECONDS * 0.6
+    def slowly(self: AdapterHeadroom, *wished: Any) -> Any:
+        clock.now += config.MAX_MEASURE_SECONDS * 0.6
         return looks(self, *wished)
 
-    monkeypatch.setattr(room_for_experts, "time", clock)
-    monkeypatch.setattr(RoomForExperts, "_with_room", slowly)
+    monkeypatch.setattr(config, "time", clock)
+    monkeypatch.setattr(AdapterHeadroom, "_open_with_room", slowly)
     told = shelf.answers(shelf.settings(13)).told
     assert "warning: room was sought for 2 of 4 experts" in told
     assert "there is no room for acme/rank-3@1.0.0, acme/rank-2@1.0.0\n" in f"{told}\n"
 
 
-def inventory(shelf: Shelf) -> list[Any]:
-    with workshop(shelf.house.home, BatchSettings(budget=LARGE), torch_below=0) as shop:
-        return list(shop.desk.inventory().result().experts)
+def inventory(shelf: RoutedExpertsSetup) -> list[Any]:
+    with open_engine_harness(shelf.house.home, EngineConfig(budget=LARGE), torch_below=0) as shop:
+        return list(shop.processor.get_inventory().result().experts)

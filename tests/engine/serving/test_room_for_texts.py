@@ -5,36 +5,36 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
 from expertctl.errors import BudgetError
-from tests.engine.serving.workshop import SETTINGS, known, market, request, workshop
-from tests.store.shop import House, fast, house
+from tests.engine.serving.harness import SETTINGS, known, make_request, market, open_engine_harness
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "known", "market"]
 
 
-@pytest.fixture(params=[TORCH_BELOW, 0], ids=["torch", "kernels"])
+@pytest.fixture(params=[TORCH_MAX_BYTES, 0], ids=["torch", "kernels"])
 def torch_below(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
 def test_a_server_in_little_memory_says_how_long_a_text_may_be(
-    house: House, torch_below: int
+    house: HomeFixture, torch_below: int
 ) -> None:
-    wanted = request("Sort: 1", max_tokens=40)
-    with workshop(house.home, torch_below=torch_below) as shop:
-        limit = shop.least_budget(wanted)
-        bound = shop.house.bound(wanted)
-        tokens = shop.house.prepared(bound, shop.desk.plan(bound).result()).prompt.capacity
-        assert not any("room for" in line for line in shop.told)
+    wanted = make_request("Sort: 1", max_tokens=40)
+    with open_engine_harness(house.home, torch_below=torch_below) as shop:
+        limit = shop.find_least_budget(wanted)
+        bound = shop.runner.bind_request(wanted)
+        tokens = shop.runner.prepare(bound, shop.processor.plan(bound).result()).prompt.capacity
+        assert not any("room for" in line for line in shop.messages)
     enough = replace(SETTINGS, budget=limit)
-    with workshop(house.home, enough, torch_below=torch_below) as shop:
-        [said] = [line for line in shop.told if "room for" in line]
+    with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
+        [said] = [line for line in shop.messages if "room for" in line]
         assert shop.answer(wanted).results
     longest = int(re.search(r"there is room for texts up to (\d+) tokens", said)[1])  # type: ignore[index]
     assert longest >= tokens, "pages of keys and values hold more than one token"
     more = longest - tokens
-    with workshop(house.home, enough, torch_below=torch_below) as shop:
-        assert shop.answer(request("Sort: 1", max_tokens=40 + more)).results
-        refused = shop.answer(request("Sort: 1", max_tokens=41 + more))
+    with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
+        assert shop.answer(make_request("Sort: 1", max_tokens=40 + more)).results
+        refused = shop.answer(make_request("Sort: 1", max_tokens=41 + more))
         assert isinstance(refused.error, BudgetError)

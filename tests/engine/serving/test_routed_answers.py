@@ -8,105 +8,110 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine import accelerator
-from expertctl.engine.serving.batch_engine import BatchEngine
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.engine.serving.job import Piece
+from expertctl.engine import devices
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine.serving.request import OutputDelta
 from expertctl.errors import IncompatibleError
 from expertctl.package.base_model import read_base
-from tests.engine.market import Market
 from tests.engine.moe.test_cached_runs import LARGE
 from tests.engine.moe.test_learnt_runs import base
-from tests.engine.serving.test_batch_engine import Reader, job
-from tests.engine.serving.workshop import ENDLESS, Workshop, request, workshop
-from tests.engine.test_routed_bench import device
-from tests.engine.test_runtime import planner
-from tests.store.shop import House, fast, house
+from tests.engine.moe.test_routed_bench import device
+from tests.engine.package_fixtures import EnginePackages
+from tests.engine.serving.harness import (
+    ENDLESS_TOKENS,
+    EngineHarness,
+    make_request,
+    open_engine_harness,
+)
+from tests.engine.serving.test_engine import EventReader, job
+from tests.engine.test_local_engine import planner
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["base", "device", "fast", "house"]
 
 
 def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
-    base: Path, house: House
+    base: Path, house: HomeFixture
 ) -> None:
     """The first of two answers ends while the other is not begun; both are told together."""
     stored = house.bases.add(base)
-    settings = BatchSettings(budget=stored.size * 8 // 10, rows=1)
+    settings = EngineConfig(budget=stored.size * 8 // 10, rows=1)
     found = []
     for texts in (1, 2):
-        with workshop(house.home, settings, torch_below=0) as shop:
+        with open_engine_harness(house.home, settings, torch_below=0) as shop:
             at_first = requests(shop)
-            results = shop.answer(request(max_tokens=9), texts=texts).results
+            results = shop.answer(make_request(max_tokens=9), texts=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
             asked = requests(shop) - at_first
-            assert shop.house.model.experts is not None
+            assert shop.runner.model.experts is not None
             there = re.compile(r"there is room for \d\d of 128 routed experts")
-            assert sum(there.fullmatch(line) is not None for line in shop.told) == 1
+            assert sum(there.fullmatch(line) is not None for line in shop.messages) == 1
     (alone,), (first, second) = found
     assert first.requests == alone.requests > 0
     assert first.requests + second.requests == asked
 
 
-def requests(shop: Workshop) -> int:
-    routed = shop.house.model.routed
+def requests(shop: EngineHarness) -> int:
+    routed = shop.runner.model.routed
     assert routed is not None
     return routed.activity.requests
 
 
 @pytest.mark.parametrize("while_doing", ["a pass", "loading"])
 def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
-    while_doing: str, base: Path, house: House, tmp_path: Path
+    while_doing: str, base: Path, house: HomeFixture, tmp_path: Path
 ) -> None:
     """Its file is replaced under a server; what is missing of it cannot be read any more."""
     elsewhere = Path(shutil.copytree(base, tmp_path / "elsewhere"))
     stored = house.bases.add(elsewhere, name="moved")
     (weights,) = elsewhere.glob("*.safetensors")
     if while_doing == "loading":  # the gains of DoRA read the experts that it changes
-        market = Market(tmp_path / "market", elsewhere, read_base(elsewhere))
+        market = EnginePackages(tmp_path / "market", elsewhere, read_base(elsewhere))
         options = {"targets": ("experts.3.down_proj",), "rank": 2, "seed": 1}
-        house.trusting("acme")
+        house.trust_keys("acme")
         house.install(market.package("acme/gains", adapters=[("dora", options)]))
     experts = ["gains"] if while_doing == "loading" else []
-    settings = BatchSettings(base="moved", budget=stored.size // 2, rows=1)
-    with workshop(house.home, settings, torch_below=0) as shop:
+    settings = EngineConfig(base="moved", budget=stored.size // 2, rows=1)
+    with open_engine_harness(house.home, settings, torch_below=0) as shop:
         os.utime(weights, ns=(0, 0))
-        before = len(shop.told)
+        before = len(shop.messages)
         for _ in range(2):
-            asked = request("Sort these: 7, 5, 3, 1, 9", *experts, max_tokens=40)
+            asked = make_request("Sort these: 7, 5, 3, 1, 9", *experts, max_tokens=40)
             refused = shop.answer(asked).error
             assert isinstance(refused, IncompatibleError), "no caller tries that again by itself"
             assert refused.message == (
                 "the files of moved were changed or damaged while it is served"
             )
             assert "start it again" in refused.hint
-        assert shop.told[before:] == [
+        assert shop.messages[before:] == [
             f"error: {weights}: it was changed while the base is in memory; load the base again"
         ]
 
 
 @pytest.mark.usefixtures("device")
 def test_what_a_device_has_still_to_tell_is_reset_too(
-    base: Path, house: House, monkeypatch: pytest.MonkeyPatch
+    base: Path, house: HomeFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an answer: what was asked for before the reset is not observed after it."""
     house.bases.add(base)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda: LARGE + accelerator.RESERVE)
-    settings = BatchSettings(device="cuda", rows=1)
-    engine = BatchEngine(planner(house), settings)
+    monkeypatch.setattr(devices, "find_free_bytes", lambda: LARGE + devices.LIBRARY_RESERVE)
+    settings = EngineConfig(device="cuda", rows=1)
+    engine = ServingEngine(planner(house), settings)
     engine.start()
-    reader = Reader(engine, job(request("Sort: 9, 8, 7", max_tokens=ENDLESS)))
-    while not isinstance(reader.next(), Piece):
+    reader = EventReader(engine, job(make_request("Sort: 9, 8, 7", max_tokens=ENDLESS_TOKENS)))
+    while not isinstance(reader.next(), OutputDelta):
         pass
     found = Future[list[int]]()
 
     def between_two_passes() -> None:
-        press, model = engine._press, engine._house.model
+        press, model = engine._loop, engine._runner.model
         assert press is not None
-        assert press.batch.advance() == [], "a pass of an answer that goes on"
+        assert press.batch.run_pass() == [], "a pass of an answer that goes on"
         assert engine.observe(reset=True).document.layers[0].hits == {}
         assert model.routed is not None  # it asks the device for all that was not told yet
-        found.set_result([layer.requests for layer in engine.observation().document.layers])
+        found.set_result([layer.requests for layer in engine.get_observation().document.layers])
 
-    engine._board.errands.append(between_two_passes)
+    engine._scheduler.control_queue.append(between_two_passes)
     assert found.result(timeout=60) == [0, 0, 0, 0]
     engine.close()

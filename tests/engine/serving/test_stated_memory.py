@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.budget import kept_kv_limit
-from expertctl.engine.serving.stated_memory import (
-    REQUESTS_BYTES,
+from expertctl.engine.memory.budget import choose_kv_cache_limit
+from expertctl.engine.serving.config import (
+    REQUEST_BYTES,
     ProcessMemory,
     describe_memory,
-    memory_bound,
+    estimate_memory_bound,
 )
-from tests.engine.serving.workshop import SETTINGS, known, market, request, workshop
-from tests.store.shop import House, fast, house
+from tests.engine.serving.harness import SETTINGS, known, make_request, market, open_engine_harness
+from tests.store.fixtures import HomeFixture, fast, house
 
 __all__ = ["fast", "house", "known", "market"]
 
@@ -26,17 +26,17 @@ MB = 10**6
 def test_a_quarter_of_the_budget_is_kept_where_nothing_else_is_said(
     wanted: int | None, budget: int, limit: int
 ) -> None:
-    assert kept_kv_limit(wanted, budget) == limit
+    assert choose_kv_cache_limit(wanted, budget) == limit
 
 
 def test_a_server_states_its_budget_and_what_its_process_has_besides() -> None:
     process = ProcessMemory(before=350 * MB, resident=690 * MB, entered=290 * MB)
-    assert memory_bound(process, budget=2000 * MB) == 2400 * MB + REQUESTS_BYTES
+    assert estimate_memory_bound(process, budget=2000 * MB) == 2400 * MB + REQUEST_BYTES
 
 
 def test_room_for_routed_experts_that_is_still_empty_does_not_hide_the_program() -> None:
     process = ProcessMemory(before=350 * MB, resident=690 * MB, entered=4000 * MB)
-    assert memory_bound(process, budget=5000 * MB) == 5350 * MB + REQUESTS_BYTES
+    assert estimate_memory_bound(process, budget=5000 * MB) == 5350 * MB + REQUEST_BYTES
 
 
 def test_the_sentence_names_all_of_it_and_the_option() -> None:
@@ -52,14 +52,14 @@ def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:
     assert said.startswith("memory: the budget is 2 kB: 269 B for the base")
 
 
-def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(house: House) -> None:
+def test_a_server_keeps_no_more_of_earlier_requests_than_it_was_told(house: HomeFixture) -> None:
     settings = replace(SETTINGS, kept_kv=100_000)
-    with workshop(house.home, settings) as shop:
-        assert any(line.startswith("memory: ") and "100.0 kB" in line for line in shop.told)
-        keeper = shop.house.residents.keeper(shop.house.base.backend)
+    with open_engine_harness(house.home, settings) as shop:
+        assert any(line.startswith("memory: ") and "100.0 kB" in line for line in shop.messages)
+        keeper = shop.runner.resources.get_kv_store(shop.runner.base.backend)
         for number in range(8):
-            wanted = replace(request(f"Sort: {number}"), cache_key="chat")
+            wanted = replace(make_request(f"Sort: {number}"), cache_key="chat")
             assert shop.answer(wanted).results
-            assert keeper.kept_bytes <= 100_000
-        assert keeper.kept_bytes > 0
+            assert keeper.cached_bytes <= 100_000
+        assert keeper.cached_bytes > 0
         keeper.check_integrity()

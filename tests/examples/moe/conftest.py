@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.moe.train import build_model, save
-from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
+from tests.engine.kernel_cache import keeps_all_code, keeps_code, kept_folder
 
 __all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 

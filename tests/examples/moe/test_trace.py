@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from benchmarks.routed.traces import stored
+from benchmarks.routed.traced_base import read_trace
 from examples.moe.text import held_out_documents
 from examples.moe.trace import traces
 
@@ -26,8 +26,8 @@ def test_a_trace_holds_the_choices_of_every_token_and_layer(base: Path, tmp_path
         assert (found[:, layer] == wanted).all(-1).mean() > 0.99, "but for ties of rounding"
     np.save(tmp_path / "trace.npy", found)
     np.save(tmp_path / "foreseen.npy", foreseen)
-    assert np.array_equal(stored(tmp_path / "trace.npy"), found)
-    assert np.array_equal(stored(tmp_path / "foreseen.npy"), foreseen)
+    assert np.array_equal(read_trace(tmp_path / "trace.npy"), found)
+    assert np.array_equal(read_trace(tmp_path / "foreseen.npy"), foreseen)
 
 
 def test_a_layer_foresees_by_the_router_of_the_next(base: Path) -> None:

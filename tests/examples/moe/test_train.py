@@ -19,7 +19,7 @@ from examples.moe.train import (
     unigram_perplexity,
 )
 from examples.starter.fitting import Schedule
-from expertctl.package.model_config import read_config
+from expertctl.package.model_config import read_model_config
 from expertctl.store.bases import BaseStore
 
 FEW = Schedule(steps=6, batch=1, peak=3e-3, warmup=1)
@@ -63,7 +63,7 @@ def test_what_is_not_done_is_kept_and_what_is_done_is_a_base(tmp_path: Path) -> 
     assert train(schedule, out, seed=0)
     assert not (out / "training.pt").exists()
     assert BaseStore(tmp_path / "bases").add(out).name == "base"
-    experts = read_config(out).experts
+    experts = read_model_config(out).experts
     assert experts is not None
     assert (experts.count, experts.used, len(experts.layers)) == (32, 4, 6)
     weights = (out / "model.safetensors").read_bytes()

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Connection
 
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
 @pytest.fixture
-def connection(served: Served) -> Iterator[Connection]:
+def connection(served: RegistryHarness) -> Iterator[Connection]:
     with served.registry.database.write() as connection:
         yield connection

@@ -1,14 +1,19 @@
 import pytest
 
-from registry_server.access.address import MAX_HOPS, client_address, limit_key, networks
+from registry_server.access.credentials import (
+    MAX_HOPS,
+    get_rate_limit_key,
+    parse_networks,
+    resolve_client_address,
+)
 
-PROXIES = networks(["10.0.0.0/8", "::1/128", "fd00::/8"])
+PROXIES = parse_networks(["10.0.0.0/8", "::1/128", "fd00::/8"])
 
 
 def address(peer: str | None, *forwarded: str) -> str:
     headers = [(b"x-forwarded-for", value.encode("latin-1")) for value in forwarded]
     client = None if peer is None else (peer, 1234)
-    return client_address({"type": "http", "client": client, "headers": headers}, PROXIES)
+    return resolve_client_address({"type": "http", "client": client, "headers": headers}, PROXIES)
 
 
 @pytest.mark.parametrize("forwarded", ["198.51.100.1", "10.0.0.9", "", "127.0.0.1"])
@@ -59,7 +64,11 @@ def test_addresses_have_one_form() -> None:
 
 
 def test_a_network_of_one_customer_is_limited_together() -> None:
-    assert limit_key("2001:db8::5") == limit_key("2001:db8::ffff:1") == "2001:db8::/64"
-    assert limit_key("2001:db8:0:1::5") == "2001:db8:0:1::/64"
-    assert limit_key("192.0.2.7") == "192.0.2.7"
-    assert limit_key("unknown") == "unknown"
+    assert (
+        get_rate_limit_key("2001:db8::5")
+        == get_rate_limit_key("2001:db8::ffff:1")
+        == "2001:db8::/64"
+    )
+    assert get_rate_limit_key("2001:db8:0:1::5") == "2001:db8:0:1::/64"
+    assert get_rate_limit_key("192.0.2.7") == "192.0.2.7"
+    assert get_rate_limit_key("unknown") == "unknown"

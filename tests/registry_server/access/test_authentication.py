@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from expertctl.http.log import JsonFormatter
-from registry_server.access import audit, tokens
-from registry_server.access.authentication import Authentication
-from registry_server.access.identity import Identity
-from registry_server.access.refusals import Refusals
+from registry_server.access import accounts, rights
+from registry_server.access.authentication import AuthenticationMiddleware
+from registry_server.access.credentials import RefusalLog
+from registry_server.access.rights import Identity
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import URL, Served, serve
+from tests.registry_server.harness import URL, RegistryHarness, open_harness
 
 WHOAMI = "/api/v1/whoami"
 CHALLENGES = {
@@ -43,25 +43,25 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def client_at(served: Served, address: str) -> TestClient:
+def client_at(served: RegistryHarness, address: str) -> TestClient:
     client = TestClient(served.app, base_url=URL, client=(address, 4711))
-    served.opened.append(client)
+    served.clients.append(client)
     return client
 
 
 @pytest.mark.parametrize("header", [bearer, lambda s: basic("bob", s), lambda s: basic("", s)])
 @pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search"])
 def test_bearer_and_basic_are_taken_everywhere(
-    served: Served, path: str, header: Callable[[str], dict[str, str]]
+    served: RegistryHarness, path: str, header: Callable[[str], dict[str, str]]
 ) -> None:
-    secret = served.user("bob")
+    secret = served.create_user("bob")
     assert served.client().get(path, headers=header(secret)).status_code == 200
 
 
 @pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search", "/api/v1/"])
 @pytest.mark.parametrize("value", ["Bearer xpt_" + "A" * 43, "Bearer x", "Basic !", "", "x"])
 def test_attack_80_a_wrong_token_is_refused_even_where_none_is_needed(
-    served: Served, path: str, value: str
+    served: RegistryHarness, path: str, value: str
 ) -> None:
     answer = served.client().get(path, headers={"Authorization": value})
     assert answer.status_code == 401
@@ -69,47 +69,47 @@ def test_attack_80_a_wrong_token_is_refused_even_where_none_is_needed(
     assert "wrong, expired or revoked" in answer.text
 
 
-def test_attack_80_without_a_token_one_is_nobody(served: Served) -> None:
+def test_attack_80_without_a_token_one_is_nobody(served: RegistryHarness) -> None:
     answer = served.client().get(WHOAMI)
     assert answer.status_code == 401
     assert set(answer.headers.get_list("www-authenticate")) == CHALLENGES
     assert answer.json()["error"]["code"] == "unauthenticated"
 
 
-def test_basic_with_neither_name_nor_secret_is_nobody(served: Served) -> None:
-    served.user("alice")
-    served.namespace("open", owner="alice", read="public")
-    served.namespace("shut", owner="alice")
+def test_basic_with_neither_name_nor_secret_is_nobody(served: RegistryHarness) -> None:
+    served.create_user("alice")
+    served.create_namespace("open", owner="alice", read="public")
+    served.create_namespace("shut", owner="alice")
     empty = served.client()
     assert empty.get("/v2/open/x/referrers/sha256:" + "0" * 64, headers=basic("", "")).is_success
     for path in ("/v2/", "/v2/shut/x/tags/list", WHOAMI):
         assert empty.get(path, headers=basic("", "")).status_code == 401
 
 
-def test_an_empty_login_is_no_login(served: Served) -> None:
+def test_an_empty_login_is_no_login(served: RegistryHarness) -> None:
     """Basic without a name and a secret, as skopeo sends it where it has none."""
     assert served.client().get("/api/v1/", headers=basic("", "")).status_code == 200
     assert served.client().get(WHOAMI, headers=basic("", "")).status_code == 401
 
 
-def test_attack_80_an_expired_token_is_refused(served: Served) -> None:
-    served.user("bob")
-    secret = served.token("bob", expires=time.time() - 1)
+def test_attack_80_an_expired_token_is_refused(served: RegistryHarness) -> None:
+    served.create_user("bob")
+    secret = served.create_token("bob", expires=time.time() - 1)
     assert served.client(secret).get(WHOAMI).status_code == 401
 
 
-def test_attack_80_a_token_that_is_revoked_between_two_requests(served: Served) -> None:
-    secret = served.user("bob")
+def test_attack_80_a_token_that_is_revoked_between_two_requests(served: RegistryHarness) -> None:
+    secret = served.create_user("bob")
     client = served.client(secret)
     assert client.get(WHOAMI).status_code == 200
     with served.registry.database.write() as connection:
-        tokens.revoke(connection, served.identity(secret).token_id or "")
+        accounts.revoke_token(connection, served.authenticate(secret).token_id or "")
     assert client.get(WHOAMI).status_code == 401
 
 
-def test_attack_80_cookies_name_nobody_and_none_are_set(served: Served) -> None:
+def test_attack_80_cookies_name_nobody_and_none_are_set(served: RegistryHarness) -> None:
     """So no other site can make a browser act for its user, and no session can be fixed."""
-    secret = served.user("boss", admin=True)
+    secret = served.create_user("boss", admin=True)
     for name in ("token", "session", "Authorization", "access_token"):
         answer = served.client().get(WHOAMI, headers={"Cookie": f"{name}={secret}"})
         assert answer.status_code == 401
@@ -122,9 +122,9 @@ def test_attack_80_cookies_name_nobody_and_none_are_set(served: Served) -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_attack_80_a_form_of_another_site_changes_nothing(served: Served) -> None:
+def test_attack_80_a_form_of_another_site_changes_nothing(served: RegistryHarness) -> None:
     """What a form can send without asking is no JSON, and is refused even with a token."""
-    secret = served.user("boss", admin=True)
+    secret = served.create_user("boss", admin=True)
     for media_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         answer = served.client(secret).post(
             "/api/v1/users", content=b'{"name": "eve"}', headers={"Content-Type": media_type}
@@ -133,18 +133,18 @@ def test_attack_80_a_form_of_another_site_changes_nothing(served: Served) -> Non
 
 
 @pytest.mark.parametrize("name", ["token", "access_token", "authorization", "Authorization"])
-def test_attack_80_a_token_in_the_url_names_nobody(served: Served, name: str) -> None:
-    secret = served.user("bob")
+def test_attack_80_a_token_in_the_url_names_nobody(served: RegistryHarness, name: str) -> None:
+    secret = served.create_user("bob")
     answer = served.client().get(WHOAMI, params={name: secret})
     assert answer.status_code == 401
     assert secret not in answer.text
 
 
 def test_attack_80_no_secret_is_in_a_log_or_an_answer(
-    served: Served, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    served: RegistryHarness, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    boss = served.user("boss", admin=True)
+    boss = served.create_user("boss", admin=True)
     client = served.client()
     session = client.get("/token", headers=bearer(boss)).json()["token"]
     wrong = "xpt_" + "Z" * 43
@@ -187,7 +187,7 @@ def test_attack_113_a_right_token_gets_through_whatever_else_its_address_sends(
     make_registry: NewRegistry,
 ) -> None:
     served = make_registry(failures_per_minute=2, requests_per_minute=20)
-    good, office = served.user("bob"), client_at(served, "192.0.2.7")
+    good, office = served.create_user("bob"), client_at(served, "192.0.2.7")
     statuses = [
         office.get(WHOAMI, headers=bearer(f"xpt_{chr(65 + n) * 43}")).status_code for n in range(40)
     ]
@@ -224,13 +224,13 @@ def test_attack_113_a_wrong_token_costs_no_read_unless_it_may_be_ours(
     assert reads == ["read"] * 2
 
 
-def audited(served: Served, action: str) -> list[tuple[object, ...]]:
+def audited(served: RegistryHarness, action: str) -> list[tuple[object, ...]]:
     with served.registry.database.read() as connection:
-        found = [e for e in audit.entries(connection, limit=100) if e.action == action]
+        found = [e for e in rights.list_audit_rows(connection, limit=100) if e.action == action]
     return [(e.actor, e.address, e.target, e.detail) for e in reversed(found)]
 
 
-def test_a_failed_login_leaves_a_row_without_the_secret(served: Served) -> None:
+def test_a_failed_login_leaves_a_row_without_the_secret(served: RegistryHarness) -> None:
     client = client_at(served, "192.0.2.7")
     for headers in (
         bearer("xpt_" + "Ab-_" * 10 + "xyz"),
@@ -256,32 +256,36 @@ def test_attack_113_failed_logins_do_not_fill_the_audit_log(
     assert len(audited(served, "login.refused")) == 20
 
 
-def test_what_was_not_written_down_is_counted(served: Served) -> None:
+def test_what_was_not_written_down_is_counted(served: RegistryHarness) -> None:
     now = [0.0]
-    refusals = Refusals(served.registry.database, lambda: now[0])
+    refusals = RefusalLog(served.registry.database, lambda: now[0])
     for number in range(25):
-        refusals.login("192.0.2.7", f"xpt_{number:08}")
+        refusals.record_failed_login("192.0.2.7", f"xpt_{number:08}")
     now[0] = 60.0
-    refusals.login("192.0.2.7", "xpt_later")
+    refusals.record_failed_login("192.0.2.7", "xpt_later")
     rows = audited(served, "login.refused")
     assert len(rows) == 21
     assert rows[-1][3] == "5 refusals before this one were not written down"
 
 
-def test_long_paths_that_are_refused_do_not_fill_the_memory(served: Served) -> None:
-    refusals = Refusals(served.registry.database, lambda: 0.0)
-    eve = served.identity(served.user("eve"))
+def test_long_paths_that_are_refused_do_not_fill_the_memory(served: RegistryHarness) -> None:
+    refusals = RefusalLog(served.registry.database, lambda: 0.0)
+    eve = served.authenticate(served.create_user("eve"))
     for number in range(100):
-        refusals.change(eve, method="DELETE", path=f"/{number}{'a' * 4000}", status=404)
-    assert len(refusals._alike) == 20
+        refusals.record_refused_change(
+            eve, method="DELETE", path=f"/{number}{'a' * 4000}", status=404
+        )
+    assert len(refusals._per_event) == 20
 
 
-def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(served: Served) -> None:
-    refusals = Refusals(served.registry.database, lambda: 0.0)
+def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(
+    served: RegistryHarness,
+) -> None:
+    refusals = RefusalLog(served.registry.database, lambda: 0.0)
     for number in range(25):
-        refusals.login("192.0.2.7", f"xpt_{number:08}")
-    eve = served.identity(served.user("eve"))
-    refusals.change(eve, method="DELETE", path="/v2/acme/x/manifests/v1", status=403)
+        refusals.record_failed_login("192.0.2.7", f"xpt_{number:08}")
+    eve = served.authenticate(served.create_user("eve"))
+    refusals.record_refused_change(eve, method="DELETE", path="/v2/acme/x/manifests/v1", status=403)
     [row] = audited(served, "change.refused")
     assert row[2:] == (
         "/v2/acme/x/manifests/v1",
@@ -289,11 +293,11 @@ def test_failed_logins_do_not_keep_a_refused_change_out_of_the_audit_log(served:
     )
 
 
-def test_pushes_and_deletes_that_are_refused_leave_rows(served: Served) -> None:
-    served.user("alice")
-    served.namespace("acme", owner="alice")
+def test_pushes_and_deletes_that_are_refused_leave_rows(served: RegistryHarness) -> None:
+    served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     eve = client_at(served, "192.0.2.7")
-    headers = bearer(served.user("eve"))
+    headers = bearer(served.create_user("eve"))
     for method, path in (
         ("POST", "/v2/acme/x/blobs/uploads/"),
         ("PUT", "/v2/acme/x/manifests/v1"),
@@ -311,7 +315,7 @@ def test_pushes_and_deletes_that_are_refused_leave_rows(served: Served) -> None:
     ]
 
 
-def test_a_full_disk_keeps_no_refusal_from_being_answered(served: Served) -> None:
+def test_a_full_disk_keeps_no_refusal_from_being_answered(served: RegistryHarness) -> None:
     with served.registry.database.write() as connection:
         connection.execute(text("ALTER TABLE audit RENAME COLUMN detail TO gone"))
     assert served.client("xpt_" + "A" * 43).get(WHOAMI).status_code == 401
@@ -330,15 +334,15 @@ def test_attack_80_guessing_through_basic_and_broken_headers_counts_too(
 def test_a_secret_that_has_ended_locks_out_nobody(make_registry: NewRegistry) -> None:
     """A forgotten machine, or a client whose session of five minutes is over, guesses nothing."""
     served = make_registry(failures_per_minute=2, requests_per_minute=20)
-    good, client = served.user("bob"), client_at(served, "192.0.2.7")
+    good, client = served.create_user("bob"), client_at(served, "192.0.2.7")
     session = client.get("/token", headers=bearer(good)).json()["token"]
-    old = [served.token("bob", expires=time.time() - 1)]
+    old = [served.create_token("bob", expires=time.time() - 1)]
     with served.registry.database.write() as connection:
-        tokens.revoke(connection, served.identity(good).token_id or "")
+        accounts.revoke_token(connection, served.authenticate(good).token_id or "")
     old += [good, session]
     for secret in old * 3:
         assert client.get(WHOAMI, headers=bearer(secret)).status_code == 401
-    assert client.get(WHOAMI, headers=bearer(served.token("bob"))).status_code == 200
+    assert client.get(WHOAMI, headers=bearer(served.create_token("bob"))).status_code == 200
     statuses = [client.get(WHOAMI, headers=bearer(good)).status_code for _ in range(12)]
     assert statuses == [401] * 11 + [429]
 
@@ -358,7 +362,7 @@ def test_attack_85_forwarded_headers_do_not_hide_who_guesses(make_registry: NewR
 def test_a_trusted_proxy_tells_guessers_apart(make_registry: NewRegistry) -> None:
     first = make_registry(failures_per_minute=1)
     first.registry.close()
-    served = serve(replace(first.settings, trusted_proxies=("10.0.0.0/8",)))
+    served = open_harness(replace(first.settings, trusted_proxies=("10.0.0.0/8",)))
     proxy = client_at(served, "10.0.0.1")
     statuses = [
         proxy.get(WHOAMI, headers={**bearer("xpt_x"), "X-Forwarded-For": address}).status_code
@@ -368,8 +372,8 @@ def test_a_trusted_proxy_tells_guessers_apart(make_registry: NewRegistry) -> Non
     served.close()
 
 
-def test_the_audit_log_has_the_address_that_is_believed(served: Served) -> None:
-    boss = served.user("boss", admin=True)
+def test_the_audit_log_has_the_address_that_is_believed(served: RegistryHarness) -> None:
+    boss = served.create_user("boss", admin=True)
     client = client_at(served, "192.0.2.7")
     headers = {**bearer(boss), "X-Forwarded-For": "198.51.100.1"}
     assert client.post("/api/v1/users", json={"name": "eve"}, headers=headers).status_code == 201
@@ -382,7 +386,7 @@ def test_requests_are_limited_by_token_and_otherwise_by_address(
     make_registry: NewRegistry,
 ) -> None:
     served = make_registry(requests_per_minute=2)
-    bob, eve = served.user("bob"), served.user("eve")
+    bob, eve = served.create_user("bob"), served.create_user("eve")
     client = client_at(served, "192.0.2.7")
 
     def status(secret: str | None) -> int:
@@ -400,14 +404,16 @@ def test_requests_are_limited_by_token_and_otherwise_by_address(
 
 def test_a_session_is_limited_with_the_token_that_it_came_from(make_registry: NewRegistry) -> None:
     served = make_registry(requests_per_minute=2)
-    secret = served.user("bob")
+    secret = served.create_user("bob")
     session = served.client(secret).get("/token").json()["token"]
     assert served.client(session).get("/v2/").status_code == 200
     assert served.client(secret).get("/v2/").status_code == 429
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:9", "localhost"])
-def test_attack_85_the_realm_is_never_made_from_a_header(served: Served, host: str) -> None:
+def test_attack_85_the_realm_is_never_made_from_a_header(
+    served: RegistryHarness, host: str
+) -> None:
     headers = {
         "Host": host,
         "X-Forwarded-Host": "evil.example",
@@ -422,24 +428,26 @@ def test_attack_85_the_realm_is_never_made_from_a_header(served: Served, host: s
         assert set(realms) <= {f"{URL}/token", "expertctl registry"}
 
 
-def test_the_last_use_of_a_token_is_noted_after_the_answer(served: Served) -> None:
-    secret = served.user("bob")
-    token_id = served.identity(secret).token_id or ""
+def test_the_last_use_of_a_token_is_noted_after_the_answer(served: RegistryHarness) -> None:
+    secret = served.create_user("bob")
+    token_id = served.authenticate(secret).token_id or ""
     served.client(secret).get(WHOAMI)
     with served.registry.database.read() as connection:
-        assert tokens.get(connection, token_id).last_used == pytest.approx(time.time(), abs=60)
+        assert accounts.get_token(connection, token_id).last_used == pytest.approx(
+            time.time(), abs=60
+        )
 
 
-def test_what_cannot_be_noted_turns_nobody_away(served: Served) -> None:
-    secret = served.user("bob")
+def test_what_cannot_be_noted_turns_nobody_away(served: RegistryHarness) -> None:
+    secret = served.create_user("bob")
     with served.registry.database.write() as connection:
         connection.execute(text("ALTER TABLE tokens RENAME COLUMN last_used TO gone"))
     assert served.client(secret).get("/v2/").status_code == 200
 
 
 @pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search", "/api/v1/"])
-def test_attack_88_without_a_database_nobody_gets_in(served: Served, path: str) -> None:
-    secret = served.user("bob")
+def test_attack_88_without_a_database_nobody_gets_in(served: RegistryHarness, path: str) -> None:
+    secret = served.create_user("bob")
     client = served.client(secret)
     assert client.get(WHOAMI).status_code == 200
     served.registry.database.close()
@@ -451,8 +459,8 @@ def test_attack_88_without_a_database_nobody_gets_in(served: Served, path: str) 
     assert str(served.settings.data) not in answer.text
 
 
-def test_attack_88_a_damaged_database_lets_nobody_in(served: Served) -> None:
-    secret = served.user("bob")
+def test_attack_88_a_damaged_database_lets_nobody_in(served: RegistryHarness) -> None:
+    secret = served.create_user("bob")
     with served.registry.database.write() as connection:
         connection.execute(text("DROP TABLE tokens"))
     assert served.client(secret).get(WHOAMI).status_code == 503
@@ -461,7 +469,7 @@ def test_attack_88_a_damaged_database_lets_nobody_in(served: Served) -> None:
     assert served.client().get("/api/v1/search").status_code == 503
 
 
-def test_who_asks_is_told_to_one_request_alone(served: Served) -> None:
+def test_who_asks_is_told_to_one_request_alone(served: RegistryHarness) -> None:
     """Whatever the server does with the state that it hands to every request."""
     seen: list[Identity] = []
     shared: dict[str, object] = {"of": "all"}
@@ -471,7 +479,7 @@ def test_who_asks_is_told_to_one_request_alone(served: Served) -> None:
 
     async def ask(*headers: tuple[bytes, bytes]) -> None:
         scope: Scope = {"type": "http", "client": None, "headers": headers, "state": shared}
-        await Authentication(app, served.registry)(scope, receive, send)
+        await AuthenticationMiddleware(app, served.registry)(scope, receive, send)
 
     async def receive() -> Message:
         raise AssertionError
@@ -479,14 +487,14 @@ def test_who_asks_is_told_to_one_request_alone(served: Served) -> None:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    secret = served.user("bob").encode()
+    secret = served.create_user("bob").encode()
     anyio.run(ask, (b"authorization", b"Bearer " + secret))
     anyio.run(ask)
     assert [identity.name for identity in seen] == ["bob", None]
     assert shared == {"of": "all"}
 
 
-def test_what_is_no_request_passes_by(served: Served) -> None:
+def test_what_is_no_request_passes_by(served: RegistryHarness) -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -495,6 +503,6 @@ def test_what_is_no_request_passes_by(served: Served) -> None:
     async def nothing(*_: object) -> Message:
         raise AssertionError
 
-    guarded = Authentication(app, served.registry)
+    guarded = AuthenticationMiddleware(app, served.registry)
     anyio.run(guarded, {"type": "lifespan"}, nothing, nothing)
     assert seen == ["lifespan"]

@@ -3,7 +3,7 @@ import base64
 import pytest
 from starlette.datastructures import Headers
 
-from registry_server.access.authorization import MAX_HEADER, secret_of
+from registry_server.access.credentials import MAX_AUTHORIZATION_HEADER, read_secret
 
 
 def basic(pair: bytes) -> str:
@@ -11,7 +11,7 @@ def basic(pair: bytes) -> str:
 
 
 def secret(*values: str) -> str | None:
-    return secret_of(Headers(raw=[(b"authorization", v.encode("latin-1")) for v in values]))
+    return read_secret(Headers(raw=[(b"authorization", v.encode("latin-1")) for v in values]))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_password_may_have_colons() -> None:
         "Basic YWxpY2U",
         basic("alice:é".encode()),
         "Bearer é",
-        "Bearer " + "a" * MAX_HEADER,
+        "Bearer " + "a" * MAX_AUTHORIZATION_HEADER,
         "",
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from registry_server.access.confusable import RESERVED, is_reserved, skeleton
+from registry_server.access.namespaces import RESERVED_NAMES, fold_name, is_reserved
 
 
 @pytest.mark.parametrize(
@@ -17,23 +17,23 @@ from registry_server.access.confusable import RESERVED, is_reserved, skeleton
     ],
 )
 def test_names_that_look_alike_have_one_skeleton(name: str, other: str) -> None:
-    assert skeleton(name) == skeleton(other)
+    assert fold_name(name) == fold_name(other)
 
 
 @pytest.mark.parametrize(
     ("name", "other"), [("acme", "acne"), ("sql", "sq"), ("sql2", "sql3"), ("a", "b")]
 )
 def test_names_that_differ_to_the_eye_have_two(name: str, other: str) -> None:
-    assert skeleton(name) != skeleton(other)
+    assert fold_name(name) != fold_name(other)
 
 
 def test_a_skeleton_is_its_own_skeleton() -> None:
-    for name in [*RESERVED, "modern-w1ll0w", "v-v-rn-n"]:
-        assert skeleton(skeleton(name)) == skeleton(name)
+    for name in [*RESERVED_NAMES, "modern-w1ll0w", "v-v-rn-n"]:
+        assert fold_name(fold_name(name)) == fold_name(name)
 
 
 def test_reserved_words_and_what_looks_like_them() -> None:
-    assert all(is_reserved(word) for word in RESERVED)
+    assert all(is_reserved(word) for word in RESERVED_NAMES)
     assert is_reserved("adm1n")
     assert is_reserved("r00t")
     assert not is_reserved("acme")

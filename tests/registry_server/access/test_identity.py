@@ -1,7 +1,7 @@
 import pytest
 
 from expertctl.errors import UsageError
-from registry_server.access.identity import ANONYMOUS, Action, Identity, Scope, all_scopes
+from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope, list_all_scopes
 
 
 @pytest.mark.parametrize(
@@ -9,7 +9,7 @@ from registry_server.access.identity import ANONYMOUS, Action, Identity, Scope, 
     ["read", "admin", "push:acme", "push:acme/sql", "delete:acme/a/b.c_d", "yank:a-1/b", "manage"],
 )
 def test_a_scope_reads_as_it_was_written(text: str) -> None:
-    assert str(Scope.parse(text)) == text
+    assert str(TokenScope.parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_scope_reads_as_it_was_written(text: str) -> None:
 )
 def test_what_is_no_scope_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a scope"):
-        Scope.parse(text)
+        TokenScope.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_what_is_no_scope_is_refused(text: str) -> None:
 def test_a_scope_covers_its_place_and_reading_there(
     scope: str, action: Action, namespace: str | None, package: str | None, covered: bool
 ) -> None:
-    assert Scope.parse(scope).covers(action, namespace, package) is covered
+    assert TokenScope.parse(scope).covers(action, namespace, package) is covered
 
 
 def test_who_has_no_scope_covers_nothing() -> None:
     assert not ANONYMOUS.covers(Action.READ, None)
-    identity = Identity(1, "bob", scopes=all_scopes(admin=False))
+    identity = Identity(1, "bob", scopes=list_all_scopes(admin=False))
     assert identity.covers(Action.MANAGE, None)
     assert not identity.covers(Action.ADMIN, None)
-    assert Identity(1, "bob", scopes=all_scopes(admin=True)).covers(Action.ADMIN, None)
+    assert Identity(1, "bob", scopes=list_all_scopes(admin=True)).covers(Action.ADMIN, None)

@@ -3,85 +3,91 @@ import time
 import pytest
 
 from expertctl.errors import StoreError
-from registry_server.access import tokens, users
-from registry_server.access.known import MAX_KNOWN, KnownSecrets
-from registry_server.access.sessions import SessionKey
+from registry_server.access import accounts
+from registry_server.access.accounts import SessionKey
+from registry_server.access.credentials import MAX_CACHED_IDENTITIES, IdentityCache
 from registry_server.database.connection import Database
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
 @pytest.fixture
-def known(served: Served) -> KnownSecrets:
+def known(served: RegistryHarness) -> IdentityCache:
     sessions = SessionKey.derive(served.registry.index_key)
-    return KnownSecrets(served.registry.database, sessions)
+    return IdentityCache(served.registry.database, sessions)
 
 
 def test_the_same_secret_is_looked_up_once_between_two_writes(
-    served: Served, known: KnownSecrets
+    served: RegistryHarness, known: IdentityCache
 ) -> None:
-    secret = served.user("bob")
+    secret = served.create_user("bob")
     first = known.find(secret)
     assert first is not None
     assert first.name == "bob"
     assert known.find(secret) is first
 
 
-def test_attack_80_a_revoked_token_is_not_remembered(served: Served, known: KnownSecrets) -> None:
-    secret = served.user("bob")
+def test_attack_80_a_revoked_token_is_not_remembered(
+    served: RegistryHarness, known: IdentityCache
+) -> None:
+    secret = served.create_user("bob")
     found = known.find(secret)
     assert found is not None
     with served.registry.database.write() as connection:
-        tokens.revoke(connection, found.token_id or "")
+        accounts.revoke_token(connection, found.token_id or "")
     assert known.find(secret) is None
 
 
 def test_attack_80_what_another_process_revokes_is_not_remembered(
-    served: Served, known: KnownSecrets
+    served: RegistryHarness, known: IdentityCache
 ) -> None:
-    secret = served.user("bob")
+    secret = served.create_user("bob")
     assert known.find(secret) is not None
     other = Database.open(served.settings.database)
     with other.write() as connection:
-        users.remove(connection, users.get(connection, "bob"))
+        accounts.remove_user(connection, accounts.get_user(connection, "bob"))
     other.close()
     assert known.find(secret) is None
 
 
 def test_attack_80_a_token_that_expires_is_not_remembered(
-    served: Served, known: KnownSecrets, monkeypatch: pytest.MonkeyPatch
+    served: RegistryHarness, known: IdentityCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served.user("bob")
+    served.create_user("bob")
     ends = time.time() + 1000
-    secret = served.token("bob", expires=ends)
+    secret = served.create_token("bob", expires=ends)
     assert known.find(secret) is not None
     monkeypatch.setattr(time, "time", lambda: ends)
     assert known.find(secret) is None
 
 
-def test_a_session_is_remembered_like_a_token(served: Served, known: KnownSecrets) -> None:
-    identity = served.identity(served.user("bob"))
+def test_a_session_is_remembered_like_a_token(
+    served: RegistryHarness, known: IdentityCache
+) -> None:
+    identity = served.authenticate(served.create_user("bob"))
     session = known.sessions.issue(identity, ())
     assert known.find(session) is not None
     with served.registry.database.write() as connection:
-        tokens.revoke(connection, identity.token_id or "")
+        accounts.revoke_token(connection, identity.token_id or "")
     assert known.find(session) is None
 
 
 def test_wrong_secrets_are_not_remembered_and_memory_is_bounded(
-    served: Served, known: KnownSecrets
+    served: RegistryHarness, known: IdentityCache
 ) -> None:
     assert known.find("xpt_" + "A" * 43) is None
-    assert known._known == {}
-    secret = served.user("bob")
+    assert known._identities == {}
+    secret = served.create_user("bob")
     found = known.find(secret)
     assert found is not None
-    known._known.update({str(number): found for number in range(MAX_KNOWN)})
+    known._identities.update({str(number): found for number in range(MAX_CACHED_IDENTITIES)})
     assert known.find(secret) == found
-    assert len(known._known) == 1
+    assert len(known._identities) == 1
 
 
-def test_attack_88_without_a_database_nobody_is_known(served: Served, known: KnownSecrets) -> None:
-    secret = served.user("bob")
+def test_attack_88_without_a_database_nobody_is_known(
+    served: RegistryHarness, known: IdentityCache
+) -> None:
+    secret = served.create_user("bob")
     assert known.find(secret) is not None
     served.registry.database.close()
     for path in served.settings.data.glob("registry.db*"):

@@ -9,12 +9,18 @@ from base64 import b64encode
 from contextlib import closing
 from pathlib import Path
 
-from registry_server.operation.new_registry import new_admin_token
-from registry_server.settings import Limits
-from tests.registry_server.operation.running import Running, new_registry, running
+from registry_server.operation.new_registry import create_admin_token
+from registry_server.settings import RegistryLimits
+from tests.registry_server.operation.server_process import (
+    ServerProcess,
+    init_registry_folder,
+    run_server,
+)
 
 
-def ask(server: Running, path: str, *authorizations: str) -> tuple[int, dict[str, str], object]:
+def ask(
+    server: ServerProcess, path: str, *authorizations: str
+) -> tuple[int, dict[str, str], object]:
     """Send a request by hand, with as many Authorization headers as are given."""
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
         client.putrequest("GET", path)
@@ -29,9 +35,9 @@ def ask(server: Running, path: str, *authorizations: str) -> tuple[int, dict[str
 
 def test_the_login_of_a_container_client(tmp_path: Path) -> None:
     """A 401 names the token endpoint; a session from there outlives a restart of the server."""
-    made = new_registry(tmp_path / "registry")
+    made = init_registry_folder(tmp_path / "registry")
     basic = f"Basic {b64encode(f'anything:{made.token}'.encode()).decode()}"
-    with running(made.settings.data) as server:
+    with run_server(made.settings.data) as server:
         status, headers, _ = ask(server, "/v2/")
         assert status == 401
         realm = re.search(r'realm="(http://[^"]*)"', headers["realms"])
@@ -45,14 +51,14 @@ def test_the_login_of_a_container_client(tmp_path: Path) -> None:
         assert ask(server, "/v2/", basic)[0] == 200
         assert ask(server, "/v2/", basic, bearer)[0] == 401
         assert server.stop() == 0
-    with running(made.settings.data) as server:
+    with run_server(made.settings.data) as server:
         assert ask(server, "/v2/", bearer)[0] == 200
         assert ask(server, "/v2/", bearer[:-4] + "AAAA")[0] == 401
 
 
 def test_attack_80_guessing_over_sockets(tmp_path: Path) -> None:
-    made = new_registry(tmp_path / "registry", limits=Limits(failures_per_minute=4))
-    with running(made.settings.data) as server:
+    made = init_registry_folder(tmp_path / "registry", limits=RegistryLimits(failures_per_minute=4))
+    with run_server(made.settings.data) as server:
         guesses = [ask(server, "/v2/", f"Bearer xpt_{n:043}")[0] for n in range(4)]
         assert guesses == [401] * 4
         for n in range(4, 60):  # a slow machine earns further guesses, one in fifteen seconds
@@ -76,19 +82,19 @@ def test_what_the_command_line_changes_beside_a_running_server_holds_at_once(
     tmp_path: Path,
 ) -> None:
     """A new admin token is written by another process, and is good for the next request."""
-    made = new_registry(tmp_path / "registry")
-    with running(made.settings.data) as server:
+    made = init_registry_folder(tmp_path / "registry")
+    with run_server(made.settings.data) as server:
         assert ask(server, "/api/v1/whoami", f"Bearer {made.token}")[0] == 200
-        second = new_admin_token(made.settings.data)
+        second = create_admin_token(made.settings.data)
         assert ask(server, "/api/v1/whoami", f"Bearer {second}")[0] == 200
         assert server.stop() == 0
 
 
 def test_uploads_that_nobody_continues_are_gone_without_a_new_one(tmp_path: Path) -> None:
     """The time of the upload is set back while the server rests; its start sweeps."""
-    made = new_registry(tmp_path / "registry")
+    made = init_registry_folder(tmp_path / "registry")
     token = f"Bearer {made.token}"
-    with running(made.settings.data) as server:
+    with run_server(made.settings.data) as server:
         headers = {"Authorization": token, "Content-Type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
             client.request("POST", "/api/v1/namespaces", '{"name":"acme","kind":"oci"}', headers)
@@ -104,6 +110,6 @@ def test_uploads_that_nobody_continues_are_gone_without_a_new_one(tmp_path: Path
         database.execute("UPDATE uploads SET updated = updated - ?", (day + 1,))
     for file in made.settings.uploads.iterdir():
         os.utime(file, (0, 0))
-    with running(made.settings.data) as server:
+    with run_server(made.settings.data) as server:
         assert list(made.settings.uploads.iterdir()) == []
         assert ask(server, location, token)[0] == 404

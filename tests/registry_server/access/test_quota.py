@@ -5,8 +5,9 @@ import pytest
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from expertctl.errors import BudgetError, StoreError
-from registry_server.access import namespaces, quota
+from registry_server.access import namespaces
 from registry_server.access.namespaces import NamespaceRow
+from registry_server.blob_storage import BlobDigest
 from registry_server.database.tables import (
     BLOBS,
     MANIFESTS,
@@ -16,10 +17,9 @@ from registry_server.database.tables import (
     UPLOADS,
 )
 from registry_server.oci import blobs
-from registry_server.settings import Limits
-from registry_server.storage.blob_digest import BlobDigest
+from registry_server.settings import RegistryLimits
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
 def repository(connection: Connection, namespace: NamespaceRow, name: str) -> int:
@@ -45,11 +45,11 @@ def begin_upload(connection: Connection, repository_id: int, upload: str, size: 
 
 @pytest.fixture
 def acme(connection: Connection) -> NamespaceRow:
-    return namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+    return namespaces.create_namespace(connection, "acme", kind="oci", read="token", quota=100)
 
 
 def test_an_empty_namespace_uses_nothing(connection: Connection, acme: NamespaceRow) -> None:
-    assert quota.used_bytes(connection, acme.id) == 0
+    assert namespaces.get_used_bytes(connection, acme.id) == 0
 
 
 def test_each_blob_counts_once_and_uploads_and_manifests_count(
@@ -72,28 +72,28 @@ def test_each_blob_counts_once_and_uploads_and_manifests_count(
             created=0.0,
         )
     )
-    assert quota.used_bytes(connection, acme.id) == 10 + 5 + 7 + 3
+    assert namespaces.get_used_bytes(connection, acme.id) == 10 + 5 + 7 + 3
 
 
 def test_attack_86_the_bytes_of_others_are_neither_counted_nor_told(
     connection: Connection, acme: NamespaceRow
 ) -> None:
     """A blob that another namespace has costs as much here as one that nobody has."""
-    other = namespaces.create(connection, "other", kind="oci", read="token")
+    other = namespaces.create_namespace(connection, "other", kind="oci", read="token")
     blob(connection, "sha256:a", 60)
     link(connection, repository(connection, other, "a"), "sha256:a")
-    assert quota.used_bytes(connection, acme.id) == 0
+    assert namespaces.get_used_bytes(connection, acme.id) == 0
     own = repository(connection, acme, "a")
     link(connection, own, "sha256:a")
     blob(connection, "sha256:new", 60)
     link(connection, own, "sha256:new")
-    assert quota.used_bytes(connection, acme.id) == 120
+    assert namespaces.get_used_bytes(connection, acme.id) == 120
 
 
 def test_bytes_that_are_taken_away_are_room_again(
     connection: Connection, acme: NamespaceRow
 ) -> None:
-    other = namespaces.create(connection, "other", kind="oci", read="token")
+    other = namespaces.create_namespace(connection, "other", kind="oci", read="token")
     foreign, one, two = (
         repository(connection, n, k) for n, k in ((other, "a"), (acme, "a"), (acme, "b"))
     )
@@ -101,18 +101,18 @@ def test_bytes_that_are_taken_away_are_room_again(
     for own in (foreign, one, two):
         link(connection, own, "sha256:a")
     begin_upload(connection, one, "u", 7)
-    used = [quota.used_bytes(connection, acme.id)]
+    used = [namespaces.get_used_bytes(connection, acme.id)]
     for own in (one, two):
         connection.execute(delete(REPOSITORY_BLOBS).where(REPOSITORY_BLOBS.c.repository_id == own))
-        used.append(quota.used_bytes(connection, acme.id))
+        used.append(namespaces.get_used_bytes(connection, acme.id))
     for size in (9, 2):
         connection.execute(update(UPLOADS).values(size=size))
-        used.append(quota.used_bytes(connection, acme.id))
+        used.append(namespaces.get_used_bytes(connection, acme.id))
     connection.execute(delete(UPLOADS))
-    used.append(quota.used_bytes(connection, acme.id))
+    used.append(namespaces.get_used_bytes(connection, acme.id))
     assert used == [17, 17, 7, 9, 2, 0]
-    assert quota.used_bytes(connection, other.id) == 10
-    quota.check_used(connection)
+    assert namespaces.get_used_bytes(connection, other.id) == 10
+    namespaces.check_used_bytes(connection)
 
 
 def test_a_link_that_is_made_again_costs_nothing(
@@ -121,43 +121,43 @@ def test_a_link_that_is_made_again_costs_nothing(
     blob(connection, f"sha256:{'a' * 64}", 10)
     own = repository(connection, acme, "a")
     for _ in range(3):
-        blobs.link(connection, own, BlobDigest("sha256", "a" * 64))
-    assert quota.used_bytes(connection, acme.id) == 10
+        blobs.link_blob(connection, own, BlobDigest("sha256", "a" * 64))
+    assert namespaces.get_used_bytes(connection, acme.id) == 10
 
 
 def test_a_count_that_is_wrong_is_damage(connection: Connection, acme: NamespaceRow) -> None:
-    quota.check_used(connection)
+    namespaces.check_used_bytes(connection)
     connection.execute(update(NAMESPACES).values(used=5))
     with pytest.raises(StoreError, match="acme uses 0 bytes, and 5 were counted"):
-        quota.check_used(connection)
+        namespaces.check_used_bytes(connection)
 
 
 def test_room_ends_at_the_quota(connection: Connection, acme: NamespaceRow) -> None:
     begin_upload(connection, repository(connection, acme, "a"), "u", 60)
-    quota.demand_room(connection, acme, 40, Limits())
+    namespaces.require_quota(connection, acme, 40, RegistryLimits())
     with pytest.raises(BudgetError, match=r"acme uses 60 of 100 bytes; 41 more do not fit"):
-        quota.demand_room(connection, acme, 41, Limits())
+        namespaces.require_quota(connection, acme, 41, RegistryLimits())
 
 
 def test_a_namespace_without_a_quota_has_that_of_the_registry(connection: Connection) -> None:
-    row = namespaces.create(connection, "acme", kind="oci", read="token")
-    assert quota.limit(row, Limits(quota_bytes=9)) == 9
+    row = namespaces.create_namespace(connection, "acme", kind="oci", read="token")
+    assert namespaces.get_quota(row, RegistryLimits(quota_bytes=9)) == 9
     with pytest.raises(BudgetError, match="0 of 9 bytes"):
-        quota.demand_room(connection, row, 10, Limits(quota_bytes=9))
+        namespaces.require_quota(connection, row, 10, RegistryLimits(quota_bytes=9))
 
 
 def test_a_quota_of_nothing_takes_nothing(connection: Connection) -> None:
-    row = namespaces.create(connection, "acme", kind="oci", read="token", quota=0)
-    quota.demand_room(connection, row, 0, Limits())
+    row = namespaces.create_namespace(connection, "acme", kind="oci", read="token", quota=0)
+    namespaces.require_quota(connection, row, 0, RegistryLimits())
     with pytest.raises(BudgetError):
-        quota.demand_room(connection, row, 1, Limits())
+        namespaces.require_quota(connection, row, 1, RegistryLimits())
 
 
-def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: Served) -> None:
+def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: RegistryHarness) -> None:
     """Eight threads, each with its own connection to the one file, take 30 of 100 bytes each."""
     database = served.registry.database
     with database.write() as connection:
-        acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+        acme = namespaces.create_namespace(connection, "acme", kind="oci", read="token", quota=100)
         own = repository(connection, acme, "a")
     together = Barrier(8, timeout=120)
 
@@ -165,7 +165,7 @@ def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: Served
         together.wait()
         try:
             with database.write() as connection:
-                quota.demand_room(connection, acme, 30, served.settings.limits)
+                namespaces.require_quota(connection, acme, 30, served.settings.limits)
                 begin_upload(connection, own, str(number), 30)
         except BudgetError:
             return False
@@ -175,7 +175,7 @@ def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: Served
         taken = list(pool.map(take, range(8)))
     assert taken.count(True) == 3
     with database.read() as connection:
-        assert quota.used_bytes(connection, acme.id) == 90
+        assert namespaces.get_used_bytes(connection, acme.id) == 90
 
 
 def test_attack_86_uploads_through_two_servers_do_not_overshoot_together(
@@ -183,9 +183,11 @@ def test_attack_86_uploads_through_two_servers_do_not_overshoot_together(
 ) -> None:
     """Two processes would open the file twice, as here; SQLite lets one of them write."""
     served = make_registry()
-    second = Served(served.registry, served.app).registry.database.open(served.settings.database)
+    second = RegistryHarness(served.registry, served.app).registry.database.open(
+        served.settings.database
+    )
     with served.registry.database.write() as connection:
-        acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+        acme = namespaces.create_namespace(connection, "acme", kind="oci", read="token", quota=100)
         own = repository(connection, acme, "a")
     together = Barrier(4, timeout=120)
 
@@ -194,7 +196,7 @@ def test_attack_86_uploads_through_two_servers_do_not_overshoot_together(
         database = (served.registry.database, second)[number % 2]
         try:
             with database.write() as connection:
-                quota.demand_room(connection, acme, 60, served.settings.limits)
+                namespaces.require_quota(connection, acme, 60, served.settings.limits)
                 begin_upload(connection, own, str(number), 60)
         except BudgetError:
             return False

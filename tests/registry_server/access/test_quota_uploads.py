@@ -6,8 +6,8 @@ from threading import Barrier
 
 from starlette.testclient import TestClient
 
-from registry_server.access import quota
-from tests.registry_server.served import Served
+from registry_server.access import namespaces
+from tests.registry_server.harness import RegistryHarness
 
 
 def push(client: TestClient, repository: str, data: bytes) -> int:
@@ -20,14 +20,14 @@ def push(client: TestClient, repository: str, data: bytes) -> int:
     return client.put(place, params={"digest": digest}, content=data).status_code
 
 
-def used(served: Served, namespace_id: int) -> int:
+def used(served: RegistryHarness, namespace_id: int) -> int:
     with served.registry.database.read() as connection:
-        return quota.used_bytes(connection, namespace_id)
+        return namespaces.get_used_bytes(connection, namespace_id)
 
 
-def test_attack_86_parallel_uploads_stay_within_the_quota(served: Served) -> None:
-    secret = served.user("olga")
-    acme = served.namespace("acme", owner="olga", quota=100_000)
+def test_attack_86_parallel_uploads_stay_within_the_quota(served: RegistryHarness) -> None:
+    secret = served.create_user("olga")
+    acme = served.create_namespace("acme", owner="olga", quota=100_000)
     together = Barrier(8, timeout=60)
 
     def upload(number: int) -> int:
@@ -45,27 +45,29 @@ def test_attack_86_parallel_uploads_stay_within_the_quota(served: Served) -> Non
     assert used(served, acme) <= 100_000
 
 
-def test_attack_86_bytes_that_were_refused_are_free_again(served: Served) -> None:
-    client = served.client(served.user("olga"))
-    acme = served.namespace("acme", owner="olga", quota=1000)
+def test_attack_86_bytes_that_were_refused_are_free_again(served: RegistryHarness) -> None:
+    client = served.client(served.create_user("olga"))
+    acme = served.create_namespace("acme", owner="olga", quota=1000)
     assert push(client, "acme/a", b"a" * 1001) == 403
     assert push(client, "acme/a", b"b" * 900) == 201
     assert used(served, acme) >= 900
 
 
-def test_attack_86_the_same_blob_again_costs_nothing(served: Served) -> None:
-    client = served.client(served.user("olga"))
-    acme = served.namespace("acme", owner="olga", quota=1000)
+def test_attack_86_the_same_blob_again_costs_nothing(served: RegistryHarness) -> None:
+    client = served.client(served.create_user("olga"))
+    acme = served.create_namespace("acme", owner="olga", quota=1000)
     assert push(client, "acme/a", b"a" * 400) == 201
     assert push(client, "acme/b", b"a" * 400) == 201
     assert used(served, acme) == 400
 
 
-def test_attack_86_what_others_have_is_neither_free_nor_faster_to_see(served: Served) -> None:
+def test_attack_86_what_others_have_is_neither_free_nor_faster_to_see(
+    served: RegistryHarness,
+) -> None:
     """Whether a digest exists elsewhere shows neither in statuses nor in what is used."""
-    olga, eve = (served.client(served.user(name)) for name in ("olga", "eve"))
-    served.namespace("acme", owner="olga")
-    own = served.namespace("evil", owner="eve", quota=1000)
+    olga, eve = (served.client(served.create_user(name)) for name in ("olga", "eve"))
+    served.create_namespace("acme", owner="olga")
+    own = served.create_namespace("evil", owner="eve", quota=1000)
     data = b"a secret of acme" * 10
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     assert push(olga, "acme/a", data) == 201
@@ -76,9 +78,11 @@ def test_attack_86_what_others_have_is_neither_free_nor_faster_to_see(served: Se
     assert used(served, own) == before + len(data)
 
 
-def test_attack_86_an_abandoned_upload_holds_its_room_until_it_is_given_up(served: Served) -> None:
-    client = served.client(served.user("olga"))
-    acme = served.namespace("acme", owner="olga", quota=1000)
+def test_attack_86_an_abandoned_upload_holds_its_room_until_it_is_given_up(
+    served: RegistryHarness,
+) -> None:
+    client = served.client(served.create_user("olga"))
+    acme = served.create_namespace("acme", owner="olga", quota=1000)
     place = client.post("/v2/acme/a/blobs/uploads/").headers["location"]
     assert client.patch(place, content=b"a" * 600).status_code == 202
     assert used(served, acme) == 600
@@ -88,9 +92,9 @@ def test_attack_86_an_abandoned_upload_holds_its_room_until_it_is_given_up(serve
     assert push(client, "acme/b", b"b" * 600) == 201
 
 
-def test_attack_86_uploads_in_many_small_pieces_end_at_the_quota(served: Served) -> None:
-    client = served.client(served.user("olga"))
-    acme = served.namespace("acme", owner="olga", quota=1000)
+def test_attack_86_uploads_in_many_small_pieces_end_at_the_quota(served: RegistryHarness) -> None:
+    client = served.client(served.create_user("olga"))
+    acme = served.create_namespace("acme", owner="olga", quota=1000)
     place = client.post("/v2/acme/a/blobs/uploads/").headers["location"]
     statuses = []
     for _ in range(6):

@@ -3,9 +3,9 @@ from sqlalchemy import Connection, select
 
 from expertctl.errors import ForbiddenError, NotFoundError, UnauthenticatedError
 from registry_server.access import namespaces, rights
-from registry_server.access.identity import ANONYMOUS, Action, Identity
+from registry_server.access.rights import ANONYMOUS, Action, Identity
 from registry_server.database.tables import NAMESPACES
-from tests.registry_server.access.people import identity_of
+from tests.registry_server.harness import create_identity
 
 IN_NAMESPACES = [Action.READ, Action.PUSH, Action.DELETE, Action.YANK, Action.MANAGE]
 
@@ -14,12 +14,12 @@ IN_NAMESPACES = [Action.READ, Action.PUSH, Action.DELETE, Action.YANK, Action.MA
 def two_namespaces(connection: Connection) -> None:
     """``acme``, read with a token, with an owner and a publisher; ``open``, read by all."""
     for name in ("olga", "paul", "rita"):
-        identity_of(connection, name)
-    identity_of(connection, "boss", admin=True)
-    acme = namespaces.create(connection, "acme", kind="expert", read="token")
+        create_identity(connection, name)
+    create_identity(connection, "boss", admin=True)
+    acme = namespaces.create_namespace(connection, "acme", kind="expert", read="token")
     namespaces.set_member(connection, acme, "olga", "owner")
     namespaces.set_member(connection, acme, "paul", "publisher")
-    namespaces.create(connection, "open", kind="expert", read="public")
+    namespaces.create_namespace(connection, "open", kind="expert", read="public")
 
 
 def actions(connection: Connection, identity: Identity, namespace: str) -> list[Action]:
@@ -46,7 +46,7 @@ def actions(connection: Connection, identity: Identity, namespace: str) -> list[
 def test_a_role_gives_rights_in_its_namespace_alone(
     connection: Connection, name: str, acme: list[Action], open_: list[Action]
 ) -> None:
-    identity = identity_of(connection, name)
+    identity = create_identity(connection, name)
     assert actions(connection, identity, "acme") == acme
     assert actions(connection, identity, "open") == open_
 
@@ -72,18 +72,18 @@ def test_nobody_may_read_what_is_public_and_nothing_else(connection: Connection)
 def test_attack_80_a_scope_limits_what_the_role_gives(
     connection: Connection, scopes: list[str], acme: list[Action]
 ) -> None:
-    assert actions(connection, identity_of(connection, "olga", *scopes), "acme") == acme
+    assert actions(connection, create_identity(connection, "olga", *scopes), "acme") == acme
 
 
 def test_a_scope_gives_no_right_that_the_role_has_not(connection: Connection) -> None:
     for name in ("paul", "rita"):
-        identity = identity_of(connection, name, "yank:acme")
+        identity = create_identity(connection, name, "yank:acme")
         with pytest.raises(ForbiddenError, match=f"{name} may not yank in acme"):
             rights.authorise(connection, identity, Action.YANK, "acme", "sql")
 
 
 def test_no_token_allows_less_than_none(connection: Connection) -> None:
-    identity = identity_of(connection, "rita", "push:acme/sql")
+    identity = create_identity(connection, "rita", "push:acme/sql")
     assert actions(connection, identity, "open") == [Action.READ]
 
 
@@ -93,10 +93,10 @@ def test_whether_a_private_namespace_is_there_is_told_to_no_stranger(
     connection: Connection, scopes: list[str], action: Action
 ) -> None:
     """For nobody, and for a token that is for other places, there and not there are the same."""
-    namespaces.create(connection, "hidden", kind="expert", read="token")
+    namespaces.create_namespace(connection, "hidden", kind="expert", read="token")
     strangers = [ANONYMOUS]
     if scopes == ["push:acme"]:
-        strangers.append(identity_of(connection, "rita", *scopes))
+        strangers.append(create_identity(connection, "rita", *scopes))
     for identity in strangers:
         answers = []
         for name in ("hidden", "absent"):
@@ -107,29 +107,29 @@ def test_whether_a_private_namespace_is_there_is_told_to_no_stranger(
 
 
 def test_who_may_read_everything_is_told_what_is_missing(connection: Connection) -> None:
-    identity = identity_of(connection, "rita")
+    identity = create_identity(connection, "rita")
     with pytest.raises(NotFoundError, match="no namespace 'absent'"):
         rights.authorise(connection, identity, Action.READ, "absent")
 
 
 def test_what_a_user_may_do_whatever_the_token(connection: Connection) -> None:
-    acme, open_ = (namespaces.get(connection, name) for name in ("acme", "open"))
-    paul = identity_of(connection, "paul", "read")
-    assert rights.allowed(connection, paul, Action.PUSH, acme)
-    assert not rights.allowed(connection, paul, Action.YANK, acme)
-    assert rights.allowed(connection, ANONYMOUS, Action.READ, open_)
-    assert not rights.allowed(connection, ANONYMOUS, Action.READ, acme)
-    assert not rights.allowed(connection, ANONYMOUS, Action.PUSH, open_)
+    acme, open_ = (namespaces.get_namespace(connection, name) for name in ("acme", "open"))
+    paul = create_identity(connection, "paul", "read")
+    assert rights.has_right(connection, paul, Action.PUSH, acme)
+    assert not rights.has_right(connection, paul, Action.YANK, acme)
+    assert rights.has_right(connection, ANONYMOUS, Action.READ, open_)
+    assert not rights.has_right(connection, ANONYMOUS, Action.READ, acme)
+    assert not rights.has_right(connection, ANONYMOUS, Action.PUSH, open_)
 
 
 def test_only_an_admin_with_a_token_for_it_is_an_admin(connection: Connection) -> None:
-    rights.demand(identity_of(connection, "boss"), Action.ADMIN)
+    rights.require_right(create_identity(connection, "boss"), Action.ADMIN)
     with pytest.raises(UnauthenticatedError):
-        rights.demand(ANONYMOUS, Action.ADMIN)
+        rights.require_right(ANONYMOUS, Action.ADMIN)
     with pytest.raises(ForbiddenError, match="this token is not for admin"):
-        rights.demand(identity_of(connection, "boss", "read", "manage"), Action.ADMIN)
+        rights.require_right(create_identity(connection, "boss", "read", "manage"), Action.ADMIN)
     with pytest.raises(ForbiddenError, match="olga is not an admin"):
-        rights.demand(identity_of(connection, "olga", "admin"), Action.ADMIN)
+        rights.require_right(create_identity(connection, "olga", "admin"), Action.ADMIN)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,10 @@ def test_lists_show_what_the_token_may_read(
     connection: Connection, scopes: list[str], names: list[str]
 ) -> None:
     def shown(identity: Identity) -> list[str]:
-        query = select(NAMESPACES.c.name).where(rights.readable(identity)).order_by("name")
+        query = (
+            select(NAMESPACES.c.name).where(rights.build_readable_filter(identity)).order_by("name")
+        )
         return list(connection.execute(query).scalars())
 
-    assert shown(identity_of(connection, "rita", *scopes)) == names
+    assert shown(create_identity(connection, "rita", *scopes)) == names
     assert shown(ANONYMOUS) == ["open"]

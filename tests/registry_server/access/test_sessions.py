@@ -8,12 +8,12 @@ from sqlalchemy import Connection
 
 from expertctl.errors import UsageError
 from expertctl.trust.keys import PrivateKey
-from registry_server.access import tokens, users
-from registry_server.access.identity import ANONYMOUS, Identity, Scope
-from registry_server.access.sessions import SECONDS, SessionKey, asked_scopes
-from tests.registry_server.access.people import identity_of
+from registry_server.access import accounts
+from registry_server.access.accounts import SESSION_SECONDS, SessionKey, parse_requested_scopes
+from registry_server.access.rights import ANONYMOUS, Identity, TokenScope
+from tests.registry_server.harness import create_identity
 
-SCOPES = (Scope.parse("push:acme/sql"), Scope.parse("read:acme/sql"))
+SCOPES = (TokenScope.parse("push:acme/sql"), TokenScope.parse("read:acme/sql"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def key(index_key: PrivateKey) -> SessionKey:
 
 @pytest.fixture
 def bob(connection: Connection) -> Identity:
-    return identity_of(connection, "bob")
+    return create_identity(connection, "bob")
 
 
 def test_a_session_stands_for_the_user_with_its_own_scopes_and_end(
@@ -36,7 +36,7 @@ def test_a_session_stands_for_the_user_with_its_own_scopes_and_end(
 ) -> None:
     found = key.find(connection, key.issue(bob, SCOPES))
     assert found is not None
-    assert found.expires == pytest.approx(time.time() + SECONDS, abs=60)
+    assert found.expires == pytest.approx(time.time() + SESSION_SECONDS, abs=60)
     assert found == replace(bob, scopes=SCOPES, expires=found.expires)
 
 
@@ -58,7 +58,7 @@ def test_attack_80_a_session_dies_with_its_token(
     connection: Connection, key: SessionKey, bob: Identity
 ) -> None:
     secret = key.issue(bob, SCOPES)
-    tokens.revoke(connection, bob.token_id or "")
+    accounts.revoke_token(connection, bob.token_id or "")
     assert key.find(connection, secret) is None
 
 
@@ -66,7 +66,7 @@ def test_attack_80_a_session_dies_with_its_user(
     connection: Connection, key: SessionKey, bob: Identity
 ) -> None:
     secret = key.issue(bob, SCOPES)
-    users.remove(connection, users.get(connection, "bob"))
+    accounts.remove_user(connection, accounts.get_user(connection, "bob"))
     assert key.find(connection, secret) is None
 
 
@@ -133,7 +133,7 @@ def test_what_is_asked_for_is_read_and_what_is_unknown_left_out() -> None:
         "nonsense",
         "",
     ]
-    assert [str(scope) for scope in asked_scopes(texts)] == [
+    assert [str(scope) for scope in parse_requested_scopes(texts)] == [
         "push:acme/sql",
         "read:acme/sql",
         "delete:other/a/b",
@@ -145,6 +145,6 @@ def test_what_is_asked_for_is_read_and_what_is_unknown_left_out() -> None:
 
 def test_what_is_asked_for_is_bounded() -> None:
     with pytest.raises(UsageError, match="too many scopes"):
-        asked_scopes(["repository:a/b:pull"] * 51)
+        parse_requested_scopes(["repository:a/b:pull"] * 51)
     with pytest.raises(UsageError, match="too many scopes"):
-        asked_scopes([f"repository:a/{'b' * 9000}:pull"])
+        parse_requested_scopes([f"repository:a/{'b' * 9000}:pull"])

@@ -6,22 +6,22 @@ import pytest
 from sqlalchemy import Connection, select, update
 
 from expertctl.errors import ForbiddenError, NotFoundError, UsageError
-from registry_server.access import namespaces, tokens, users
-from registry_server.access.identity import Identity, Scope, all_scopes
-from registry_server.access.tokens import Minted
+from registry_server.access import accounts, namespaces
+from registry_server.access.accounts import MintedToken
+from registry_server.access.rights import Identity, TokenScope, list_all_scopes
 from registry_server.database.tables import TOKENS
-from tests.registry_server.access.people import identity_of
+from tests.registry_server.harness import create_identity
 
 
-def scopes(*texts: str) -> tuple[Scope, ...]:
-    return tuple(map(Scope.parse, texts))
+def scopes(*texts: str) -> tuple[TokenScope, ...]:
+    return tuple(map(TokenScope.parse, texts))
 
 
 def minted_for(
     connection: Connection, identity: Identity, *texts: str, seconds: int | None = None
-) -> Minted:
-    user = users.get(connection, identity.name or "")
-    return tokens.mint(
+) -> MintedToken:
+    user = accounts.get_user(connection, identity.name or "")
+    return accounts.mint_token(
         connection, identity, user, name="ci", scopes=scopes(*texts), seconds=seconds
     )
 
@@ -29,16 +29,18 @@ def minted_for(
 @pytest.fixture
 def bob(connection: Connection) -> Identity:
     """A user who publishes in ``acme``; there is another namespace, ``other``."""
-    identity = identity_of(connection, "bob")
+    identity = create_identity(connection, "bob")
     for name in ("acme", "other"):
-        namespaces.create(connection, name, kind="expert", read="token")
-    namespaces.set_member(connection, namespaces.get(connection, "acme"), "bob", "publisher")
+        namespaces.create_namespace(connection, name, kind="expert", read="token")
+    namespaces.set_member(
+        connection, namespaces.get_namespace(connection, "acme"), "bob", "publisher"
+    )
     return identity
 
 
 def test_a_secret_is_long_random_and_kept_as_its_hash_alone(connection: Connection) -> None:
-    user = users.create(connection, "bob")
-    minted = [tokens.create(connection, user, name="t", scopes=()) for _ in range(2)]
+    user = accounts.create_user(connection, "bob")
+    minted = [accounts.create_token(connection, user, name="t", scopes=()) for _ in range(2)]
     first, second = (m.secret for m in minted)
     assert re.fullmatch(r"xpt_[A-Za-z0-9_-]{43}", first)
     assert first != second
@@ -50,23 +52,25 @@ def test_a_secret_is_long_random_and_kept_as_its_hash_alone(connection: Connecti
 
 
 def test_attack_80_a_secret_is_in_no_text_of_its_value(connection: Connection) -> None:
-    user = users.create(connection, "bob")
-    minted = tokens.create(connection, user, name="t", scopes=())
+    user = accounts.create_user(connection, "bob")
+    minted = accounts.create_token(connection, user, name="t", scopes=())
     assert minted.secret not in f"{minted} {minted!r} {minted.token!r}"
 
 
 def test_a_secret_stands_for_its_user_with_its_scopes(connection: Connection) -> None:
-    user = users.create(connection, "boss", admin=True)
+    user = accounts.create_user(connection, "boss", admin=True)
     given = scopes("push:acme", "read")
-    minted = tokens.create(connection, user, name="t", scopes=given, expires=2e9)
-    assert tokens.find(connection, minted.secret) == Identity(
+    minted = accounts.create_token(connection, user, name="t", scopes=given, expires=2e9)
+    assert accounts.find_identity(connection, minted.secret) == Identity(
         user.id, "boss", True, minted.token.id, given, None, 2e9
     )
 
 
 @pytest.mark.parametrize("change", ["", "xpt_", "cut", "longer", "case", "other", "nul", "wide"])
 def test_attack_80_what_is_no_secret_stands_for_nobody(connection: Connection, change: str) -> None:
-    minted = tokens.create(connection, users.create(connection, "bob"), name="t", scopes=())
+    minted = accounts.create_token(
+        connection, accounts.create_user(connection, "bob"), name="t", scopes=()
+    )
     wrong = {
         "cut": minted.secret[:-1],
         "longer": minted.secret + "A",
@@ -75,27 +79,27 @@ def test_attack_80_what_is_no_secret_stands_for_nobody(connection: Connection, c
         "nul": "xpt_" + "\0" * 43,
         "wide": "xpt_" + "é" * 43,
     }
-    assert tokens.find(connection, wrong.get(change, change)) is None
+    assert accounts.find_identity(connection, wrong.get(change, change)) is None
 
 
 def test_attack_80_an_expired_or_revoked_token_is_dead_at_once(connection: Connection) -> None:
-    user = users.create(connection, "bob")
-    expired = tokens.create(connection, user, name="t", scopes=(), expires=time.time() - 1)
-    revoked = tokens.create(connection, user, name="t", scopes=())
-    assert tokens.find(connection, revoked.secret) is not None
-    tokens.revoke(connection, revoked.token.id)
+    user = accounts.create_user(connection, "bob")
+    expired = accounts.create_token(connection, user, name="t", scopes=(), expires=time.time() - 1)
+    revoked = accounts.create_token(connection, user, name="t", scopes=())
+    assert accounts.find_identity(connection, revoked.secret) is not None
+    accounts.revoke_token(connection, revoked.token.id)
     for minted in (expired, revoked):
-        assert tokens.find(connection, minted.secret) is None
+        assert accounts.find_identity(connection, minted.secret) is None
         with pytest.raises(NotFoundError, match="no token"):
-            tokens.get(connection, minted.token.id)
-    assert tokens.listed(connection, "bob", limit=9) == []
+            accounts.get_token(connection, minted.token.id)
+    assert accounts.list_tokens(connection, "bob", limit=9) == []
 
 
 def test_a_token_mints_a_narrower_one(connection: Connection, bob: Identity) -> None:
     minted = minted_for(connection, bob, "push:acme/sql", "read:other", seconds=60)
     assert minted.token.scopes == scopes("push:acme/sql", "read:other")
     assert minted.token.expires == pytest.approx(time.time() + 60, abs=30)
-    found = tokens.find(connection, minted.secret)
+    found = accounts.find_identity(connection, minted.secret)
     assert found is not None
     assert found.scopes == minted.token.scopes
 
@@ -103,7 +107,7 @@ def test_a_token_mints_a_narrower_one(connection: Connection, bob: Identity) -> 
 def test_without_scopes_a_minted_token_has_those_of_the_one_used(
     connection: Connection, bob: Identity
 ) -> None:
-    assert minted_for(connection, bob).token.scopes == all_scopes(admin=False)
+    assert minted_for(connection, bob).token.scopes == list_all_scopes(admin=False)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +128,15 @@ def test_without_scopes_a_minted_token_has_those_of_the_one_used(
 def test_attack_80_a_token_mints_no_scope_that_it_or_its_user_has_not(
     connection: Connection, bob: Identity, own: list[str], wanted: str
 ) -> None:
-    used = identity_of(connection, "bob", *own)
+    used = create_identity(connection, "bob", *own)
     with pytest.raises(ForbiddenError, match=f"cannot give the scope {wanted}"):
         minted_for(connection, used, wanted)
 
 
 def test_attack_80_an_admin_scope_is_minted_by_admins_alone(connection: Connection) -> None:
-    boss = identity_of(connection, "boss", admin=True)
+    boss = create_identity(connection, "boss", admin=True)
     assert minted_for(connection, boss, "admin").token.scopes == scopes("admin")
-    narrow = identity_of(connection, "boss", "read")
+    narrow = create_identity(connection, "boss", "read")
     with pytest.raises(ForbiddenError):
         minted_for(connection, narrow, "admin")
 
@@ -142,7 +146,7 @@ def test_attack_80_a_token_mints_none_that_outlives_it(
 ) -> None:
     ends = time.time() + 1000
     connection.execute(update(TOKENS).values(expires=ends))
-    used = tokens.find_by_id(connection, bob.token_id or "")
+    used = accounts.find_identity_by_id(connection, bob.token_id or "")
     assert used is not None
     assert minted_for(connection, used, "read").token.expires == ends
     assert minted_for(connection, used, "read", seconds=5000).token.expires == ends
@@ -157,7 +161,7 @@ def test_attack_80_a_session_without_scopes_mints_nothing(
         minted_for(connection, empty)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, tokens.MAX_SECONDS + 1])
+@pytest.mark.parametrize("seconds", [0, -1, accounts.MAX_TOKEN_SECONDS + 1])
 def test_a_token_lives_for_a_sensible_time(
     connection: Connection, bob: Identity, seconds: int
 ) -> None:
@@ -171,21 +175,27 @@ def test_a_token_has_a_sensible_number_of_scopes(connection: Connection, bob: Id
 
 
 def test_tokens_are_listed_by_id_in_pages_for_their_user_alone(connection: Connection) -> None:
-    alice, bob = users.create(connection, "alice"), users.create(connection, "bob")
-    own = sorted(tokens.create(connection, alice, name="t", scopes=()).token.id for _ in range(3))
-    tokens.create(connection, bob, name="t", scopes=())
-    assert [t.id for t in tokens.listed(connection, "alice", limit=2)] == own[:2]
-    assert [t.id for t in tokens.listed(connection, "alice", limit=2, after=own[1])] == own[2:]
+    alice, bob = accounts.create_user(connection, "alice"), accounts.create_user(connection, "bob")
+    own = sorted(
+        accounts.create_token(connection, alice, name="t", scopes=()).token.id for _ in range(3)
+    )
+    accounts.create_token(connection, bob, name="t", scopes=())
+    assert [t.id for t in accounts.list_tokens(connection, "alice", limit=2)] == own[:2]
+    assert [t.id for t in accounts.list_tokens(connection, "alice", limit=2, after=own[1])] == own[
+        2:
+    ]
 
 
 def test_the_last_use_is_kept_to_the_minute(connection: Connection) -> None:
-    minted = tokens.create(connection, users.create(connection, "bob"), name="t", scopes=())
-    assert tokens.get(connection, minted.token.id).last_used is None
-    tokens.touch(connection, minted.token.id)
-    used = tokens.get(connection, minted.token.id).last_used
+    minted = accounts.create_token(
+        connection, accounts.create_user(connection, "bob"), name="t", scopes=()
+    )
+    assert accounts.get_token(connection, minted.token.id).last_used is None
+    accounts.mark_used(connection, minted.token.id)
+    used = accounts.get_token(connection, minted.token.id).last_used
     assert used == pytest.approx(time.time(), abs=60)
-    tokens.touch(connection, minted.token.id)
-    assert tokens.get(connection, minted.token.id).last_used == used
+    accounts.mark_used(connection, minted.token.id)
+    assert accounts.get_token(connection, minted.token.id).last_used == used
     connection.execute(update(TOKENS).values(last_used=5.0))
-    tokens.touch(connection, minted.token.id)
-    assert tokens.get(connection, minted.token.id).last_used != 5.0
+    accounts.mark_used(connection, minted.token.id)
+    assert accounts.get_token(connection, minted.token.id).last_used != 5.0

@@ -5,16 +5,19 @@ from collections.abc import Callable
 import pytest
 
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Scope
-from registry_server.publishing.keys import add_key
-from tests.registry_server.api.asking import Asking, Publish
-from tests.registry_server.publishing.parcels import Template, make_template, push
-from tests.registry_server.served import Served
+from registry_server.access.rights import TokenScope
+from registry_server.publishing.maintenance import add_key
+from tests.registry_server.harness import JsonApiClient, Publish, RegistryHarness
+from tests.registry_server.publishing.package_fixtures import (
+    PackageTemplate,
+    build_template,
+    upload_and_publish,
+)
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return make_template(tmp_path_factory.mktemp("template"))
+def template(tmp_path_factory: pytest.TempPathFactory) -> PackageTemplate:
+    return build_template(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture(scope="session")
@@ -23,33 +26,37 @@ def key() -> PrivateKey:
 
 
 @pytest.fixture
-def asking(served: Served) -> Callable[[str | None], Asking]:
+def asking(served: RegistryHarness) -> Callable[[str | None], JsonApiClient]:
     """Make clients from secrets."""
-    return lambda secret: Asking(served.client(secret))
+    return lambda secret: JsonApiClient(served.client(secret))
 
 
 @pytest.fixture
-def boss(served: Served) -> Asking:
+def boss(served: RegistryHarness) -> JsonApiClient:
     """An admin."""
-    return Asking(served.client(served.user("boss", admin=True)))
+    return JsonApiClient(served.client(served.create_user("boss", admin=True)))
 
 
 @pytest.fixture
-def olga(served: Served) -> Asking:
+def olga(served: RegistryHarness) -> JsonApiClient:
     """A user, who owns ``acme`` where the fixture ``publish`` is used."""
-    return Asking(served.client(served.user("olga")))
+    return JsonApiClient(served.client(served.create_user("olga")))
 
 
 @pytest.fixture
-def nobody(served: Served) -> Asking:
-    return Asking(served.client())
+def nobody(served: RegistryHarness) -> JsonApiClient:
+    return JsonApiClient(served.client())
 
 
 @pytest.fixture
-def publish(served: Served, template: Template, key: PrivateKey, olga: Asking) -> Publish:
+def publish(
+    served: RegistryHarness, template: PackageTemplate, key: PrivateKey, olga: JsonApiClient
+) -> Publish:
     """Publish packages, making their namespaces with the owner Olga."""
-    secret = served.token("olga", *(Scope.parse(s) for s in ("read", "push", "manage", "yank")))
-    identity = served.identity(secret)
+    secret = served.create_token(
+        "olga", *(TokenScope.parse(s) for s in ("read", "push", "manage", "yank"))
+    )
+    identity = served.authenticate(secret)
     known: set[str] = set()
 
     def publish(
@@ -58,7 +65,7 @@ def publish(served: Served, template: Template, key: PrivateKey, olga: Asking) -
         namespace = name.partition("/")[0]
         if namespace not in known:
             known.add(namespace)
-            served.namespace(namespace, kind="expert", owner="olga", read=read)
+            served.create_namespace(namespace, kind="expert", owner="olga", read=read)
             add_key(
                 served.registry,
                 identity,
@@ -66,6 +73,8 @@ def publish(served: Served, template: Template, key: PrivateKey, olga: Asking) -
                 public_key=key.public.pem(),
                 statement=None,
             )
-        push(served.registry, identity, template.parcel(name, version, key=key, **changes))
+        upload_and_publish(
+            served.registry, identity, template.make_package(name, version, key=key, **changes)
+        )
 
     return publish

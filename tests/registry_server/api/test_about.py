@@ -1,9 +1,10 @@
 from expertctl import __version__
-from tests.registry_server.api.asking import Asking
-from tests.registry_server.served import URL, Served
+from tests.registry_server.harness import URL, JsonApiClient, RegistryHarness
 
 
-def test_anybody_is_told_what_the_registry_is(served: Served, nobody: Asking) -> None:
+def test_anybody_is_told_what_the_registry_is(
+    served: RegistryHarness, nobody: JsonApiClient
+) -> None:
     key = served.registry.index_key.public
     assert nobody("GET", "") == (
         200,

@@ -4,14 +4,12 @@ from typing import Any
 import pytest
 from jsonschema_rs import Draft202012Validator
 
-from registry_server.api.openapi import ALWAYS, statuses
-from registry_server.api.routes import OPERATIONS
-from tests.registry_server.api.asking import Asking
-from tests.registry_server.served import URL, Served
+from registry_server.api.routes import COMMON_STATUSES, OPERATIONS, list_statuses
+from tests.registry_server.harness import URL, JsonApiClient, RegistryHarness
 
 
 @pytest.fixture
-def document(nobody: Asking) -> dict[str, Any]:
+def document(nobody: JsonApiClient) -> dict[str, Any]:
     status, document = nobody("GET", "openapi.json")
     assert status == 200
     return dict(document)
@@ -23,7 +21,7 @@ def test_the_document_names_the_registry_by_its_settings(document: dict[str, Any
 
 
 def test_every_operation_of_the_application_is_described(
-    served: Served, document: dict[str, Any]
+    served: RegistryHarness, document: dict[str, Any]
 ) -> None:
     described = {
         (method.upper(), path) for path, item in document["paths"].items() for method in item
@@ -71,6 +69,6 @@ def test_names_of_operations_are_unique() -> None:
 
 def test_every_operation_says_all_its_statuses() -> None:
     for operation in OPERATIONS:
-        assert {operation.status, *ALWAYS} <= set(statuses(operation))
+        assert {operation.status, *COMMON_STATUSES} <= set(list_statuses(operation))
         if "{" in operation.path:
-            assert 404 in statuses(operation)
+            assert 404 in list_statuses(operation)

@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.registry_server.api.asking import Asking
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import Served
+from tests.registry_server.harness import JsonApiClient, RegistryHarness
 
 
 @pytest.fixture
-def post(served: Served) -> Callable[..., tuple[int, str]]:
+def post(served: RegistryHarness) -> Callable[..., tuple[int, str]]:
     """Send bytes to the making of users; return the status and the message."""
-    client = served.client(served.user("boss", admin=True))
+    client = served.client(served.create_user("boss", admin=True))
 
     def send(content: bytes, media_type: str | None = "application/json") -> tuple[int, str]:
         headers = {"Content-Type": media_type} if media_type else {}
@@ -69,8 +68,8 @@ def test_json_may_be_said_in_more_ways(
     assert post(b'{"name": "bob"}', media_type)[0] == 201
 
 
-def test_attack_85_a_compressed_body_is_refused(served: Served) -> None:
-    client = served.client(served.user("boss", admin=True))
+def test_attack_85_a_compressed_body_is_refused(served: RegistryHarness) -> None:
+    client = served.client(served.create_user("boss", admin=True))
     bomb = gzip.compress(b'{"name": "' + b"a" * 10_000_000 + b'"}')
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     answer = client.post("/api/v1/users", content=bomb, headers=headers)
@@ -80,7 +79,7 @@ def test_attack_85_a_compressed_body_is_refused(served: Served) -> None:
 
 def test_a_body_is_bounded(make_registry: NewRegistry) -> None:
     served = make_registry(body_bytes=1000)
-    client = served.client(served.user("boss", admin=True))
+    client = served.client(served.create_user("boss", admin=True))
     body = json.dumps({"name": "a" * 1000}).encode()
     headers = {"Content-Type": "application/json"}
     assert client.post("/api/v1/users", content=body, headers=headers).status_code == 413
@@ -100,19 +99,19 @@ def test_a_body_is_bounded(make_registry: NewRegistry) -> None:
         ("page=2", "unknown field `page`"),
     ],
 )
-def test_a_query_is_read_strictly(boss: Asking, query: str, fact: str) -> None:
+def test_a_query_is_read_strictly(boss: JsonApiClient, query: str, fact: str) -> None:
     status, answer = boss("GET", f"users?{query}")
     assert status == 400
     assert fact in answer["error"]["message"]
 
 
-def test_a_path_is_read_strictly(boss: Asking) -> None:
+def test_a_path_is_read_strictly(boss: JsonApiClient) -> None:
     status, answer = boss("GET", "namespaces/Acme")
     assert status == 400
     assert "the path is not as it must be" in answer["error"]["message"]
 
 
-def test_what_is_not_there_says_so_in_the_same_shape(boss: Asking) -> None:
+def test_what_is_not_there_says_so_in_the_same_shape(boss: JsonApiClient) -> None:
     status, answer = boss("GET", "nonsense")
     assert status == 404
     assert set(answer) == {"error"}
@@ -129,19 +128,19 @@ def test_what_is_not_there_says_so_in_the_same_shape(boss: Asking) -> None:
     ],
 )
 def test_a_method_that_is_not_there_names_those_that_are(
-    served: Served, method: str, path: str, allowed: set[str]
+    served: RegistryHarness, method: str, path: str, allowed: set[str]
 ) -> None:
     answer = served.client().request(method, f"/api/v1/{path}")
     assert answer.status_code == 405
     assert set(answer.headers["allow"].split(", ")) == allowed
 
 
-def test_head_answers_like_get_without_a_body(served: Served) -> None:
+def test_head_answers_like_get_without_a_body(served: RegistryHarness) -> None:
     answer = served.client().head("/api/v1/")
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_answers_are_kept_by_nobody(served: Served) -> None:
+def test_answers_are_kept_by_nobody(served: RegistryHarness) -> None:
     answer = served.client().get("/api/v1/")
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["x-content-type-options"] == "nosniff"

@@ -4,16 +4,15 @@ import pytest
 from sqlalchemy import update
 
 from expertctl.digest import Digest
-from registry_server.access.identity import Scope
+from registry_server.access.rights import TokenScope
 from registry_server.database.tables import RELEASES
-from tests.registry_server.api.asking import Asking, Publish
-from tests.registry_server.served import Served
+from tests.registry_server.harness import JsonApiClient, Publish, RegistryHarness
 
-Clients = Callable[[str | None], Asking]
+Clients = Callable[[str | None], JsonApiClient]
 
 
 def test_a_package_is_shown_with_its_versions_the_newest_first(
-    served: Served, publish: Publish, olga: Asking, key: object
+    served: RegistryHarness, publish: Publish, olga: JsonApiClient, key: object
 ) -> None:
     for version in ("1.9.0", "1.10.0", "2.0.0-rc.1"):
         publish("acme/sql", version, description=f"SQL as of {version}.")
@@ -49,7 +48,9 @@ def test_a_package_is_shown_with_its_versions_the_newest_first(
     assert newest["base"]["arch"].startswith("sha256:")
 
 
-def test_a_version_is_shown_with_its_manifest_and_its_files(publish: Publish, olga: Asking) -> None:
+def test_a_version_is_shown_with_its_manifest_and_its_files(
+    publish: Publish, olga: JsonApiClient
+) -> None:
     publish("acme/sql", "1.0.0")
     listed = olga("GET", "packages/acme/sql")[1]["versions"][0]
     status, page = olga("GET", "packages/acme/sql/1.0.0")
@@ -74,25 +75,27 @@ def test_a_version_is_shown_with_its_manifest_and_its_files(publish: Publish, ol
         ("packages/acme", 404),
     ],
 )
-def test_what_is_not_there(publish: Publish, olga: Asking, path: str, status: int) -> None:
+def test_what_is_not_there(publish: Publish, olga: JsonApiClient, path: str, status: int) -> None:
     publish("acme/sql", "1.0.0")
     assert olga("GET", path)[0] == status
 
 
 def test_reading_takes_the_right(
-    served: Served, publish: Publish, nobody: Asking, asking: Clients
+    served: RegistryHarness, publish: Publish, nobody: JsonApiClient, asking: Clients
 ) -> None:
     publish("acme/sql", "1.0.0")
     publish("open/sql", "1.0.0", read="public")
     for path in ("sql", "sql/1.0.0"):
         assert nobody("GET", f"packages/acme/{path}")[0] == 401
         assert nobody("GET", f"packages/open/{path}")[0] == 200
-        narrow = asking(served.token("olga", Scope.parse("read:acme/sql")))
+        narrow = asking(served.create_token("olga", TokenScope.parse("read:acme/sql")))
         assert narrow("GET", f"packages/acme/{path}")[0] == 200
     assert narrow("GET", "packages/acme/other")[0] == 403
 
 
-def test_an_owner_yanks_with_a_reason_and_takes_it_back(publish: Publish, olga: Asking) -> None:
+def test_an_owner_yanks_with_a_reason_and_takes_it_back(
+    publish: Publish, olga: JsonApiClient
+) -> None:
     publish("acme/sql", "1.0.0")
     publish("acme/sql", "1.1.0")
     path = "packages/acme/sql/1.1.0/yank"
@@ -106,13 +109,17 @@ def test_an_owner_yanks_with_a_reason_and_takes_it_back(publish: Publish, olga: 
 
 
 def test_attack_79_others_yank_nothing(
-    served: Served, publish: Publish, olga: Asking, nobody: Asking, asking: Clients
+    served: RegistryHarness,
+    publish: Publish,
+    olga: JsonApiClient,
+    nobody: JsonApiClient,
+    asking: Clients,
 ) -> None:
     publish("acme/sql", "1.0.0")
-    eve, paul = asking(served.user("eve")), asking(served.user("paul"))
+    eve, paul = asking(served.create_user("eve")), asking(served.create_user("paul"))
     olga("PUT", "namespaces/acme/members/paul", {"role": "publisher"})
-    narrow = asking(served.token("olga", Scope.parse("push:acme")))
-    other = asking(served.token("olga", Scope.parse("yank:acme/other")))
+    narrow = asking(served.create_token("olga", TokenScope.parse("push:acme")))
+    other = asking(served.create_token("olga", TokenScope.parse("yank:acme/other")))
     path = "packages/acme/sql/1.0.0/yank"
     for who in (eve, paul, narrow, other):
         assert who("PUT", path, {"reason": "because"})[0] == 403
@@ -123,13 +130,15 @@ def test_attack_79_others_yank_nothing(
 
 @pytest.mark.parametrize("reason", ["", " ", "a\nb", "\x1b[31mred", "a" * 501])
 def test_attack_79_a_reason_is_one_printable_line(
-    publish: Publish, olga: Asking, reason: str
+    publish: Publish, olga: JsonApiClient, reason: str
 ) -> None:
     publish("acme/sql", "1.0.0")
     assert olga("PUT", "packages/acme/sql/1.0.0/yank", {"reason": reason})[0] == 400
 
 
-def test_attack_79_markup_in_a_reason_stays_a_text_in_json(publish: Publish, olga: Asking) -> None:
+def test_attack_79_markup_in_a_reason_stays_a_text_in_json(
+    publish: Publish, olga: JsonApiClient
+) -> None:
     publish("acme/sql", "1.0.0")
     reason = "<script>alert('1')</script>"
     assert olga("PUT", "packages/acme/sql/1.0.0/yank", {"reason": reason})[0] == 204
@@ -139,14 +148,16 @@ def test_attack_79_markup_in_a_reason_stays_a_text_in_json(publish: Publish, olg
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_package_of_yanked_versions_alone_has_no_latest(publish: Publish, olga: Asking) -> None:
+def test_a_package_of_yanked_versions_alone_has_no_latest(
+    publish: Publish, olga: JsonApiClient
+) -> None:
     publish("acme/sql", "1.0.0")
     olga("PUT", "packages/acme/sql/1.0.0/yank", {"reason": "wrong"})
     assert olga("GET", "packages/acme/sql")[1]["latest"] is None
 
 
 def test_counts_are_of_what_one_may_read(
-    served: Served, publish: Publish, olga: Asking, nobody: Asking
+    served: RegistryHarness, publish: Publish, olga: JsonApiClient, nobody: JsonApiClient
 ) -> None:
     publish("acme/sql", "1.0.0")
     publish("acme/sql", "1.1.0")

@@ -5,18 +5,17 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from registry_server.access.identity import Scope
-from tests.registry_server.api.asking import Asking
-from tests.registry_server.served import Served
+from registry_server.access.rights import TokenScope
+from tests.registry_server.harness import JsonApiClient, RegistryHarness
 
-Clients = Callable[[str | None], Asking]
+Clients = Callable[[str | None], JsonApiClient]
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
 
-def test_whoami_says_who_and_with_which_token(served: Served, asking: Clients) -> None:
-    served.user("bob")
+def test_whoami_says_who_and_with_which_token(served: RegistryHarness, asking: Clients) -> None:
+    served.create_user("bob")
     ends = time.time() + 3600
-    secret = served.token("bob", Scope.parse("push:acme/sql"), expires=ends)
+    secret = served.create_token("bob", TokenScope.parse("push:acme/sql"), expires=ends)
     status, answer = asking(secret)("GET", "whoami")
     assert status == 200
     token = answer["token"]
@@ -25,7 +24,7 @@ def test_whoami_says_who_and_with_which_token(served: Served, asking: Clients) -
     assert token["expires"] == f"{datetime.fromtimestamp(ends, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def test_an_admin_makes_a_user_whose_token_works(boss: Asking, asking: Clients) -> None:
+def test_an_admin_makes_a_user_whose_token_works(boss: JsonApiClient, asking: Clients) -> None:
     status, answer = boss("POST", "users", {"name": "bob"})
     assert status == 201
     assert re.fullmatch(TIME, answer["user"]["created"])
@@ -41,7 +40,7 @@ def test_an_admin_makes_a_user_whose_token_works(boss: Asking, asking: Clients) 
     ]
 
 
-def test_a_name_is_given_once(boss: Asking) -> None:
+def test_a_name_is_given_once(boss: JsonApiClient) -> None:
     assert boss("POST", "users", {"name": "bob"})[0] == 201
     assert boss("POST", "users", {"name": "bob"})[0] == 409
     assert boss("DELETE", "users/bob") == (204, {})
@@ -49,7 +48,9 @@ def test_a_name_is_given_once(boss: Asking) -> None:
     assert boss("DELETE", "users/bob")[0] == 404
 
 
-def test_attack_80_the_token_of_a_deleted_user_is_dead(boss: Asking, asking: Clients) -> None:
+def test_attack_80_the_token_of_a_deleted_user_is_dead(
+    boss: JsonApiClient, asking: Clients
+) -> None:
     bob = asking(boss("POST", "users", {"name": "bob", "admin": True})[1]["token"])
     session = asking(bob.client.get("/token").json()["token"])
     assert bob("GET", "users")[0] == session("GET", "whoami")[0] == 200
@@ -68,10 +69,10 @@ def test_attack_80_the_token_of_a_deleted_user_is_dead(boss: Asking, asking: Cli
     ],
 )
 def test_what_admins_do_is_for_admins(
-    served: Served,
-    boss: Asking,
-    olga: Asking,
-    nobody: Asking,
+    served: RegistryHarness,
+    boss: JsonApiClient,
+    olga: JsonApiClient,
+    nobody: JsonApiClient,
     asking: Clients,
     method: str,
     path: str,
@@ -79,11 +80,13 @@ def test_what_admins_do_is_for_admins(
 ) -> None:
     assert nobody(method, path, body)[0] == 401
     assert olga(method, path, body)[0] == 403
-    limited = asking(served.token("boss", *(Scope.parse(s) for s in ("read", "manage"))))
+    limited = asking(
+        served.create_token("boss", *(TokenScope.parse(s) for s in ("read", "manage")))
+    )
     assert limited(method, path, body)[0] == 403
 
 
-def test_users_come_in_pages(boss: Asking) -> None:
+def test_users_come_in_pages(boss: JsonApiClient) -> None:
     for name in ("carol", "alice"):
         boss("POST", "users", {"name": name})
     status, first = boss("GET", "users?limit=2")
@@ -95,13 +98,13 @@ def test_users_come_in_pages(boss: Asking) -> None:
     assert rest["next"] is None
 
 
-def test_the_last_admin_stays(boss: Asking) -> None:
+def test_the_last_admin_stays(boss: JsonApiClient) -> None:
     status, answer = boss("DELETE", "users/boss")
     assert status == 409
     assert "only admin" in answer["error"]["message"]
 
 
-def test_a_token_is_shown_once(olga: Asking) -> None:
+def test_a_token_is_shown_once(olga: JsonApiClient) -> None:
     status, made = olga("POST", "tokens", {"name": "ci", "scopes": ["read"], "expires_in": 60})
     assert status == 201
     assert re.fullmatch(r"xpt_[A-Za-z0-9_-]{43}", made["token"])
@@ -115,7 +118,7 @@ def test_a_token_is_shown_once(olga: Asking) -> None:
     assert all("token" not in token and "hash" not in token for token in listed["tokens"])
 
 
-def test_tokens_come_in_pages(olga: Asking) -> None:
+def test_tokens_come_in_pages(olga: JsonApiClient) -> None:
     own = {olga("POST", "tokens", {"name": str(n)})[1]["id"] for n in range(3)}
     found: list[str] = []
     cursor = ""
@@ -128,7 +131,7 @@ def test_tokens_come_in_pages(olga: Asking) -> None:
     assert own < set(found)
 
 
-def test_a_token_lives_as_long_as_was_asked(olga: Asking) -> None:
+def test_a_token_lives_as_long_as_was_asked(olga: JsonApiClient) -> None:
     made = olga("POST", "tokens", {"name": "t", "expires_in": 3600})[1]
     lives = datetime.fromisoformat(made["expires"]) - datetime.fromisoformat(made["created"])
     assert abs(lives - timedelta(hours=1)) <= timedelta(seconds=30)
@@ -150,21 +153,23 @@ def test_a_token_lives_as_long_as_was_asked(olga: Asking) -> None:
         {"name": "t", "user": "boss"},
     ],
 )
-def test_a_wish_for_a_token_is_read_strictly(olga: Asking, body: object) -> None:
+def test_a_token_request_is_read_strictly(olga: JsonApiClient, body: object) -> None:
     assert olga("POST", "tokens", body)[0] == 400
 
 
-def test_a_token_can_be_for_a_repository_of_many_parts(served: Served, olga: Asking) -> None:
-    served.namespace("acme", owner="olga")
+def test_a_token_can_be_for_a_repository_of_many_parts(
+    served: RegistryHarness, olga: JsonApiClient
+) -> None:
+    served.create_namespace("acme", owner="olga")
     wish = {"name": "t", "scopes": ["push:acme/a/b_c.d"]}
     assert olga("POST", "tokens", wish)[1]["scopes"] == ["push:acme/a/b_c.d"]
 
 
 def test_attack_80_a_narrow_token_mints_no_wider_one(
-    served: Served, olga: Asking, asking: Clients
+    served: RegistryHarness, olga: JsonApiClient, asking: Clients
 ) -> None:
-    served.namespace("acme", owner="olga")
-    narrow = asking(served.token("olga", Scope.parse("push:acme/sql")))
+    served.create_namespace("acme", owner="olga")
+    narrow = asking(served.create_token("olga", TokenScope.parse("push:acme/sql")))
     for scopes in (["push:acme"], ["push"], ["read"], ["manage:acme"], ["admin"]):
         assert narrow("POST", "tokens", {"name": "t", "scopes": scopes})[0] == 403
     made = narrow("POST", "tokens", {"name": "t"})[1]
@@ -173,10 +178,10 @@ def test_attack_80_a_narrow_token_mints_no_wider_one(
 
 
 def test_attack_80_a_narrow_token_neither_sees_nor_ends_the_others(
-    served: Served, olga: Asking, asking: Clients
+    served: RegistryHarness, olga: JsonApiClient, asking: Clients
 ) -> None:
     other = olga("GET", "tokens")[1]["tokens"][0]["id"]
-    narrow = asking(served.token("olga", Scope.parse("push:acme/sql")))
+    narrow = asking(served.create_token("olga", TokenScope.parse("push:acme/sql")))
     assert narrow("GET", "tokens")[0] == 403
     assert narrow("DELETE", f"tokens/{other}")[0] == 404
     own = narrow("GET", "whoami")[1]["token"]["id"]
@@ -185,7 +190,7 @@ def test_attack_80_a_narrow_token_neither_sees_nor_ends_the_others(
 
 
 def test_users_end_their_own_tokens_and_admins_those_of_all(
-    boss: Asking, olga: Asking, asking: Clients
+    boss: JsonApiClient, olga: JsonApiClient, asking: Clients
 ) -> None:
     made = [olga("POST", "tokens", {"name": "t"})[1] for _ in range(2)]
     eve = asking(boss("POST", "users", {"name": "eve"})[1]["token"])
@@ -206,11 +211,13 @@ def test_users_end_their_own_tokens_and_admins_those_of_all(
         ("GET", "whoami", None),
     ],
 )
-def test_tokens_are_for_somebody(nobody: Asking, method: str, path: str, body: object) -> None:
+def test_tokens_are_for_somebody(
+    nobody: JsonApiClient, method: str, path: str, body: object
+) -> None:
     assert nobody(method, path, body)[0] == 401
 
 
-def test_every_change_is_in_the_audit_log_in_pages(boss: Asking) -> None:
+def test_every_change_is_in_the_audit_log_in_pages(boss: JsonApiClient) -> None:
     boss("POST", "users", {"name": "bob"})
     boss("POST", "namespaces", {"name": "acme", "owners": ["bob"]})
     boss("PATCH", "namespaces/acme", {"read": "public"})

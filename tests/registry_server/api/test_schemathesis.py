@@ -11,9 +11,8 @@ import pytest
 import schemathesis
 from schemathesis.engine import events, from_schema
 
-from tests.registry_server.api.asking import Publish
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import URL, Served
+from tests.registry_server.harness import URL, Publish, RegistryHarness
 
 SEED = 20
 EXAMPLES = 6
@@ -47,7 +46,7 @@ def configuration(secret: str) -> schemathesis.Config:
     )
 
 
-def run(served: Served, secret: str) -> Iterator[events.EngineEvent]:
+def run(served: RegistryHarness, secret: str) -> Iterator[events.EngineEvent]:
     config = configuration(secret)
     schema = schemathesis.openapi.from_asgi(
         "/api/v1/openapi.json",
@@ -74,14 +73,14 @@ def answered(event: events.ScenarioFinished) -> Iterator[int]:
 
 
 @pytest.fixture
-def served(make_registry: NewRegistry) -> Served:
+def served(make_registry: NewRegistry) -> RegistryHarness:
     """A registry that does not mind how often it is asked."""
     return make_registry(requests_per_minute=10**9, failures_per_minute=10**9)
 
 
-def test_no_request_belies_the_openapi_document(served: Served, publish: Publish) -> None:
+def test_no_request_belies_the_openapi_document(served: RegistryHarness, publish: Publish) -> None:
     publish("acme/acme", "1.2.0")  # the names that the document has as examples
-    secret = served.user("boss", admin=True)
+    secret = served.create_user("boss", admin=True)
     wrong: list[str] = []
     statuses: Counter[int] = Counter()
     for event in run(served, secret):

@@ -1,19 +1,18 @@
 import pytest
 from sqlalchemy import update
 
-from registry_server.access.identity import Scope
+from registry_server.access.rights import TokenScope
 from registry_server.database.tables import PACKAGES, RELEASES
-from tests.registry_server.api.asking import Asking, Publish
-from tests.registry_server.served import Served
+from tests.registry_server.harness import JsonApiClient, Publish, RegistryHarness
 
 
-def names(who: Asking, query: str, rest: str = "") -> list[str]:
+def names(who: JsonApiClient, query: str, rest: str = "") -> list[str]:
     status, page = who("GET", f"search?q={query}{rest}")
     assert status == 200
     return [result["name"] for result in page["results"]]
 
 
-def test_a_result_says_what_the_package_is(publish: Publish, olga: Asking) -> None:
+def test_a_result_says_what_the_package_is(publish: Publish, olga: JsonApiClient) -> None:
     publish("acme/sql", "1.0.0", description="Writes SQL.", routing={"task": "code"})
     ((result,), following) = olga("GET", "search?q=sql")[1].values()
     assert following is None
@@ -38,7 +37,7 @@ def test_a_result_says_what_the_package_is(publish: Publish, olga: Asking) -> No
     ["sql", "SQL", "acme/sql", "acme", "postgres", "writes+queries", "queries+acme", "grammar", ""],
 )
 def test_a_package_is_found_by_all_that_is_said_of_it(
-    publish: Publish, olga: Asking, query: str
+    publish: Publish, olga: JsonApiClient, query: str
 ) -> None:
     routing = {"task": "code", "keywords": ["postgres", "join"]}
     publish("acme/sql", "1.0.0", description="Writes queries.", routing=routing, tags=["grammar"])
@@ -46,12 +45,12 @@ def test_a_package_is_found_by_all_that_is_said_of_it(
 
 
 @pytest.mark.parametrize("query", ["poetry", "sql+poetry", "writes+poetry"])
-def test_every_word_has_to_be_there(publish: Publish, olga: Asking, query: str) -> None:
+def test_every_word_has_to_be_there(publish: Publish, olga: JsonApiClient, query: str) -> None:
     publish("acme/sql", "1.0.0", description="Writes queries.")
     assert names(olga, query) == []
 
 
-def test_what_fits_best_comes_first(publish: Publish, olga: Asking) -> None:
+def test_what_fits_best_comes_first(publish: Publish, olga: JsonApiClient) -> None:
     publish("acme/other", description="Something like mysqlish.")
     publish("acme/words", description="Knows sql well.")
     publish("acme/my-sql", description="A dialect.")
@@ -64,7 +63,7 @@ def test_what_fits_best_comes_first(publish: Publish, olga: Asking) -> None:
 
 
 def test_among_equals_downloads_decide_then_names(
-    served: Served, publish: Publish, olga: Asking
+    served: RegistryHarness, publish: Publish, olga: JsonApiClient
 ) -> None:
     for name in ("acme/aa", "acme/bb", "acme/cc"):
         publish(name, "1.0.0", description="Same.")
@@ -76,7 +75,7 @@ def test_among_equals_downloads_decide_then_names(
     assert names(olga, "same") == ["acme/cc", "acme/aa", "acme/bb"]
 
 
-def test_pages_follow_each_other(publish: Publish, olga: Asking) -> None:
+def test_pages_follow_each_other(publish: Publish, olga: JsonApiClient) -> None:
     for name in ("acme/aa", "acme/bb", "acme/cc"):
         publish(name, "1.0.0")
     first = olga("GET", "search?limit=2")[1]
@@ -86,7 +85,7 @@ def test_pages_follow_each_other(publish: Publish, olga: Asking) -> None:
     assert olga("GET", "search?limit=2&cursor=2")[1]["next"] is None
 
 
-def test_a_package_that_is_yanked_whole_is_not_found(publish: Publish, olga: Asking) -> None:
+def test_a_package_that_is_yanked_whole_is_not_found(publish: Publish, olga: JsonApiClient) -> None:
     publish("acme/sql", "1.0.0", description="Old words.")
     publish("acme/sql", "1.1.0", description="New words.")
     assert names(olga, "new") == ["acme/sql"]
@@ -99,20 +98,24 @@ def test_a_package_that_is_yanked_whole_is_not_found(publish: Publish, olga: Ask
 
 
 def test_only_what_one_may_read_is_found(
-    served: Served, publish: Publish, olga: Asking, nobody: Asking
+    served: RegistryHarness, publish: Publish, olga: JsonApiClient, nobody: JsonApiClient
 ) -> None:
     publish("acme/sql", "1.0.0")
     publish("open/sql", "1.0.0", read="public")
     assert names(nobody, "sql") == ["open/sql"]
-    narrow = Asking(served.client(served.token("olga", Scope.parse("read:acme"))))
-    elsewhere = Asking(served.client(served.token("olga", Scope.parse("read:other"))))
+    narrow = JsonApiClient(
+        served.client(served.create_token("olga", TokenScope.parse("read:acme")))
+    )
+    elsewhere = JsonApiClient(
+        served.client(served.create_token("olga", TokenScope.parse("read:other")))
+    )
     assert names(narrow, "sql") == ["acme/sql", "open/sql"]
     assert names(elsewhere, "sql") == ["open/sql"]
 
 
 @pytest.mark.parametrize("query", ["%25", "_", "*", "'", "\\", "(", "%00", '"', ";--", "[^]"])
 def test_attack_84_signs_are_no_patterns_and_stand_between_words(
-    publish: Publish, olga: Asking, query: str
+    publish: Publish, olga: JsonApiClient, query: str
 ) -> None:
     """What has no word in it finds all, as nothing does."""
     publish("acme/sql", "1.0.0")
@@ -123,7 +126,7 @@ def test_attack_84_signs_are_no_patterns_and_stand_between_words(
 
 @pytest.mark.parametrize("query", ["'+OR+1=1--", "x')+UNION+SELECT+hash+FROM+tokens--", "sq_x"])
 def test_attack_84_no_text_is_a_part_of_a_statement(
-    publish: Publish, olga: Asking, query: str
+    publish: Publish, olga: JsonApiClient, query: str
 ) -> None:
     publish("acme/sql", "1.0.0", description="Writes.")
     assert names(olga, query) == []
@@ -142,5 +145,5 @@ def test_attack_84_no_text_is_a_part_of_a_statement(
         ("cursor=1'", 400),
     ],
 )
-def test_attack_84_a_search_is_bounded(olga: Asking, query: str, status: int) -> None:
+def test_attack_84_a_search_is_bounded(olga: JsonApiClient, query: str, status: int) -> None:
     assert olga("GET", f"search?{query}")[0] == status

@@ -74,7 +74,7 @@ def test_a_commit_waits_for_the_disk_and_what_is_jotted_down_does_not(database: 
     with database.write() as connection:
         assert (pragma(connection, "synchronous"), pragma(connection, "journal_mode")) == (2, "wal")
         assert pragma(connection, "foreign_keys") == 1
-    with database.jot() as connection:
+    with database.write_relaxed() as connection:
         assert pragma(connection, "synchronous") == 1
         add(connection, "alice")
     for _ in range(3):

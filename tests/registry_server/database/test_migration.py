@@ -8,15 +8,19 @@ from sqlalchemy import create_engine
 
 from expertctl.errors import StoreError
 from registry_server.database.connection import Database
-from registry_server.database.migration import _config, differences, last_revision
-from registry_server.database.revision import HEAD, current_revision
+from registry_server.database.migration import (
+    _build_config,
+    get_last_revision,
+    list_schema_differences,
+)
+from registry_server.database.tables import HEAD, current_revision
 
 
 def test_the_steps_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "registry.db")
     with database.read() as connection:
-        assert differences(connection) == []
-        assert current_revision(connection) == HEAD == last_revision()
+        assert list_schema_differences(connection) == []
+        assert current_revision(connection) == HEAD == get_last_revision()
     database.close()
 
 
@@ -58,7 +62,7 @@ def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
     Database.open(folder / "registry.db").close()
     database = Database.open(folder / "registry.db")
     with database.read() as connection:
-        assert differences(connection) == []
+        assert list_schema_differences(connection) == []
     database.close()
     assert sorted(path.name for path in folder.iterdir()) == ["registry.db"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["50%(here)s"]
@@ -66,7 +70,7 @@ def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
 
 def test_what_namespaces_used_before_it_was_counted_is_counted(tmp_path: Path) -> None:
     with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
-        config = _config()
+        config = _build_config()
         config.attributes["connection"] = connection
         command.upgrade(config, "0001")
         for statement in (
@@ -89,7 +93,7 @@ def test_index_documents_signed_before_that_was_recorded_are_as_old_as_their_cha
     tmp_path: Path,
 ) -> None:
     with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
-        config = _config()
+        config = _build_config()
         config.attributes["connection"] = connection
         command.upgrade(config, "0002")
         columns = "namespace_id, name, skeleton, description, revision, index_document"
@@ -102,6 +106,6 @@ def test_index_documents_signed_before_that_was_recorded_are_as_old_as_their_cha
     database = Database.open(tmp_path / "registry.db")
     with database.read() as connection:
         row = connection.exec_driver_sql("SELECT signed, updated FROM packages").one()
-        assert differences(connection) == []
+        assert list_schema_differences(connection) == []
     database.close()
     assert tuple(row) == (2.5, 2.5)

@@ -6,9 +6,8 @@ from alembic.operations import Operations
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, inspect
 
 from registry_server.database.migration import migrate
-from registry_server.database.revision import HEAD
-from registry_server.database.tables import METADATA
-from scripts.new_migration import main, step
+from registry_server.database.tables import HEAD, METADATA
+from scripts.new_migration import main, make_step
 
 
 def changed() -> MetaData:
@@ -22,11 +21,11 @@ def changed() -> MetaData:
 
 
 def test_tables_that_did_not_change_need_no_step() -> None:
-    assert step("nothing", METADATA) is None
+    assert make_step("nothing", METADATA) is None
 
 
 def test_a_step_makes_what_is_new() -> None:
-    text = step("add_mirrors", changed())
+    text = make_step("add_mirrors", changed())
     assert text is not None
     assert f'down_revision = "{HEAD}"' in text
     assert '"""Add mirrors."""' in text

@@ -9,23 +9,23 @@ from oras.client import OrasClient
 
 from expertctl.digest import Digest
 from expertctl.package.read import read_package
-from tests.cli.commands import Commands, expertctl
-from tests.registry.publishing_world import Workshop, tiny_base, trust, workshop
-from tests.registry_server.interop.exchange import USER, Exchange, exchange
-from tests.registry_server.oci.pushing import noise
+from tests.cli.command_runner import CommandRunner, expertctl
+from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workshop
+from tests.registry_server.interop.tools import USER, InteropRegistry, exchange
+from tests.registry_server.oci.images import random_bytes
 
 pytestmark = pytest.mark.all
 
 __all__ = ["exchange", "expertctl", "tiny_base", "trust", "workshop"]
 
 REFUSED = "Issue with|Issue retrieving session|Cannot respond to request for authentication"
-FILES = {"weights.bin": noise(3_000_000), "empty": b"", "notes.md": b"# Notes\n"}
+FILES = {"weights.bin": random_bytes(3_000_000), "empty": b"", "notes.md": b"# Notes\n"}
 
 
-def oras(exchange: Exchange, secret: str = "", *, way: str = "token") -> OrasClient:
+def oras(exchange: InteropRegistry, secret: str = "", *, way: str = "token") -> OrasClient:
     """A client that is logged in; ``basic`` sends the secret with each request."""
     client = OrasClient(hostname=exchange.host, insecure=True, auth_backend=way)
-    client.auth.set_basic_auth(USER, secret or exchange.made.token)
+    client.auth.set_basic_auth(USER, secret or exchange.created.token)
     return client
 
 
@@ -60,7 +60,7 @@ def pulled(client: OrasClient, target: str, folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("way", ["token", "basic"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "in chunks"])
 def test_files_come_back_as_they_went(
-    exchange: Exchange, folder: Path, tmp_path: Path, way: str, chunked: bool
+    exchange: InteropRegistry, folder: Path, tmp_path: Path, way: str, chunked: bool
 ) -> None:
     target = f"{exchange.host}/plain/some/files:v1"
     push(oras(exchange, way=way), target, do_chunked=chunked, chunk_size=1 << 20)
@@ -69,28 +69,32 @@ def test_files_come_back_as_they_went(
 
 
 def test_a_package_is_pulled_blob_by_blob(
-    exchange: Exchange, workshop: Workshop, expertctl: Commands, home: Path, tmp_path: Path
+    exchange: InteropRegistry,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
+    home: Path,
+    tmp_path: Path,
 ) -> None:
     exchange.log_in(home)
     public = workshop.key.public.pem().decode()
-    exchange.ask("POST", "/api/v1/namespaces/acme/keys", public_key=public)
+    exchange.send_request("POST", "/api/v1/namespaces/acme/keys", public_key=public)
     path = workshop.package()
     expertctl("publish", path, "--registry", exchange.host)
     contents = read_package(path)
     target = f"{exchange.host}/acme/sql@{contents.package_digest}"
     found = pulled(oras(exchange), target, tmp_path / "pulled")
-    assert {name: str(Digest.of(data)) for name, data in found.items()} == {
+    assert {name: str(Digest.compute(data)) for name, data in found.items()} == {
         str(file.digest): str(file.digest) for file in contents.layout.layers
     }
 
 
-def test_files_are_no_package(exchange: Exchange, folder: Path) -> None:
+def test_files_are_no_package(exchange: InteropRegistry, folder: Path) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         push(oras(exchange), f"{exchange.host}/acme/sql:1.0.0")
-    assert exchange.versions("acme/sql") == []
+    assert exchange.list_versions("acme/sql") == []
 
 
-def test_a_tag_is_deleted(exchange: Exchange, folder: Path) -> None:
+def test_a_tag_is_deleted(exchange: InteropRegistry, folder: Path) -> None:
     client, repository = oras(exchange), f"{exchange.host}/plain/files"
     for tag in ("v1", "v2"):
         (folder / "notes.md").write_bytes(tag.encode())
@@ -99,7 +103,9 @@ def test_a_tag_is_deleted(exchange: Exchange, folder: Path) -> None:
     assert client.get_tags(repository) == ["v2"]
 
 
-def test_a_wrong_secret_opens_nothing(exchange: Exchange, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_secret_opens_nothing(
+    exchange: InteropRegistry, folder: Path, tmp_path: Path
+) -> None:
     target = f"{exchange.host}/plain/files:v1"
     for way in ("token", "basic"):
         stranger = oras(exchange, f"xpt_{'0' * 43}", way=way)
@@ -110,9 +116,9 @@ def test_a_wrong_secret_opens_nothing(exchange: Exchange, folder: Path, tmp_path
 
 
 def test_what_is_public_is_pulled_by_anybody_and_pushed_by_nobody(
-    exchange: Exchange, folder: Path, tmp_path: Path
+    exchange: InteropRegistry, folder: Path, tmp_path: Path
 ) -> None:
-    exchange.open("open", "oci", read="public")
+    exchange.create_namespace("open", "oci", read="public")
     target = f"{exchange.host}/open/files:v1"
     push(oras(exchange), target)
     nobody = OrasClient(hostname=exchange.host, insecure=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.registry_server.interop.exchange import Exchange, Skopeo, exchange, skopeo
-from tests.registry_server.oci.pushing import Fields, digest_of, encoded
+from tests.registry_server.interop.tools import InteropRegistry, Skopeo, exchange, skopeo
+from tests.registry_server.oci.images import Fields, compute_digest, encode_json
 
 pytestmark = pytest.mark.all
 
@@ -28,7 +28,7 @@ class ImageFolder:
 
     def blob(self, data: bytes, media_type: str, **more: object) -> Fields:
         """Write a blob; return what describes it."""
-        digest = digest_of(data)
+        digest = compute_digest(data)
         path = self.folder / "blobs" / "sha256" / digest.removeprefix("sha256:")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -42,24 +42,24 @@ class ImageFolder:
         document = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
-            "config": self.blob(encoded(config), CONFIG),
+            "config": self.blob(encode_json(config), CONFIG),
             "layers": [layer],
         }
         platform = {"architecture": architecture, "os": "linux"}
-        return self.blob(encoded(document), MANIFEST, platform=platform)
+        return self.blob(encode_json(document), MANIFEST, platform=platform)
 
     def index(self, *images: Fields) -> Fields:
         """Write an index of images."""
         document = {"schemaVersion": 2, "mediaType": INDEX, "manifests": list(images)}
-        return self.blob(encoded(document), INDEX)
+        return self.blob(encode_json(document), INDEX)
 
     def name(self, name: str, entry: Fields) -> str:
         """Give something in it a name; return how skopeo calls it."""
         annotations = {"org.opencontainers.image.ref.name": name}
         self.entries.append({**entry, "annotations": annotations})
         document = {"schemaVersion": 2, "manifests": self.entries}
-        (self.folder / "index.json").write_bytes(encoded(document))
-        (self.folder / "oci-layout").write_bytes(encoded({"imageLayoutVersion": "1.0.0"}))
+        (self.folder / "index.json").write_bytes(encode_json(document))
+        (self.folder / "oci-layout").write_bytes(encode_json({"imageLayoutVersion": "1.0.0"}))
         return f"oci:{self.folder}:{name}"
 
 
@@ -71,13 +71,13 @@ def images(tmp_path: Path) -> ImageFolder:
 
 
 def test_an_image_with_an_index_goes_there_and_back(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder, tmp_path: Path
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder, tmp_path: Path
 ) -> None:
     index = images.index(images.image("amd64"), images.image("arm64"))
     there = f"docker://{exchange.host}/plain/deep/er/image:v1"
     skopeo.log_in(exchange)
     skopeo.copy(images.name("v1", index), there, "--all", "--preserve-digests")
-    assert digest_of(skopeo.inspect(there, "--raw").encode()) == index["digest"]
+    assert compute_digest(skopeo.inspect(there, "--raw").encode()) == index["digest"]
     skopeo.copy(there, f"oci:{tmp_path / 'back'}:v1", "--all", "--preserve-digests")
     (entry,) = json.loads((tmp_path / "back" / "index.json").read_bytes())["manifests"]
     assert entry["digest"] == index["digest"]
@@ -86,7 +86,7 @@ def test_an_image_with_an_index_goes_there_and_back(
 
 
 def test_one_image_of_an_index_is_looked_at(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder
 ) -> None:
     index = images.index(images.image("amd64"), images.image("arm64"))
     there = f"docker://{exchange.host}/plain/image"
@@ -99,7 +99,7 @@ def test_one_image_of_an_index_is_looked_at(
 
 
 def test_tags_are_listed_moved_and_deleted(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder
 ) -> None:
     there = f"docker://{exchange.host}/plain/image"
     skopeo.log_in(exchange)
@@ -107,15 +107,15 @@ def test_tags_are_listed_moved_and_deleted(
     new = images.name("new", images.image("arm64"))
     for image, tag in ((old, "a"), (new, "b"), (new, "a"), (old, "c")):
         skopeo.copy(image, f"{there}:{tag}", "--preserve-digests")
-    assert skopeo.tags(there) == ["a", "b", "c"]
+    assert skopeo.list_tags(there) == ["a", "b", "c"]
     assert skopeo.inspect(f"{there}:a", "--raw") == skopeo.inspect(f"{there}:b", "--raw")
     skopeo("delete", "--tls-verify=false", f"{there}:c")
-    assert skopeo.tags(there) == ["a", "b"]
+    assert skopeo.list_tags(there) == ["a", "b"]
     skopeo.inspect(f"{there}:c", "--raw", code=1)
 
 
 def test_an_image_is_taken_over_from_another_repository(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder
 ) -> None:
     one, two = (f"docker://{exchange.host}/plain/{name}:v1" for name in ("one", "two"))
     skopeo.log_in(exchange)
@@ -125,15 +125,15 @@ def test_an_image_is_taken_over_from_another_repository(
     assert skopeo.inspect(two, "--raw") == skopeo.inspect(one, "--raw")
 
 
-def test_a_wrong_secret_is_no_login(exchange: Exchange, skopeo: Skopeo) -> None:
+def test_a_wrong_secret_is_no_login(exchange: InteropRegistry, skopeo: Skopeo) -> None:
     said = skopeo.log_in(exchange, f"xpt_{'0' * 43}", code=1)
     assert "invalid username/password" in said or "unauthorized" in said
 
 
 def test_without_a_login_only_what_is_public_is_read(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder
 ) -> None:
-    exchange.open("open", "oci", read="public")
+    exchange.create_namespace("open", "oci", read="public")
     image = images.name("v1", images.image("amd64"))
     login = ("--dest-creds", exchange.login, "--preserve-digests")
     places = [f"docker://{exchange.host}/{name}/image:v1" for name in ("open", "plain")]
@@ -145,12 +145,12 @@ def test_without_a_login_only_what_is_public_is_read(
 
 
 def test_a_token_that_only_reads_pushes_nothing(
-    exchange: Exchange, skopeo: Skopeo, images: ImageFolder
+    exchange: InteropRegistry, skopeo: Skopeo, images: ImageFolder
 ) -> None:
     there = f"docker://{exchange.host}/plain/image:v1"
     image = images.name("v1", images.image("amd64"))
     skopeo.copy(image, there, "--dest-creds", exchange.login)
-    answer = exchange.ask("POST", "/api/v1/tokens", name="reader", scopes=["read"])
+    answer = exchange.send_request("POST", "/api/v1/tokens", name="reader", scopes=["read"])
     assert answer.is_success, answer.text
     reader = f"admin:{answer.json()['token']}"
     skopeo.inspect(there, "--creds", reader, "--raw")

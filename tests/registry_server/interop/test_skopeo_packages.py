@@ -12,14 +12,14 @@ from expertctl.package.read import PackageContents, read_package
 from expertctl.settings import Home
 from expertctl.store.store import Store
 from expertctl.trust.keys import PrivateKey
-from tests.cli.commands import Commands, expertctl
+from tests.cli.command_runner import CommandRunner, expertctl
 from tests.registry.docker_registry import DockerRegistry, docker_registry
-from tests.registry.publishing_world import Workshop, tiny_base, trust, workshop
-from tests.registry_server.interop.exchange import (
-    Exchange,
+from tests.registry.live_registry import PackageWorkspace, tiny_base, trust, workshop
+from tests.registry_server.interop.tools import (
+    InteropRegistry,
     Skopeo,
     exchange,
-    exchange_at,
+    run_interop_registry,
     skopeo,
 )
 
@@ -31,56 +31,60 @@ __all__ = [
 
 
 @pytest.fixture
-def publisher(exchange: Exchange, home: Path, workshop: Workshop) -> Exchange:
+def publisher(exchange: InteropRegistry, home: Path, workshop: PackageWorkspace) -> InteropRegistry:
     """The registry, where the person of the workshop is logged in and may sign acme/*."""
     exchange.log_in(home)
     public = workshop.key.public.pem().decode()
-    answer = exchange.ask("POST", "/api/v1/namespaces/acme/keys", public_key=public)
+    answer = exchange.send_request("POST", "/api/v1/namespaces/acme/keys", public_key=public)
     assert answer.is_success, answer.text
     return exchange
 
 
 @pytest.fixture
-def branch(tmp_path: Path) -> Iterator[Exchange]:
+def branch(tmp_path: Path) -> Iterator[InteropRegistry]:
     """A second registry of ours, in which ``acme`` is for anything."""
-    with exchange_at(tmp_path / "branch") as running:
-        running.open("acme", "oci")
+    with run_interop_registry(tmp_path / "branch") as running:
+        running.create_namespace("acme", "oci")
         yield running
 
 
 @dataclass(frozen=True)
-class Reader:
+class OtherHome:
     """Somebody else's home."""
 
     root: Path
-    expertctl: Commands
+    expertctl: CommandRunner
 
     def installs(self, reference: str, contents: PackageContents) -> None:
         """Install it; what is there then has the digests of the published package."""
         self.expertctl("install", reference)
-        (there,) = Store(Home(self.root).store).experts()
+        (there,) = Store(Home(self.root).store).list_experts()
         assert there.package_digest == contents.package_digest
         assert there.content_digest == contents.content_digest
         Store(Home(self.root).store).check_integrity()
 
 
 @pytest.fixture
-def reader(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> Reader:
+def reader(tmp_path: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> OtherHome:
     """Made when the publisher is ready: commands run in this home from now on."""
     root = tmp_path / "reader"
     monkeypatch.setenv("EXPERT_HOME", str(root))
-    return Reader(root, expertctl)
+    return OtherHome(root, expertctl)
 
 
 @pytest.fixture
-def published(publisher: Exchange, workshop: Workshop, expertctl: Commands) -> PackageContents:
+def published(
+    publisher: InteropRegistry, workshop: PackageWorkspace, expertctl: CommandRunner
+) -> PackageContents:
     """``acme/sql@1.0.0``, published with the command."""
     path = workshop.package()
     expertctl("publish", path, "--registry", publisher.host)
     return read_package(path)
 
 
-def copied(published: PackageContents, publisher: Exchange, skopeo: Skopeo, folder: Path) -> str:
+def copied(
+    published: PackageContents, publisher: InteropRegistry, skopeo: Skopeo, folder: Path
+) -> str:
     """Copy the package out to a folder, look at every byte of it; return how skopeo calls it."""
     skopeo.log_in(publisher)
     skopeo.copy(f"docker://{publisher.host}/acme/sql:1.0.0", f"oci:{folder}:it")
@@ -94,10 +98,10 @@ def copied(published: PackageContents, publisher: Exchange, skopeo: Skopeo, fold
 
 def test_a_published_expert_goes_through_another_registry_of_ours(
     published: PackageContents,
-    publisher: Exchange,
-    branch: Exchange,
+    publisher: InteropRegistry,
+    branch: InteropRegistry,
     skopeo: Skopeo,
-    reader: Reader,
+    reader: OtherHome,
     tmp_path: Path,
 ) -> None:
     image = copied(published, publisher, skopeo, tmp_path / "out")
@@ -109,10 +113,10 @@ def test_a_published_expert_goes_through_another_registry_of_ours(
 
 def test_a_published_expert_goes_through_debians_registry(
     published: PackageContents,
-    publisher: Exchange,
+    publisher: InteropRegistry,
     docker_registry: DockerRegistry,
     skopeo: Skopeo,
-    reader: Reader,
+    reader: OtherHome,
 ) -> None:
     skopeo.log_in(publisher)
     host = docker_registry.address.host
@@ -121,12 +125,12 @@ def test_a_published_expert_goes_through_debians_registry(
 
 
 def test_an_expert_of_debians_registry_is_published_by_copying_it(
-    publisher: Exchange,
+    publisher: InteropRegistry,
     docker_registry: DockerRegistry,
     skopeo: Skopeo,
-    workshop: Workshop,
-    expertctl: Commands,
-    reader: Reader,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
+    reader: OtherHome,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,21 +139,23 @@ def test_an_expert_of_debians_registry_is_published_by_copying_it(
     expertctl("publish", path, "--registry", host)
     skopeo.log_in(publisher)
     skopeo.copy(f"docker://{host}/acme/sql:1.0.0", f"docker://{publisher.host}/acme/sql:1.0.0")
-    assert publisher.versions("acme/sql") == ["1.0.0"]
+    assert publisher.list_versions("acme/sql") == ["1.0.0"]
     monkeypatch.setenv("EXPERT_HOME", str(reader.root))
     install_from_the_index(publisher, reader, read_package(path))
 
 
-def install_from_the_index(publisher: Exchange, reader: Reader, contents: PackageContents) -> None:
+def install_from_the_index(
+    publisher: InteropRegistry, reader: OtherHome, contents: PackageContents
+) -> None:
     """Install by name alone: only the signed index can tell which bytes that is."""
     publisher.log_in(reader.root)
-    fingerprint = publisher.made.fingerprint
+    fingerprint = publisher.created.fingerprint
     reader.expertctl("trust", "registry", "add", publisher.host, "--fingerprint", fingerprint)
     reader.expertctl("config", "set", "registry", publisher.host)
     reader.installs("acme/sql", contents)
 
 
-def archive(path: Path, expertctl: Commands) -> str:
+def archive(path: Path, expertctl: CommandRunner) -> str:
     """Export a package file as an OCI archive; return how skopeo calls it."""
     target = path.with_suffix(".tar")
     expertctl("export", path, "--oci", "-o", target)
@@ -157,14 +163,18 @@ def archive(path: Path, expertctl: Commands) -> str:
 
 
 def test_copying_an_archive_to_a_version_publishes_it(
-    publisher: Exchange, skopeo: Skopeo, workshop: Workshop, expertctl: Commands, reader: Reader
+    publisher: InteropRegistry,
+    skopeo: Skopeo,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
+    reader: OtherHome,
 ) -> None:
     path = workshop.package()
     image, target = archive(path, expertctl), f"docker://{publisher.host}/acme/sql:1.0.0"
     skopeo.log_in(publisher)
     skopeo.copy(image, target)
     skopeo.copy(image, target)
-    assert publisher.versions("acme/sql") == ["1.0.0"]
+    assert publisher.list_versions("acme/sql") == ["1.0.0"]
     install_from_the_index(publisher, reader, read_package(path))
 
 
@@ -179,40 +189,40 @@ def test_copying_an_archive_to_a_version_publishes_it(
     ],
 )
 def test_an_archive_under_another_name_is_refused(
-    publisher: Exchange,
+    publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: Workshop,
-    expertctl: Commands,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
     place: str,
     said: str,
 ) -> None:
     image = archive(workshop.package(), expertctl)
     skopeo.log_in(publisher)
     assert said in skopeo.copy(image, f"docker://{publisher.host}/{place}", code=1)
-    assert publisher.versions(place.partition(":")[0]) == []
+    assert publisher.list_versions(place.partition(":")[0]) == []
 
 
 @pytest.mark.parametrize("key", [None, PrivateKey.generate()], ids=["unsigned", "by a stranger"])
 def test_an_archive_that_nobody_of_the_namespace_signed_is_refused(
-    publisher: Exchange,
+    publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: Workshop,
-    expertctl: Commands,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
     key: PrivateKey | None,
 ) -> None:
     image = archive(workshop.package(key=key), expertctl)
     skopeo.log_in(publisher)
     said = skopeo.copy(image, f"docker://{publisher.host}/acme/sql:1.0.0", code=1)
     assert "sign" in said
-    assert publisher.versions("acme/sql") == []
+    assert publisher.list_versions("acme/sql") == []
 
 
 def test_another_content_never_takes_the_place_of_a_version(
     published: PackageContents,
-    publisher: Exchange,
+    publisher: InteropRegistry,
     skopeo: Skopeo,
-    workshop: Workshop,
-    expertctl: Commands,
+    workshop: PackageWorkspace,
+    expertctl: CommandRunner,
 ) -> None:
     other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
     skopeo.log_in(publisher)
@@ -222,10 +232,10 @@ def test_another_content_never_takes_the_place_of_a_version(
 
 
 def test_what_was_published_is_not_deleted_but_yanked(
-    published: PackageContents, publisher: Exchange, skopeo: Skopeo
+    published: PackageContents, publisher: InteropRegistry, skopeo: Skopeo
 ) -> None:
     image = f"docker://{publisher.host}/acme/sql:1.0.0"
     skopeo.log_in(publisher)
     skopeo("delete", "--tls-verify=false", image, code=1)
-    assert skopeo.tags(f"docker://{publisher.host}/acme/sql") == ["1.0.0"]
+    assert skopeo.list_tags(f"docker://{publisher.host}/acme/sql") == ["1.0.0"]
     assert skopeo.inspect(image, "--raw").encode() == published.layout.manifest

@@ -3,20 +3,20 @@
 import pytest
 from starlette.testclient import TestClient
 
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
 @pytest.fixture
-def alice(served: Served) -> TestClient:
+def alice(served: RegistryHarness) -> TestClient:
     """The owner of the namespace `acme`."""
-    secret = served.user("alice")
-    served.namespace("acme", owner="alice")
+    secret = served.create_user("alice")
+    served.create_namespace("acme", owner="alice")
     return served.client(secret)
 
 
 @pytest.fixture
-def bob(served: Served, alice: TestClient) -> TestClient:
+def bob(served: RegistryHarness, alice: TestClient) -> TestClient:
     """Somebody else, who owns `other` and may read `acme`."""
-    secret = served.user("bob")
-    served.namespace("other", owner="bob")
+    secret = served.create_user("bob")
+    served.create_namespace("other", owner="bob")
     return served.client(secret)

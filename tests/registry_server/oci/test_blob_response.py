@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from registry_server.oci.blob_response import PIECE, BlobResponse
-from registry_server.oci.byte_range import ByteRange
-from tests.registry_server.oci.pushing import noise
+from registry_server.oci.blobs import CHUNK_BYTES, BlobResponse, ByteRange
+from tests.registry_server.oci.images import random_bytes
 
 Sent = list[dict[str, Any]]
 
@@ -46,30 +45,30 @@ def sent(
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "blob"
-    path.write_bytes(noise(PIECE * 2 + 5))
+    path.write_bytes(random_bytes(CHUNK_BYTES * 2 + 5))
     return path
 
 
 def test_where_the_server_can_send_files_it_gets_the_path_alone(file: Path) -> None:
-    start, path = sent(file, pathsend=True, size=PIECE * 2 + 5)
+    start, path = sent(file, pathsend=True, size=CHUNK_BYTES * 2 + 5)
     assert (start["status"], path) == (200, {"type": "http.response.pathsend", "path": str(file)})
-    assert (b"content-length", str(PIECE * 2 + 5).encode()) in start["headers"]
+    assert (b"content-length", str(CHUNK_BYTES * 2 + 5).encode()) in start["headers"]
 
 
 def test_other_servers_get_pieces_of_a_bounded_size(file: Path) -> None:
-    start, *bodies = sent(file, pathsend=False, size=PIECE * 2 + 5)
+    start, *bodies = sent(file, pathsend=False, size=CHUNK_BYTES * 2 + 5)
     assert start["status"] == 200
     assert b"".join(body["body"] for body in bodies) == file.read_bytes()
-    assert max(len(body["body"]) for body in bodies) == PIECE
+    assert max(len(body["body"]) for body in bodies) == CHUNK_BYTES
     assert [body.get("more_body", False) for body in bodies] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("pathsend", [True, False])
 def test_a_part_is_read_from_its_start_to_its_stop(file: Path, pathsend: bool) -> None:
-    part = ByteRange(7, PIECE + 9)
-    start, *bodies = sent(file, part=part, pathsend=pathsend, size=PIECE * 2 + 5)
+    part = ByteRange(7, CHUNK_BYTES + 9)
+    start, *bodies = sent(file, part=part, pathsend=pathsend, size=CHUNK_BYTES * 2 + 5)
     assert start["status"] == 206
-    assert b"".join(body["body"] for body in bodies) == file.read_bytes()[7 : PIECE + 9]
+    assert b"".join(body["body"] for body in bodies) == file.read_bytes()[7 : CHUNK_BYTES + 9]
 
 
 @pytest.mark.parametrize("pathsend", [True, False])
@@ -80,13 +79,13 @@ def test_head_opens_no_file(tmp_path: Path, pathsend: bool) -> None:
 
 def test_a_file_that_shrinks_while_it_is_sent_ends_the_answer_early(file: Path) -> None:
     with pytest.raises(OSError, match="shorter"):
-        sent(file, pathsend=False, size=PIECE * 3)
+        sent(file, pathsend=False, size=CHUNK_BYTES * 3)
 
 
 def test_nothing_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
     path = tmp_path / "blob"
-    path.write_bytes(bytes(PIECE * 50))
-    start, *bodies = sent(path, pathsend=False, size=PIECE * 50, leaves_after=1)
+    path.write_bytes(bytes(CHUNK_BYTES * 50))
+    start, *bodies = sent(path, pathsend=False, size=CHUNK_BYTES * 50, leaves_after=1)
     assert start["status"] == 200
     assert 1 <= len(bodies) < 50
     assert all(body["more_body"] for body in bodies)

@@ -5,11 +5,16 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from registry_server.storage.blob_digest import BlobDigest
-from tests.registry_server.oci.pushing import code_of, digest_of, noise, push_blob
-from tests.registry_server.served import Served
+from registry_server.blob_storage import BlobDigest
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.oci.images import (
+    compute_digest,
+    push_blob,
+    random_bytes,
+    read_error_code,
+)
 
-DATA = noise(2048)
+DATA = random_bytes(2048)
 
 
 def address(digest: str, repository: str = "acme/x") -> str:
@@ -19,7 +24,7 @@ def address(digest: str, repository: str = "acme/x") -> str:
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
 @pytest.mark.parametrize("size", [0, 1, 2048, 3_000_000])
 def test_a_blob_comes_back_as_it_was_pushed(alice: TestClient, algorithm: str, size: int) -> None:
-    data = noise(size)
+    data = random_bytes(size)
     digest = push_blob(alice, "acme/x", data, algorithm)
     answer = alice.get(address(digest))
     assert (answer.status_code, answer.content) == (200, data)
@@ -86,7 +91,7 @@ def test_a_range_gives_just_these_bytes(
 def test_a_range_that_is_no_part_of_the_blob_is_416(alice: TestClient, asked: str | bytes) -> None:
     digest = push_blob(alice, "acme/x", DATA)
     answer = alice.get(address(digest), headers=[(b"Range", asked)])  # type: ignore[list-item]
-    assert (answer.status_code, code_of(answer)) == (416, "RANGE_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (416, "RANGE_INVALID")
     assert answer.headers["Content-Range"] == "bytes */2048"
 
 
@@ -147,27 +152,34 @@ def test_a_client_that_has_the_blob_is_told_so(alice: TestClient, known: str) ->
 def test_what_is_not_exactly_a_digest_finds_nothing(alice: TestClient, digest: str) -> None:
     answer = alice.get(f"/v2/acme/x/blobs/{digest}")
     assert answer.status_code in {400, 404}
-    assert code_of(answer) in {"DIGEST_INVALID", "NAME_INVALID", "NAME_UNKNOWN", "MANIFEST_INVALID"}
+    assert read_error_code(answer) in {
+        "DIGEST_INVALID",
+        "NAME_INVALID",
+        "NAME_UNKNOWN",
+        "MANIFEST_INVALID",
+    }
 
 
 def test_a_blob_of_another_repository_is_not_there(alice: TestClient, bob: TestClient) -> None:
     digest = push_blob(alice, "acme/x", DATA)
     for client, repository in ((alice, "acme/y"), (bob, "other/x")):
         answer = client.get(address(digest, repository))
-        assert (answer.status_code, code_of(answer)) == (404, "BLOB_UNKNOWN")
+        assert (answer.status_code, read_error_code(answer)) == (404, "BLOB_UNKNOWN")
         assert client.head(address(digest, repository)).status_code == 404
 
 
 def test_the_answer_for_bytes_that_the_storage_has_is_that_for_unknown_ones(
     alice: TestClient, bob: TestClient
 ) -> None:
-    there, absent = push_blob(alice, "acme/x", DATA), digest_of(b"nowhere")
+    there, absent = push_blob(alice, "acme/x", DATA), compute_digest(b"nowhere")
     known = bob.get(address(there, "other/x"))
     unknown = bob.get(address(absent, "other/x"))
     assert known.text.replace(there, "D") == unknown.text.replace(absent, "D")
 
 
-def test_nobody_reads_a_private_blob_and_learns_nothing(served: Served, alice: TestClient) -> None:
+def test_nobody_reads_a_private_blob_and_learns_nothing(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     digest = push_blob(alice, "acme/x", DATA)
     nobody = served.client()
     there, absent = nobody.get(address(digest)), nobody.get(address(digest, "nowhere/x"))
@@ -175,9 +187,9 @@ def test_nobody_reads_a_private_blob_and_learns_nothing(served: Served, alice: T
     assert there.json() == absent.json()
 
 
-def test_anybody_reads_a_public_blob(served: Served) -> None:
-    secret = served.user("carol")
-    served.namespace("open", owner="carol", read="public")
+def test_anybody_reads_a_public_blob(served: RegistryHarness) -> None:
+    secret = served.create_user("carol")
+    served.create_namespace("open", owner="carol", read="public")
     digest = push_blob(served.client(secret), "open/x", DATA)
     answer = served.client().get(address(digest, "open/x"))
     assert answer.content == DATA
@@ -195,12 +207,12 @@ def test_no_browser_makes_a_page_of_a_blob(alice: TestClient) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"short")])
 def test_a_blob_that_the_disk_lost_is_an_outage_and_not_a_404(
-    served: Served, alice: TestClient, damage: object
+    served: RegistryHarness, alice: TestClient, damage: object
 ) -> None:
     digest = push_blob(alice, "acme/x", DATA)
     damage(served.registry.storage.path(BlobDigest.parse(digest)))  # type: ignore[operator]
     answer = alice.get(address(digest))
-    assert (answer.status_code, code_of(answer)) == (503, "UNAVAILABLE")
+    assert (answer.status_code, read_error_code(answer)) == (503, "UNAVAILABLE")
     assert int(answer.headers["Retry-After"]) > 0
 
 
@@ -213,24 +225,26 @@ def test_a_removed_blob_is_gone_here_and_stays_elsewhere(alice: TestClient) -> N
     assert alice.get(address(digest, "acme/y")).content == DATA
 
 
-def test_who_only_publishes_or_reads_removes_nothing(served: Served, alice: TestClient) -> None:
+def test_who_only_publishes_or_reads_removes_nothing(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     digest = push_blob(alice, "acme/x", DATA)
-    reader = served.client(served.user("dora"))
+    reader = served.client(served.create_user("dora"))
     answer = reader.delete(address(digest))
-    assert (answer.status_code, code_of(answer)) == (403, "DENIED")
+    assert (answer.status_code, read_error_code(answer)) == (403, "DENIED")
     assert alice.head(address(digest)).status_code == 200
 
 
-def test_in_a_namespace_of_packages_no_blob_is_removed(served: Served) -> None:
-    secret = served.user("carol")
-    served.namespace("models", owner="carol", kind="expert")
+def test_in_a_namespace_of_packages_no_blob_is_removed(served: RegistryHarness) -> None:
+    secret = served.create_user("carol")
+    served.create_namespace("models", owner="carol", kind="expert")
     carol = served.client(secret)
     digest = push_blob(carol, "models/sql", DATA)
     answer = carol.delete(address(digest, "models/sql"))
-    assert (answer.status_code, code_of(answer)) == (405, "UNSUPPORTED")
+    assert (answer.status_code, read_error_code(answer)) == (405, "UNSUPPORTED")
     assert carol.head(address(digest, "models/sql")).status_code == 200
 
 
 def test_other_methods_are_refused_by_name(alice: TestClient) -> None:
-    answer = alice.put(address(digest_of(DATA)), content=b"")
-    assert (answer.status_code, code_of(answer)) == (405, "UNSUPPORTED")
+    answer = alice.put(address(compute_digest(DATA)), content=b"")
+    assert (answer.status_code, read_error_code(answer)) == (405, "UNSUPPORTED")

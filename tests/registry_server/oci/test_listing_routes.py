@@ -5,34 +5,34 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from registry_server.oci import referrers
-from tests.registry_server.oci.pushing import (
+from registry_server.oci import manifests
+from tests.registry_server.oci.images import (
     IMAGE,
     INDEX,
-    code_of,
-    descriptor,
-    digest_of,
-    encoded,
-    image,
-    index,
+    compute_digest,
+    encode_json,
+    make_descriptor,
+    make_image,
+    make_image_index,
     push_blob,
     push_image,
-    put,
+    put_manifest,
+    read_error_code,
 )
 
 TAGS = ["1.0.0", "1.0.0-rc.1", "A", "Z", "_x", "a", "b"]
 """In the order of their bytes."""
-SUBJECT = digest_of(b"subject")
+SUBJECT = compute_digest(b"subject")
 LIST = "/v2/acme/x/tags/list"
 REFERRERS = f"/v2/acme/x/referrers/{SUBJECT}"
 
 
 @pytest.fixture
 def tagged(alice: TestClient) -> TestClient:
-    content = image(push_blob(alice, "acme/x", b"{}"))
+    content = make_image(push_blob(alice, "acme/x", b"{}"))
     query = "&".join(f"tag={tag}" for tag in sorted(TAGS, reverse=True))
     digest = push_image(alice, "acme/x", "b")
-    assert put(alice, "acme/x", f"{digest}?{query}", content).status_code == 201
+    assert put_manifest(alice, "acme/x", f"{digest}?{query}", content).status_code == 201
     return alice
 
 
@@ -75,7 +75,7 @@ def test_no_tags_are_listed_when_none_are_asked_for(tagged: TestClient) -> None:
 @pytest.mark.parametrize("number", ["-1", "1.5", "x", "", "1e3", "0x10", "+1", "\u0661", "9" * 13])
 def test_a_number_of_tags_that_is_none_is_refused(tagged: TestClient, number: str) -> None:
     answer = tagged.get(LIST, params={"n": number})
-    assert (answer.status_code, code_of(answer)) == (400, "PAGINATION_NUMBER_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "PAGINATION_NUMBER_INVALID")
 
 
 def test_a_huge_number_of_tags_is_a_page(tagged: TestClient) -> None:
@@ -99,15 +99,15 @@ def test_last_is_a_value_and_never_a_part_of_the_query(
 
 def test_tags_of_a_repository_that_never_was_are_404(alice: TestClient) -> None:
     answer = alice.get("/v2/acme/never/tags/list")
-    assert (answer.status_code, code_of(answer)) == (404, "NAME_UNKNOWN")
+    assert (answer.status_code, read_error_code(answer)) == (404, "NAME_UNKNOWN")
 
 
 def refer(client: TestClient, *, artifact_type: str, note: str = "") -> str:
     """Push an artifact that has `SUBJECT` as its subject."""
     config = push_blob(client, "acme/x", b"{}")
     more = {"artifactType": artifact_type, "annotations": {"note": note}}
-    document = image(config, subject=descriptor(SUBJECT, 5, IMAGE), **more)
-    answer = put(client, "acme/x", digest_of(encoded(document)), document)
+    document = make_image(config, subject=make_descriptor(SUBJECT, 5, IMAGE), **more)
+    answer = put_manifest(client, "acme/x", compute_digest(encode_json(document)), document)
     assert answer.status_code == 201
     return str(answer.headers["Docker-Content-Digest"])
 
@@ -134,14 +134,18 @@ def test_referrers_are_described_as_they_describe_themselves(alice: TestClient) 
 
 def test_an_image_without_an_artifact_type_is_of_the_type_of_its_config(alice: TestClient) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    put(alice, "acme/x", "v1", image(config, subject=descriptor(SUBJECT, 5, IMAGE)))
+    put_manifest(
+        alice, "acme/x", "v1", make_image(config, subject=make_descriptor(SUBJECT, 5, IMAGE))
+    )
     [found] = alice.get(REFERRERS).json()["manifests"]
     assert found["artifactType"] == "application/vnd.oci.image.config.v1+json"
     assert "annotations" not in found
 
 
 def test_an_index_refers_too_and_has_no_artifact_type_of_its_own(alice: TestClient) -> None:
-    put(alice, "acme/x", "v1", index(subject=descriptor(SUBJECT, 5, IMAGE)))
+    put_manifest(
+        alice, "acme/x", "v1", make_image_index(subject=make_descriptor(SUBJECT, 5, IMAGE))
+    )
     refer(alice, artifact_type="a/b")
     [found] = alice.get(REFERRERS, params={"artifactType": ""}).json()["manifests"]
     assert (found["mediaType"], "artifactType" in found) == (INDEX, False)
@@ -162,7 +166,7 @@ def test_referrers_of_one_type_alone_can_be_asked_for(alice: TestClient) -> None
 def test_many_referrers_come_in_pages(
     alice: TestClient, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
-    monkeypatch.setattr(referrers, name, limit)
+    monkeypatch.setattr(manifests, name, limit)
     pushed = {refer(alice, artifact_type="a/b", note=str(number)) for number in range(5)}
     address, seen = f"{REFERRERS}?artifactType=a%2Fb", []
     while address:
@@ -177,7 +181,7 @@ def test_many_referrers_come_in_pages(
 @pytest.mark.parametrize("digest", ["latest", "sha256:AB", "md5:" + "0" * 32])
 def test_only_what_has_a_digest_has_referrers(alice: TestClient, digest: str) -> None:
     answer = alice.get(f"/v2/acme/x/referrers/{digest}")
-    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "DIGEST_INVALID")
     refused = alice.get(REFERRERS, params={"last": digest})
     assert refused.status_code in {200, 400}
 
@@ -192,7 +196,7 @@ def test_an_index_under_the_tag_that_old_registries_need_is_an_ordinary_tag(
     alice: TestClient,
 ) -> None:
     tag = SUBJECT.replace(":", "-")
-    assert put(alice, "acme/x", tag, index()).status_code == 201
+    assert put_manifest(alice, "acme/x", tag, make_image_index()).status_code == 201
     assert alice.get(LIST).json()["tags"] == [tag]
     assert alice.get(REFERRERS).json()["manifests"] == []
 

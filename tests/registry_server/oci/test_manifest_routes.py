@@ -9,26 +9,26 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from registry_server.access import audit
-from tests.registry_server.oci.pushing import (
+from registry_server.access import rights
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.oci.images import (
     CONFIG,
     IMAGE,
     INDEX,
     Fields,
-    code_of,
-    descriptor,
-    digest_of,
-    encoded,
-    image,
-    index,
-    noise,
+    compute_digest,
+    encode_json,
+    make_descriptor,
+    make_image,
+    make_image_index,
     push_blob,
     push_image,
-    put,
+    put_manifest,
+    random_bytes,
+    read_error_code,
 )
-from tests.registry_server.served import Served
 
-NOWHERE = digest_of(b"nowhere")
+NOWHERE = compute_digest(b"nowhere")
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -38,9 +38,9 @@ def at(reference: str, repository: str = "acme/x") -> str:
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
 def test_a_manifest_comes_back_as_the_bytes_that_came(alice: TestClient, algorithm: str) -> None:
-    content = b" " + encoded(image(push_blob(alice, "acme/x", b"{}"))) + b"\n"
-    digest = digest_of(content, algorithm)
-    stored = put(alice, "acme/x", digest, content)
+    content = b" " + encode_json(make_image(push_blob(alice, "acme/x", b"{}"))) + b"\n"
+    digest = compute_digest(content, algorithm)
+    stored = put_manifest(alice, "acme/x", digest, content)
     assert (stored.status_code, stored.headers["Location"]) == (201, at(digest))
     got = alice.get(at(digest))
     assert (got.status_code, got.content, got.headers["Content-Type"]) == (200, content, IMAGE)
@@ -71,9 +71,9 @@ def test_a_client_that_has_the_manifest_is_told_so(alice: TestClient) -> None:
 
 
 def test_tags_can_be_given_beside_the_digest(alice: TestClient) -> None:
-    content = encoded(image(push_blob(alice, "acme/x", b"{}")))
-    digest = digest_of(content, "sha512")
-    answer = put(alice, "acme/x", f"{digest}?tag=v1&tag=latest", content)
+    content = encode_json(make_image(push_blob(alice, "acme/x", b"{}")))
+    digest = compute_digest(content, "sha512")
+    answer = put_manifest(alice, "acme/x", f"{digest}?tag=v1&tag=latest", content)
     assert answer.headers.get_list("OCI-Tag") == ["v1", "latest"]
     for tag in ("v1", "latest"):
         assert alice.get(at(tag)).headers["Docker-Content-Digest"] == digest
@@ -81,24 +81,24 @@ def test_tags_can_be_given_beside_the_digest(alice: TestClient) -> None:
 
 @pytest.mark.parametrize("tag", ["-v1", ".v1", "a" * 129, "1.0.0+build", "a b", "ä", "", "a/b"])
 def test_what_is_no_tag_stores_nothing(alice: TestClient, tag: str) -> None:
-    content = encoded(image(push_blob(alice, "acme/x", b"{}")))
+    content = encode_json(make_image(push_blob(alice, "acme/x", b"{}")))
     answer = alice.put(
-        at(digest_of(content)),
+        at(compute_digest(content)),
         params={"tag": tag},
         content=content,
         headers={"Content-Type": IMAGE},
     )
-    assert (answer.status_code, code_of(answer)) == (400, "TAG_INVALID")
-    assert alice.get(at(digest_of(content))).status_code == 404
-    direct = put(alice, "acme/x", tag.replace("/", "%2f") or "+", content)
+    assert (answer.status_code, read_error_code(answer)) == (400, "TAG_INVALID")
+    assert alice.get(at(compute_digest(content))).status_code == 404
+    direct = put_manifest(alice, "acme/x", tag.replace("/", "%2f") or "+", content)
     assert direct.status_code in {400, 404}
 
 
 def test_more_tags_than_anybody_needs_are_refused(alice: TestClient) -> None:
-    content = encoded(image(push_blob(alice, "acme/x", b"{}")))
+    content = encode_json(make_image(push_blob(alice, "acme/x", b"{}")))
     query = "&".join(f"tag=v{number}" for number in range(65))
-    answer = put(alice, "acme/x", f"{digest_of(content)}?{query}", content)
-    assert (answer.status_code, code_of(answer)) == (400, "TAG_INVALID")
+    answer = put_manifest(alice, "acme/x", f"{compute_digest(content)}?{query}", content)
+    assert (answer.status_code, read_error_code(answer)) == (400, "TAG_INVALID")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_more_tags_than_anybody_needs_are_refused(alice: TestClient) -> None:
 )
 def test_nothing_is_stored_under_what_is_no_digest(alice: TestClient, digest: str) -> None:
     answer = alice.put(at(digest))
-    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "DIGEST_INVALID")
 
 
 @pytest.mark.parametrize(
@@ -120,50 +120,54 @@ def test_no_manifest_is_there_under_a_malformed_reference(
     """`.INVALID_MANIFEST_NAME` is what the conformance tests of the specification ask for."""
     answer = alice.request(method, at(reference))
     assert answer.status_code == 404
-    assert method == "HEAD" or code_of(answer) == "MANIFEST_UNKNOWN"
+    assert method == "HEAD" or read_error_code(answer) == "MANIFEST_UNKNOWN"
 
 
 def test_a_manifest_under_the_digest_of_another_is_refused(alice: TestClient) -> None:
-    content = encoded(image(push_blob(alice, "acme/x", b"{}")))
-    answer = put(alice, "acme/x", digest_of(content), content + b"  ")
-    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+    content = encode_json(make_image(push_blob(alice, "acme/x", b"{}")))
+    answer = put_manifest(alice, "acme/x", compute_digest(content), content + b"  ")
+    assert (answer.status_code, read_error_code(answer)) == (400, "DIGEST_INVALID")
 
 
 @pytest.mark.parametrize("reference", ["missing", NOWHERE])
 def test_a_manifest_that_is_not_there_is_404(alice: TestClient, reference: str) -> None:
     for repository in ("acme/x", "acme/never"):
         answer = alice.get(at(reference, repository))
-        assert (answer.status_code, code_of(answer)) == (404, "MANIFEST_UNKNOWN")
+        assert (answer.status_code, read_error_code(answer)) == (404, "MANIFEST_UNKNOWN")
 
 
 def test_a_manifest_is_refused_before_what_it_names_is_there(alice: TestClient) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    elsewhere = push_blob(alice, "acme/y", noise(100))
+    elsewhere = push_blob(alice, "acme/y", random_bytes(100))
     documents: list[Fields] = [
-        image(NOWHERE),
-        image(config, [descriptor(NOWHERE, 10)]),
-        image(config, [descriptor(elsewhere, 100)]),
-        index([descriptor(NOWHERE, 10, IMAGE)]),
-        index([descriptor(config, 2, IMAGE)]),
+        make_image(NOWHERE),
+        make_image(config, [make_descriptor(NOWHERE, 10)]),
+        make_image(config, [make_descriptor(elsewhere, 100)]),
+        make_image_index([make_descriptor(NOWHERE, 10, IMAGE)]),
+        make_image_index([make_descriptor(config, 2, IMAGE)]),
     ]
     for document in documents:
-        answer = put(alice, "acme/x", "v1", document)
-        assert (answer.status_code, code_of(answer)) == (404, "MANIFEST_BLOB_UNKNOWN")
+        answer = put_manifest(alice, "acme/x", "v1", document)
+        assert (answer.status_code, read_error_code(answer)) == (404, "MANIFEST_BLOB_UNKNOWN")
     assert alice.get(at("v1")).status_code == 404
 
 
 def test_layers_that_lie_elsewhere_need_not_be_here(alice: TestClient) -> None:
     config = push_blob(alice, "acme/x", b"{}")
     kind = "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip"
-    layer = descriptor(NOWHERE, 123456, kind, urls=["https://store.example.com/x"])
-    assert put(alice, "acme/x", "v1", image(config, [layer])).status_code == 201
+    layer = make_descriptor(NOWHERE, 123456, kind, urls=["https://store.example.com/x"])
+    assert put_manifest(alice, "acme/x", "v1", make_image(config, [layer])).status_code == 201
 
 
 def test_an_index_of_an_index_is_kept(alice: TestClient) -> None:
     first = push_image(alice, "acme/x", "v1")
-    inner = put(alice, "acme/x", "inner", index([descriptor(first, 10, IMAGE)]))
+    inner = put_manifest(
+        alice, "acme/x", "inner", make_image_index([make_descriptor(first, 10, IMAGE)])
+    )
     digest = inner.headers["Docker-Content-Digest"]
-    outer = put(alice, "acme/x", "outer", index([descriptor(digest, 10, INDEX)]))
+    outer = put_manifest(
+        alice, "acme/x", "outer", make_image_index([make_descriptor(digest, 10, INDEX)])
+    )
     assert (inner.status_code, outer.status_code) == (201, 201)
     assert alice.get(at("outer")).headers["Content-Type"] == INDEX
 
@@ -171,20 +175,20 @@ def test_an_index_of_an_index_is_kept(alice: TestClient) -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        index(),
-        image("CONFIG", []),
-        image("CONFIG", [], **{"x-custom": {"any": 1}}),
-        image("CONFIG", [descriptor("CONFIG", 2, data="e30=")]),
-        {key: value for key, value in image("CONFIG").items() if key != "mediaType"},
-        image("CONFIG", [descriptor("CONFIG", 2)] * 3),
-        {**image("CONFIG"), "mediaType": DOCKER},
+        make_image_index(),
+        make_image("CONFIG", []),
+        make_image("CONFIG", [], **{"x-custom": {"any": 1}}),
+        make_image("CONFIG", [make_descriptor("CONFIG", 2, data="e30=")]),
+        {key: value for key, value in make_image("CONFIG").items() if key != "mediaType"},
+        make_image("CONFIG", [make_descriptor("CONFIG", 2)] * 3),
+        {**make_image("CONFIG"), "mediaType": DOCKER},
     ],
     ids=["empty index", "no layers", "custom", "data", "no media type", "twice", "docker"],
 )
 def test_unusual_and_sound_manifests_are_kept(alice: TestClient, document: Fields) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    content = encoded(document).replace(b'"CONFIG"', f'"{config}"'.encode())
-    answer = put(alice, "acme/x", "v1", content, document.get("mediaType", IMAGE))
+    content = encode_json(document).replace(b'"CONFIG"', f'"{config}"'.encode())
+    answer = put_manifest(alice, "acme/x", "v1", content, document.get("mediaType", IMAGE))
     assert answer.status_code == 201, answer.text
     assert alice.get(at("v1")).content == content
 
@@ -195,41 +199,41 @@ UNSOUND = {
     "duplicate keys": b'{"schemaVersion": 2, "schemaVersion": 2}',
     "not UTF-8": b'{"schemaVersion": 2, "a": "\xff"}',
     "deep": b'{"a":' * 100 + b"1" + b"}" * 100,
-    "schema 1": encoded({**image(NOWHERE), "schemaVersion": 1}),
-    "no schema": encoded({"mediaType": IMAGE, "config": {}, "layers": []}),
-    "no config": encoded({"schemaVersion": 2, "mediaType": IMAGE, "layers": []}),
-    "no layers": encoded({**image(NOWHERE), "layers": None}),
-    "layers no list": encoded({**image(NOWHERE), "layers": {}}),
-    "layer no object": encoded({**image(NOWHERE), "layers": ["x"]}),
-    "size a text": encoded(image(NOWHERE, [descriptor(NOWHERE, "2")])),  # type: ignore[arg-type]
-    "size below zero": encoded(image(NOWHERE, [descriptor(NOWHERE, -1)])),
-    "size a boolean": encoded(image(NOWHERE, [descriptor(NOWHERE, True)])),
-    "annotations a list": encoded(image(NOWHERE, annotations=[])),
-    "annotations not texts": encoded(image(NOWHERE, annotations={"a": 1})),
-    "artifact type a number": encoded(image(NOWHERE, artifactType=3)),
-    "artifact type too long": encoded(image(NOWHERE, artifactType="a" * 256)),
-    "subject a text": encoded(image(NOWHERE, subject=NOWHERE)),
-    "too many layers": encoded(image(NOWHERE, [descriptor(NOWHERE, 1)] * 4097)),
-    "an index with layers": encoded({**image(NOWHERE), "manifests": []}),
-    "schema 1 layers": encoded({**image(NOWHERE), "fsLayers": []}),
-    "another type inside": encoded({**image(NOWHERE), "mediaType": INDEX}),
-    "type a number": encoded({**image(NOWHERE), "mediaType": 2}),
+    "schema 1": encode_json({**make_image(NOWHERE), "schemaVersion": 1}),
+    "no schema": encode_json({"mediaType": IMAGE, "config": {}, "layers": []}),
+    "no config": encode_json({"schemaVersion": 2, "mediaType": IMAGE, "layers": []}),
+    "no layers": encode_json({**make_image(NOWHERE), "layers": None}),
+    "layers no list": encode_json({**make_image(NOWHERE), "layers": {}}),
+    "layer no object": encode_json({**make_image(NOWHERE), "layers": ["x"]}),
+    "size a text": encode_json(make_image(NOWHERE, [make_descriptor(NOWHERE, "2")])),  # type: ignore[arg-type]
+    "size below zero": encode_json(make_image(NOWHERE, [make_descriptor(NOWHERE, -1)])),
+    "size a boolean": encode_json(make_image(NOWHERE, [make_descriptor(NOWHERE, True)])),
+    "annotations a list": encode_json(make_image(NOWHERE, annotations=[])),
+    "annotations not texts": encode_json(make_image(NOWHERE, annotations={"a": 1})),
+    "artifact type a number": encode_json(make_image(NOWHERE, artifactType=3)),
+    "artifact type too long": encode_json(make_image(NOWHERE, artifactType="a" * 256)),
+    "subject a text": encode_json(make_image(NOWHERE, subject=NOWHERE)),
+    "too many layers": encode_json(make_image(NOWHERE, [make_descriptor(NOWHERE, 1)] * 4097)),
+    "an index with layers": encode_json({**make_image(NOWHERE), "manifests": []}),
+    "schema 1 layers": encode_json({**make_image(NOWHERE), "fsLayers": []}),
+    "another type inside": encode_json({**make_image(NOWHERE), "mediaType": INDEX}),
+    "type a number": encode_json({**make_image(NOWHERE), "mediaType": 2}),
 }
 
 
 @pytest.mark.parametrize("content", UNSOUND.values(), ids=UNSOUND.keys())
 def test_a_malformed_or_ambiguous_manifest_is_refused(alice: TestClient, content: bytes) -> None:
-    answer = put(alice, "acme/x", "v1", content)
-    assert (answer.status_code, code_of(answer)) == (400, "MANIFEST_INVALID")
+    answer = put_manifest(alice, "acme/x", "v1", content)
+    assert (answer.status_code, read_error_code(answer)) == (400, "MANIFEST_INVALID")
 
 
 @pytest.mark.parametrize(
     ("document", "media_type"),
     [
-        (image(NOWHERE), INDEX),
-        (index(), IMAGE),
-        ({**index(), "mediaType": IMAGE}, IMAGE),
-        ({**image(NOWHERE), "mediaType": INDEX}, INDEX),
+        (make_image(NOWHERE), INDEX),
+        (make_image_index(), IMAGE),
+        ({**make_image_index(), "mediaType": IMAGE}, IMAGE),
+        ({**make_image(NOWHERE), "mediaType": INDEX}, INDEX),
         ({"schemaVersion": 2, "manifests": [], "layers": [], "config": {}}, INDEX),
         ({"schemaVersion": 2, "manifests": [], "layers": [], "config": {}}, IMAGE),
         ({"schemaVersion": 2, "manifests": []}, "application/json"),
@@ -240,52 +244,52 @@ def test_a_malformed_or_ambiguous_manifest_is_refused(alice: TestClient, content
 def test_no_document_is_a_manifest_to_one_reader_and_an_index_to_another(
     alice: TestClient, document: Fields, media_type: str
 ) -> None:
-    answer = put(alice, "acme/x", "v1", document, media_type)
-    assert (answer.status_code, code_of(answer)) == (400, "MANIFEST_INVALID")
+    answer = put_manifest(alice, "acme/x", "v1", document, media_type)
+    assert (answer.status_code, read_error_code(answer)) == (400, "MANIFEST_INVALID")
 
 
 def test_parameters_of_the_media_type_are_no_part_of_it(alice: TestClient) -> None:
-    answer = put(alice, "acme/x", "v1", index(), f"{INDEX}; charset=utf-8")
+    answer = put_manifest(alice, "acme/x", "v1", make_image_index(), f"{INDEX}; charset=utf-8")
     assert answer.status_code == 201
     assert alice.get(at("v1")).headers["Content-Type"] == INDEX
 
 
 @pytest.mark.parametrize("name", ["config", "layers", "subject"])
 def test_a_digest_of_an_unknown_kind_inside_is_refused(alice: TestClient, name: str) -> None:
-    bad = descriptor("md5:" + "0" * 32, 2, CONFIG)
+    bad = make_descriptor("md5:" + "0" * 32, 2, CONFIG)
     value: object = [bad] if name == "layers" else bad
-    answer = put(alice, "acme/x", "v1", {**image(NOWHERE), name: value})
-    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+    answer = put_manifest(alice, "acme/x", "v1", {**make_image(NOWHERE), name: value})
+    assert (answer.status_code, read_error_code(answer)) == (400, "DIGEST_INVALID")
 
 
 def test_a_manifest_of_four_mebibytes_is_the_largest(alice: TestClient) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    content = encoded(image(config))
+    content = encode_json(make_image(config))
     largest = content + b" " * ((4 << 20) - len(content))
-    assert put(alice, "acme/x", "v1", largest).status_code == 201
-    declared = put(alice, "acme/x", "v2", largest + b" ")
+    assert put_manifest(alice, "acme/x", "v1", largest).status_code == 201
+    declared = put_manifest(alice, "acme/x", "v2", largest + b" ")
     streamed = alice.put(at("v2"), content=iter([largest, b" "]), headers={"Content-Type": IMAGE})
-    assert [(a.status_code, code_of(a)) for a in (declared, streamed)] == [
+    assert [(a.status_code, read_error_code(a)) for a in (declared, streamed)] == [
         (413, "SIZE_INVALID")
     ] * 2
     assert alice.get(at("v2")).status_code == 404
 
 
-def test_manifests_count_in_the_quota(served: Served) -> None:
-    secret = served.user("eve")
-    served.namespace("small", owner="eve", quota=1000)
+def test_manifests_count_in_the_quota(served: RegistryHarness) -> None:
+    secret = served.create_user("eve")
+    served.create_namespace("small", owner="eve", quota=1000)
     eve = served.client(secret)
     push_image(eve, "small/x", "v1")
-    big = image(push_blob(eve, "small/x", b"{}"), annotations={"a": "b" * 1000})
-    answer = put(eve, "small/x", "v2", big)
-    assert (answer.status_code, code_of(answer)) == (403, "DENIED")
+    big = make_image(push_blob(eve, "small/x", b"{}"), annotations={"a": "b" * 1000})
+    answer = put_manifest(eve, "small/x", "v2", big)
+    assert (answer.status_code, read_error_code(answer)) == (403, "DENIED")
     push_image(eve, "small/x", "v1")
 
 
 def test_the_subject_of_a_manifest_is_named_and_need_not_be_there(alice: TestClient) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    document = image(config, subject=descriptor(NOWHERE, 5, IMAGE))
-    answer = put(alice, "acme/x", "v1", document)
+    document = make_image(config, subject=make_descriptor(NOWHERE, 5, IMAGE))
+    answer = put_manifest(alice, "acme/x", "v1", document)
     assert (answer.status_code, answer.headers["OCI-Subject"]) == (201, NOWHERE)
 
 
@@ -323,17 +327,19 @@ def test_of_many_who_remove_one_manifest_one_did_it(alice: TestClient) -> None:
     assert sorted(statuses) == [202, 404, 404, 404, 404, 404]
 
 
-def test_who_only_reads_neither_puts_nor_removes(served: Served, alice: TestClient) -> None:
+def test_who_only_reads_neither_puts_nor_removes(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     push_image(alice, "acme/x", "v1")
-    reader = served.client(served.user("dora"))
-    refused = [put(reader, "acme/x", "v1", index()), reader.delete(at("v1"))]
-    assert [(a.status_code, code_of(a)) for a in refused] == [(403, "DENIED")] * 2
+    reader = served.client(served.create_user("dora"))
+    refused = [put_manifest(reader, "acme/x", "v1", make_image_index()), reader.delete(at("v1"))]
+    assert [(a.status_code, read_error_code(a)) for a in refused] == [(403, "DENIED")] * 2
     assert reader.get(at("v1")).status_code == 200
 
 
-def test_a_publisher_pushes_and_removes_nothing(served: Served, alice: TestClient) -> None:
-    secret = served.user("pat")
-    served.namespace("shop", publisher="pat")
+def test_a_publisher_pushes_and_removes_nothing(served: RegistryHarness, alice: TestClient) -> None:
+    secret = served.create_user("pat")
+    served.create_namespace("shop", publisher="pat")
     pat = served.client(secret)
     digest = push_image(pat, "shop/x", "v1")
     for reference in ("v1", digest):
@@ -341,37 +347,39 @@ def test_a_publisher_pushes_and_removes_nothing(served: Served, alice: TestClien
 
 
 def test_in_a_namespace_of_packages_only_versions_are_put_and_nothing_is_removed(
-    served: Served,
+    served: RegistryHarness,
 ) -> None:
-    secret = served.user("carol")
-    served.namespace("models", owner="carol", kind="expert")
+    secret = served.create_user("carol")
+    served.create_namespace("models", owner="carol", kind="expert")
     carol = served.client(secret)
-    content = encoded(image(push_blob(carol, "models/sql", b"{}")))
-    digest = digest_of(content)
+    content = encode_json(make_image(push_blob(carol, "models/sql", b"{}")))
+    digest = compute_digest(content)
     refused = [
-        put(carol, "models/sql", digest, content),
-        put(carol, "models/sql", "1.0.0?tag=latest", content),
+        put_manifest(carol, "models/sql", digest, content),
+        put_manifest(carol, "models/sql", "1.0.0?tag=latest", content),
         carol.delete(at("1.0.0", "models/sql")),
         carol.delete(at(digest, "models/sql")),
     ]
-    assert [(a.status_code, code_of(a)) for a in refused] == [(405, "UNSUPPORTED")] * 4
+    assert [(a.status_code, read_error_code(a)) for a in refused] == [(405, "UNSUPPORTED")] * 4
     for tag in ("latest", "1.0", "v1.0.0", "01.0.0", "1.0.0"):
-        assert put(carol, "models/sql", tag, content).status_code in {400, 405, 409}
+        assert put_manifest(carol, "models/sql", tag, content).status_code in {400, 405, 409}
     assert carol.get("/v2/models/sql/tags/list").json()["tags"] == []
 
 
 @pytest.mark.parametrize("name", ["models", "models/a/b", "models/A", "models/a_b", "models/a.b"])
-def test_in_a_namespace_of_packages_repositories_are_packages(served: Served, name: str) -> None:
-    secret = served.user("carol")
-    served.namespace("models", owner="carol", kind="expert")
+def test_in_a_namespace_of_packages_repositories_are_packages(
+    served: RegistryHarness, name: str
+) -> None:
+    secret = served.create_user("carol")
+    served.create_namespace("models", owner="carol", kind="expert")
     answer = served.client(secret).post(f"/v2/{name}/blobs/uploads/")
-    assert (answer.status_code, code_of(answer)) == (400, "NAME_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "NAME_INVALID")
 
 
-def test_a_reader_does_not_wait_for_a_writer(served: Served, alice: TestClient) -> None:
+def test_a_reader_does_not_wait_for_a_writer(served: RegistryHarness, alice: TestClient) -> None:
     """Fetches are counted in the database, which somebody else may be writing to for a while."""
     digest = push_image(alice, "acme/x", "v1")
-    secret = served.user("bob")
+    secret = served.create_user("bob")
     answered: Queue[bytes] = Queue()
 
     async def receive() -> Message:
@@ -387,21 +395,23 @@ def test_a_reader_does_not_wait_for_a_writer(served: Served, alice: TestClient) 
     with served.registry.database.write():
         asking.start()
         assert answered.get(timeout=120) == b""  # the status and headers
-        assert digest_of(answered.get(timeout=120)) == digest
+        assert compute_digest(answered.get(timeout=120)) == digest
     asking.join(timeout=120)
     assert not asking.is_alive()
 
 
-def test_pushes_and_removals_are_in_the_audit_log(served: Served, alice: TestClient) -> None:
+def test_pushes_and_removals_are_in_the_audit_log(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     config = push_blob(alice, "acme/x", b"{}")
-    content = encoded(image(config))
-    put(alice, "acme/x", "v1", content)
+    content = encode_json(make_image(config))
+    put_manifest(alice, "acme/x", "v1", content)
     alice.delete(at("v1"))
-    alice.delete(at(digest_of(content)))
+    alice.delete(at(compute_digest(content)))
     alice.delete(f"/v2/acme/x/blobs/{config}")
     with served.registry.database.read() as connection:
-        entries = list(audit.entries(connection, limit=4))
-    manifest = f"acme/x@{digest_of(content)}"
+        entries = list(rights.list_audit_rows(connection, limit=4))
+    manifest = f"acme/x@{compute_digest(content)}"
     assert [(e.actor, e.action, e.target, e.detail) for e in reversed(entries)] == [
         ("alice", "manifest.push", manifest, "v1"),
         ("alice", "tag.remove", "acme/x:v1", ""),

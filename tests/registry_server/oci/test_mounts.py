@@ -4,11 +4,16 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from registry_server.access.identity import Action, Scope
-from tests.registry_server.oci.pushing import code_of, digest_of, noise, push_blob
-from tests.registry_server.served import Served
+from registry_server.access.rights import Action, TokenScope
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.oci.images import (
+    compute_digest,
+    push_blob,
+    random_bytes,
+    read_error_code,
+)
 
-DATA = noise(1000)
+DATA = random_bytes(1000)
 
 
 def mount(
@@ -47,55 +52,57 @@ def test_what_is_not_there_begins_an_upload(
     alice: TestClient, bob: TestClient, source: str | None
 ) -> None:
     push_blob(alice, "acme/x", DATA)
-    answer = mount(bob, "other/y", digest_of(b"nowhere"), source)
+    answer = mount(bob, "other/y", compute_digest(b"nowhere"), source)
     assert answer.status_code == 202
     assert bob.get(answer.headers["Location"]).status_code == 204
 
 
 @pytest.mark.parametrize("source", ["acme/x", None])
 def test_a_token_that_may_not_read_the_source_mounts_nothing_and_learns_nothing(
-    served: Served, alice: TestClient, bob: TestClient, source: str | None
+    served: RegistryHarness, alice: TestClient, bob: TestClient, source: str | None
 ) -> None:
-    there, absent = push_blob(alice, "acme/x", DATA), digest_of(b"nowhere")
-    limited = served.client(served.token("bob", Scope(Action.PUSH, "other")))
+    there, absent = push_blob(alice, "acme/x", DATA), compute_digest(b"nowhere")
+    limited = served.client(served.create_token("bob", TokenScope(Action.PUSH, "other")))
     known = mount(limited, "other/y", there, source)
     assert known.status_code == 202
     assert shape(known) == shape(mount(limited, "other/y", absent, source))
     assert limited.head(f"/v2/other/y/blobs/{there}").status_code == 404
 
 
-def test_who_may_not_push_mounts_nothing(served: Served, alice: TestClient) -> None:
+def test_who_may_not_push_mounts_nothing(served: RegistryHarness, alice: TestClient) -> None:
     digest = push_blob(alice, "acme/x", DATA)
-    reader = served.client(served.user("dora"))
+    reader = served.client(served.create_user("dora"))
     answer = mount(reader, "acme/y", digest, "acme/x")
-    assert (answer.status_code, code_of(answer)) == (403, "DENIED")
+    assert (answer.status_code, read_error_code(answer)) == (403, "DENIED")
     assert served.client().post(f"/v2/acme/y/blobs/uploads/?mount={digest}").status_code == 401
 
 
-def test_a_mounted_blob_counts_in_the_quota_once(served: Served, alice: TestClient) -> None:
+def test_a_mounted_blob_counts_in_the_quota_once(
+    served: RegistryHarness, alice: TestClient
+) -> None:
     digest = push_blob(alice, "acme/x", DATA)
-    secret = served.user("eve")
-    served.namespace("small", owner="eve", quota=1500)
+    secret = served.create_user("eve")
+    served.create_namespace("small", owner="eve", quota=1500)
     eve = served.client(secret)
     assert mount(eve, "small/a", digest, "acme/x").status_code == 201
     assert mount(eve, "small/b", digest, "acme/x").status_code == 201
-    other = push_blob(alice, "acme/x", noise(1000, "other"))
+    other = push_blob(alice, "acme/x", random_bytes(1000, "other"))
     refused = mount(eve, "small/a", other, "acme/x")
-    assert (refused.status_code, code_of(refused)) == (403, "DENIED")
+    assert (refused.status_code, read_error_code(refused)) == (403, "DENIED")
 
 
 @pytest.mark.parametrize("digest", ["sha256:../../x", "latest", "", "md5:" + "0" * 32])
 def test_only_a_digest_is_mounted(alice: TestClient, digest: str) -> None:
     answer = mount(alice, "acme/x", digest, "acme/y")
-    assert (answer.status_code, code_of(answer)) == (400, "DIGEST_INVALID")
+    assert (answer.status_code, read_error_code(answer)) == (400, "DIGEST_INVALID")
 
 
 def test_the_readable_source_is_found_among_those_that_one_may_not_read(
-    served: Served, alice: TestClient, bob: TestClient
+    served: RegistryHarness, alice: TestClient, bob: TestClient
 ) -> None:
     digest = push_blob(alice, "acme/x", DATA)
-    secret = served.user("carol")
-    served.namespace("zoo", owner="carol", read="public")
+    secret = served.create_user("carol")
+    served.create_namespace("zoo", owner="carol", read="public")
     push_blob(served.client(secret), "zoo/x", DATA)
-    limited = served.client(served.token("bob", Scope(Action.PUSH, "other")))
+    limited = served.client(served.create_token("bob", TokenScope(Action.PUSH, "other")))
     assert mount(limited, "other/y", digest).status_code == 201

@@ -17,18 +17,18 @@ import pytest
 from registry_server.operation.new_registry import init_registry
 from registry_server.registry import open_registry
 from registry_server.settings import ServerSettings
-from tests.registry_server.oci.pushing import digest_of, encoded, image, noise
-from tests.registry_server.operation.running import Running, running
+from tests.registry_server.oci.images import compute_digest, encode_json, make_image, random_bytes
+from tests.registry_server.operation.server_process import ServerProcess, run_server
 
-DATA = noise(5_000_000)
-DIGEST = digest_of(DATA)
+DATA = random_bytes(5_000_000)
+DIGEST = compute_digest(DATA)
 
 
 @dataclass(frozen=True)
-class Live:
+class SocketRegistry:
     """A server with the OCI namespace `acme`, and an admin's client."""
 
-    running: Running
+    running: ServerProcess
     client: httpx2.Client
     data: Path
     token: str
@@ -38,48 +38,48 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SocketRegistry]:
     data = tmp_path_factory.mktemp("live") / "registry"
     made = init_registry(ServerSettings(data=data))
-    with running(data) as server, _client(server, made.token) as client:
+    with run_server(data) as server, _client(server, made.token) as client:
         answer = client.post("/api/v1/namespaces", json={"name": "acme", "kind": "oci"})
         assert answer.status_code == 201, answer.text
         assert push(client, DATA) == 201
-        yield Live(server, client, data, made.token)
+        yield SocketRegistry(server, client, data, made.token)
 
 
-def _client(server: Running, token: str) -> httpx2.Client:
+def _client(server: ServerProcess, token: str) -> httpx2.Client:
     headers = {"Authorization": f"Bearer {token}"}
     return httpx2.Client(base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=60)
 
 
 def push(client: httpx2.Client, data: bytes, repository: str = "acme/x") -> int:
-    query = {"digest": digest_of(data)}
+    query = {"digest": compute_digest(data)}
     answer = client.post(f"/v2/{repository}/blobs/uploads/", params=query, content=data)
     return answer.status_code
 
 
-def test_a_file_sent_by_its_path_is_the_blob(live: Live) -> None:
+def test_a_file_sent_by_its_path_is_the_blob(live: SocketRegistry) -> None:
     answer = live.client.get(f"/v2/acme/x/blobs/{DIGEST}")
-    assert (answer.status_code, digest_of(answer.content)) == (200, DIGEST)
+    assert (answer.status_code, compute_digest(answer.content)) == (200, DIGEST)
     assert answer.headers["Content-Length"] == str(len(DATA))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (1, 5_000_000), (1_048_576, 3_145_729)])
-def test_a_part_of_a_file_is_that_part(live: Live, start: int, stop: int) -> None:
+def test_a_part_of_a_file_is_that_part(live: SocketRegistry, start: int, stop: int) -> None:
     headers = {"Range": f"bytes={start}-{stop - 1}"}
     answer = live.client.get(f"/v2/acme/x/blobs/{DIGEST}", headers=headers)
     assert (answer.status_code, answer.content == DATA[start:stop]) == (206, True)
     assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(DATA)}"
 
 
-def test_an_empty_blob_can_be_sent(live: Live) -> None:
+def test_an_empty_blob_can_be_sent(live: SocketRegistry) -> None:
     assert push(live.client, b"") == 201
-    answer = live.client.get(f"/v2/acme/x/blobs/{digest_of(b'')}")
+    answer = live.client.get(f"/v2/acme/x/blobs/{compute_digest(b'')}")
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_head_of_a_blob_sends_no_bytes_and_keeps_the_connection(live: Live) -> None:
+def test_head_of_a_blob_sends_no_bytes_and_keeps_the_connection(live: SocketRegistry) -> None:
     with closing(live.raw()) as connection:
         headers = {"Authorization": f"Bearer {live.token}"}
         for _ in range(2):
@@ -108,7 +108,7 @@ def test_head_of_a_blob_sends_no_bytes_and_keeps_the_connection(live: Live) -> N
         "/V2/acme/x/tags/list",
     ],
 )
-def test_a_path_has_one_reading(live: Live, path: str) -> None:
+def test_a_path_has_one_reading(live: SocketRegistry, path: str) -> None:
     with closing(live.raw()) as connection:
         headers = {"Authorization": f"Bearer {live.token}"}
         connection.request("GET", path, headers=headers)
@@ -118,11 +118,11 @@ def test_a_path_has_one_reading(live: Live, path: str) -> None:
     assert b"registry.db" not in body.replace(path.encode(), b"")
 
 
-def begin(live: Live) -> str:
+def begin(live: SocketRegistry) -> str:
     return str(live.client.post("/v2/acme/x/blobs/uploads/").headers["Location"])
 
 
-def send_part(live: Live, path: str, announced: str, part: bytes) -> None:
+def send_part(live: SocketRegistry, path: str, announced: str, part: bytes) -> None:
     """Send the beginning of a PATCH and break the connection."""
     head = (
         f"PATCH {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -134,7 +134,7 @@ def send_part(live: Live, path: str, announced: str, part: bytes) -> None:
         connection.recv(1000)
 
 
-def offset_when_free(live: Live, path: str, content: bytes) -> httpx2.Response:
+def offset_when_free(live: SocketRegistry, path: str, content: bytes) -> httpx2.Response:
     """Go on behind what was kept, as a client does: ask again while the old request ends."""
     for _ in range(1000):
         last = int(live.client.get(path).headers["Range"].removeprefix("0-"))
@@ -151,23 +151,23 @@ def offset_when_free(live: Live, path: str, content: bytes) -> httpx2.Response:
     ["Content-Length: 4000000", "Transfer-Encoding: chunked"],
     ids=["length", "chunked"],
 )
-def test_an_upload_goes_on_where_the_connection_broke(live: Live, announced: str) -> None:
-    content, path = noise(4_000_000, announced), begin(live)
+def test_an_upload_goes_on_where_the_connection_broke(live: SocketRegistry, announced: str) -> None:
+    content, path = random_bytes(4_000_000, announced), begin(live)
     part = content[:2_500_000]
     sent = part if "Length" in announced else b"2625A0\r\n" + part
     send_part(live, path, announced, sent)
     assert offset_when_free(live, path, content).status_code == 202
-    done = live.client.put(path, params={"digest": digest_of(content)})
+    done = live.client.put(path, params={"digest": compute_digest(content)})
     assert done.status_code == 201
     assert live.client.get(done.headers["Location"]).content == content
 
 
 @pytest.mark.parametrize("announced", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
-def test_a_body_that_was_cut_off_is_no_blob(live: Live, announced: str) -> None:
+def test_a_body_that_was_cut_off_is_no_blob(live: SocketRegistry, announced: str) -> None:
     """The bytes that came have the digest; but the request was not whole."""
-    part = noise(700, announced)
+    part = random_bytes(700, announced)
     sent = part if "Length" in announced else b"2BC\r\n" + part + b"\r\n"
-    path = f"/v2/acme/cut/blobs/uploads/?digest={digest_of(part)}"
+    path = f"/v2/acme/cut/blobs/uploads/?digest={compute_digest(part)}"
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         f"Authorization: Bearer {live.token}\r\n{announced}\r\n\r\n"
@@ -176,14 +176,14 @@ def test_a_body_that_was_cut_off_is_no_blob(live: Live, announced: str) -> None:
         connection.sendall(head.encode() + sent)
         connection.shutdown(socket.SHUT_WR)
         assert b" 201 " not in connection.recv(1000)
-    assert live.client.head(f"/v2/acme/cut/blobs/{digest_of(part)}").status_code == 404
+    assert live.client.head(f"/v2/acme/cut/blobs/{compute_digest(part)}").status_code == 404
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("PUT", "/v2/acme/x/manifests/v1"), ("POST", "/api/v1/users")]
 )
 def test_a_body_of_no_chunks_is_the_fault_of_who_sent_it(
-    live: Live, method: str, path: str
+    live: SocketRegistry, method: str, path: str
 ) -> None:
     with live.running.socket() as client:
         client.sendall(
@@ -195,7 +195,7 @@ def test_a_body_of_no_chunks_is_the_fault_of_who_sent_it(
     assert "traceback" not in live.running.log.read_text()
 
 
-def test_two_lengths_are_no_request(live: Live) -> None:
+def test_two_lengths_are_no_request(live: SocketRegistry) -> None:
     path = begin(live)
     head = (
         f"PATCH {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {live.token}\r\n"
@@ -214,11 +214,11 @@ def test_an_acknowledged_push_outlives_a_kill_and_nothing_partial_does(
 ) -> None:
     data = tmp_path / "registry"
     made = init_registry(ServerSettings(data=data))
-    with running(data) as server, _client(server, made.token) as client:
+    with run_server(data) as server, _client(server, made.token) as client:
         client.post("/api/v1/namespaces", json={"name": "acme", "kind": "oci"})
         acknowledged = _killed_while_pushing(server, client, after)
     stored = _whole_blobs(data)
-    with running(data) as server, _client(server, made.token) as client:
+    with run_server(data) as server, _client(server, made.token) as client:
         for digest in acknowledged:
             assert client.get(f"/v2/acme/x/manifests/{digest}").status_code == 200
         for tag in client.get("/v2/acme/x/tags/list").json()["tags"]:
@@ -228,7 +228,7 @@ def test_an_acknowledged_push_outlives_a_kill_and_nothing_partial_does(
     assert len(acknowledged) >= after
 
 
-def _killed_while_pushing(server: Running, client: httpx2.Client, after: int) -> list[str]:
+def _killed_while_pushing(server: ServerProcess, client: httpx2.Client, after: int) -> list[str]:
     """Let three push at once, kill the server at the acknowledgement with this number."""
     acknowledged: list[str] = []
     enough = threading.Event()
@@ -253,10 +253,10 @@ def _killed_while_pushing(server: Running, client: httpx2.Client, after: int) ->
 def _push_image(client: httpx2.Client, tag: str) -> str:
     config = json.dumps({"tag": tag}).encode()
     assert push(client, config) == 201
-    document = image(digest_of(config))
+    document = make_image(compute_digest(config))
     headers = {"Content-Type": document["mediaType"]}
     path = f"/v2/acme/x/manifests/{tag}"
-    answer = client.put(path, content=encoded(document), headers=headers)
+    answer = client.put(path, content=encode_json(document), headers=headers)
     assert answer.status_code == 201
     return str(answer.headers["Docker-Content-Digest"])
 

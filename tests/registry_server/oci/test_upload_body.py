@@ -8,16 +8,16 @@ import pytest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from registry_server.oci import upload_file
-from registry_server.oci.errors import OciCode, OciError
-from registry_server.oci.names import RepositoryName
-from registry_server.oci.upload_body import declared_length, receive
+from registry_server.errors import OciCode, OciError
+from registry_server.oci import uploads as uploads_module
+from registry_server.oci.repositories import RepositoryName
+from registry_server.oci.upload_routes import read_content_length, receive_body
 from registry_server.oci.uploads import OpenUpload, Uploads
-from tests.registry_server.oci.pushing import digest_of, noise
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.oci.images import compute_digest, random_bytes
 
 NAME = RepositoryName.parse("acme/x")
-BIG = noise(2_500_000)
+BIG = random_bytes(2_500_000)
 
 
 def request_of(headers: dict[str, str], messages: Sequence[dict[str, Any]]) -> Request:
@@ -37,20 +37,20 @@ def body(data: bytes, *, more: bool) -> dict[str, Any]:
 
 
 @pytest.fixture
-def uploads(served: Served) -> Uploads:
+def uploads(served: RegistryHarness) -> Uploads:
     return Uploads(served.registry)
 
 
 @pytest.fixture
-def upload(served: Served, alice: TestClient, uploads: Uploads) -> OpenUpload:
-    identity = served.identity(served.token("alice"))
+def upload(served: RegistryHarness, alice: TestClient, uploads: Uploads) -> OpenUpload:
+    identity = served.authenticate(served.create_token("alice"))
     return uploads.start(identity, NAME, "sha256")
 
 
 def take(uploads: Uploads, upload: OpenUpload, request: Request) -> OciCode | None:
     """Receive a body; return the code of the refusal."""
     try:
-        asyncio.run(receive(uploads, upload, request))
+        asyncio.run(receive_body(uploads, upload, request))
     except OciError as error:
         return error.oci_code
     return None
@@ -91,22 +91,22 @@ def test_a_body_longer_than_it_said_is_forgotten_and_not_read_to_its_end(
 
 
 def test_after_bytes_were_forgotten_the_hash_is_that_of_the_others(
-    served: Served, uploads: Uploads, upload: OpenUpload
+    served: RegistryHarness, uploads: Uploads, upload: OpenUpload
 ) -> None:
     wrong = request_of({"content-length": "5"}, [body(b"wrong+", more=False)])
     assert take(uploads, upload, wrong) is OciCode.SIZE_INVALID
     right = request_of({"content-length": "5"}, [body(b"right", more=False)])
     assert take(uploads, upload, right) is None
-    assert str(upload.file.digest("sha256")) == digest_of(b"right")
-    assert str(upload.file.digest("sha512")) == digest_of(b"right", "sha512")
+    assert str(upload.file.digest("sha256")) == compute_digest(b"right")
+    assert str(upload.file.digest("sha512")) == compute_digest(b"right", "sha512")
     uploads.pause(upload)
 
 
 def test_only_so_many_hashes_are_kept_and_the_others_are_made_again(
-    served: Served, uploads: Uploads, alice: TestClient, monkeypatch: pytest.MonkeyPatch
+    served: RegistryHarness, uploads: Uploads, alice: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("registry_server.oci.uploads._KEPT_HASHES", 1)
-    identity = served.identity(served.token("alice"))
+    monkeypatch.setattr("registry_server.oci.uploads._MAX_CACHED_HASHES", 1)
+    identity = served.authenticate(served.create_token("alice"))
     opened = [uploads.start(identity, NAME, "sha256") for _ in range(3)]
     for upload in opened:
         upload.file.append(b"abc")
@@ -114,7 +114,7 @@ def test_only_so_many_hashes_are_kept_and_the_others_are_made_again(
         uploads.pause(upload)
     for upload in opened:
         again = uploads.open(identity, NAME, upload.id)
-        assert str(again.file.digest("sha256")) == digest_of(b"abc")
+        assert str(again.file.digest("sha256")) == compute_digest(b"abc")
         uploads.pause(again)
 
 
@@ -132,16 +132,16 @@ def test_a_length_that_is_no_number_is_refused(length: str) -> None:
     raw = [(b"content-length", length.encode("latin-1"))]
     request = Request({"type": "http", "method": "PUT", "headers": raw})
     with pytest.raises(OciError) as caught:
-        declared_length(request)
+        read_content_length(request)
     assert caught.value.oci_code is OciCode.SIZE_INVALID
 
 
 def test_a_file_is_opened_with_a_hash_only_when_it_has_these_bytes(
     uploads: Uploads, upload: OpenUpload
 ) -> None:
-    stale = upload_file.RunningHash.new("sha256")
+    stale = uploads_module.RunningHash.new("sha256")
     stale.update(b"more than there is")
     upload.file.close()
-    again = upload_file.open_upload(upload.file.path, stale)
-    assert str(again.digest("sha256")) == digest_of(b"")
+    again = uploads_module.open_upload_file(upload.file.path, stale)
+    assert str(again.digest("sha256")) == compute_digest(b"")
     again.close()

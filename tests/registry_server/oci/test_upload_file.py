@@ -10,14 +10,14 @@ import pytest
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
-from registry_server.oci.errors import OciError
-from registry_server.oci.upload_file import new_upload, open_upload
+from registry_server.errors import OciError
+from registry_server.oci.uploads import create_upload_file, open_upload_file
 from registry_server.registry import Registry
-from tests.registry_server.oci.pushing import begin, digest_of, noise, push_blob
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.oci.images import begin_upload, compute_digest, push_blob, random_bytes
 
-DATA = noise(3000)
-DIGEST = digest_of(DATA)
+DATA = random_bytes(3000)
+DIGEST = compute_digest(DATA)
 
 
 @contextmanager
@@ -39,10 +39,10 @@ def one_commit_fails(registry: Registry) -> Iterator[None]:
 
 
 def test_a_commit_that_fails_leaves_the_blob_that_was_there_whole(
-    served: Served, alice: TestClient
+    served: RegistryHarness, alice: TestClient
 ) -> None:
     push_blob(alice, "acme/other", DATA)
-    location = begin(alice, "acme/x")
+    location = begin_upload(alice, "acme/x")
     with one_commit_fails(served.registry):
         answer = alice.put(location, params={"digest": DIGEST}, content=DATA)
     assert answer.status_code == 503
@@ -51,9 +51,9 @@ def test_a_commit_that_fails_leaves_the_blob_that_was_there_whole(
 
 
 def test_after_a_commit_that_failed_the_same_blob_can_be_pushed(
-    served: Served, alice: TestClient
+    served: RegistryHarness, alice: TestClient
 ) -> None:
-    location = begin(alice, "acme/x")
+    location = begin_upload(alice, "acme/x")
     with one_commit_fails(served.registry):
         answer = alice.put(location, params={"digest": DIGEST}, content=DATA)
     assert answer.status_code == 503
@@ -65,7 +65,7 @@ def test_after_a_commit_that_failed_the_same_blob_can_be_pushed(
 def test_a_file_that_became_a_blob_before_it_was_locked_is_no_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_upload(tmp_path / "upload", "sha256").close()
+    create_upload_file(tmp_path / "upload", "sha256").close()
     locked = fcntl.flock
 
     def late(handle: int, how: int) -> None:
@@ -74,13 +74,13 @@ def test_a_file_that_became_a_blob_before_it_was_locked_is_no_upload(
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(OciError, match="there is no such upload"):
-        open_upload(tmp_path / "upload")
+        open_upload_file(tmp_path / "upload")
 
 
 def test_a_file_in_the_place_of_another_is_another_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_upload(tmp_path / "upload", "sha256").close()
+    create_upload_file(tmp_path / "upload", "sha256").close()
     locked = fcntl.flock
 
     def late(handle: int, how: int) -> None:
@@ -90,4 +90,4 @@ def test_a_file_in_the_place_of_another_is_another_upload(
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(OciError, match="there is no such upload"):
-        open_upload(tmp_path / "upload")
+        open_upload_file(tmp_path / "upload")

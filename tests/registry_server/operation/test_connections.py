@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.http.connections import MAX_CONNECTIONS, allow_files
-from tests.registry_server.operation.running import new_registry, running
+from expertctl.http.granian_server import MAX_CONNECTIONS, raise_file_limit
+from tests.registry_server.operation.server_process import init_registry_folder, run_server
 
 SILENT = 1100
 """More than granian holds by default."""
@@ -25,19 +25,19 @@ def open_files() -> Iterator[tuple[int, int]]:
 def test_the_limit_of_open_files_is_raised_and_never_lowered(open_files: tuple[int, int]) -> None:
     _, hard = open_files
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    allow_files()
+    raise_file_limit()
     raised = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raised[0] >= min(MAX_CONNECTIONS, raised[1])
-    allow_files()
+    raise_file_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
 
 
 def test_silent_connections_do_not_keep_others_out(
     tmp_path: Path, open_files: tuple[int, int]
 ) -> None:
-    allow_files()
-    new_registry(tmp_path / "registry")
-    with running(tmp_path / "registry") as server, ExitStack() as stack:
+    raise_file_limit()
+    init_registry_folder(tmp_path / "registry")
+    with run_server(tmp_path / "registry") as server, ExitStack() as stack:
         silent = [stack.enter_context(server.socket()) for _ in range(SILENT)]
         for client in silent:
             client.sendall(b"GET /healthz HTTP/1.1\r\n")

@@ -9,13 +9,18 @@ from contextlib import closing
 import psutil
 import pytest
 
-from registry_server.operation.new_registry import NewRegistry
+from registry_server.blob_storage import BlobDigest
+from registry_server.operation.new_registry import CreatedRegistry
 from registry_server.registry import open_registry
-from registry_server.storage.blob_digest import BlobDigest
-from tests.registry_server.oci.pushing import digest_of, noise
-from tests.registry_server.operation.running import Running, new_registry, running, starting
+from tests.registry_server.harness import open_harness
+from tests.registry_server.oci.images import compute_digest, random_bytes
+from tests.registry_server.operation.server_process import (
+    ServerProcess,
+    init_registry_folder,
+    run_server,
+    start_server,
+)
 from tests.registry_server.operation.test_serve import await_refusal
-from tests.registry_server.served import serve
 
 pytestmark = pytest.mark.all
 
@@ -27,10 +32,10 @@ BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> NewRegistry:
-    made = new_registry(tmp_path_factory.mktemp("ending") / "registry")
-    served = serve(made.settings)
-    served.namespace("acme", owner="admin")
+def made(tmp_path_factory: pytest.TempPathFactory) -> CreatedRegistry:
+    made = init_registry_folder(tmp_path_factory.mktemp("ending") / "registry")
+    served = open_harness(made.settings)
+    served.create_namespace("acme", owner="admin")
     served.close()
     return made
 
@@ -43,7 +48,7 @@ def storm(tell: Callable[[signal.Signals], object]) -> None:
             tell(number)
 
 
-def family(server: Running) -> list[psutil.Process]:
+def family(server: ServerProcess) -> list[psutil.Process]:
     """The server and its workers."""
     parent = psutil.Process(server.process.pid)
     return [parent, *parent.children()]
@@ -58,7 +63,7 @@ def tell_all(processes: list[psutil.Process], number: signal.Signals) -> None:
             continue
 
 
-def ends_well(server: Running, processes: list[psutil.Process]) -> None:
+def ends_well(server: ServerProcess, processes: list[psutil.Process]) -> None:
     """The process ends soon, with 0 and without complaint, and takes its workers along."""
     assert server.process.wait(SOON) == 0
     assert [x for x in processes if x.is_running()] == []
@@ -68,8 +73,8 @@ def ends_well(server: Running, processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_signals_that_come_together_end_it(number: int, made: NewRegistry) -> None:
-    with running(made.settings.data, "--workers", "2") as server:
+def test_signals_that_come_together_end_it(number: int, made: CreatedRegistry) -> None:
+    with run_server(made.settings.data, "--workers", "2") as server:
         processes = family(server)
         assert len(processes) == 3
         storm(server.process.send_signal)
@@ -77,40 +82,40 @@ def test_signals_that_come_together_end_it(number: int, made: NewRegistry) -> No
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_one_of_each_ends_it(number: int, made: NewRegistry) -> None:
-    with running(made.settings.data) as server:
+def test_one_of_each_ends_it(number: int, made: CreatedRegistry) -> None:
+    with run_server(made.settings.data) as server:
         processes = family(server)
         for each in BOTH:
             server.process.send_signal(each)
         ends_well(server, processes)
 
 
-def test_a_terminal_that_tells_the_workers_too_ends_it(made: NewRegistry) -> None:
+def test_a_terminal_that_tells_the_workers_too_ends_it(made: CreatedRegistry) -> None:
     for _ in range(ROUNDS):
-        with running(made.settings.data, "--workers", "2") as server:
+        with run_server(made.settings.data, "--workers", "2") as server:
             processes = family(server)
             tell_all(processes, signal.SIGINT)
             ends_well(server, processes)
 
 
-def test_a_signal_while_its_workers_start_ends_it(made: NewRegistry) -> None:
+def test_a_signal_while_its_workers_start_ends_it(made: CreatedRegistry) -> None:
     """A worker that was only forked has the handlers of its parent, so it may lose the first."""
     for _ in range(ROUNDS):
-        with starting(made.settings.data, "--workers", "2") as server:
+        with start_server(made.settings.data, "--workers", "2") as server:
             while len(processes := family(server)) == 1:
                 continue
             server.process.send_signal(signal.SIGTERM)
             ends_well(server, processes)
 
 
-def test_an_upload_that_runs_is_finished_whatever_is_told(made: NewRegistry) -> None:
-    blob = noise(300_000)
-    digest = digest_of(blob)
+def test_an_upload_that_runs_is_finished_whatever_is_told(made: CreatedRegistry) -> None:
+    blob = random_bytes(300_000)
+    digest = compute_digest(blob)
     head = (
         f"POST /v2/acme/x/blobs/uploads/?digest={digest} HTTP/1.1\r\nHost: localhost\r\n"
         f"Authorization: Bearer {made.token}\r\nContent-Length: {len(blob)}\r\n\r\n"
     )
-    with running(made.settings.data, "--workers", "2") as server, server.socket() as connection:
+    with run_server(made.settings.data, "--workers", "2") as server, server.socket() as connection:
         processes = family(server)
         connection.sendall(head.encode() + blob[:200_000])
         storm(lambda number: tell_all(processes, number))
@@ -122,8 +127,10 @@ def test_an_upload_that_runs_is_finished_whatever_is_told(made: NewRegistry) -> 
         assert registry.storage.path(BlobDigest.parse(digest)).read_bytes() == blob
 
 
-def test_a_reload_renews_the_workers_and_an_end_meanwhile_is_not_lost(made: NewRegistry) -> None:
-    with running(made.settings.data) as server:
+def test_a_reload_renews_the_workers_and_an_end_meanwhile_is_not_lost(
+    made: CreatedRegistry,
+) -> None:
+    with run_server(made.settings.data) as server:
         (parent, old) = family(server)
         server.process.send_signal(signal.SIGHUP)
         while not (new := [x for x in parent.children() if x != old]):

@@ -12,25 +12,25 @@ from sqlalchemy import insert, select
 from expertctl.digest import Digest
 from expertctl.errors import StoreError
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Identity
+from registry_server.access.rights import Identity
 from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS
+from registry_server.errors import OciError
 from registry_server.oci import manifests
-from registry_server.oci.errors import OciError
-from registry_server.operation.gc import Garbage, _is_old_file, collect, survey
+from registry_server.operation.gc import GarbageSummary, _is_old_file, find_garbage, remove_garbage
 from registry_server.publishing import commit
 from registry_server.registry import Registry, open_registry
-from tests.registry_server.publishing.parcels import (
-    Parcel,
-    Template,
-    pulled,
-    push,
-    read,
-    send,
-    upload,
+from tests.registry_server.publishing.package_fixtures import (
+    InMemoryPackage,
+    PackageTemplate,
+    publish_uploaded,
+    pull_package,
+    read_published_index,
+    upload_and_publish,
+    upload_blobs,
 )
 
 DAY = 86400.0
-NOTHING = Garbage(0, 0, 0)
+NOTHING = GarbageSummary(0, 0, 0)
 
 
 def later(days: float = 2) -> float:
@@ -43,12 +43,12 @@ def known(registry: Registry) -> set[str]:
 
 
 def lying(registry: Registry) -> set[str]:
-    return {str(blob.digest) for blob in registry.storage.blobs()}
+    return {str(blob.digest) for blob in registry.storage.list_blobs()}
 
 
 def stray_blob(registry: Registry, data: bytes = b"stray") -> Digest:
     """A file without a row, as a crash leaves it."""
-    digest = Digest.of(data)
+    digest = Digest.compute(data)
     temporary = registry.settings.uploads / "temporary"
     temporary.write_bytes(data)
     registry.storage.adopt(temporary, digest)
@@ -66,71 +66,81 @@ def begin_upload(registry: Registry, owner: Identity, name: str, *, updated: flo
 
 
 def test_nothing_of_a_published_package_is_garbage(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    push(registry, owner, parcel)
-    assert survey(registry, now=later(1000)) == NOTHING
-    assert collect(registry, now=later(1000)) == NOTHING
-    pulled(registry, parcel.name, parcel.package_digest)
+    parcel = template.make_package(key=alice)
+    upload_and_publish(registry, owner, parcel)
+    assert find_garbage(registry, now=later(1000)) == NOTHING
+    assert remove_garbage(registry, now=later(1000)) == NOTHING
+    pull_package(registry, parcel.name, parcel.package_digest)
 
 
 def test_blobs_that_no_manifest_names_go_after_the_grace_period(
-    registry: Registry, template: Template, alice: PrivateKey
+    registry: Registry, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
     sizes = sum(map(len, parcel.blobs.values()))
-    assert collect(registry, now=later(0.5)) == NOTHING
+    assert remove_garbage(registry, now=later(0.5)) == NOTHING
     assert known(registry) == lying(registry) == {str(digest) for digest in parcel.blobs}
-    expected = Garbage(len(parcel.blobs), sizes, 0)
-    assert survey(registry, now=later()) == expected
+    expected = GarbageSummary(len(parcel.blobs), sizes, 0)
+    assert find_garbage(registry, now=later()) == expected
     assert known(registry) == lying(registry) != set()
-    assert collect(registry, now=later()) == expected
+    assert remove_garbage(registry, now=later()) == expected
     assert known(registry) == lying(registry) == set()
-    assert collect(registry, now=later()) == NOTHING
+    assert remove_garbage(registry, now=later()) == NOTHING
 
 
 def test_a_blob_that_two_repositories_have_goes_from_the_one_that_does_not_name_it(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    push(registry, owner, parcel)
-    upload(registry, replace(parcel, name=template.parcel("acme/other", key=alice).name))
-    assert collect(registry, now=later()) == NOTHING
+    parcel = template.make_package(key=alice)
+    upload_and_publish(registry, owner, parcel)
+    upload_blobs(
+        registry, replace(parcel, name=template.make_package("acme/other", key=alice).name)
+    )
+    assert remove_garbage(registry, now=later()) == NOTHING
     with registry.database.read() as connection:
         links = connection.execute(select(REPOSITORY_BLOBS.c.repository_id)).scalars().all()
     assert set(links) == {1}
-    pulled(registry, parcel.name, parcel.package_digest)
+    pull_package(registry, parcel.name, parcel.package_digest)
 
 
 def test_a_blob_that_comes_again_has_its_grace_period_anew(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
     with registry.database.write() as connection:
         connection.execute(BLOBS.update().values(created=0))
         connection.execute(REPOSITORY_BLOBS.update().values(added=0))
-    upload(registry, parcel)
-    assert collect(registry, now=time.time()) == NOTHING
-    send(registry, owner, parcel)
+    upload_blobs(registry, parcel)
+    assert remove_garbage(registry, now=time.time()) == NOTHING
+    publish_uploaded(registry, owner, parcel)
 
 
 def test_a_manifest_that_was_deleted_gives_its_blobs_back(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    push(registry, owner, parcel)
+    parcel = template.make_package(key=alice)
+    upload_and_publish(registry, owner, parcel)
     with registry.database.write() as connection:
-        manifests.remove(connection, 1, str(parcel.package_digest))
-    assert collect(registry, now=later()).blobs == len(parcel.blobs)
+        manifests.remove_manifest(connection, 1, str(parcel.package_digest))
+    assert remove_garbage(registry, now=later()).blobs == len(parcel.blobs)
 
 
 def test_a_file_without_a_row_goes_when_it_is_old(registry: Registry) -> None:
     digest = stray_blob(registry)
-    assert survey(registry, now=later(0.5)) == collect(registry, now=later(0.5)) == NOTHING
-    assert survey(registry, now=later()) == collect(registry, now=later()) == Garbage(1, 5, 0)
+    assert (
+        find_garbage(registry, now=later(0.5))
+        == remove_garbage(registry, now=later(0.5))
+        == NOTHING
+    )
+    assert (
+        find_garbage(registry, now=later())
+        == remove_garbage(registry, now=later())
+        == GarbageSummary(1, 5, 0)
+    )
     assert registry.storage.size(digest) is None
 
 
@@ -138,19 +148,19 @@ def test_files_that_are_not_ours_are_left_alone(registry: Registry) -> None:
     strange = registry.settings.blobs / "sha256" / "ab" / "README"
     strange.parent.mkdir(parents=True)
     strange.write_text("mine")
-    assert collect(registry, now=later()) == NOTHING
+    assert remove_garbage(registry, now=later()) == NOTHING
     assert strange.read_text() == "mine"
 
 
 def test_uploads_that_nobody_continued_go_with_their_files(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    upload(registry, template.parcel(key=alice))
+    upload_blobs(registry, template.make_package(key=alice))
     now = time.time()
     old = begin_upload(registry, owner, "old", updated=now - 2 * DAY)
     young = begin_upload(registry, owner, "young", updated=now - 60)
-    assert survey(registry, now=now) == Garbage(0, 0, 1)
-    assert collect(registry, now=now) == Garbage(0, 0, 1)
+    assert find_garbage(registry, now=now) == GarbageSummary(0, 0, 1)
+    assert remove_garbage(registry, now=now) == GarbageSummary(0, 0, 1)
     assert (old.exists(), young.exists()) == (False, True)
     with registry.database.read() as connection:
         assert connection.execute(select(UPLOADS.c.id)).scalars().all() == ["young"]
@@ -162,7 +172,11 @@ def test_files_of_uploads_without_a_row_go_when_they_are_old(registry: Registry)
         path = registry.settings.uploads / name
         path.write_bytes(b"x")
         os.utime(path, (now - age, now - age))
-    assert survey(registry, now=now) == collect(registry, now=now) == Garbage(0, 0, 1)
+    assert (
+        find_garbage(registry, now=now)
+        == remove_garbage(registry, now=now)
+        == GarbageSummary(0, 0, 1)
+    )
     assert [path.name for path in registry.settings.uploads.iterdir()] == ["fresh"]
 
 
@@ -172,7 +186,7 @@ def test_garbage_beyond_one_batch_goes_too(
     monkeypatch.setattr("registry_server.operation.gc.BATCH", 3)
     for number in range(8):
         stray_blob(registry, b"stray %d" % number)
-    assert collect(registry, now=later()).blobs == 8
+    assert remove_garbage(registry, now=later()).blobs == 8
     assert lying(registry) == set()
 
 
@@ -183,14 +197,14 @@ STEPS = ("collect_uploads", "_collect_links", "_collect_rows", "_collect_files")
 def test_a_crash_between_two_steps_leaves_no_row_without_its_file(
     registry: Registry,
     owner: Identity,
-    template: Template,
+    template: PackageTemplate,
     alice: PrivateKey,
     monkeypatch: pytest.MonkeyPatch,
     step: str,
 ) -> None:
-    kept = template.parcel(key=alice)
-    push(registry, owner, kept)
-    upload(registry, template.parcel("acme/gone", key=alice, description="gone"))
+    kept = template.make_package(key=alice)
+    upload_and_publish(registry, owner, kept)
+    upload_blobs(registry, template.make_package("acme/gone", key=alice, description="gone"))
 
     def crash(*_: object) -> None:
         raise StoreError("killed")
@@ -198,22 +212,22 @@ def test_a_crash_between_two_steps_leaves_no_row_without_its_file(
     with monkeypatch.context() as patch:
         patch.setattr(f"registry_server.operation.gc.{step}", crash)
         with pytest.raises(StoreError, match="killed"):
-            collect(registry, now=later())
+            remove_garbage(registry, now=later())
     assert known(registry) <= lying(registry)
-    pulled(registry, kept.name, kept.package_digest)
-    collect(registry, now=later())
+    pull_package(registry, kept.name, kept.package_digest)
+    remove_garbage(registry, now=later())
     assert known(registry) == lying(registry) == {str(digest) for digest in kept.blobs}
 
 
 @pytest.mark.parametrize("after", range(1, 5))
 def test_a_crash_in_the_middle_of_removing_files_leaves_no_row_without_its_file(
     registry: Registry,
-    template: Template,
+    template: PackageTemplate,
     alice: PrivateKey,
     monkeypatch: pytest.MonkeyPatch,
     after: int,
 ) -> None:
-    upload(registry, template.parcel(key=alice))
+    upload_blobs(registry, template.make_package(key=alice))
     real = type(registry.storage).remove
     left = iter(range(after))
 
@@ -225,58 +239,58 @@ def test_a_crash_in_the_middle_of_removing_files_leaves_no_row_without_its_file(
     with monkeypatch.context() as patch:
         patch.setattr(type(registry.storage), "remove", remove)
         with pytest.raises(StoreError, match="killed"):
-            collect(registry, now=later())
+            remove_garbage(registry, now=later())
     assert known(registry) == set() != lying(registry)
-    collect(registry, now=later())
+    remove_garbage(registry, now=later())
     assert lying(registry) == set()
 
 
 def test_a_publish_whose_blobs_were_just_collected_is_refused_and_can_be_repeated(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
     """What was found before the bytes were read is asked again in the transaction (attack 87)."""
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
-    collect(registry, now=later())
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
+    remove_garbage(registry, now=later())
     with pytest.raises(OciError, match="of its blobs are not in acme/sql"):
-        send(registry, owner, parcel)
-    assert push(registry, owner, parcel).created
-    pulled(registry, parcel.name, parcel.package_digest)
+        publish_uploaded(registry, owner, parcel)
+    assert upload_and_publish(registry, owner, parcel).created
+    pull_package(registry, parcel.name, parcel.package_digest)
 
 
 def test_a_collection_between_reading_the_bytes_and_the_commit_loses_nothing(
     registry: Registry,
     owner: Identity,
-    template: Template,
+    template: PackageTemplate,
     alice: PrivateKey,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
-    real = commit._contents
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
+    real = commit._read_contents
 
     def slow(*arguments: object) -> object:
         found = real(*arguments)  # type: ignore[arg-type]
-        collect(registry, now=later())
+        remove_garbage(registry, now=later())
         return found
 
-    monkeypatch.setattr(commit, "_contents", slow)
+    monkeypatch.setattr(commit, "_read_contents", slow)
     with pytest.raises(OciError, match="of its blobs are not in acme/sql"):
-        send(registry, owner, parcel)
+        publish_uploaded(registry, owner, parcel)
     assert known(registry) == lying(registry) == set()
 
 
 def test_collections_beside_publishes_lose_nothing(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
     parcels = [
-        template.parcel(f"acme/p{n}", key=alice, description=f"number {n}") for n in range(12)
+        template.make_package(f"acme/p{n}", key=alice, description=f"number {n}") for n in range(12)
     ]
     barrier = Barrier(3)
     failures: list[BaseException] = []
     other = open_registry(registry.settings)  # as `registry gc` beside a server has it
 
-    def publisher(mine: list[Parcel]) -> None:
+    def publisher(mine: list[InMemoryPackage]) -> None:
         barrier.wait()
         try:
             for parcel in mine:
@@ -288,7 +302,7 @@ def test_collections_beside_publishes_lose_nothing(
         barrier.wait()
         try:
             for _ in range(40):
-                collect(other, now=later())
+                remove_garbage(other, now=later())
         except Exception as error:  # noqa: BLE001  # shown by the test's thread
             failures.append(error)
 
@@ -303,18 +317,18 @@ def test_collections_beside_publishes_lose_nothing(
         thread.join()
     other.close()
     assert failures == []
-    collect(registry, now=later())
+    remove_garbage(registry, now=later())
     for parcel in parcels:
-        read(registry, owner, str(parcel.name))
-        pulled(registry, parcel.name, parcel.package_digest)
+        read_published_index(registry, owner, str(parcel.name))
+        pull_package(registry, parcel.name, parcel.package_digest)
     registry.check_integrity()
 
 
-def _push_until_it_is_there(registry: Registry, owner: Identity, parcel: Parcel) -> None:
+def _push_until_it_is_there(registry: Registry, owner: Identity, parcel: InMemoryPackage) -> None:
     """As clients do: blobs that were collected meanwhile are uploaded again."""
     for _ in range(1000):
         try:
-            push(registry, owner, parcel)
+            upload_and_publish(registry, owner, parcel)
         except OciError:
             continue
         return

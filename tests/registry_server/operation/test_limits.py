@@ -13,12 +13,12 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from expertctl.http.limits import MAX_HEADER_BYTES, STALL_SECONDS
-from registry_server.operation.limits import request_limits
+from registry_server.app import make_request_limits
 from registry_server.operation.serve import DRAIN_SECONDS
-from registry_server.settings import Limits, ServerSettings
-from tests.registry_server.served import URL
+from registry_server.settings import RegistryLimits, ServerSettings
+from tests.registry_server.harness import URL
 
-SMALL = Limits(body_bytes=100, manifest_bytes=200)
+SMALL = RegistryLimits(body_bytes=100, manifest_bytes=200)
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,7 +29,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 def client(tmp_path: Path, **settings: Any) -> TestClient:
     given = ServerSettings(data=tmp_path, limits=SMALL, **settings)
-    return TestClient(request_limits(echo, given), base_url=URL)
+    return TestClient(make_request_limits(echo, given), base_url=URL)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def status_of(tmp_path: Path, scope: dict[str, Any]) -> int:
         sent.append(message)
 
     settings = ServerSettings(data=tmp_path, limits=SMALL)
-    anyio.run(request_limits(echo, settings), scope, receive, send)
+    anyio.run(make_request_limits(echo, settings), scope, receive, send)
     status = sent[0]["status"]
     assert isinstance(status, int)
     return status
@@ -273,7 +273,7 @@ def stalled(tmp_path: Path, app: Any, *first: dict[str, Any]) -> list[Any]:
     settings = ServerSettings(data=tmp_path, limits=SMALL)
     scope = {"type": "http", "method": "PUT", "path": "/", "raw_path": b"/"}
     scope = {**scope, "headers": [(b"host", b"localhost")]}
-    anyio.run(request_limits(app, settings, stall_seconds=0.01), scope, receive, send)
+    anyio.run(make_request_limits(app, settings, stall_seconds=0.01), scope, receive, send)
     return sent
 
 
@@ -334,8 +334,8 @@ def test_a_websocket_is_not_answered(tmp_path: Path) -> None:
         sent.append(message)
 
     settings = replace(ServerSettings(data=tmp_path), limits=SMALL)
-    anyio.run(request_limits(echo, settings), {"type": "websocket"}, None, send)
-    anyio.run(request_limits(echo, settings), {"type": "lifespan"}, None, send)
+    anyio.run(make_request_limits(echo, settings), {"type": "websocket"}, None, send)
+    anyio.run(make_request_limits(echo, settings), {"type": "lifespan"}, None, send)
     assert sent == []
 
 
@@ -358,7 +358,7 @@ def test_who_sent_a_body_that_nobody_read_is_told_that_the_connection_ends(
     app: Any, body: Any, told: str | None, tmp_path: Path
 ) -> None:
     """The server cannot find the next request behind it, and closes in any case."""
-    limits = request_limits(app, ServerSettings(data=tmp_path, limits=SMALL))
+    limits = make_request_limits(app, ServerSettings(data=tmp_path, limits=SMALL))
     answer = TestClient(limits, base_url=URL).put("/", content=body)
     assert answer.headers.get("Connection") == told
 

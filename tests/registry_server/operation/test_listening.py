@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from expertctl.errors import UsageError
-from registry_server.operation.listening import demand_secure
+from registry_server.operation.serve import require_encryption
 from registry_server.settings import ServerSettings
 
 
@@ -27,7 +27,7 @@ def settings(**given: Any) -> ServerSettings:
     ],
 )
 def test_tokens_may_travel_where_nobody_reads_them(given: dict[str, Any]) -> None:
-    demand_secure(settings(**given))
+    require_encryption(settings(**given))
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_tokens_may_travel_where_nobody_reads_them(given: dict[str, Any]) -> Non
 )
 def test_tokens_may_not_cross_a_network_in_clear_text(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="in clear text"):
-        demand_secure(settings(**given))
+        require_encryption(settings(**given))

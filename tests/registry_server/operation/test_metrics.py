@@ -9,36 +9,38 @@ from sqlalchemy import insert
 
 from registry_server.database.tables import BLOBS
 from registry_server.operation.metrics import SHARED_FOLDER
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
-def shown(served: Served) -> dict[str, float]:
-    lines = served.registry.metrics.exposition(served.registry.database).decode().splitlines()
+def read_exposition(served: RegistryHarness) -> dict[str, float]:
+    lines = (
+        served.registry.metrics.render_exposition(served.registry.database).decode().splitlines()
+    )
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix("expertctl_registry_"): float(value) for name, value in pairs}
 
 
-def test_what_is_held_is_counted_when_asked(served: Served) -> None:
-    served.user("uli")
-    served.namespace("acme")
+def test_what_is_held_is_counted_when_asked(served: RegistryHarness) -> None:
+    served.create_user("uli")
+    served.create_namespace("acme")
     with served.registry.database.write() as connection:
         for number in range(3):
             row = {"digest": f"sha256:{number:064x}", "size": 10, "created": time.time()}
             connection.execute(insert(BLOBS).values(row))
-    values = shown(served)
+    values = read_exposition(served)
     names = ("users", "namespaces", "packages", "releases", "blobs", "uploads_open")
     assert [values[name] for name in names] == [1, 1, 0, 0, 3, 0]
     assert values["stored_bytes"] == 30
     assert values["last_collection_timestamp_seconds"] == 0
 
 
-def test_what_happens_is_counted(served: Served) -> None:
+def test_what_happens_is_counted(served: RegistryHarness) -> None:
     metrics = served.registry.metrics
     metrics.publishes.inc()
     metrics.uploads.inc(2)
-    metrics.answered(method="GET", route="/x", status=200, seconds=0.004, received=5, sent=7)
-    metrics.answered(method="BREW", route="/x", status=418, seconds=200, received=0, sent=0)
-    values = shown(served)
+    metrics.count_request(method="GET", route="/x", status=200, seconds=0.004, received=5, sent=7)
+    metrics.count_request(method="BREW", route="/x", status=418, seconds=200, received=0, sent=0)
+    values = read_exposition(served)
     assert values["publishes_total"] == 1
     assert values["uploads_total"] == 2
     assert values["received_bytes_total"] == 5
@@ -49,10 +51,10 @@ def test_what_happens_is_counted(served: Served) -> None:
     assert values['request_seconds_bucket{le="120.0",method="other",route="/x"}'] == 0
 
 
-def test_registries_in_one_process_count_apart(served: Served) -> None:
-    other = served.reopened()
+def test_registries_in_one_process_count_apart(served: RegistryHarness) -> None:
+    other = served.reopen()
     served.registry.metrics.publishes.inc()
-    assert shown(other)["publishes_total"] == 0
+    assert read_exposition(other)["publishes_total"] == 0
     other.close()
 
 

@@ -7,25 +7,23 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError, NotFoundError, StoreError, UsageError
-from registry_server.access import audit, tokens
-from registry_server.access.identity import Action
+from registry_server.access import accounts, rights
+from registry_server.access.rights import Action
 from registry_server.operation import new_registry
-from registry_server.operation.data_lock import serving
-from registry_server.operation.new_registry import init_registry, new_admin_token
+from registry_server.operation.new_registry import create_admin_token, init_registry
 from registry_server.registry import open_registry
-from registry_server.settings import ServerSettings
-from registry_server.settings_file import read_settings, settings_path
+from registry_server.settings import ServerSettings, lock_data_folder, read_settings, settings_path
 
 
 def settings(tmp_path: Path, **given: object) -> ServerSettings:
     return ServerSettings(data=tmp_path / "registry", **given)  # type: ignore[arg-type]
 
 
-def demand_admin(data: Path, secret: str) -> None:
+def check_admin_token(data: Path, secret: str) -> None:
     registry = open_registry(read_settings(data))
     try:
         with registry.database.read() as connection:
-            identity = tokens.find(connection, secret)
+            identity = accounts.find_identity(connection, secret)
     finally:
         registry.close()
     assert identity is not None
@@ -40,12 +38,12 @@ def test_a_new_registry_is_whole_and_its_owners_alone(tmp_path: Path) -> None:
     assert (data / "keys").stat().st_mode & 0o777 == 0o700
     assert (data / "keys" / "index.pem").stat().st_mode & 0o777 == 0o600
     assert read_settings(data) == made.settings
-    demand_admin(data, made.token)
+    check_admin_token(data, made.token)
     registry = open_registry(made.settings)
     assert registry.index_key.public.key_id == made.fingerprint
     registry.check_integrity()
     with registry.database.read() as connection:
-        (entry,) = audit.entries(connection, limit=10)
+        (entry,) = rights.list_audit_rows(connection, limit=10)
     registry.close()
     assert (entry.action, entry.target, entry.actor) == ("registry.init", "admin", None)
     assert made.token not in repr(made)
@@ -119,10 +117,10 @@ def test_an_interrupted_init_is_finished_by_the_next(
         with pytest.raises(KeyboardInterrupt):
             init_registry(settings(tmp_path))
     if settings_path(tmp_path / "registry").exists():
-        demand_admin(tmp_path / "registry", new_admin_token(tmp_path / "registry"))
+        check_admin_token(tmp_path / "registry", create_admin_token(tmp_path / "registry"))
         return
     made = init_registry(settings(tmp_path))
-    demand_admin(tmp_path / "registry", made.token)
+    check_admin_token(tmp_path / "registry", made.token)
 
 
 def test_two_inits_at_once_make_one_registry(tmp_path: Path) -> None:
@@ -139,24 +137,24 @@ def test_two_inits_at_once_make_one_registry(tmp_path: Path) -> None:
     made = [text for text in said if text.startswith("xpt_")]
     assert len(made) == 1, said
     assert {*said} - {*made} <= {"UsageError", "StoreError"}
-    demand_admin(tmp_path / "registry", made[0])
+    check_admin_token(tmp_path / "registry", made[0])
 
 
 def test_another_admin_token_can_always_be_made_by_who_owns_the_folder(tmp_path: Path) -> None:
     made = init_registry(settings(tmp_path))
-    secret = new_admin_token(tmp_path / "registry")
+    secret = create_admin_token(tmp_path / "registry")
     assert secret != made.token
     for token in (secret, made.token):
-        demand_admin(tmp_path / "registry", token)
+        check_admin_token(tmp_path / "registry", token)
 
 
 def test_a_token_for_no_registry_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no registry here"):
-        new_admin_token(tmp_path)
+        create_admin_token(tmp_path)
 
 
 def test_nothing_is_made_where_a_server_runs(tmp_path: Path) -> None:
     data = tmp_path / "registry"
     data.mkdir()
-    with serving(data), pytest.raises(StoreError, match="a server runs"):
+    with lock_data_folder(data), pytest.raises(StoreError, match="a server runs"):
         init_registry(settings(tmp_path))

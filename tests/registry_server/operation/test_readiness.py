@@ -11,38 +11,38 @@ from pathlib import Path
 import pytest
 
 from expertctl.trust.keys import PrivateKey
-from registry_server.operation.readiness import look
+from registry_server.operation.health import probe_readiness
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
-Harm = Callable[[Served], object]
+Harm = Callable[[RegistryHarness], object]
 
 
-def remove_key(served: Served) -> None:
+def remove_key(served: RegistryHarness) -> None:
     served.settings.index_key.unlink()
 
 
-def open_key(served: Served) -> None:
+def open_key(served: RegistryHarness) -> None:
     served.settings.index_key.chmod(0o644)
 
 
-def swap_key(served: Served) -> None:
+def swap_key(served: RegistryHarness) -> None:
     served.settings.index_key.write_bytes(PrivateKey.generate().pem())
 
 
-def remove_blobs(served: Served) -> None:
+def remove_blobs(served: RegistryHarness) -> None:
     shutil.rmtree(served.settings.blobs)
 
 
-def remove_uploads(served: Served) -> None:
+def remove_uploads(served: RegistryHarness) -> None:
     shutil.rmtree(served.settings.uploads)
 
 
-def remove_database(served: Served) -> None:
+def remove_database(served: RegistryHarness) -> None:
     served.settings.database.unlink()
 
 
-def ruin_database(served: Served) -> None:
+def ruin_database(served: RegistryHarness) -> None:
     with closing(sqlite3.connect(served.settings.database)) as connection:
         connection.execute("DROP TABLE users")
 
@@ -58,18 +58,18 @@ HARMS: list[tuple[Harm, str]] = [
 ]
 
 
-def bad(served: Served) -> list[str]:
-    return [check.name for check in look(served.registry) if not check.ok]
+def bad(served: RegistryHarness) -> list[str]:
+    return [check.name for check in probe_readiness(served.registry) if not check.ok]
 
 
-def test_a_registry_as_it_was_made_is_ready(served: Served) -> None:
+def test_a_registry_as_it_was_made_is_ready(served: RegistryHarness) -> None:
     assert bad(served) == []
     assert [p.name for p in served.settings.blobs.iterdir()] == []
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMS, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_wrong_is_named_and_nothing_is_shown_to_strangers(
-    harm: Harm, name: str, served: Served
+    harm: Harm, name: str, served: RegistryHarness
 ) -> None:
     """Attack 88: a backend that goes away; health says so."""
     harm(served)
@@ -88,7 +88,7 @@ def test_a_disk_that_fills_is_named(make_registry: NewRegistry) -> None:
     assert "there is too little free space" in served.client().get("/readyz").text
 
 
-def test_a_disk_that_comes_back_is_seen_without_a_restart(served: Served) -> None:
+def test_a_disk_that_comes_back_is_seen_without_a_restart(served: RegistryHarness) -> None:
     kept = served.settings.blobs.rename(served.settings.data / "away")
     assert bad(served) == ["storage"]
     kept.rename(served.settings.blobs)
@@ -96,12 +96,12 @@ def test_a_disk_that_comes_back_is_seen_without_a_restart(served: Served) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_named(served: Served) -> None:
+def test_a_read_only_folder_is_named(served: RegistryHarness) -> None:
     served.settings.uploads.chmod(0o500)
     assert bad(served) == ["storage"]
 
 
-def test_a_data_folder_that_is_gone_is_all_wrong(served: Served, tmp_path: Path) -> None:
+def test_a_data_folder_that_is_gone_is_all_wrong(served: RegistryHarness, tmp_path: Path) -> None:
     gone = replace(served.registry, settings=replace(served.settings, data=tmp_path / "gone"))
-    names = [check.name for check in look(gone) if not check.ok]
+    names = [check.name for check in probe_readiness(gone) if not check.ok]
     assert names == ["database", "storage", "space", "index_key"]

@@ -19,32 +19,36 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from expertctl.errors import StoreError, UsageError
-from expertctl.http.listening import Listening
+from expertctl.http.address import ListenAddress
 from registry_server.__main__ import main
 from registry_server.operation.serve import DATA_VARIABLE, application, serve
-from registry_server.settings import ServerSettings
-from registry_server.settings_file import read_settings, write_settings
-from tests.registry_server.operation.running import WAIT, Running, new_registry, running
+from registry_server.settings import ServerSettings, read_settings, write_settings
+from tests.registry_server.operation.server_process import (
+    WAIT,
+    ServerProcess,
+    init_registry_folder,
+    run_server,
+)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve") / "registry"
-    new_registry(folder)
+    init_registry_folder(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(data: Path) -> Iterator[Running]:
-    with running(data) as server:
+def server(data: Path) -> Iterator[ServerProcess]:
+    with run_server(data) as server:
         yield server
 
 
-def never(_: Listening) -> None:
+def never(_: ListenAddress) -> None:
     raise AssertionError("it must not get that far")
 
 
-def raw(server: Running, request: bytes) -> bytes:
+def raw(server: ServerProcess, request: bytes) -> bytes:
     """Send bytes and return the answer until the server closes."""
     with server.socket() as connection:
         connection.sendall(request)
@@ -54,7 +58,7 @@ def raw(server: Running, request: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def test_it_tells_the_real_port_and_answers_there(server: Running) -> None:
+def test_it_tells_the_real_port_and_answers_there(server: ServerProcess) -> None:
     assert server.port > 0
     assert server.get("/healthz") == (200, b"ok\n")
     status, body = server.get("/readyz")
@@ -63,8 +67,8 @@ def test_it_tells_the_real_port_and_answers_there(server: Running) -> None:
 
 
 def test_the_log_is_one_json_object_a_request(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
-    with running(tmp_path / "registry") as server:
+    init_registry_folder(tmp_path / "registry")
+    with run_server(tmp_path / "registry") as server:
         server.get("/nowhere?token=xpt_" + "a" * 43)
         server.stop()
     lines = [json.loads(x) for x in server.log.read_text().splitlines() if x.startswith("{")]
@@ -74,16 +78,16 @@ def test_the_log_is_one_json_object_a_request(tmp_path: Path) -> None:
     assert "xpt_a" not in server.log.read_text()
 
 
-def test_a_second_server_on_the_same_data_is_refused(data: Path, server: Running) -> None:
+def test_a_second_server_on_the_same_data_is_refused(data: Path, server: ServerProcess) -> None:
     with pytest.raises(StoreError, match="a server runs on this registry already"):
         serve(read_settings(data), workers=1, insecure=False, report=never)
     assert server.get("/healthz")[0] == 200
 
 
 def test_a_port_that_another_server_has_is_refused(
-    tmp_path: Path, server: Running, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new_registry(tmp_path / "other")
+    init_registry_folder(tmp_path / "other")
     code = main([str(tmp_path / "other"), "--port", str(server.port)])
     said = capsys.readouterr().err
     assert (code, "error: cannot listen on 127.0.0.1:" in said) == (1, True)
@@ -91,26 +95,26 @@ def test_a_port_that_another_server_has_is_refused(
 
 
 def test_a_killed_server_leaves_no_lock_and_no_worker_behind(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
-    with running(tmp_path / "registry") as first:
+    init_registry_folder(tmp_path / "registry")
+    with run_server(tmp_path / "registry") as first:
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
-        with running(tmp_path / "registry", "--port", str(first.port)) as second:
+        with run_server(tmp_path / "registry", "--port", str(first.port)) as second:
             assert second.get("/healthz")[0] == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_with_0_when_told_to(number: signal.Signals, tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
-    with running(tmp_path / "registry") as server:
+    init_registry_folder(tmp_path / "registry")
+    with run_server(tmp_path / "registry") as server:
         server.get("/healthz")
         assert server.stop(number) == 0
     assert "Traceback" not in server.log.read_text()
 
 
 def test_a_request_that_runs_when_it_is_told_to_end_is_finished(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
+    init_registry_folder(tmp_path / "registry")
     head = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n12345"
-    with running(tmp_path / "registry") as server, server.socket() as connection:
+    with run_server(tmp_path / "registry") as server, server.socket() as connection:
         connection.sendall(head)
         ended = threading.Thread(target=server.stop)
         ended.start()
@@ -121,7 +125,7 @@ def test_a_request_that_runs_when_it_is_told_to_end_is_finished(tmp_path: Path) 
         assert server.process.returncode == 0
 
 
-def await_refusal(server: Running) -> None:
+def await_refusal(server: ServerProcess) -> None:
     """Ask for new connections until there are none any more."""
     for _ in range(100_000):
         try:
@@ -132,8 +136,8 @@ def await_refusal(server: Running) -> None:
 
 
 def test_several_workers_count_together(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
-    with running(tmp_path / "registry", "--workers", "2") as server:
+    init_registry_folder(tmp_path / "registry")
+    with run_server(tmp_path / "registry", "--workers", "2") as server:
         for _ in range(20):
             assert server.get("/healthz")[0] == 200
         status, body = server.get("/metrics")
@@ -157,7 +161,7 @@ def test_the_number_of_workers_is_bounded(workers: int, data: Path) -> None:
 
 
 def test_a_certificate_that_is_none_is_refused_before_anything_listens(tmp_path: Path) -> None:
-    made = new_registry(tmp_path / "registry")
+    made = init_registry_folder(tmp_path / "registry")
     for name in ("certificate", "key"):
         (tmp_path / name).write_text("nonsense")
     settings = ServerSettings(
@@ -200,10 +204,10 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
+    init_registry_folder(tmp_path / "registry")
     chain, secret = certificate(tmp_path)
     words = ("--tls-cert", str(chain), "--tls-key", str(secret))
-    with running(tmp_path / "registry", *words) as server:
+    with run_server(tmp_path / "registry", *words) as server:
         context = ssl.create_default_context(cafile=str(chain))
         with (
             server.socket() as plain,
@@ -232,7 +236,9 @@ def test_with_a_certificate_it_speaks_tls_and_nothing_else(tmp_path: Path) -> No
     ],
     ids=["both", "two lengths", "two encodings", "unknown encoding", "signed", "folded"],
 )
-def test_a_request_with_two_readings_is_not_read_twice(request_: bytes, server: Running) -> None:
+def test_a_request_with_two_readings_is_not_read_twice(
+    request_: bytes, server: ServerProcess
+) -> None:
     """Attack 85, request smuggling: at most one answer, then the connection ends."""
     head = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     answer = raw(server, head + request_)
@@ -240,7 +246,7 @@ def test_a_request_with_two_readings_is_not_read_twice(request_: bytes, server: 
     assert answer.split()[1] in {b"400", b"405"}
 
 
-def test_huge_headers_are_refused(server: Running) -> None:
+def test_huge_headers_are_refused(server: ServerProcess) -> None:
     """Attack 85."""
     head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     assert raw(server, head + b"X: " + b"a" * 40_000 + b"\r\n\r\n").split()[1] == b"431"
@@ -248,7 +254,7 @@ def test_huge_headers_are_refused(server: Running) -> None:
     assert server.get("/healthz")[0] == 200
 
 
-def test_a_foreign_host_is_refused_and_never_shown_in_an_answer(server: Running) -> None:
+def test_a_foreign_host_is_refused_and_never_shown_in_an_answer(server: ServerProcess) -> None:
     """Attack 85, host poisoning and DNS rebinding."""
     for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
         answer = raw(
@@ -259,14 +265,14 @@ def test_a_foreign_host_is_refused_and_never_shown_in_an_answer(server: Running)
         assert host.encode() not in answer
 
 
-def test_forwarded_headers_of_strangers_change_nothing(server: Running) -> None:
+def test_forwarded_headers_of_strangers_change_nothing(server: ServerProcess) -> None:
     """Attack 85, X-Forwarded-* trust."""
     strange = {"X_Forwarded_Host": "evil.example", "X_Forwarded_Proto": "https"}
     status, body = server.get("/v2/", **strange, Forwarded="host=evil.example")
     assert (status, b"evil" in body) == (401, False)
 
 
-def test_a_rebound_websocket_gets_nothing(server: Running) -> None:
+def test_a_rebound_websocket_gets_nothing(server: ServerProcess) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     with server.socket() as connection:
@@ -275,7 +281,7 @@ def test_a_rebound_websocket_gets_nothing(server: Running) -> None:
 
 
 def test_the_application_runs_under_uvicorn_too(tmp_path: Path) -> None:
-    new_registry(tmp_path / "registry")
+    init_registry_folder(tmp_path / "registry")
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         command = [sys.executable, "-m", "uvicorn", "--factory", "--log-level", "critical"]
         command += ["--fd", str(listener.fileno()), "registry_server.operation.serve:application"]
@@ -285,7 +291,7 @@ def test_the_application_runs_under_uvicorn_too(tmp_path: Path) -> None:
             env={**os.environ, DATA_VARIABLE: str(tmp_path / "registry")},
             stderr=subprocess.DEVNULL,
         )
-        server = Running(process, listener.getsockname()[1], tmp_path / "none")
+        server = ServerProcess(process, listener.getsockname()[1], tmp_path / "none")
         try:
             assert server.get("/healthz") == (200, b"ok\n")
             with pytest.raises(StoreError, match="a server runs"):
@@ -305,7 +311,7 @@ def test_the_application_wants_a_data_folder(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_application_holds_the_lock_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_registry(tmp_path / "registry")
+    init_registry_folder(tmp_path / "registry")
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "registry"))
     app = application()
     try:
@@ -327,7 +333,7 @@ def test_the_module_serves_like_the_command(
 
 
 def test_a_registry_without_its_key_is_told_before_anything_listens(tmp_path: Path) -> None:
-    made = new_registry(tmp_path / "registry", port=0)
+    made = init_registry_folder(tmp_path / "registry", port=0)
     made.settings.index_key.unlink()
     write_settings(made.settings)
     with pytest.raises(StoreError, match="index key"):

@@ -7,14 +7,14 @@ import anyio
 import pytest
 
 from expertctl.errors import StoreError
-from registry_server.operation import sweeping as module
-from registry_server.operation.sweeping import SECONDS, sweep, sweeping
+from registry_server import app as module
+from registry_server.app import SWEEP_SECONDS, run_periodic_tasks, sweep_uploads
 from registry_server.registry import Registry
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
 
 
 @pytest.fixture
-def registry(served: Served) -> Registry:
+def registry(served: RegistryHarness) -> Registry:
     return served.registry
 
 
@@ -47,18 +47,18 @@ def test_uploads_are_swept_before_the_first_request_and_after_each_pause(
             abandoned(registry, "second")
 
         abandoned(registry, "first")
-        async with sweeping(registry, pause=pause):
+        async with run_periodic_tasks(registry, pause=pause):
             seen.append(left(registry))
             await swept.wait()
 
     anyio.run(run)
     assert seen == [[], []]
-    assert pauses == [SECONDS, SECONDS]
+    assert pauses == [SWEEP_SECONDS, SWEEP_SECONDS]
 
 
 def test_an_upload_that_goes_on_stays(registry: Registry) -> None:
     (registry.settings.uploads / "young").write_bytes(b"half")
-    sweep(registry)
+    sweep_uploads(registry)
     assert left(registry) == ["young"]
 
 
@@ -70,11 +70,11 @@ def test_what_cannot_be_swept_is_logged_and_goes_later(
 
     monkeypatch.setattr(module, "collect_uploads", fail)
     with caplog.at_level(logging.WARNING):
-        sweep(registry)
+        sweep_uploads(registry)
     assert "the disk is gone" in caplog.text
 
 
 def test_nothing_is_written_while_nothing_is_stale(registry: Registry) -> None:
     before = registry.database.version()
-    sweep(registry)
+    sweep_uploads(registry)
     assert registry.database.version() == before

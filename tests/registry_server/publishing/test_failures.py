@@ -9,28 +9,27 @@ from sqlalchemy import event, select
 
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Identity
+from registry_server.access.rights import Identity
 from registry_server.database.tables import METADATA
-from registry_server.operation.gc import collect
-from registry_server.publishing.keys import add_key, revoke_key
-from registry_server.publishing.yank import yank
+from registry_server.operation.gc import remove_garbage
+from registry_server.publishing.maintenance import add_key, revoke_key, yank_release
 from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import (
-    Parcel,
-    Template,
-    pulled,
-    push,
-    read,
-    send,
-    signed_again,
-    upload,
+from tests.registry_server.publishing.package_fixtures import (
+    InMemoryPackage,
+    PackageTemplate,
+    publish_uploaded,
+    pull_package,
+    read_published_index,
+    sign_with_other_key,
+    upload_and_publish,
+    upload_blobs,
 )
 
 MOST = 200
 """More statements than any change has."""
 
 
-class KilledError(Exception):
+class ProcessGoneError(Exception):
     """The process is gone."""
 
 
@@ -41,7 +40,7 @@ def killed_at(registry: Registry, statement: int) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         if next(left, None) is None:
-            raise KilledError
+            raise ProcessGoneError
 
     engine = registry.database._engine
     event.listen(engine, "before_cursor_execute", stop)
@@ -82,7 +81,7 @@ def killed_everywhere(registry: Registry, change: Callable[[], object]) -> int:
         try:
             with killed_at(registry, statement):
                 change()
-        except KilledError:
+        except ProcessGoneError:
             assert everything(registry) == before
             continue
         assert everything(registry) != before
@@ -91,55 +90,59 @@ def killed_everywhere(registry: Registry, change: Callable[[], object]) -> int:
 
 
 def test_a_publish_that_is_killed_anywhere_leaves_nothing(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
-    assert killed_everywhere(registry, lambda: send(registry, owner, parcel)) > 20
-    assert read(registry, owner).revision == 1
-    pulled(registry, parcel.name, parcel.package_digest)
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
+    assert killed_everywhere(registry, lambda: publish_uploaded(registry, owner, parcel)) > 20
+    assert read_published_index(registry, owner).revision == 1
+    pull_package(registry, parcel.name, parcel.package_digest)
 
 
 def test_a_second_version_that_is_killed_anywhere_leaves_the_first_as_it_was(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    push(registry, owner, template.parcel(key=alice))
-    parcel = template.parcel(version="1.1.0", key=alice)
-    upload(registry, parcel)
-    killed_everywhere(registry, lambda: send(registry, owner, parcel))
-    index = read(registry, owner)
+    upload_and_publish(registry, owner, template.make_package(key=alice))
+    parcel = template.make_package(version="1.1.0", key=alice)
+    upload_blobs(registry, parcel)
+    killed_everywhere(registry, lambda: publish_uploaded(registry, owner, parcel))
+    index = read_published_index(registry, owner)
     assert (index.revision, len(index.releases)) == (2, 2)
 
 
 def test_a_re_sign_that_is_killed_anywhere_leaves_the_old_form(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey, bob: PrivateKey
+    registry: Registry,
+    owner: Identity,
+    template: PackageTemplate,
+    alice: PrivateKey,
+    bob: PrivateKey,
 ) -> None:
     add_key(registry, owner, namespace="acme", public_key=bob.public.pem(), statement=None)
-    old = template.parcel(key=alice)
-    new = signed_again(old, bob)
-    push(registry, owner, old)
-    upload(registry, new)
-    killed_everywhere(registry, lambda: send(registry, owner, new))
-    assert read(registry, owner).revision == 2
+    old = template.make_package(key=alice)
+    new = sign_with_other_key(old, bob)
+    upload_and_publish(registry, owner, old)
+    upload_blobs(registry, new)
+    killed_everywhere(registry, lambda: publish_uploaded(registry, owner, new))
+    assert read_published_index(registry, owner).revision == 2
 
 
 def test_a_yank_that_is_killed_anywhere_leaves_the_index_as_it_was(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    push(registry, owner, parcel)
+    parcel = template.make_package(key=alice)
+    upload_and_publish(registry, owner, parcel)
     killed_everywhere(
         registry,
-        lambda: yank(registry, owner, name=parcel.name, version="1.0.0", reason="bad"),
+        lambda: yank_release(registry, owner, name=parcel.name, version="1.0.0", reason="bad"),
     )
-    assert read(registry, owner).revision == 2
+    assert read_published_index(registry, owner).revision == 2
 
 
 def test_a_revocation_that_is_killed_anywhere_is_in_all_indexes_or_none(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
     for name in ("acme/sql", "acme/chat", "acme/code"):
-        push(registry, owner, template.parcel(name, key=alice))
+        upload_and_publish(registry, owner, template.make_package(name, key=alice))
     killed_everywhere(
         registry,
         lambda: revoke_key(
@@ -147,35 +150,35 @@ def test_a_revocation_that_is_killed_anywhere_is_in_all_indexes_or_none(
         ),
     )
     for name in ("acme/sql", "acme/chat", "acme/code"):
-        assert len(read(registry, owner, name).revoked) == 1
+        assert len(read_published_index(registry, owner, name).revoked) == 1
 
 
 def test_a_publish_on_a_full_disk_fails_closed_and_can_be_repeated(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcels = [template.parcel(version=f"1.{n}.0", key=alice) for n in range(40)]
+    parcels = [template.make_package(version=f"1.{n}.0", key=alice) for n in range(40)]
     for parcel in parcels:
-        upload(registry, parcel)
+        upload_blobs(registry, parcel)
     with registry.database.read() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     with each_connection(registry, f"PRAGMA max_page_count={pages + 8}"):
         done = sent_until_full(registry, owner, parcels)
     assert 0 < done < len(parcels)
     with each_connection(registry, "PRAGMA max_page_count=1000000"):
-        assert [str(r.version) for r in read(registry, owner).releases] == [
+        assert [str(r.version) for r in read_published_index(registry, owner).releases] == [
             parcel.version for parcel in parcels[:done]
         ]
-        assert read(registry, owner).revision == done
-        assert send(registry, owner, parcels[done]).created
+        assert read_published_index(registry, owner).revision == done
+        assert publish_uploaded(registry, owner, parcels[done]).created
         registry.check_integrity()
 
 
-def sent_until_full(registry: Registry, owner: Identity, parcels: list[Parcel]) -> int:
+def sent_until_full(registry: Registry, owner: Identity, parcels: list[InMemoryPackage]) -> int:
     """Publish one after another; return how many were acknowledged before the disk was full."""
     for number, parcel in enumerate(parcels):
         before = everything(registry)
         try:
-            send(registry, owner, parcel)
+            publish_uploaded(registry, owner, parcel)
         except DiskFullError:
             assert everything(registry) == before
             return number
@@ -183,10 +186,10 @@ def sent_until_full(registry: Registry, owner: Identity, parcels: list[Parcel]) 
 
 
 def test_a_publish_on_a_locked_database_fails_closed_and_can_be_repeated(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    parcel = template.parcel(key=alice)
-    upload(registry, parcel)
+    parcel = template.make_package(key=alice)
+    upload_blobs(registry, parcel)
     before = everything(registry)
     other = sqlite3.connect(registry.settings.database, isolation_level=None)
     try:
@@ -195,29 +198,29 @@ def test_a_publish_on_a_locked_database_fails_closed_and_can_be_repeated(
             each_connection(registry, "PRAGMA busy_timeout=0"),
             pytest.raises(StoreError, match="locked"),
         ):
-            send(registry, owner, parcel)
+            publish_uploaded(registry, owner, parcel)
         assert everything(registry) == before
     finally:
         other.close()
-    assert send(registry, owner, parcel).created
+    assert publish_uploaded(registry, owner, parcel).created
 
 
 def test_a_collection_that_is_killed_anywhere_loses_nothing(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    kept = template.parcel(key=alice)
-    push(registry, owner, kept)
-    gone = template.parcel("acme/gone", key=alice, description="gone")
+    kept = template.make_package(key=alice)
+    upload_and_publish(registry, owner, kept)
+    gone = template.make_package("acme/gone", key=alice, description="gone")
     for statement in range(MOST):
-        upload(registry, gone)
+        upload_blobs(registry, gone)
         try:
             with killed_at(registry, statement):
-                collect(registry, now=4e9)
-        except KilledError:
+                remove_garbage(registry, now=4e9)
+        except ProcessGoneError:
             registry.check_integrity()
-            pulled(registry, kept.name, kept.package_digest)
+            pull_package(registry, kept.name, kept.package_digest)
             continue
         break
     assert statement > 10
     known = {str(digest) for digest in kept.blobs}
-    assert {str(blob.digest) for blob in registry.storage.blobs()} == known
+    assert {str(blob.digest) for blob in registry.storage.list_blobs()} == known

@@ -8,12 +8,17 @@ import pytest
 
 from expertctl.errors import StoreError, UsageError
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Identity
+from registry_server.access.rights import Identity
 from registry_server.database.tables import PACKAGES
-from registry_server.publishing.index_key import create_index_key, demand_index_key, load_index_key
-from registry_server.registry import Registry, open_registry
-from tests.registry_server.publishing.parcels import Template, push
-from tests.registry_server.served import Served
+from registry_server.registry import (
+    Registry,
+    check_index_key,
+    create_index_key,
+    load_index_key,
+    open_registry,
+)
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.publishing.package_fixtures import PackageTemplate, upload_and_publish
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def test_a_new_index_key_is_readable_by_its_owner_alone(path: Path) -> None:
     key = create_index_key(path)
     assert load_index_key(path).public == key.public
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    demand_index_key(path, key.public.key_id)
+    check_index_key(path, key.public.key_id)
 
 
 def test_an_index_key_is_never_overwritten(path: Path) -> None:
@@ -76,13 +81,17 @@ def test_another_index_key_in_its_place_is_noticed(path: Path) -> None:
     create_index_key(path)
     other = PrivateKey.generate()
     with pytest.raises(StoreError, match="signs with"):
-        demand_index_key(path, other.public.key_id)
+        check_index_key(path, other.public.key_id)
 
 
 def test_a_registry_does_not_open_with_another_key_than_the_one_that_signed(
-    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    served: RegistryHarness,
+    registry: Registry,
+    owner: Identity,
+    template: PackageTemplate,
+    alice: PrivateKey,
 ) -> None:
-    push(registry, owner, template.parcel(key=alice))
+    upload_and_publish(registry, owner, template.make_package(key=alice))
     registry.close()
     kept = served.settings.index_key.read_bytes()
     served.settings.index_key.write_bytes(PrivateKey.generate().pem())
@@ -94,9 +103,13 @@ def test_a_registry_does_not_open_with_another_key_than_the_one_that_signed(
 
 
 def test_a_damaged_document_in_the_database_is_noticed(
-    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    served: RegistryHarness,
+    registry: Registry,
+    owner: Identity,
+    template: PackageTemplate,
+    alice: PrivateKey,
 ) -> None:
-    push(registry, owner, template.parcel(key=alice))
+    upload_and_publish(registry, owner, template.make_package(key=alice))
     with registry.database.write() as connection:
         connection.execute(PACKAGES.update().values(index_document=b"{}"))
     with pytest.raises(StoreError, match="damaged"):

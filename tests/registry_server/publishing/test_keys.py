@@ -13,19 +13,23 @@ from expertctl.errors import (
     UnauthenticatedError,
     UsageError,
 )
-from expertctl.registry.key_statement import sign_statement, statement_signer
+from expertctl.trust.dsse import sign_key_statement, verify_key_statement
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import ANONYMOUS, Action, Identity, Scope
-from registry_server.publishing.keys import AddedKey, add_key, revoke_key
-from registry_server.publishing.namespace_key import key_of, namespace_keys
+from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
+from registry_server.publishing.index import find_key, load_publisher_keys
+from registry_server.publishing.maintenance import KeyRegistration, add_key, revoke_key
 from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import Template, push, read
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.publishing.package_fixtures import (
+    PackageTemplate,
+    read_published_index,
+    upload_and_publish,
+)
 
 
 def add(
     registry: Registry, identity: Identity, key: PrivateKey, statement: bytes | None = None
-) -> AddedKey:
+) -> KeyRegistration:
     return add_key(
         registry, identity, namespace="acme", public_key=key.public.pem(), statement=statement
     )
@@ -37,35 +41,35 @@ def revoke(registry: Registry, identity: Identity, key: PrivateKey, reason: str 
 
 @pytest.fixture(autouse=True)
 def two_packages(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
     for name in ("acme/sql", "acme/chat"):
-        push(registry, owner, template.parcel(name, key=alice))
+        upload_and_publish(registry, owner, template.make_package(name, key=alice))
 
 
 def test_the_first_key_needs_nobody(
-    served: Served, registry: Registry, owner: Identity, alice: PrivateKey
+    served: RegistryHarness, registry: Registry, owner: Identity, alice: PrivateKey
 ) -> None:
-    served.namespace("corp", kind="expert", owner="olga")
+    served.create_namespace("corp", kind="expert", owner="olga")
     added = add_key(
         registry, owner, namespace="corp", public_key=alice.public.pem(), statement=None
     )
-    assert added == AddedKey(alice.public.key_id, None, ())
+    assert added == KeyRegistration(alice.public.key_id, None, ())
 
 
 def test_a_later_key_with_a_statement_is_vouched_for_in_every_index(
     registry: Registry, owner: Identity, alice: PrivateKey, bob: PrivateKey
 ) -> None:
-    statement = sign_statement(namespace="acme", new=bob.public, by=alice)
+    statement = sign_key_statement(namespace="acme", new=bob.public, by=alice)
     added = add(registry, owner, bob, statement)
-    assert added == AddedKey(bob.public.key_id, alice.public.key_id, ())
+    assert added == KeyRegistration(bob.public.key_id, alice.public.key_id, ())
     for name in ("acme/sql", "acme/chat"):
-        index = read(registry, owner, name)
+        index = read_published_index(registry, owner, name)
         assert index.revision == 2
         first, second = index.keys
         assert (first.key, first.statement) == (alice.public, None)
         assert second.statement == statement
-        signer = statement_signer(statement, namespace="acme", new=second.key, keys=[first.key])
+        signer = verify_key_statement(statement, namespace="acme", new=second.key, keys=[first.key])
         assert signer == alice.public.key_id
 
 
@@ -83,20 +87,20 @@ def test_a_statement_can_come_later(
     registry: Registry, owner: Identity, alice: PrivateKey, bob: PrivateKey
 ) -> None:
     add(registry, owner, bob)
-    statement = sign_statement(namespace="acme", new=bob.public, by=alice)
+    statement = sign_key_statement(namespace="acme", new=bob.public, by=alice)
     assert add(registry, owner, bob, statement).vouched_by == alice.public.key_id
-    index = read(registry, owner)
+    index = read_published_index(registry, owner)
     assert (index.revision, index.keys[1].statement) == (3, statement)
 
 
 def test_the_same_key_again_changes_nothing(
     registry: Registry, owner: Identity, alice: PrivateKey, bob: PrivateKey
 ) -> None:
-    statement = sign_statement(namespace="acme", new=bob.public, by=alice)
+    statement = sign_key_statement(namespace="acme", new=bob.public, by=alice)
     first = add(registry, owner, bob, statement)
     assert add(registry, owner, bob, statement) == first
     assert add(registry, owner, bob) == first
-    assert read(registry, owner).revision == 2
+    assert read_published_index(registry, owner).revision == 2
 
 
 def test_a_statement_about_something_else_is_refused(
@@ -104,23 +108,23 @@ def test_a_statement_about_something_else_is_refused(
 ) -> None:
     stranger = PrivateKey.generate()
     for statement, error in (
-        (sign_statement(namespace="corp", new=bob.public, by=alice), TrustError),
-        (sign_statement(namespace="acme", new=stranger.public, by=alice), TrustError),
-        (sign_statement(namespace="acme", new=bob.public, by=stranger), TrustError),
-        (sign_statement(namespace="acme", new=bob.public, by=bob), TrustError),
+        (sign_key_statement(namespace="corp", new=bob.public, by=alice), TrustError),
+        (sign_key_statement(namespace="acme", new=stranger.public, by=alice), TrustError),
+        (sign_key_statement(namespace="acme", new=bob.public, by=stranger), TrustError),
+        (sign_key_statement(namespace="acme", new=bob.public, by=bob), TrustError),
         (b"{}", SignatureError),
         (b"\xff" * 100_000, SignatureError),
     ):
         with pytest.raises(error):
             add(registry, owner, bob, statement)
-    assert read(registry, owner).revision == 1
+    assert read_published_index(registry, owner).revision == 1
 
 
 def test_a_revoked_key_vouches_for_nothing(
     registry: Registry, owner: Identity, alice: PrivateKey, bob: PrivateKey
 ) -> None:
     revoke(registry, owner, alice)
-    statement = sign_statement(namespace="acme", new=bob.public, by=alice)
+    statement = sign_key_statement(namespace="acme", new=bob.public, by=alice)
     with pytest.raises(TrustError, match="may not vouch"):
         add(registry, owner, bob, statement)
     assert add(registry, owner, bob).warnings
@@ -129,28 +133,32 @@ def test_a_revoked_key_vouches_for_nothing(
 def test_a_voucher_that_was_revoked_since_no_longer_counts(
     registry: Registry, owner: Identity, alice: PrivateKey, bob: PrivateKey
 ) -> None:
-    add(registry, owner, bob, sign_statement(namespace="acme", new=bob.public, by=alice))
+    add(registry, owner, bob, sign_key_statement(namespace="acme", new=bob.public, by=alice))
     revoke(registry, owner, alice)
     again = add(registry, owner, bob)
     assert (again.vouched_by, len(again.warnings)) == (None, 1)
 
 
 def test_a_revocation_is_in_every_index_of_the_namespace_and_nowhere_else(
-    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    served: RegistryHarness,
+    registry: Registry,
+    owner: Identity,
+    template: PackageTemplate,
+    alice: PrivateKey,
 ) -> None:
-    served.namespace("corp", kind="expert", owner="olga")
+    served.create_namespace("corp", kind="expert", owner="olga")
     add_key(registry, owner, namespace="corp", public_key=alice.public.pem(), statement=None)
-    push(registry, owner, template.parcel("corp/sql", key=alice))
+    upload_and_publish(registry, owner, template.make_package("corp/sql", key=alice))
     revoke(registry, owner, alice, "stolen laptop")
     for name in ("acme/sql", "acme/chat"):
-        index = read(registry, owner, name)
+        index = read_published_index(registry, owner, name)
         assert index.revision == 2
         assert index.keys == ()
         assert [(r.key_id, r.reason) for r in index.revoked] == [
             (alice.public.key_id, "stolen laptop")
         ]
         assert [f.signer for f in index.releases[0].forms] == [alice.public.key_id]
-    other = read(registry, owner, "corp/sql")
+    other = read_published_index(registry, owner, "corp/sql")
     assert (other.revision, other.revoked) == (1, ())
 
 
@@ -160,7 +168,7 @@ def test_a_revocation_is_for_good(registry: Registry, owner: Identity, alice: Pr
     with pytest.raises(RevokedError, match="first reason") as caught:
         add(registry, owner, alice)
     assert "keys new" in caught.value.hint
-    index = read(registry, owner)
+    index = read_published_index(registry, owner)
     assert (index.revision, index.revoked[0].reason) == (2, "first reason")
 
 
@@ -193,15 +201,15 @@ def test_a_private_key_is_refused_and_not_kept(
     with pytest.raises(InvalidPackageError, match="private key"):
         add_key(registry, owner, namespace="acme", public_key=bob.pem(), statement=None)
     with registry.database.read() as connection:
-        assert key_of(namespace_keys(connection, 1), bob.public.key_id) is None
+        assert find_key(load_publisher_keys(connection, 1), bob.public.key_id) is None
 
 
 def test_only_owners_change_keys(
-    served: Served, registry: Registry, alice: PrivateKey, bob: PrivateKey
+    served: RegistryHarness, registry: Registry, alice: PrivateKey, bob: PrivateKey
 ) -> None:
-    served.user("eve")
-    stranger = served.identity(served.token("eve"))
-    pushing = served.identity(served.token("olga", Scope(Action.PUSH)))
+    served.create_user("eve")
+    stranger = served.authenticate(served.create_token("eve"))
+    pushing = served.authenticate(served.create_token("olga", TokenScope(Action.PUSH)))
     with pytest.raises(UnauthenticatedError):
         add(registry, ANONYMOUS, bob)
     for identity in (stranger, pushing):
@@ -217,13 +225,15 @@ def test_a_namespace_has_a_bounded_number_of_keys(
     bob: PrivateKey,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("registry_server.publishing.keys.MAX_KEYS", 1)
+    monkeypatch.setattr("registry_server.publishing.maintenance.MAX_NAMESPACE_KEYS", 1)
     with pytest.raises(BudgetError, match="1 keys, 1 are allowed"):
         add(registry, owner, bob)
 
 
-def test_an_ed25519_key_signs_too(registry: Registry, owner: Identity, template: Template) -> None:
+def test_an_ed25519_key_signs_too(
+    registry: Registry, owner: Identity, template: PackageTemplate
+) -> None:
     key = PrivateKey.generate("ed25519")
     add(registry, owner, key)
-    push(registry, owner, template.parcel(version="2.0.0", key=key))
-    assert read(registry, owner).releases[-1].forms[-1].signer == key.public.key_id
+    upload_and_publish(registry, owner, template.make_package(version="2.0.0", key=key))
+    assert read_published_index(registry, owner).releases[-1].forms[-1].signer == key.public.key_id

@@ -24,21 +24,20 @@ from sqlalchemy import event
 from expertctl.errors import ConflictError, NotFoundError, RevokedError, TrustError
 from expertctl.reference import PackageName, Version
 from expertctl.registry.index_document import IndexDocument
-from expertctl.registry.key_statement import sign_statement
+from expertctl.trust.dsse import sign_key_statement
 from expertctl.trust.keys import PrivateKey
-from registry_server.operation.gc import collect, survey
-from registry_server.publishing.keys import add_key, revoke_key
-from registry_server.publishing.yank import unyank, yank
+from registry_server.operation.gc import find_garbage, remove_garbage
+from registry_server.publishing.maintenance import add_key, revoke_key, unyank_release, yank_release
 from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import (
-    Parcel,
-    Template,
-    pulled,
-    push,
-    read,
-    upload,
+from tests.registry_server.harness import create_registry, make_settings
+from tests.registry_server.publishing.package_fixtures import (
+    InMemoryPackage,
+    PackageTemplate,
+    pull_package,
+    read_published_index,
+    upload_and_publish,
+    upload_blobs,
 )
-from tests.registry_server.served import new_registry, new_settings
 
 NAMES = st.sampled_from(["acme/sql", "acme/chat"])
 VERSIONS = st.sampled_from(["1.10.0-rc.1", "1.10.0", "1.9.0"])
@@ -64,7 +63,7 @@ class ModelPackage:
 
 
 @dataclass
-class Model:
+class PublishingModel:
     """What should be there."""
 
     added: set[int] = field(default_factory=set)
@@ -102,17 +101,17 @@ class Model:
 class Publishing(RuleBasedStateMachine):
     """A registry beside its model."""
 
-    template: Template
+    template: PackageTemplate
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.served = new_registry(new_settings(self.folder / "registry"))
+        self.served = create_registry(make_settings(self.folder / "registry"))
         self.hurry()
-        self.owner = self.served.identity(self.served.user("olga"))
-        self.served.namespace("acme", kind="expert", owner="olga")
-        self.model = Model()
-        self.shipped: dict[tuple[str, str, int], Parcel] = {}
+        self.owner = self.served.authenticate(self.served.create_user("olga"))
+        self.served.create_namespace("acme", kind="expert", owner="olga")
+        self.model = PublishingModel()
+        self.shipped: dict[tuple[str, str, int], InMemoryPackage] = {}
         for who in (0, 1):
             self.add_key(who, None)
         self.publish("acme/sql", "1.9.0", "first", 0)
@@ -130,8 +129,8 @@ class Publishing(RuleBasedStateMachine):
         self.served.close()
         shutil.rmtree(self.folder)
 
-    def parcel(self, name: str, version: str, content: str, who: int) -> Parcel:
-        return self.template.parcel(name, version, key=KEYS[who], description=content)
+    def make_package(self, name: str, version: str, content: str, who: int) -> InMemoryPackage:
+        return self.template.make_package(name, version, key=KEYS[who], description=content)
 
     @rule(who=WHO, voucher=st.none() | WHO)
     def key(self, who: int, voucher: int | None) -> None:
@@ -142,7 +141,7 @@ class Publishing(RuleBasedStateMachine):
         statement = None
         usable = self.model.added - self.model.revoked.keys() - {who}
         if voucher in usable:
-            statement = sign_statement(namespace="acme", new=key, by=KEYS[voucher])
+            statement = sign_key_statement(namespace="acme", new=key, by=KEYS[voucher])
         arguments: dict[str, Any] = {"public_key": key.pem(), "statement": statement}
         if who in self.model.revoked:
             with pytest.raises(RevokedError):
@@ -157,7 +156,7 @@ class Publishing(RuleBasedStateMachine):
 
     def statement_of(self, who: int) -> bytes | None:
         for name in self.model.packages:
-            for entry in read(self.registry, self.owner, name).keys:
+            for entry in read_published_index(self.registry, self.owner, name).keys:
                 if entry.key.key_id == KEYS[who].public.key_id:
                     return entry.statement
         return None
@@ -186,14 +185,14 @@ class Publishing(RuleBasedStateMachine):
         return [*usable, 0, 1, 2][pick % (len(usable) + 3)]
 
     def publish(self, name: str, version: str, content: str, who: int) -> None:
-        parcel = self.parcel(name, version, content, who)
+        parcel = self.make_package(name, version, content, who)
         expected = self.model.publish(name, version, content, who)
         if isinstance(expected, bool):
-            assert push(self.registry, self.owner, parcel).created == expected
+            assert upload_and_publish(self.registry, self.owner, parcel).created == expected
             self.shipped[name, version, who] = parcel
             return
         with pytest.raises(expected):
-            push(self.registry, self.owner, parcel)
+            upload_and_publish(self.registry, self.owner, parcel)
 
     @rule(pick=PICK, key=PICK)
     def sign_again(self, pick: int, key: int) -> None:
@@ -211,23 +210,23 @@ class Publishing(RuleBasedStateMachine):
 
     @rule(name=NAMES, version=VERSIONS, content=CONTENTS)
     def only_upload(self, name: str, version: str, content: str) -> None:
-        upload(self.registry, self.parcel(name, version, content, 0))
+        upload_blobs(self.registry, self.make_package(name, version, content, 0))
 
     @rule(pick=PICK, reason=st.none() | st.sampled_from(["bad", "worse"]))
     def yank(self, pick: int, reason: str | None) -> None:
         name, version, release = self.picked(pick)
         parsed = PackageName.parse(name)
         if reason is None:
-            unyank(self.registry, self.owner, name=parsed, version=version)
+            unyank_release(self.registry, self.owner, name=parsed, version=version)
         else:
-            yank(self.registry, self.owner, name=parsed, version=version, reason=reason)
+            yank_release(self.registry, self.owner, name=parsed, version=version, reason=reason)
         self.model.packages[name].revision += release.yanked != reason
         release.yanked = reason
 
     @rule()
     def collect(self) -> None:
-        expected = survey(self.registry, now=FAR)
-        assert collect(self.registry, now=FAR) == expected
+        expected = find_garbage(self.registry, now=FAR)
+        assert remove_garbage(self.registry, now=FAR) == expected
         self.registry.check_integrity()
         needed = {
             str(digest)
@@ -235,20 +234,20 @@ class Publishing(RuleBasedStateMachine):
             for digest in parcel.blobs
             if who in self.model.packages[name].releases[version].forms
         }
-        assert {str(blob.digest) for blob in self.registry.storage.blobs()} == needed
+        assert {str(blob.digest) for blob in self.registry.storage.list_blobs()} == needed
         for parcel in self.shipped.values():
-            contents = pulled(self.registry, parcel.name, parcel.package_digest)
+            contents = pull_package(self.registry, parcel.name, parcel.package_digest)
             assert contents.content_digest == parcel.content_digest
 
     @rule()
     def restart(self) -> None:
-        self.served = self.served.reopened()
+        self.served = self.served.reopen()
         self.hurry()
 
     @invariant()
     def the_index_says_what_the_model_says(self) -> None:
         for name, package in self.model.packages.items():
-            self.compare(read(self.registry, self.owner, name), package)
+            self.compare(read_published_index(self.registry, self.owner, name), package)
 
     def compare(self, index: IndexDocument, package: ModelPackage) -> None:
         assert index.revision == package.revision
@@ -267,7 +266,7 @@ class Publishing(RuleBasedStateMachine):
         }
 
 
-def test_every_history_ends_in_an_index_that_tells_it(template: Template) -> None:
+def test_every_history_ends_in_an_index_that_tells_it(template: PackageTemplate) -> None:
     machine = type("Machine", (Publishing,), {"template": template})
     run_state_machine_as_test(
         machine,
@@ -282,7 +281,7 @@ def test_every_history_ends_in_an_index_that_tells_it(template: Template) -> Non
 
 
 @pytest.mark.all
-def test_many_more_histories(template: Template) -> None:
+def test_many_more_histories(template: PackageTemplate) -> None:
     machine = type("Machine", (Publishing,), {"template": template})
     run_state_machine_as_test(
         machine,

@@ -6,27 +6,28 @@ import pytest
 from starlette.testclient import TestClient
 
 from expertctl.reference import PackageName
-from expertctl.registry.index_envelope import open_index
+from expertctl.registry.index_document import open_index
 from expertctl.trust.keys import PrivateKey
-from registry_server.access.identity import Action, Identity, Scope
-from registry_server.publishing.keys import add_key
-from registry_server.publishing.yank import yank
+from registry_server.access.rights import Action, Identity, TokenScope
+from registry_server.publishing.maintenance import add_key, yank_release
 from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import Template, push
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.publishing.package_fixtures import PackageTemplate, upload_and_publish
 
 PATH = "/tuf/targets/index/acme/sql.json"
 SQL = PackageName("acme", "sql")
 
 
 @pytest.fixture(autouse=True)
-def published(registry: Registry, owner: Identity, template: Template, alice: PrivateKey) -> None:
-    push(registry, owner, template.parcel(key=alice))
+def published(
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
+) -> None:
+    upload_and_publish(registry, owner, template.make_package(key=alice))
 
 
 @pytest.fixture
-def client(served: Served, published: None) -> TestClient:
-    return served.client(served.token("olga"))
+def client(served: RegistryHarness, published: None) -> TestClient:
+    return served.client(served.create_token("olga"))
 
 
 def test_the_document_is_signed_and_its_digest_is_the_etag(
@@ -50,7 +51,7 @@ def test_who_has_the_document_gets_nothing(client: TestClient) -> None:
 
 def test_a_change_has_another_etag(client: TestClient, registry: Registry, owner: Identity) -> None:
     before = client.get(PATH)
-    yank(registry, owner, name=SQL, version="1.0.0", reason="bad")
+    yank_release(registry, owner, name=SQL, version="1.0.0", reason="bad")
     after = client.get(PATH, headers={"If-None-Match": before.headers["etag"]})
     assert after.status_code == 200
     assert after.content != before.content
@@ -92,21 +93,25 @@ def test_a_path_that_two_readers_could_take_apart_differently_leads_nowhere(
     assert client.get(f"/tuf/targets/index/{part}.json").status_code in {400, 404}
 
 
-def test_a_private_namespace_tells_strangers_nothing(served: Served) -> None:
+def test_a_private_namespace_tells_strangers_nothing(served: RegistryHarness) -> None:
     answers = [served.client().get(path) for path in (PATH, PATH.replace("sql", "none"))]
     assert [answer.status_code for answer in answers] == [401, 401]
     assert answers[0].json() == answers[1].json()
 
 
-def test_a_token_for_another_package_may_not_read(served: Served) -> None:
-    secret = served.token("olga", Scope(Action.READ, "acme", "other"))
+def test_a_token_for_another_package_may_not_read(served: RegistryHarness) -> None:
+    secret = served.create_token("olga", TokenScope(Action.READ, "acme", "other"))
     assert served.client(secret).get(PATH).status_code == 403
 
 
 def test_anybody_reads_a_public_namespace(
-    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    served: RegistryHarness,
+    registry: Registry,
+    owner: Identity,
+    template: PackageTemplate,
+    alice: PrivateKey,
 ) -> None:
-    served.namespace("open", kind="expert", read="public", owner="olga")
+    served.create_namespace("open", kind="expert", read="public", owner="olga")
     add_key(registry, owner, namespace="open", public_key=alice.public.pem(), statement=None)
-    push(registry, owner, template.parcel("open/sql", key=alice))
+    upload_and_publish(registry, owner, template.make_package("open/sql", key=alice))
     assert served.client().get("/tuf/targets/index/open/sql.json").status_code == 200

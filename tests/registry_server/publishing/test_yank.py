@@ -10,65 +10,72 @@ from expertctl.errors import (
 )
 from expertctl.reference import PackageName
 from expertctl.trust.keys import PrivateKey
-from registry_server.access import audit
-from registry_server.access.identity import ANONYMOUS, Action, Identity, Scope
-from registry_server.publishing.yank import unyank, yank
+from registry_server.access import rights
+from registry_server.access.rights import ANONYMOUS, Action, Identity, TokenScope
+from registry_server.publishing.maintenance import unyank_release, yank_release
 from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import Template, pulled, push, read
-from tests.registry_server.served import Served
+from tests.registry_server.harness import RegistryHarness
+from tests.registry_server.publishing.package_fixtures import (
+    PackageTemplate,
+    pull_package,
+    read_published_index,
+    upload_and_publish,
+)
 
 SQL = PackageName("acme", "sql")
 
 
 @pytest.fixture(autouse=True)
 def two_versions(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: PackageTemplate, alice: PrivateKey
 ) -> None:
     for version in ("1.0.0", "1.1.0"):
-        push(registry, owner, template.parcel(version=version, key=alice, description=version))
+        upload_and_publish(
+            registry, owner, template.make_package(version=version, key=alice, description=version)
+        )
 
 
 def test_a_yanked_version_stays_in_the_index_and_can_be_pulled(
     registry: Registry, owner: Identity
 ) -> None:
-    yank(registry, owner, name=SQL, version="1.1.0", reason="  answers in French  ")
-    index = read(registry, owner)
+    yank_release(registry, owner, name=SQL, version="1.1.0", reason="  answers in French  ")
+    index = read_published_index(registry, owner)
     assert [(str(r.version), r.yanked) for r in index.releases] == [
         ("1.0.0", None),
         ("1.1.0", "answers in French"),
     ]
     assert index.revision == 3
-    pulled(registry, SQL, index.releases[1].forms[-1].package_digest)
+    pull_package(registry, SQL, index.releases[1].forms[-1].package_digest)
 
 
 def test_a_yanked_version_no_longer_speaks_for_the_package(
     registry: Registry, owner: Identity
 ) -> None:
-    assert read(registry, owner).description == "1.1.0"
-    yank(registry, owner, name=SQL, version="1.1.0", reason="bad")
-    assert read(registry, owner).description == "1.0.0"
-    unyank(registry, owner, name=SQL, version="1.1.0")
-    assert read(registry, owner).description == "1.1.0"
+    assert read_published_index(registry, owner).description == "1.1.0"
+    yank_release(registry, owner, name=SQL, version="1.1.0", reason="bad")
+    assert read_published_index(registry, owner).description == "1.0.0"
+    unyank_release(registry, owner, name=SQL, version="1.1.0")
+    assert read_published_index(registry, owner).description == "1.1.0"
 
 
 def test_the_same_yank_again_changes_nothing(registry: Registry, owner: Identity) -> None:
     for _ in range(2):
-        yank(registry, owner, name=SQL, version="1.1.0", reason="bad")
-    unyank(registry, owner, name=SQL, version="1.0.0")
-    assert read(registry, owner).revision == 3
+        yank_release(registry, owner, name=SQL, version="1.1.0", reason="bad")
+    unyank_release(registry, owner, name=SQL, version="1.0.0")
+    assert read_published_index(registry, owner).revision == 3
 
 
 def test_another_reason_replaces_the_one_before(registry: Registry, owner: Identity) -> None:
-    yank(registry, owner, name=SQL, version="1.1.0", reason="bad")
-    yank(registry, owner, name=SQL, version="1.1.0", reason="worse")
-    index = read(registry, owner)
+    yank_release(registry, owner, name=SQL, version="1.1.0", reason="bad")
+    yank_release(registry, owner, name=SQL, version="1.1.0", reason="worse")
+    index = read_published_index(registry, owner)
     assert (index.revision, index.releases[1].yanked) == (4, "worse")
 
 
 def test_a_yank_can_be_taken_back(registry: Registry, owner: Identity) -> None:
-    yank(registry, owner, name=SQL, version="1.1.0", reason="bad")
-    unyank(registry, owner, name=SQL, version="1.1.0")
-    index = read(registry, owner)
+    yank_release(registry, owner, name=SQL, version="1.1.0", reason="bad")
+    unyank_release(registry, owner, name=SQL, version="1.1.0")
+    index = read_published_index(registry, owner)
     assert (index.revision, index.releases[1].yanked) == (4, None)
 
 
@@ -80,16 +87,16 @@ def test_a_reason_that_cannot_be_shown_is_refused(
     registry: Registry, owner: Identity, reason: str
 ) -> None:
     with pytest.raises(UsageError, match="reason"):
-        yank(registry, owner, name=SQL, version="1.0.0", reason=reason)
-    assert read(registry, owner).revision == 2
+        yank_release(registry, owner, name=SQL, version="1.0.0", reason=reason)
+    assert read_published_index(registry, owner).revision == 2
 
 
 def test_markup_in_a_reason_is_kept_as_the_text_that_it_is(
     registry: Registry, owner: Identity
 ) -> None:
     """Who shows it escapes it; the index says what the owner wrote (attack 79)."""
-    yank(registry, owner, name=SQL, version="1.0.0", reason="<script>alert(1)</script>")
-    assert read(registry, owner).releases[0].yanked == "<script>alert(1)</script>"
+    yank_release(registry, owner, name=SQL, version="1.0.0", reason="<script>alert(1)</script>")
+    assert read_published_index(registry, owner).releases[0].yanked == "<script>alert(1)</script>"
 
 
 @pytest.mark.parametrize("version", ["9.9.9", "1.0", "v1.0.0", "", "x" * 5000])
@@ -97,40 +104,45 @@ def test_a_version_that_is_not_there_cannot_be_yanked(
     registry: Registry, owner: Identity, version: str
 ) -> None:
     with pytest.raises(NotFoundError, match="acme/sql@"):
-        yank(registry, owner, name=SQL, version=version, reason="bad")
+        yank_release(registry, owner, name=SQL, version=version, reason="bad")
     with pytest.raises(NotFoundError):
-        yank(registry, owner, name=PackageName("acme", "none"), version="1.0.0", reason="bad")
+        yank_release(
+            registry, owner, name=PackageName("acme", "none"), version="1.0.0", reason="bad"
+        )
 
 
-def test_only_owners_yank(served: Served, registry: Registry, owner: Identity) -> None:
-    served.user("eve")
-    stranger = served.identity(served.token("eve"))
-    pushing = served.identity(served.token("olga", Scope(Action.PUSH)))
+def test_only_owners_yank(served: RegistryHarness, registry: Registry, owner: Identity) -> None:
+    served.create_user("eve")
+    stranger = served.authenticate(served.create_token("eve"))
+    pushing = served.authenticate(served.create_token("olga", TokenScope(Action.PUSH)))
     with pytest.raises(UnauthenticatedError):
-        yank(registry, ANONYMOUS, name=SQL, version="1.0.0", reason="bad")
+        yank_release(registry, ANONYMOUS, name=SQL, version="1.0.0", reason="bad")
     for identity in (stranger, pushing):
         with pytest.raises(ForbiddenError):
-            yank(registry, identity, name=SQL, version="1.0.0", reason="bad")
+            yank_release(registry, identity, name=SQL, version="1.0.0", reason="bad")
         with pytest.raises(ForbiddenError):
-            unyank(registry, identity, name=SQL, version="1.0.0")
-    assert read(registry, owner).revision == 2
+            unyank_release(registry, identity, name=SQL, version="1.0.0")
+    assert read_published_index(registry, owner).revision == 2
 
 
 def test_a_publisher_may_not_yank(
-    served: Served, registry: Registry, template: Template, alice: PrivateKey
+    served: RegistryHarness, registry: Registry, template: PackageTemplate, alice: PrivateKey
 ) -> None:
-    identity = served.identity(served.user("pat"))
-    served.namespace("team", kind="expert", owner="olga", publisher="pat")
+    identity = served.authenticate(served.create_user("pat"))
+    served.create_namespace("team", kind="expert", owner="olga", publisher="pat")
     with pytest.raises(ForbiddenError, match="pat may not yank"):
-        yank(registry, identity, name=PackageName("team", "x"), version="1.0.0", reason="bad")
+        yank_release(
+            registry, identity, name=PackageName("team", "x"), version="1.0.0", reason="bad"
+        )
 
 
 def test_yanks_are_in_the_audit_log(registry: Registry, owner: Identity) -> None:
-    yank(registry, owner, name=SQL, version="1.0.0", reason="bad")
-    unyank(registry, owner, name=SQL, version="1.0.0")
+    yank_release(registry, owner, name=SQL, version="1.0.0", reason="bad")
+    unyank_release(registry, owner, name=SQL, version="1.0.0")
     with registry.database.read() as connection:
         newest = [
-            (e.actor, e.action, e.target, e.detail) for e in audit.entries(connection, limit=2)
+            (e.actor, e.action, e.target, e.detail)
+            for e in rights.list_audit_rows(connection, limit=2)
         ]
     assert newest == [
         ("olga", "unyank", "acme/sql@1.0.0", ""),

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from expertctl.errors import DigestError
-from registry_server.storage.blob_digest import BlobDigest
+from registry_server.blob_storage import BlobDigest
 
 EMPTY_SHA256 = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -12,11 +12,11 @@ def test_a_digest_is_read_in_its_one_form() -> None:
     digest = BlobDigest.parse(EMPTY_SHA256)
     assert (digest.algorithm, digest.hex) == ("sha256", EMPTY_SHA256.removeprefix("sha256:"))
     assert str(digest) == EMPTY_SHA256
-    assert BlobDigest.of(b"") == digest
+    assert BlobDigest.compute(b"") == digest
 
 
 def test_sha512_is_a_digest_too() -> None:
-    digest = BlobDigest.of(b"x", algorithm="sha512")
+    digest = BlobDigest.compute(b"x", algorithm="sha512")
     assert digest.hex == hashlib.sha512(b"x").hexdigest()
     assert BlobDigest.parse(str(digest)) == digest
 

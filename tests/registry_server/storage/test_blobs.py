@@ -6,11 +6,10 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError
-from registry_server.storage.blob_digest import BlobDigest
-from registry_server.storage.blobs import BlobStorage, disk_errors
+from registry_server.blob_storage import BlobDigest, BlobStorage, wrap_disk_errors
 
 DATA = b"some bytes"
-DIGEST = BlobDigest.of(DATA)
+DIGEST = BlobDigest.compute(DATA)
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def storage(tmp_path: Path) -> BlobStorage:
 def adopt(storage: BlobStorage, data: bytes, algorithm: str = "sha256") -> BlobDigest:
     temporary = storage.folder.parent / "temporary"
     temporary.write_bytes(data)
-    digest = BlobDigest.of(data, algorithm=algorithm)
+    digest = BlobDigest.compute(data, algorithm=algorithm)
     storage.adopt(temporary, digest)
     assert not temporary.exists()
     return digest
@@ -39,7 +38,7 @@ def test_a_blob_lies_under_its_digest(storage: BlobStorage, algorithm: str) -> N
 
 def test_a_digest_of_a_package_finds_the_same_blob(storage: BlobStorage) -> None:
     adopt(storage, DATA)
-    assert storage.path(Digest.of(DATA)) == storage.path(DIGEST)
+    assert storage.path(Digest.compute(DATA)) == storage.path(DIGEST)
 
 
 def test_a_blob_that_is_not_there_has_no_size_and_cannot_be_opened(storage: BlobStorage) -> None:
@@ -67,25 +66,25 @@ def test_a_listing_names_our_blobs_and_nothing_else(storage: BlobStorage) -> Non
     (storage.folder / "sha256" / "ab").mkdir(exist_ok=True)
     for stray in ("sha256/ab/note.txt", f"sha256/ab/{DIGEST.hex}", "sha256/.tmp"):
         (storage.folder / stray).write_bytes(b"?")
-    found = list(storage.blobs())
+    found = list(storage.list_blobs())
     assert {blob.digest for blob in found} == digests
     assert {blob.size for blob in found if blob.digest == DIGEST} == {len(DATA)}
-    assert all(blob.changed > 0 for blob in found)
+    assert all(blob.modified > 0 for blob in found)
 
 
 def test_an_empty_storage_lists_nothing(storage: BlobStorage) -> None:
-    assert list(storage.blobs()) == []
+    assert list(storage.list_blobs()) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_apart(number: int) -> None:
-    with pytest.raises(DiskFullError), disk_errors():
+    with pytest.raises(DiskFullError), wrap_disk_errors():
         raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE])
 def test_a_failing_disk_is_an_outage(number: int) -> None:
-    with pytest.raises(StoreError, match="disk fails"), disk_errors():
+    with pytest.raises(StoreError, match="disk fails"), wrap_disk_errors():
         raise OSError(number, os.strerror(number))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry_server.web.markdown import MAX_CHARACTERS, render, safe_link
+from registry_server.web.pages import MAX_README_CHARACTERS, check_link, render_markdown
 
 ALLOWED = {
     *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
@@ -14,7 +14,7 @@ ALLOWED = {
 }
 
 
-class Seen(HTMLParser):
+class ParsedHtml(HTMLParser):
     """What a browser would find in a piece of HTML."""
 
     def __init__(self, html: str) -> None:
@@ -36,8 +36,8 @@ class Seen(HTMLParser):
         return [attributes["href"] for tag, attributes in self.tags if "href" in attributes]
 
 
-def demand_harmless(html: str) -> Seen:
-    seen = Seen(html)
+def check_harmless(html: str) -> ParsedHtml:
+    seen = ParsedHtml(html)
     for tag, attributes in seen.tags:
         assert tag in ALLOWED
         assert set(attributes) <= {"href", "rel", "class", "start"}
@@ -94,29 +94,29 @@ ATTACKS = [
 @pytest.mark.parametrize("text", ATTACKS)
 def test_no_readme_runs_anything_in_a_browser(text: str) -> None:
     """Attack 83: stored XSS through markdown, javascript: links, percent-encoding."""
-    html = render(text)
-    seen = demand_harmless(html)
+    html = render_markdown(text)
+    seen = check_harmless(html)
     assert not [link for link in seen.links if "evil" in (link or "")]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([*ATTACKS, "[", "](", ")", "`", "<", ">", "\n", "\\", "&"])))
 def test_no_mix_of_attacks_does_either(pieces: list[str]) -> None:
-    demand_harmless(render("".join(pieces)))
+    check_harmless(render_markdown("".join(pieces)))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text())
 def test_any_text_is_a_readme(text: str) -> None:
-    demand_harmless(render(text))
+    check_harmless(render_markdown(text))
 
 
 def test_what_people_write_is_kept() -> None:
-    html = render(
+    html = render_markdown(
         "# Name\n\nSome *text*, **strong**, ~~old~~, `code`.\n\n- a\n\n3. c\n\n> q\n\n---\n\n"
         "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx < y\n```\n\n<https://a.example/?b=1&c=2>"
     )
-    seen = demand_harmless(html)
+    seen = check_harmless(html)
     tags = {tag for tag, _ in seen.tags}
     assert {"h2", "em", "strong", "s", "code", "ul", "ol", "blockquote", "hr", "table"} <= tags
     assert "h1" not in tags
@@ -125,20 +125,22 @@ def test_what_people_write_is_kept() -> None:
 
 
 def test_a_picture_is_its_description() -> None:
-    seen = Seen(
-        render("![build passing](https://evil.example/badge.svg) ![](https://evil.example)")
+    seen = ParsedHtml(
+        render_markdown(
+            "![build passing](https://evil.example/badge.svg) ![](https://evil.example)"
+        )
     )
     assert seen.text.strip() == "build passing  picture"
     assert seen.links == []
 
 
 def test_headings_stay_below_that_of_the_page() -> None:
-    tags = [tag for tag, _ in Seen(render("# a\n\n## b\n\n###### c")).tags]
+    tags = [tag for tag, _ in ParsedHtml(render_markdown("# a\n\n## b\n\n###### c")).tags]
     assert tags == ["h2", "h3", "h6"]
 
 
 def test_a_link_to_nowhere_keeps_its_text() -> None:
-    seen = Seen(render("[the licence](LICENSE)"))
+    seen = ParsedHtml(render_markdown("[the licence](LICENSE)"))
     assert (seen.links, seen.text.strip()) == ([], "the licence")
 
 
@@ -148,11 +150,11 @@ def test_a_link_to_nowhere_keeps_its_text() -> None:
     ids=lambda text: text[:4],
 )
 def test_deep_nesting_ends(text: str) -> None:
-    assert len(render(text)) < 20 * MAX_CHARACTERS
+    assert len(render_markdown(text)) < 20 * MAX_README_CHARACTERS
 
 
 def test_more_than_fits_is_cut() -> None:
-    assert len(render("word " * MAX_CHARACTERS)) < 2 * MAX_CHARACTERS
+    assert len(render_markdown("word " * MAX_README_CHARACTERS)) < 2 * MAX_README_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -177,4 +179,4 @@ def test_more_than_fits_is_cut() -> None:
     ],
 )
 def test_a_link_leads_to_the_web_or_nowhere(address: str | None, safe: bool) -> None:
-    assert safe_link(address) == (address if safe else None)
+    assert check_link(address) == (address if safe else None)

@@ -8,21 +8,20 @@ from starlette.testclient import TestClient
 
 from expertctl.reference import PackageName
 from registry_server.access import namespaces
-from registry_server.access.identity import Identity
-from registry_server.publishing.keys import revoke_key
-from registry_server.publishing.namespace_key import namespace_keys
-from registry_server.publishing.yank import yank
-from registry_server.web.pages import HEADERS
-from tests.registry_server.served import Served
+from registry_server.access.rights import Identity
+from registry_server.publishing.index import load_publisher_keys
+from registry_server.publishing.maintenance import revoke_key, yank_release
+from registry_server.web.pages import SECURITY_HEADERS
+from tests.registry_server.harness import RegistryHarness
 from tests.registry_server.web.conftest import Publish
-from tests.registry_server.web.test_markdown import ATTACKS, Seen
+from tests.registry_server.web.test_markdown import ATTACKS, ParsedHtml
 
 SCRIPT = "<script>alert(1)</script>"
 MARK = '"><img src=x onerror=alert(1)>'
 
 
 @pytest.fixture
-def browser(served: Served) -> TestClient:
+def browser(served: RegistryHarness) -> TestClient:
     """A browser that nobody logged in."""
     client = served.client()
     client.headers["Accept"] = "text/html,application/xhtml+xml"
@@ -30,12 +29,12 @@ def browser(served: Served) -> TestClient:
 
 
 def text_of(html: str) -> str:
-    return " ".join(Seen(html).text.split())
+    return " ".join(ParsedHtml(html).text.split())
 
 
-def demand_tame(html: str) -> None:
+def check_no_active_content(html: str) -> None:
     """Demand a page without anything that runs, loads from elsewhere or submits elsewhere."""
-    for tag, attributes in Seen(html).tags:
+    for tag, attributes in ParsedHtml(html).tags:
         assert tag not in {"script", "iframe", "object", "embed", "svg", "math", "style", "base"}
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
         for name in ("src", "href", "action"):
@@ -49,7 +48,7 @@ def demand_tame(html: str) -> None:
 
 
 def test_home_says_how_to_install_from_here(
-    browser: TestClient, served: Served, publish: Publish
+    browser: TestClient, served: RegistryHarness, publish: Publish
 ) -> None:
     publish("acme/sql", description="Writes SQL.")
     answer = browser.get("/")
@@ -61,7 +60,7 @@ def test_home_says_how_to_install_from_here(
     assert "1 expert 1 version 1 namespace" in text
     assert "Writes SQL." in text
     assert "This registry shows its experts to people with an account" in text
-    demand_tame(answer.text)
+    check_no_active_content(answer.text)
 
 
 def test_an_empty_registry_has_a_home(browser: TestClient) -> None:
@@ -76,7 +75,7 @@ def test_every_answer_allows_a_browser_little(
 ) -> None:
     publish()
     answer = browser.get(path)
-    assert {name: answer.headers[name] for name in HEADERS} == dict(HEADERS)
+    assert {name: answer.headers[name] for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")
     assert not [word for word in ("unsafe", "script", "http", "*", "data:") if word in policy]
@@ -89,7 +88,9 @@ def test_search_finds_by_words_and_keeps_the_question(
     publish("acme/sql", description="Writes queries.")
     publish("acme/tone", description="Keeps a tone.")
     answer = browser.get("/search", params={"q": "queries"})
-    links = [link for link in Seen(answer.text).links if link and link.startswith("/packages")]
+    links = [
+        link for link in ParsedHtml(answer.text).links if link and link.startswith("/packages")
+    ]
     assert links == ["/packages/acme/sql"]
     assert 'value="queries"' in answer.text
     assert "Nothing here matches" in text_of(browser.get("/search?q=zebra").text)
@@ -101,7 +102,7 @@ def test_search_goes_on_where_a_page_ends(browser: TestClient, publish: Publish)
     seen: list[str] = []
     path: str | None = "/search?q=skill"
     while path is not None:
-        links = Seen(browser.get(path).text).links
+        links = ParsedHtml(browser.get(path).text).links
         seen += [link for link in links if link and link.startswith("/packages/")]
         path = next((link for link in links if link and "cursor=" in link), None)
     assert sorted(seen) == sorted(f"/packages/acme/skill-{n}" for n in range(21))
@@ -116,7 +117,7 @@ def test_a_search_beyond_its_limits_is_a_page_too(query: str, browser: TestClien
 
 
 def test_a_package_page_says_what_it_is(
-    browser: TestClient, publish: Publish, served: Served, owner: Identity
+    browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
     evaluation = {"task": "exact sql", "dataset_sha256": "0" * 64, "n": 200}
     evaluation |= {"metric": "exact_match", "base": 0.06, "expert": 0.91, "date": "2026-11-20"}
@@ -134,10 +135,10 @@ def test_a_package_page_says_what_it_is(
     )
     publish(version="1.1.0-rc.1")
     publish(version="0.9.0")
-    yank(served.registry, owner, name=parcel.name, version="0.9.0", reason="It was wrong.")
+    yank_release(served.registry, owner, name=parcel.name, version="0.9.0", reason="It was wrong.")
     answer = browser.get("/packages/acme/sql")
-    demand_tame(answer.text)
-    text, links = text_of(answer.text), Seen(answer.text).links
+    check_no_active_content(answer.text)
+    text, links = text_of(answer.text), ParsedHtml(answer.text).links
     for part in (
         "expertctl install 127.0.0.1:8080/acme/sql",
         "Hello See docs.",
@@ -162,11 +163,13 @@ def test_a_package_page_says_what_it_is(
 
 
 def test_a_version_has_a_page_of_its_own(
-    browser: TestClient, publish: Publish, served: Served, owner: Identity
+    browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
     publish(version="1.0.0", description="The old one.")
     publish(version="2.0.0", description="The new one.")
-    yank(served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason="Old.")
+    yank_release(
+        served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason="Old."
+    )
     text = text_of(browser.get("/packages/acme/sql/1.0.0").text)
     assert "The old one." in text
     assert "This version was yanked. Old. New installations do not choose it" in text
@@ -174,20 +177,22 @@ def test_a_version_has_a_page_of_its_own(
 
 
 def test_a_package_with_all_versions_yanked_still_has_a_page(
-    browser: TestClient, publish: Publish, served: Served, owner: Identity
+    browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
     publish()
-    yank(served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason="Bad.")
+    yank_release(
+        served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason="Bad."
+    )
     text = text_of(browser.get("/packages/acme/sql").text)
     assert "This version was yanked. Bad." in text
 
 
 def test_a_version_whose_key_was_revoked_is_marked(
-    browser: TestClient, publish: Publish, served: Served, owner: Identity
+    browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
     publish(version="1.0.0")
     with served.registry.database.read() as connection:
-        [key] = namespace_keys(connection, namespaces.get(connection, "acme").id)
+        [key] = load_publisher_keys(connection, namespaces.get_namespace(connection, "acme").id)
     reason = "<b>stolen</b>"
     revoke_key(served.registry, owner, namespace="acme", key_id=key.key_id, reason=reason)
     page = browser.get("/packages/acme/sql").text
@@ -222,7 +227,7 @@ def test_what_is_not_there_is_a_404_page(path: str, browser: TestClient, publish
     publish()
     answer = browser.get(path)
     assert (answer.status_code, "Back to the start" in answer.text) == (404, True)
-    demand_tame(answer.text)
+    check_no_active_content(answer.text)
 
 
 @pytest.mark.parametrize("path", ["/v2/none/none/x", "/api/v1/none", "/tuf/none"])
@@ -231,7 +236,7 @@ def test_programs_are_told_in_their_own_language(path: str, browser: TestClient)
 
 
 def test_a_hidden_package_is_as_good_as_none(
-    browser: TestClient, publish: Publish, served: Served
+    browser: TestClient, publish: Publish, served: RegistryHarness
 ) -> None:
     """No oracle: who may not read cannot tell what is there, in any list, count or answer."""
     publish("hidden/plan", description="Nobody may see this.")
@@ -245,12 +250,12 @@ def test_a_hidden_package_is_as_good_as_none(
 
 
 def test_a_browser_logs_in_with_a_name_and_a_token(
-    browser: TestClient, publish: Publish, served: Served
+    browser: TestClient, publish: Publish, served: RegistryHarness
 ) -> None:
     publish("hidden/plan", description="For us.")
     challenge = browser.get("/login")
     assert (challenge.status_code, "password is a token" in challenge.text) == (401, True)
-    pair = base64.b64encode(f"uli:{served.user('uli')}".encode()).decode()
+    pair = base64.b64encode(f"uli:{served.create_user('uli')}".encode()).decode()
     browser.headers["Authorization"] = f"Basic {pair}"
     assert browser.get("/login").headers["location"] == "/"
     page = browser.get("/packages/hidden/plan")
@@ -285,14 +290,14 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", sorted(HOSTILE))
 def test_no_field_of_a_package_runs_anything(
-    field: str, browser: TestClient, publish: Publish, served: Served
+    field: str, browser: TestClient, publish: Publish, served: RegistryHarness
 ) -> None:
     """Attack 83: stored XSS; what the schema refuses already cannot be shown."""
     publish(**{field: HOSTILE[field]})
     for path in ("/", "/search?q=sql", "/packages/acme/sql", "/packages/acme/sql/1.0.0"):
         answer = browser.get(path)
         assert answer.status_code == 200
-        demand_tame(answer.text)
+        check_no_active_content(answer.text)
         assert "\u202e" not in answer.text
         assert "\x07" not in answer.text
 
@@ -301,18 +306,20 @@ def test_no_readme_of_a_package_runs_anything(browser: TestClient, publish: Publ
     """Attack 83: README, with a character that is no text."""
     readme = "\n\n".join(ATTACKS).encode() + b"\x00"
     publish(files={"README.md": readme})
-    demand_tame(browser.get("/packages/acme/sql").text)
+    check_no_active_content(browser.get("/packages/acme/sql").text)
 
 
 def test_no_yank_reason_runs_anything(
-    browser: TestClient, publish: Publish, served: Served, owner: Identity
+    browser: TestClient, publish: Publish, served: RegistryHarness, owner: Identity
 ) -> None:
     """Attack 83."""
     publish()
     reason = f"{SCRIPT} {MARK}"
-    yank(served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason=reason)
+    yank_release(
+        served.registry, owner, name=PackageName.parse("acme/sql"), version="1.0.0", reason=reason
+    )
     answer = browser.get("/packages/acme/sql")
-    demand_tame(answer.text)
+    check_no_active_content(answer.text)
     assert SCRIPT in text_of(answer.text)
 
 
@@ -324,14 +331,14 @@ def test_no_question_comes_back_as_anything_but_text(query: str, browser: TestCl
     """Attack 83, reflected."""
     answer = browser.get("/search", params={"q": query})
     assert answer.status_code in {200, 400}
-    demand_tame(answer.text)
+    check_no_active_content(answer.text)
 
 
 @pytest.mark.parametrize("path", ["/%3Cscript%3Ealert(1)%3C/script%3E", "/packages/acme/%22%3E%3C"])
 def test_no_address_comes_back_as_anything_but_text(path: str, browser: TestClient) -> None:
     answer = browser.get(path)
     assert answer.status_code == 404
-    demand_tame(answer.text)
+    check_no_active_content(answer.text)
     assert "alert" not in answer.text
 
 
@@ -346,7 +353,7 @@ def test_a_head_has_no_body(browser: TestClient) -> None:
 
 
 def test_the_style_is_named_by_its_content(browser: TestClient) -> None:
-    links = [link for link in Seen(browser.get("/").text).links if link and "style" in link]
+    links = [link for link in ParsedHtml(browser.get("/").text).links if link and "style" in link]
     assert len(links) == 1
     answer = browser.get(links[0])
     assert answer.headers["content-type"].startswith("text/css")
@@ -354,7 +361,7 @@ def test_the_style_is_named_by_its_content(browser: TestClient) -> None:
 
 
 def test_a_broken_registry_is_a_page_too(
-    browser: TestClient, served: Served, publish: Publish
+    browser: TestClient, served: RegistryHarness, publish: Publish
 ) -> None:
     """Attack 88: the database is gone; a browser gets a page, and no trace."""
     publish()
@@ -366,9 +373,9 @@ def test_a_broken_registry_is_a_page_too(
     assert str(served.settings.data) not in answer.text
 
 
-def test_every_new_version_is_counted(served: Served, publish: Publish) -> None:
+def test_every_new_version_is_counted(served: RegistryHarness, publish: Publish) -> None:
     publish(version="1.0.0")
     publish(version="1.1.0")
-    text = served.registry.metrics.exposition(served.registry.database).decode()
+    text = served.registry.metrics.render_exposition(served.registry.database).decode()
     assert "expertctl_registry_publishes_total 2.0" in text
     assert "expertctl_registry_releases 2.0" in text

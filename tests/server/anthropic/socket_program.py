@@ -3,22 +3,22 @@
 import sys
 from pathlib import Path
 
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.http.listening import Listening
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.http.address import ListenAddress
 from expertctl.server.serve import serve
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Home, Settings
-from tests.server.served import BASE
+from tests.server.harness import BASE
 
 
-def report(address: Listening) -> None:
+def print_port(address: ListenAddress) -> None:
     print(address.port, flush=True)
 
 
 def main(home: str, rows: str, queue: str) -> None:
-    batch = BatchSettings(base=BASE, budget=64 << 20, rows=int(rows), queue=int(queue))
+    batch = EngineConfig(base=BASE, budget=64 << 20, rows=int(rows), queue=int(queue))
     settings = Settings(Home(Path(home)), encoder="lexical")
-    serve(ServeSettings(port=0, batch=batch), settings, report=report)
+    serve(ServeSettings(port=0, batch=batch), settings, report=print_port)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,17 @@ from typing import Any
 
 from anthropic.types import TextBlock
 
-from tests.server.anthropic.clients import an_async_client
+from tests.server.anthropic.client import make_async_client
+from tests.server.harness import BASE, ServerHarness
 from tests.server.openai.scripted_base import HELLO
-from tests.server.served import BASE, Served
 
 ASK: dict[str, Any] = {"model": BASE, "max_tokens": 64, "extra_body": {"temperature": 0}}
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
-def test_many_messages_at_once_are_all_answered(scripted: Served) -> None:
+def test_many_messages_at_once_are_all_answered(scripted: ServerHarness) -> None:
     async def ask() -> list[str]:
-        async with an_async_client(scripted) as client:
+        async with make_async_client(scripted) as client:
             answers = (client.messages.create(messages=HI, **ASK) for _ in range(24))
             messages = await asyncio.gather(*answers)
         blocks = [block for message in messages for block in message.content]
@@ -24,10 +24,10 @@ def test_many_messages_at_once_are_all_answered(scripted: Served) -> None:
     assert asyncio.run(ask()) == ["".join(HELLO)] * 24
 
 
-def test_a_stream_gives_its_text(scripted: Served) -> None:
+def test_a_stream_gives_its_text(scripted: ServerHarness) -> None:
     async def ask() -> tuple[str, str | None]:
         async with (
-            an_async_client(scripted) as client,
+            make_async_client(scripted) as client,
             client.messages.stream(messages=HI, **ASK) as stream,
         ):
             text = "".join([piece async for piece in stream.text_stream])

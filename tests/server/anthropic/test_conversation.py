@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.message import Message
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.server.anthropic.conversation import messages_of
+from expertctl.server.anthropic.conversation import read_messages
 from expertctl.server.anthropic.message_request import CountRequest
-from expertctl.server.body import parse_body
-from expertctl.server.field_error import FieldError
-from tests.server.anthropic.bodies import body_of, text
+from expertctl.server.request_body import FieldError, parse_body
+from tests.server.anthropic.client import make_body, make_text_block
 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "15 degrees"}
@@ -26,9 +25,9 @@ IMAGE = {
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
 
 
-def read(*turns: dict[str, Any], system: Any = None) -> tuple[Message, ...]:
-    body = parse_body(body_of(messages=list(turns), system=system), CountRequest)
-    return messages_of(body.system, body.messages)
+def read(*turns: dict[str, Any], system: Any = None) -> tuple[ConversationMessage, ...]:
+    body = parse_body(make_body(messages=list(turns), system=system), CountRequest)
+    return read_messages(body.system, body.messages)
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -42,55 +41,71 @@ def assistant(content: Any) -> dict[str, Any]:
 def test_text_is_the_same_with_and_without_blocks() -> None:
     plain = read(user("Hi"), assistant("Hello"), user("Bye"), system="Be brief.")
     assert plain == (
-        Message("system", "Be brief."),
-        Message("user", "Hi"),
-        Message("assistant", "Hello"),
-        Message("user", "Bye"),
+        ConversationMessage("system", "Be brief."),
+        ConversationMessage("user", "Hi"),
+        ConversationMessage("assistant", "Hello"),
+        ConversationMessage("user", "Bye"),
     )
     blocks = read(
-        user([text("Hi")]),
-        assistant([text("Hello")]),
-        user([text("Bye")]),
-        system=[{**text("Be brief."), "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        user([make_text_block("Hi")]),
+        assistant([make_text_block("Hello")]),
+        user([make_text_block("Bye")]),
+        system=[
+            {**make_text_block("Be brief."), "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+        ],
     )
     assert blocks == plain
 
 
 def test_neighbours_of_one_role_are_one_turn() -> None:
     assert read(
-        user("a"), user([text("b"), text("c")]), assistant("d"), assistant("e"), user("f")
-    ) == (Message("user", "a\nb\nc"), Message("assistant", "d\ne"), Message("user", "f"))
+        user("a"),
+        user([make_text_block("b"), make_text_block("c")]),
+        assistant("d"),
+        assistant("e"),
+        user("f"),
+    ) == (
+        ConversationMessage("user", "a\nb\nc"),
+        ConversationMessage("assistant", "d\ne"),
+        ConversationMessage("user", "f"),
+    )
 
 
 def test_an_empty_system_prompt_is_none() -> None:
-    assert read(user("Hi"), system="") == read(user("Hi"), system=[]) == (Message("user", "Hi"),)
+    assert (
+        read(user("Hi"), system="")
+        == read(user("Hi"), system=[])
+        == (ConversationMessage("user", "Hi"),)
+    )
 
 
 def test_instructions_may_stand_in_the_middle() -> None:
-    assert read(user("Hi"), {"role": "system", "content": [text("Stop.")]}, user("Go")) == (
-        Message("user", "Hi"),
-        Message("system", "Stop."),
-        Message("user", "Go"),
+    assert read(
+        user("Hi"), {"role": "system", "content": [make_text_block("Stop.")]}, user("Go")
+    ) == (
+        ConversationMessage("user", "Hi"),
+        ConversationMessage("system", "Stop."),
+        ConversationMessage("user", "Go"),
     )
 
 
 def test_a_call_and_its_answer_are_read_as_templates_know_them() -> None:
     assert read(
         user("Weather?"),
-        assistant([text("Let me look."), USE]),
-        user([RESULT, text("And now?")]),
+        assistant([make_text_block("Let me look."), USE]),
+        user([RESULT, make_text_block("And now?")]),
     ) == (
-        Message("user", "Weather?"),
-        Message("assistant", "Let me look.", {"tool_calls": [CALL]}),
-        Message("tool", "15 degrees", {"tool_call_id": "toolu_1", "name": "weather"}),
-        Message("user", "And now?"),
+        ConversationMessage("user", "Weather?"),
+        ConversationMessage("assistant", "Let me look.", {"tool_calls": [CALL]}),
+        ConversationMessage("tool", "15 degrees", {"tool_call_id": "toolu_1", "name": "weather"}),
+        ConversationMessage("user", "And now?"),
     )
 
 
 @pytest.mark.parametrize(
     ("given", "content"),
     [
-        ({"content": [text("15"), text("degrees")]}, "15\ndegrees"),
+        ({"content": [make_text_block("15"), make_text_block("degrees")]}, "15\ndegrees"),
         ({"content": ""}, ""),
         ({"content": []}, ""),
         ({"content": "no such city", "is_error": True}, "Error: no such city"),
@@ -120,18 +135,22 @@ def test_several_calls_are_answered_in_any_order() -> None:
 def test_what_was_thought_goes_back_as_what_templates_call_reasoning() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "msg_1"}
     hidden = {"type": "redacted_thinking", "data": "xyz"}
-    turns = read(user("?"), assistant([thought, hidden, text("Yes.")]), user("Sure?"))
-    assert turns[1] == Message("assistant", "Yes.", {"reasoning_content": "Hm."})
+    turns = read(user("?"), assistant([thought, hidden, make_text_block("Yes.")]), user("Sure?"))
+    assert turns[1] == ConversationMessage("assistant", "Yes.", {"reasoning_content": "Hm."})
 
 
 @pytest.mark.parametrize(
     ("turns", "field"),
     [
-        ([user([text("What is it?"), IMAGE])], "messages[0].content[1]"),
+        ([user([make_text_block("What is it?"), IMAGE])], "messages[0].content[1]"),
         ([user([DOCUMENT])], "messages[0].content[0]"),
         ([user("?"), assistant([IMAGE]), user("!")], "messages[1].content[0]"),
         (
-            [user("?"), assistant([USE]), user([{**RESULT, "content": [text("a"), IMAGE]}])],
+            [
+                user("?"),
+                assistant([USE]),
+                user([{**RESULT, "content": [make_text_block("a"), IMAGE]}]),
+            ],
             "messages[2].content[0].content[1]",
         ),
         ([user([])], "messages[0].content"),

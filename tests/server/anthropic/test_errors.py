@@ -6,9 +6,8 @@ import anthropic
 import pytest
 from anthropic.types.shared import ErrorResponse
 
-from tests.server.anthropic.bodies import WEATHER
-from tests.server.anthropic.clients import a_client
-from tests.server.served import BASE, Served
+from tests.server.anthropic.client import WEATHER, make_client
+from tests.server.harness import BASE, ServerHarness
 
 ASK: dict[str, Any] = {"model": BASE, "max_tokens": 16}
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -65,7 +64,7 @@ def test_an_error_has_its_class_and_says_what_is_wrong(
     ],
 )
 def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(
-    scripted: Served, content: bytes, media_type: str, status: int
+    scripted: ServerHarness, content: bytes, media_type: str, status: int
 ) -> None:
     headers = {"Content-Type": media_type}
     answer = scripted.client().post("/v1/messages", content=content, headers=headers)
@@ -74,14 +73,14 @@ def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(
     assert told.error.type == "invalid_request_error"
 
 
-def test_the_version_that_a_client_names_makes_no_difference(scripted: Served) -> None:
+def test_the_version_that_a_client_names_makes_no_difference(scripted: ServerHarness) -> None:
     body = {"messages": HI, **ASK}
     for headers in ({}, {"anthropic-version": "2023-06-01"}, {"anthropic-beta": "tools-2024"}):
         answer = scripted.client().post("/v1/messages", json=body, headers=headers)
         assert answer.status_code == 200
 
 
-def test_the_beta_address_is_the_same(scripted: Served) -> None:
-    with a_client(scripted) as client:
+def test_the_beta_address_is_the_same(scripted: ServerHarness) -> None:
+    with make_client(scripted) as client:
         message = client.beta.messages.create(messages=HI, betas=["token-counting"], **ASK)
     assert message.role == "assistant"

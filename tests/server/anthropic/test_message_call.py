@@ -5,44 +5,48 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import UsageError
-from expertctl.routing.presets import SamplingWishes
-from expertctl.server.anthropic.message_call import MessageCall, message_call
-from expertctl.server.anthropic.message_request import MessageRequest
-from expertctl.server.base_text import BaseText
-from expertctl.server.body import parse_body
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.server.anthropic.message_request import (
+    MessageCall,
+    MessageRequest,
+    build_message_call,
+)
 from expertctl.server.caller import Caller
-from expertctl.server.field_error import FieldError
+from expertctl.server.chat_prompt import ChatTemplateTraits
 from expertctl.server.model_name import ModelNotFoundError
+from expertctl.server.request_body import FieldError, parse_body
 from expertctl.server.settings import ServeSettings
 from tests.factories import write_base
-from tests.server.anthropic.bodies import WEATHER, body_of
-from tests.server.served import BASE, Served
+from tests.server.anthropic.client import WEATHER, make_body
+from tests.server.harness import BASE, ServerHarness
 
 
 @pytest.fixture
-def text(scripted: Served) -> BaseText:
-    return BaseText(scripted.engine.tokenizer)
+def text(scripted: ServerHarness) -> ChatTemplateTraits:
+    return ChatTemplateTraits(scripted.engine.tokenizer)
 
 
-def called(text: BaseText, *, usual: float | None = None, **fields: Any) -> MessageCall:
-    request = parse_body(body_of(**{"max_tokens": 16, **fields}), MessageRequest)
+def called(text: ChatTemplateTraits, *, usual: float | None = None, **fields: Any) -> MessageCall:
+    request = parse_body(make_body(**{"max_tokens": 16, **fields}), MessageRequest)
     caller = Caller(id="key-1")
     settings = ServeSettings(timeout=usual)
-    return message_call(request, caller=caller, base_name=BASE, text=text, settings=settings)
+    return build_message_call(
+        request, caller=caller, base_name=BASE, template=text, settings=settings
+    )
 
 
 @pytest.mark.parametrize("model", [BASE, "auto", "acme/sql"])
 def test_silence_leaves_the_choice_to_the_experts_and_the_base_whatever_the_model(
-    text: BaseText, model: str
+    text: ChatTemplateTraits, model: str
 ) -> None:
     call = called(text, model=model, top_k=5)
     assert call.job.request.route.base_alone == (model == BASE)
-    assert call.job.request.route.wishes == SamplingWishes(top_k=5, max_tokens=16)
+    assert call.job.request.route.sampling == SamplingOverrides(top_k=5, max_tokens=16)
 
 
-def test_experts_may_be_named_with_weights(text: BaseText) -> None:
+def test_experts_may_be_named_with_weights(text: ChatTemplateTraits) -> None:
     call = called(text, model="acme/sql:0.5+acme/json")
     assert [(str(e.target), e.weight) for e in call.job.request.experts] == [  # type: ignore[union-attr]  # none is a file
         ("acme/sql", 0.5),
@@ -50,7 +54,7 @@ def test_experts_may_be_named_with_weights(text: BaseText) -> None:
     ]
 
 
-def test_what_is_kept_is_kept_for_the_caller_and_the_user_apart(text: BaseText) -> None:
+def test_what_is_kept_is_kept_for_the_caller_and_the_user_apart(text: ChatTemplateTraits) -> None:
     assert called(text).job.request.cache_key == "key-1/default"
     assert called(text, metadata={"user_id": "u"}).job.request.cache_key == "key-1/u"
     assert called(text, metadata={"user_id": "u"}, session_id="s").job.request.cache_key == (
@@ -59,7 +63,7 @@ def test_what_is_kept_is_kept_for_the_caller_and_the_user_apart(text: BaseText) 
     assert called(text).job.owner == "key-1"
 
 
-def test_the_template_is_told_of_tools_and_of_thinking(text: BaseText) -> None:
+def test_the_template_is_told_of_tools_and_of_thinking(text: ChatTemplateTraits) -> None:
     variables = called(text, tools=[WEATHER]).job.request.variables
     assert variables["enable_thinking"] is False
     [tool] = variables["tools"]  # type: ignore[misc]  # a list of tools
@@ -71,7 +75,7 @@ def test_the_template_is_told_of_tools_and_of_thinking(text: BaseText) -> None:
     assert asked["reasoning_effort"] == "high"
 
 
-def test_a_request_has_the_usual_time_unless_it_names_another(text: BaseText) -> None:
+def test_a_request_has_the_usual_time_unless_it_names_another(text: ChatTemplateTraits) -> None:
     assert called(text).job.deadline is None
     usual, own = called(text, usual=1000.0), called(text, usual=1000.0, timeout_ms=1)
     assert usual.job.deadline is not None
@@ -79,7 +83,7 @@ def test_a_request_has_the_usual_time_unless_it_names_another(text: BaseText) ->
     assert usual.job.deadline - own.job.deadline > 900
 
 
-def test_priority_and_experts_that_are_not_wanted_are_passed_on(text: BaseText) -> None:
+def test_priority_and_experts_that_are_not_wanted_are_passed_on(text: ChatTemplateTraits) -> None:
     call = called(text, model="auto", priority=9, exclude_experts=["acme/sql"], max_experts=2)
     assert call.job.priority == 9
     assert [str(one) for one in call.job.request.route.exclude] == ["acme/sql"]
@@ -87,16 +91,16 @@ def test_priority_and_experts_that_are_not_wanted_are_passed_on(text: BaseText) 
     assert called(text).job.priority == 5
 
 
-def test_each_job_has_an_id_of_its_own(text: BaseText) -> None:
+def test_each_job_has_an_id_of_its_own(text: ChatTemplateTraits) -> None:
     assert called(text).id != called(text).id
 
 
-def test_a_model_that_is_none_is_not_found(text: BaseText) -> None:
+def test_a_model_that_is_none_is_not_found(text: ChatTemplateTraits) -> None:
     with pytest.raises(ModelNotFoundError):
         called(text, model="claude-9")
 
 
-def test_what_cannot_go_together_is_refused(text: BaseText) -> None:
+def test_what_cannot_go_together_is_refused(text: ChatTemplateTraits) -> None:
     with pytest.raises(UsageError):
         called(text, model="auto", exclude_experts=["not a name"])
     wrong = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
@@ -105,8 +109,11 @@ def test_what_cannot_go_together_is_refused(text: BaseText) -> None:
 
 
 def test_tools_are_refused_where_the_template_knows_of_none(tmp_path: Path) -> None:
-    text = BaseText(Tokenizer.open(write_base(tmp_path / "base", tie=True)))
-    assert called(text, tools=[WEATHER], tool_choice={"type": "none"}).reading.tools == frozenset()
+    text = ChatTemplateTraits(Tokenizer.open(write_base(tmp_path / "base", tie=True)))
+    assert (
+        called(text, tools=[WEATHER], tool_choice={"type": "none"}).parser_config.tools
+        == frozenset()
+    )
     with pytest.raises(FieldError) as refused:
         called(text, tools=[WEATHER])
     assert refused.value.field == "tools"

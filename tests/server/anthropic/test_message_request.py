@@ -8,15 +8,14 @@ from expertctl.server.anthropic.message_request import (
     CountRequest,
     MessageRequest,
     ThinkingEnabled,
-    check_thinking,
+    check_thinking_budget,
 )
-from expertctl.server.body import parse_body
-from expertctl.server.field_error import FieldError
-from tests.server.anthropic.bodies import WEATHER, body_of
+from expertctl.server.request_body import FieldError, parse_body
+from tests.server.anthropic.client import WEATHER, make_body
 
 
 def read(**fields: Any) -> MessageRequest:
-    return parse_body(body_of(**{"max_tokens": 16, **fields}), MessageRequest)
+    return parse_body(make_body(**{"max_tokens": 16, **fields}), MessageRequest)
 
 
 def test_every_field_of_the_published_api_that_is_done_here_is_read() -> None:
@@ -43,7 +42,7 @@ def test_every_field_of_the_published_api_that_is_done_here_is_read() -> None:
 
 def test_nothing_is_asked_for_by_a_null() -> None:
     nothing = b'"container": null, "metadata": {"user_id": null}, "thinking": null'
-    body = body_of(max_tokens=1)[:-1] + b", " + nothing + b"}"
+    body = make_body(max_tokens=1)[:-1] + b", " + nothing + b"}"
     assert parse_body(body, MessageRequest).thinking is None
 
 
@@ -90,9 +89,9 @@ def test_a_field_that_is_wrong_or_unknown_is_named(fields: dict[str, Any], place
 
 def test_a_thought_must_fit_into_the_answer() -> None:
     enabled = {"type": "enabled", "budget_tokens": 1024}
-    check_thinking(read(thinking=enabled, max_tokens=1025))
+    check_thinking_budget(read(thinking=enabled, max_tokens=1025))
     with pytest.raises(FieldError, match="less than max_tokens"):
-        check_thinking(read(thinking=enabled, max_tokens=1024))
+        check_thinking_budget(read(thinking=enabled, max_tokens=1024))
 
 
 @pytest.mark.parametrize(
@@ -111,11 +110,11 @@ def test_what_is_thought_is_shown_where_it_is_asked_for(
     thinking: dict[str, Any] | None, thinks: bool, shown: bool
 ) -> None:
     request = read(thinking=thinking)
-    assert (request.thinks, request.shows_thinking) == (thinks, shown)
+    assert (request.enables_thinking, request.shows_thinking) == (thinks, shown)
     assert thinking != {"type": "enabled"} or isinstance(request.thinking, ThinkingEnabled)
 
 
 def test_counting_takes_a_conversation_and_nothing_about_the_answer() -> None:
-    assert parse_body(body_of(system="x", tools=[WEATHER]), CountRequest).system == "x"
+    assert parse_body(make_body(system="x", tools=[WEATHER]), CountRequest).system == "x"
     with pytest.raises(FieldError, match="max_tokens"):
-        parse_body(body_of(max_tokens=1), CountRequest)
+        parse_body(make_body(max_tokens=1), CountRequest)

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.serving.job import Finished, Piece, Started
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import JobFinished, JobStarted, OutputDelta
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.anthropic.message_answer import message_of
-from expertctl.server.anthropic.message_call import MessageCall
-from expertctl.server.anthropic.message_stream import MessageStream
-from expertctl.server.generation import finished
-from tests.server.anthropic.bodies import WEATHER
+from expertctl.server.anthropic.message_request import MessageCall
+from expertctl.server.anthropic.message_response import build_message
+from expertctl.server.anthropic.routes import MessageStream
+from expertctl.server.streaming import run_job
+from tests.server.anthropic.client import WEATHER
 from tests.server.anthropic.test_outcome import a_call
-from tests.server.served import Served
+from tests.server.harness import ServerHarness
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 FRAGMENTS = (
@@ -42,16 +42,16 @@ FRAGMENTS = (
 
 
 @pytest.fixture(scope="module")
-def result(scripted: Served) -> RunResult:
-    return asyncio.run(finished(scripted.engine, a_call(scripted).job)).results[0]
+def result(scripted: ServerHarness) -> RunResult:
+    return asyncio.run(run_job(scripted.engine, a_call(scripted).job)).results[0]
 
 
 def streamed(call: MessageCall, result: RunResult, pieces: list[str]) -> Iterator[JsonObject]:
     stream = MessageStream(call)
     plan = result.planned.result.plan
-    begin = Started(plan, result.prompt_tokens, result.kv_reused_tokens)
-    for event in (begin, *(Piece(0, piece) for piece in pieces), Finished((result,))):
-        yield from map(msgspec.to_builtins, stream.told(event))
+    begin = JobStarted(plan, result.prompt_tokens, result.kv_reused_tokens)
+    for event in (begin, *(OutputDelta(0, piece) for piece in pieces), JobFinished((result,))):
+        yield from map(msgspec.to_builtins, stream.translate(event))
 
 
 def added_up(events: Iterator[JsonObject]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def added_up(events: Iterator[JsonObject]) -> dict[str, Any]:
     one_call=st.booleans(),
 )
 def test_any_text_in_any_pieces_adds_up_to_the_message(
-    scripted: Served,
+    scripted: ServerHarness,
     result: RunResult,
     text: str,
     places: list[int],
@@ -93,7 +93,7 @@ def test_any_text_in_any_pieces_adds_up_to_the_message(
     written = replace(result, generated=replace(result.generated, text=text))
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    document = msgspec.to_builtins(message_of(call, written))
+    document = msgspec.to_builtins(build_message(call, written))
     whole = Message.model_validate(document, strict=True).to_dict(exclude_none=True)
     extension = whole.pop("expertctl")
     assert added_up(streamed(call, written, pieces)) == whole
@@ -102,12 +102,14 @@ def test_any_text_in_any_pieces_adds_up_to_the_message(
 
 
 def test_a_job_that_was_over_before_it_began_is_a_message_all_the_same(
-    scripted: Served, result: RunResult
+    scripted: ServerHarness, result: RunResult
 ) -> None:
     call = a_call(scripted)
     generated = replace(result.generated, text="", tokens=(), finish_reason="timeout")
     over = replace(result, generated=generated)
-    events = [msgspec.to_builtins(one) for one in MessageStream(call).told(Finished((over,)))]
+    events = [
+        msgspec.to_builtins(one) for one in MessageStream(call).translate(JobFinished((over,)))
+    ]
     assert [event["type"] for event in events] == [
         "message_start",
         "ping",

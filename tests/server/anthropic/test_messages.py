@@ -7,16 +7,16 @@ import anthropic
 import pytest
 from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.runtime import Engine
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.settings import Home, Settings
-from tests.server.anthropic.bodies import WEATHER
+from tests.server.anthropic.client import WEATHER
+from tests.server.harness import BASE, ServerHarness
 from tests.server.openai.scripted_base import ANSWER, HELLO, THOUGHTS
-from tests.server.served import BASE, Served
 
 ASK: dict[str, Any] = {"model": BASE, "max_tokens": 64, "extra_body": {"temperature": 0}}
 HI = [{"role": "user", "content": "Hi"}]
@@ -27,15 +27,15 @@ def said(message: Message) -> str:
     return "".join(block.text for block in message.content if isinstance(block, TextBlock))
 
 
-def by_engine(served: Served, prompt: str, *, max_tokens: int) -> Any:
+def by_engine(served: ServerHarness, prompt: str, *, max_tokens: int) -> Any:
     """What `run` answers, greedily, with the base alone."""
     planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
-    wishes = SamplingWishes(temperature=0.0, max_tokens=max_tokens)
+    wishes = SamplingOverrides(temperature=0.0, max_tokens=max_tokens)
     request = RunRequest(
         message=UserMessage(prompt=prompt),
-        route=RouteRequest(prompt=prompt, base_alone=True, wishes=wishes),
+        route=RouteRequest(prompt=prompt, base_alone=True, sampling=wishes),
     )
-    engine = Engine(planner, budget=64 << 20)
+    engine = LocalEngine(planner, budget=64 << 20)
     running = engine.run(request)
     try:
         while True:
@@ -58,7 +58,7 @@ def test_a_message_is_what_the_published_api_calls_one(client: anthropic.Anthrop
 
 
 def test_the_text_and_the_counts_are_those_of_the_engine(
-    client: anthropic.Anthropic, scripted: Served
+    client: anthropic.Anthropic, scripted: ServerHarness
 ) -> None:
     wanted = by_engine(scripted, "Hi there", max_tokens=3)
     ask = {**ASK, "max_tokens": 3, "extra_body": {"temperature": 0, "cache_key": "counts"}}

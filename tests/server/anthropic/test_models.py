@@ -8,16 +8,16 @@ import pytest
 from anthropic.types import ModelInfo
 from anthropic.types.shared import ErrorResponse
 
-from tests.server.anthropic.clients import a_client
+from tests.server.anthropic.client import make_client
+from tests.server.harness import EXPERTS, ServerHarness
 from tests.server.openai.scripted_base import CONTEXT
-from tests.server.served import EXPERTS, Served
 
 NAMES = ["tiny", "auto", *sorted(EXPERTS)]
 VERSION = {"anthropic-version": "2023-06-01"}
 
 
-def test_the_base_auto_and_every_expert_are_models(served: Served) -> None:
-    with a_client(served) as client:
+def test_the_base_auto_and_every_expert_are_models(served: ServerHarness) -> None:
+    with make_client(served) as client:
         page = client.models.list()
     assert [model.id for model in page.data] == NAMES
     assert (page.has_more, page.first_id, page.last_id) == (False, NAMES[0], NAMES[-1])
@@ -28,8 +28,8 @@ def test_the_base_auto_and_every_expert_are_models(served: Served) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 1000])
-def test_pages_add_up_to_all_models_in_both_directions(served: Served, limit: int) -> None:
-    with a_client(served) as client:
+def test_pages_add_up_to_all_models_in_both_directions(served: ServerHarness, limit: int) -> None:
+    with make_client(served) as client:
         assert [model.id for model in client.models.list(limit=limit)] == NAMES
         back = list(client.models.list(limit=limit, before_id=NAMES[-1]).iter_pages())
     pages = [[model.id for model in page.data] for page in back]
@@ -37,8 +37,8 @@ def test_pages_add_up_to_all_models_in_both_directions(served: Served, limit: in
     assert all(len(page) <= limit for page in pages)
 
 
-def test_a_page_says_whether_there_are_more_in_its_direction(served: Served) -> None:
-    with a_client(served) as client:
+def test_a_page_says_whether_there_are_more_in_its_direction(served: ServerHarness) -> None:
+    with make_client(served) as client:
         behind = client.models.list(after_id="auto", limit=2)
         before = client.models.list(before_id="acme/dates", limit=2)
         none = client.models.list(after_id=NAMES[-1])
@@ -50,8 +50,8 @@ def test_a_page_says_whether_there_are_more_in_its_direction(served: Served) -> 
 @pytest.mark.parametrize(
     ("stages", "names"), [(["active", "retired"], NAMES), (["deprecated", "retired"], [])]
 )
-def test_every_model_is_in_use(served: Served, stages: Any, names: list[str]) -> None:
-    with a_client(served) as client:
+def test_every_model_is_in_use(served: ServerHarness, stages: Any, names: list[str]) -> None:
+    with make_client(served) as client:
         page = client.models.list(lifecycle=stages)
     assert [model.id for model in page.data] == names
 
@@ -96,7 +96,7 @@ def test_a_page_that_cannot_be_given_is_refused_by_its_field(
     ErrorResponse.model_validate(refused.value.body, strict=True)
 
 
-def test_the_header_decides_at_this_address_alone(scripted: Served) -> None:
+def test_the_header_decides_at_this_address_alone(scripted: ServerHarness) -> None:
     client = scripted.client()
     assert client.get("/v1/models").json()["object"] == "list"
     assert client.get("/v1/models", headers=VERSION).json()["first_id"] == "tiny"

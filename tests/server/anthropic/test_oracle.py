@@ -7,38 +7,40 @@ import anthropic
 import pytest
 from anthropic.types import TextBlock
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.settings import Home, Settings
-from tests.server.anthropic.clients import a_client
-from tests.server.served import Served
+from tests.server.anthropic.client import make_client
+from tests.server.harness import ServerHarness
 
 TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def engine(served: Served) -> Iterator[Engine]:
+def engine(served: ServerHarness) -> Iterator[LocalEngine]:
     planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
-    engine = Engine(planner, budget=64 << 20)
+    engine = LocalEngine(planner, budget=64 << 20)
     yield engine
     engine.close()
 
 
-def alone(engine: Engine, turns: list[tuple[Any, str]], experts: tuple[Forced, ...]) -> RunResult:
+def alone(
+    engine: LocalEngine, turns: list[tuple[Any, str]], experts: tuple[ForcedExpert, ...]
+) -> RunResult:
     """What `run` answers to a conversation."""
     *before, (_, prompt) = turns
-    wishes = SamplingWishes(temperature=0.0, max_tokens=TOKENS)
+    wishes = SamplingOverrides(temperature=0.0, max_tokens=TOKENS)
     request = RunRequest(
         message=UserMessage(prompt=prompt),
-        route=RouteRequest(prompt=prompt, base_alone=not experts, wishes=wishes),
+        route=RouteRequest(prompt=prompt, base_alone=not experts, sampling=wishes),
         experts=experts,
-        history=tuple(Message(role, content) for role, content in before),
+        history=tuple(ConversationMessage(role, content) for role, content in before),
     )
     running = engine.run(request)
     while True:
@@ -49,8 +51,8 @@ def alone(engine: Engine, turns: list[tuple[Any, str]], experts: tuple[Forced, .
             return result
 
 
-def expert(name: str, weight: float = 1.0) -> Forced:
-    return Forced(Reference.parse(f"acme/{name}"), weight)
+def expert(name: str, weight: float = 1.0) -> ForcedExpert:
+    return ForcedExpert(Reference.parse(f"acme/{name}"), weight)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +65,18 @@ def expert(name: str, weight: float = 1.0) -> Forced:
 )
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_turn_is_answered_as_run_answers_it(
-    served: Served, engine: Engine, model: str, experts: tuple[Forced, ...], streams: bool
+    served: ServerHarness,
+    engine: LocalEngine,
+    model: str,
+    experts: tuple[ForcedExpert, ...],
+    streams: bool,
 ) -> None:
     turns = [("system", "Be brief."), ("user", "Sort: 3, 1, 2")]
     ask: dict[str, Any] = {"model": model, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
     for prompt in ("And backwards?", "Once more."):
         wanted = alone(engine, turns, experts)
         sent: Any = [{"role": role, "content": content} for role, content in turns[1:]]
-        with a_client(served) as client:
+        with make_client(served) as client:
             message = _asked(client, streams, system="Be brief.", messages=sent, **ask)
         text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
         read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)

@@ -8,34 +8,37 @@ import msgspec
 import pytest
 from anthropic.types import Usage
 
-from expertctl.engine.generate import FinishReason
-from expertctl.engine.run_result import RunResult
-from expertctl.server.anthropic.message_call import MessageCall, message_call
-from expertctl.server.anthropic.message_request import MessageRequest
-from expertctl.server.anthropic.outcome import stop_of, usage_of
-from expertctl.server.base_text import BaseText
-from expertctl.server.body import parse_body
+from expertctl.engine.generation import FinishReason
+from expertctl.engine.result import RunResult
+from expertctl.server.anthropic.message_request import (
+    MessageCall,
+    MessageRequest,
+    build_message_call,
+)
+from expertctl.server.anthropic.message_response import build_usage, find_stop_reason
 from expertctl.server.caller import Caller
-from expertctl.server.generation import finished
+from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.request_body import parse_body
 from expertctl.server.settings import ServeSettings
-from tests.server.anthropic.bodies import body_of
-from tests.server.served import BASE, Served
+from expertctl.server.streaming import run_job
+from tests.server.anthropic.client import make_body
+from tests.server.harness import BASE, ServerHarness
 
 
-def a_call(served: Served, **fields: Any) -> MessageCall:
-    body = body_of(**{"max_tokens": 4, "temperature": 0, **fields})
-    return message_call(
+def a_call(served: ServerHarness, **fields: Any) -> MessageCall:
+    body = make_body(**{"max_tokens": 4, "temperature": 0, **fields})
+    return build_message_call(
         parse_body(body, MessageRequest),
         caller=Caller(id="key-1"),
         base_name=BASE,
-        text=BaseText(served.engine.tokenizer),
+        template=ChatTemplateTraits(served.engine.tokenizer),
         settings=ServeSettings(),
     )
 
 
 @pytest.fixture(scope="module")
-def result(scripted: Served) -> RunResult:
-    return asyncio.run(finished(scripted.engine, a_call(scripted).job)).results[0]
+def result(scripted: ServerHarness) -> RunResult:
+    return asyncio.run(run_job(scripted.engine, a_call(scripted).job)).results[0]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def result(scripted: Served) -> RunResult:
     ],
 )
 def test_why_an_answer_ended_is_told_in_published_words(
-    scripted: Served,
+    scripted: ServerHarness,
     result: RunResult,
     reason: FinishReason,
     by: str | None,
@@ -62,12 +65,12 @@ def test_why_an_answer_ended_is_told_in_published_words(
 ) -> None:
     call = a_call(scripted, stop_sequences=["END", "FIN"])
     ended = replace(result.generated, finish_reason=reason, stopped_by=by)
-    stop = stop_of(call, replace(result, generated=ended), calls=calls)
+    stop = find_stop_reason(call, replace(result, generated=ended), calls=calls)
     assert (stop.stop_reason, stop.stop_sequence) == wanted
 
 
 def test_tokens_add_up_as_published() -> None:
-    told = msgspec.to_builtins(usage_of(prompt=100, reused=60, written=7))
+    told = msgspec.to_builtins(build_usage(prompt=100, cached=60, generated=7))
     usage = Usage.model_validate(told, strict=True)
     cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     assert usage.input_tokens + cached == 100

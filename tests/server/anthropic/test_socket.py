@@ -9,10 +9,9 @@ import anthropic
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
 
-from tests.server.anthropic.bodies import WEATHER
-from tests.server.anthropic.clients import on_a_socket
-from tests.server.openai.scripted_base import ANSWER, HELLO, scripted_stock
-from tests.server.served import BASE, Stock
+from tests.server.anthropic.client import WEATHER, run_socket_program
+from tests.server.harness import BASE, ServedPackages
+from tests.server.openai.scripted_base import ANSWER, HELLO, make_scripted_packages
 
 pytestmark = pytest.mark.all
 
@@ -25,18 +24,18 @@ ENDLESS: dict[str, Any] = {**ASK, "max_tokens": 3000}
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose answers are known."""
     folder = tmp_path_factory.mktemp("talking")
-    stock = scripted_stock(folder / "stock")
-    stock.house(folder / "home")
-    with on_a_socket(folder / "home") as url:
+    stock = make_scripted_packages(folder / "stock")
+    stock.make_home(folder / "home")
+    with run_socket_program(folder / "home") as url:
         yield url
 
 
 @pytest.fixture(scope="module")
-def narrow(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def narrow(stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that writes one answer at a time and lets one wait, with answers without end."""
     home = tmp_path_factory.mktemp("narrow") / "home"
-    stock.house(home)
-    with on_a_socket(home, rows=1, queue=1) as url:
+    stock.make_home(home)
+    with run_socket_program(home, rows=1, queue=1) as url:
         yield url
 
 
@@ -139,10 +138,12 @@ def test_a_full_queue_is_told_and_tried_again(narrow: str) -> None:
     assert int(seconds or 0) >= 1
 
 
-def test_a_server_that_ends_leaves_no_client_without_a_word(tmp_path: Path, stock: Stock) -> None:
+def test_a_server_that_ends_leaves_no_client_without_a_word(
+    tmp_path: Path, stock: ServedPackages
+) -> None:
     home = tmp_path / "home"
-    stock.house(home)
-    with on_a_socket(home) as url, a_client(url) as client:
+    stock.make_home(home)
+    with run_socket_program(home) as url, a_client(url) as client:
         message = client.messages.create(messages=HI, **{**ASK, "max_tokens": 2})
         assert all(isinstance(block, TextBlock) for block in message.content)
     with a_client(url) as client, pytest.raises(anthropic.APIConnectionError):

@@ -11,17 +11,21 @@ from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.engine.serving.job import Event, Failed, Job, Piece, Sink
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.request import (
+    GenerationJob,
+    JobEvent,
+    JobFailed,
+    OutputDelta,
+    TokenSink,
+)
 from expertctl.errors import StoreError
 from expertctl.server.app import create_app
 from expertctl.server.settings import ServeSettings
-from tests.server.anthropic.bodies import WEATHER
-from tests.server.anthropic.clients import a_client
+from tests.server.anthropic.client import WEATHER, make_client
 from tests.server.conftest import MakeServed
-from tests.server.listener import Listener
+from tests.server.harness import BASE, ServerHarness, StreamingClient
 from tests.server.openai.scripted_base import HELLO, PARIS
-from tests.server.served import BASE, Served
 
 ASK: dict[str, Any] = {"model": BASE, "max_tokens": 2048, "extra_body": {"temperature": 0}}
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -29,7 +33,7 @@ THINKING = {"type": "enabled", "budget_tokens": 1024}
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def events(served: Served, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+def events(served: ServerHarness, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
     """The events of a stream as they are on the wire."""
     body = {"model": BASE, "max_tokens": 2048, "temperature": 0, "messages": HI, "stream": True}
     answer = served.client().post("/v1/messages", json={**body, **fields})
@@ -45,14 +49,16 @@ def without_repeats(names: list[str]) -> list[str]:
     return [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name]
 
 
-def test_every_event_is_one_of_the_published_api_and_named_by_its_type(scripted: Served) -> None:
+def test_every_event_is_one_of_the_published_api_and_named_by_its_type(
+    scripted: ServerHarness,
+) -> None:
     for name, data in events(scripted):
         assert data["type"] == name
         if name != "ping":
             EVENT.validate_python(data, strict=True)
 
 
-def test_events_come_in_the_published_order(scripted: Served) -> None:
+def test_events_come_in_the_published_order(scripted: ServerHarness) -> None:
     names = without_repeats([name for name, _ in events(scripted)])
     assert names == [
         "message_start",
@@ -65,7 +71,7 @@ def test_events_come_in_the_published_order(scripted: Served) -> None:
     ]
 
 
-def test_blocks_of_thought_text_and_calls_follow_each_other(scripted: Served) -> None:
+def test_blocks_of_thought_text_and_calls_follow_each_other(scripted: ServerHarness) -> None:
     thought = events(scripted, thinking=THINKING)
     started = [data for name, data in thought if name == "content_block_start"]
     assert [(one["index"], one["content_block"]["type"]) for one in started] == [
@@ -91,7 +97,7 @@ def test_blocks_of_thought_text_and_calls_follow_each_other(scripted: Served) ->
     assert indices == sorted(indices)
 
 
-def test_text_comes_in_more_than_one_piece(scripted: Served) -> None:
+def test_text_comes_in_more_than_one_piece(scripted: ServerHarness) -> None:
     pieces = [data for name, data in events(scripted) if name == "content_block_delta"]
     assert len(pieces) > 1
     assert "".join(piece["delta"]["text"] for piece in pieces) == "".join(HELLO)
@@ -130,7 +136,7 @@ def test_a_stream_adds_up_to_the_message(
     assert comparable(streamed) == comparable(whole)
 
 
-def test_the_end_of_a_stream_tells_of_the_plan(scripted: Served) -> None:
+def test_the_end_of_a_stream_tells_of_the_plan(scripted: ServerHarness) -> None:
     found = events(scripted)
     start, end = found[0][1]["message"], found[-2][1]
     assert start["id"] == f"msg_{end['expertctl']['job_id']}"
@@ -143,7 +149,7 @@ def test_the_end_of_a_stream_tells_of_the_plan(scripted: Served) -> None:
     assert end["usage"]["output_tokens"] == len(HELLO)
 
 
-def test_what_is_refused_is_an_ordinary_answer(scripted: Served) -> None:
+def test_what_is_refused_is_an_ordinary_answer(scripted: ServerHarness) -> None:
     body = {"model": "gpt-9", "max_tokens": 8, "messages": HI, "stream": True}
     answer = scripted.client().post("/v1/messages", json=body)
     assert answer.status_code == 404
@@ -151,20 +157,20 @@ def test_what_is_refused_is_an_ordinary_answer(scripted: Served) -> None:
 
 
 def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None:
-    served = make_served(ServeSettings(batch=BatchSettings(budget=64 << 20, rows=1)))
+    served = make_served(ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1)))
     endless = {"model": BASE, "max_tokens": 3000, "messages": HI, "stream": True, "temperature": 0}
 
     async def leave() -> None:
-        async with Listener(served.app, "/v1/messages", endless) as listener:
-            status, _ = await listener.head()
+        async with StreamingClient(served.app, "/v1/messages", endless) as listener:
+            status, _ = await listener.read_head()
             assert status == 200
-            while b"content_block_delta" not in await listener.piece():
+            while b"content_block_delta" not in await listener.read_chunk():
                 pass
-            listener.leave()
-            await listener.done()
+            listener.disconnect()
+            await listener.wait_until_done()
 
     asyncio.run(leave())
-    with a_client(served) as client:
+    with make_client(served) as client:
         client.messages.create(messages=HI, model=BASE, max_tokens=1)
     totals = served.engine.snapshot().totals
     assert (totals.cancelled, totals.finished, totals.failed) == (1, 1, 0)
@@ -173,30 +179,30 @@ def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None
 class _Breaking:
     """The engine of a server, which fails every job after its first piece."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServerHarness) -> None:
         self._engine = served.engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, job: Job, sink: Sink) -> None:
+    def submit(self, job: GenerationJob, sink: TokenSink) -> None:
         broken = False
 
-        def some(event: Event) -> None:
+        def some(event: JobEvent) -> None:
             nonlocal broken
             if not broken:
                 sink(event)
-            if isinstance(event, Piece) and not broken:
+            if isinstance(event, OutputDelta) and not broken:
                 broken = True
-                sink(Failed(StoreError("the file of an expert is gone")))
+                sink(JobFailed(StoreError("the file of an expert is gone")))
 
         self._engine.submit(job, some)
 
 
-def test_an_error_on_the_way_is_the_last_event(scripted: Served) -> None:
+def test_an_error_on_the_way_is_the_last_event(scripted: ServerHarness) -> None:
     engine: Any = _Breaking(scripted)
     app = create_app(replace(scripted.service, engine=engine))
-    with a_client(Served(scripted.service, app, scripted.house)) as client:
+    with make_client(ServerHarness(scripted.service, app, scripted.house)) as client:
         stream = client.messages.create(messages=HI, stream=True, **ASK)
         assert next(iter(stream)).type == "message_start"
         with pytest.raises(anthropic.APIStatusError, match="is gone") as failed:

@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 
+from expertctl.server.anthropic.conversation import OfferedTool, is_single_call, select_tools
 from expertctl.server.anthropic.message_request import CountRequest
-from expertctl.server.anthropic.tool import OfferedTool, offered, one_call
-from expertctl.server.body import parse_body
-from expertctl.server.field_error import FieldError
-from tests.server.anthropic.bodies import WEATHER, body_of
+from expertctl.server.request_body import FieldError, parse_body
+from tests.server.anthropic.client import WEATHER, make_body
 
 
 def read(tools: list[Any], choice: dict[str, Any] | None = None) -> tuple[OfferedTool, ...]:
-    body = parse_body(body_of(tools=tools, tool_choice=choice), CountRequest)
-    return offered(body.tools or (), body.tool_choice)
+    body = parse_body(make_body(tools=tools, tool_choice=choice), CountRequest)
+    return select_tools(body.tools or (), body.tool_choice)
 
 
 def test_a_tool_is_given_to_templates_as_a_function() -> None:
@@ -42,8 +41,8 @@ def test_the_model_is_told_of_all_tools_or_of_none() -> None:
 
 def test_one_call_at_a_time_can_be_asked_for() -> None:
     def asked(choice: dict[str, Any] | None) -> bool:
-        body = parse_body(body_of(tools=[WEATHER], tool_choice=choice), CountRequest)
-        return one_call(body.tool_choice)
+        body = parse_body(make_body(tools=[WEATHER], tool_choice=choice), CountRequest)
+        return is_single_call(body.tool_choice)
 
     assert asked({"type": "auto", "disable_parallel_tool_use": True})
     assert not asked({"type": "auto"})

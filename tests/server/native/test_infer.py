@@ -12,57 +12,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.engine.serving.job import Failed, Job, Piece, Sink
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.request import GenerationJob, JobFailed, OutputDelta, TokenSink
+from expertctl.engine.text.prompt import UserMessage
 from expertctl.errors import ExpertError, UsageError
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import LIMITS, SamplingWishes
 from expertctl.routing.request import RouteRequest, parse_forced
-from expertctl.schema.validation import problems_of
-from expertctl.server.body import parse_body
+from expertctl.routing.sampling_presets import LIMITS, SamplingOverrides
+from expertctl.schema.validation import find_problems
 from expertctl.server.caller import Caller
-from expertctl.server.native.call import Arrival, Call
-from expertctl.server.native.infer_request import InferRequest
-from expertctl.server.native.stream import infer_lines
-from expertctl.server.post_processing.command import read_commands
+from expertctl.server.native.infer import Arrival, InferCall, InferRequest, stream_infer
+from expertctl.server.post_processing.validator import parse_validators
+from expertctl.server.request_body import parse_body
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Home, Settings
 from tests.server.conftest import MakeServed
-from tests.server.listener import Listener
-from tests.server.native.results import PROMPT, STARTED
-from tests.server.served import BASE, Served
+from tests.server.harness import BASE, PROMPT, STARTED, ServerHarness, StreamingClient
 
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 STAGES = ["reception", "reasoning", "preparation", "inference", "post_processing"]
 
 
-def ask(served: Served, **body: Any) -> dict[str, Any]:
+def ask(served: ServerHarness, **body: Any) -> dict[str, Any]:
     answer = served.client().post("/v1/infer", json=body)
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
     return document
 
 
-def refusal(served: Served, body: Any) -> tuple[int, dict[str, str]]:
+def refusal(served: ServerHarness, body: Any) -> tuple[int, dict[str, str]]:
     answer = served.client().post("/v1/infer", json=body)
     return answer.status_code, answer.json()["error"]
 
 
-def run(served: Served, message: UserMessage, *experts: str, **wishes: Any) -> RunResult:
+def run(served: ServerHarness, message: UserMessage, *experts: str, **wishes: Any) -> RunResult:
     """What `expertctl run` answers."""
     planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
-    wished = SamplingWishes(max_tokens=12, **wishes)
+    wished = SamplingOverrides(max_tokens=12, **wishes)
     request = RunRequest(
         message=message,
-        route=RouteRequest(prompt=message.prompt, wishes=wished, seed=5),
+        route=RouteRequest(prompt=message.prompt, sampling=wished, seed=5),
         experts=tuple(parse_forced(expert) for expert in experts),
         base=BASE,
     )
-    stream = Engine(planner, budget=64 << 20).run(request)
+    stream = LocalEngine(planner, budget=64 << 20).run(request)
     while True:
         try:
             next(stream)
@@ -74,7 +70,7 @@ def run(served: Served, message: UserMessage, *experts: str, **wishes: Any) -> R
 @pytest.mark.parametrize(
     "experts", [[], ["acme/sql"], ["acme/sql:0.5", "acme/dates@1.0.0"]], ids=str
 )
-def test_the_answer_is_that_of_run(served: Served, experts: list[str]) -> None:
+def test_the_answer_is_that_of_run(served: ServerHarness, experts: list[str]) -> None:
     expected = run(served, UserMessage(prompt=PROMPT), *experts, greedy=True)
     found = ask(served, **GREEDY, force_experts=experts, seed=5)
     assert found["text"] == expected.generated.text
@@ -83,7 +79,7 @@ def test_the_answer_is_that_of_run(served: Served, experts: list[str]) -> None:
     assert found["experts_used"] == [e.ref for e in expected.planned.result.plan.experts]
 
 
-def test_a_drawn_answer_with_template_and_body_is_that_of_run(served: Served) -> None:
+def test_a_drawn_answer_with_template_and_body_is_that_of_run(served: ServerHarness) -> None:
     template, body = "{body}\nNow: {prompt}", "3, 1, 2"
     message = UserMessage(prompt="Sort these", body=body, template=template)
     expected = run(served, message, "acme/json", temperature=0.9, top_k=20)
@@ -102,9 +98,9 @@ def test_a_drawn_answer_with_template_and_body_is_that_of_run(served: Served) ->
     assert found["seed"] == 5
 
 
-def test_the_document_is_as_its_schema_says(served: Served) -> None:
+def test_the_document_is_as_its_schema_says(served: ServerHarness) -> None:
     found = ask(served, **GREEDY, force_experts=["acme/sql"])
-    assert problems_of(found, "infer") == []
+    assert find_problems(found, "infer") == []
     assert found["tokens_generated"] == found["tokens"]["generated"] == 12
     assert list(found["stages"]) == STAGES
     assert sum(found["stages"].values()) <= found["latency_ms"]
@@ -121,7 +117,7 @@ def events(text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_stream_tells_the_same_answer_piece_by_piece(served: Served) -> None:
+def test_a_stream_tells_the_same_answer_piece_by_piece(served: ServerHarness) -> None:
     whole = ask(served, **GREEDY, force_experts=["acme/sql"])
     answer = served.client().post(
         "/v1/infer", json={**GREEDY, "force_experts": ["acme/sql"], "stream": True}
@@ -131,13 +127,13 @@ def test_a_stream_tells_the_same_answer_piece_by_piece(served: Served) -> None:
     assert (first, last) == ("started", "finished")
     assert {name for name, _ in pieces} == {"piece"}
     assert "".join(data["text"] for _, data in pieces) == finished["text"] == whole["text"]
-    assert problems_of(finished, "infer") == []
+    assert find_problems(finished, "infer") == []
     assert started["job_id"] == finished["job_id"]
     assert started["plan"] == finished["plan"]
     assert started["tokens"]["prompt"] == finished["tokens"]["prompt"]
 
 
-def test_a_stream_that_is_refused_is_an_ordinary_error(served: Served) -> None:
+def test_a_stream_that_is_refused_is_an_ordinary_error(served: ServerHarness) -> None:
     body = {**GREEDY, "force_experts": ["acme/none"], "stream": True}
     status, error = refusal(served, body)
     assert (status, error["code"]) == (404, "not_found")
@@ -146,10 +142,10 @@ def test_a_stream_that_is_refused_is_an_ordinary_error(served: Served) -> None:
 class Breaking:
     """An engine whose answer breaks off."""
 
-    def submit(self, job: Job, sink: Sink) -> None:
+    def submit(self, job: GenerationJob, sink: TokenSink) -> None:
         sink(STARTED)
-        sink(Piece(0, "1, "))
-        sink(Failed(ExpertError("broken", hint="ask again")))
+        sink(OutputDelta(0, "1, "))
+        sink(JobFailed(ExpertError("broken", hint="ask again")))
 
     def cancel(self, job_id: str) -> None:
         """It is at its end."""
@@ -157,11 +153,11 @@ class Breaking:
 
 def test_a_stream_that_breaks_off_says_so_in_its_last_event() -> None:
     body = InferRequest(prompt=PROMPT, stream=True)
-    job = Job(id="0" * 32, request=body.asked(Caller()))
-    call = Call(job=job, arrival=Arrival(), reception_ms=0.1)
+    job = GenerationJob(id="0" * 32, request=body.to_run_request(Caller()))
+    call = InferCall(job=job, arrival=Arrival(), reception_ms=0.1)
 
     async def read() -> str:
-        lines = [line async for line in infer_lines(Breaking(), call, {"path": "/v1/infer"})]
+        lines = [line async for line in stream_infer(Breaking(), call, {"path": "/v1/infer"})]
         return b"".join(lines).decode()
 
     assert events(asyncio.run(read()))[1:] == [
@@ -170,14 +166,14 @@ def test_a_stream_that_breaks_off_says_so_in_its_last_event() -> None:
     ]
 
 
-def test_who_leaves_frees_the_row(served: Served) -> None:
+def test_who_leaves_frees_the_row(served: ServerHarness) -> None:
     async def leave() -> None:
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 100_000, "stream": True}
-        async with Listener(served.app, "/v1/infer", body) as listener:
-            await listener.head()
-            await listener.piece()
-            listener.leave()
-            await listener.done()
+        async with StreamingClient(served.app, "/v1/infer", body) as listener:
+            await listener.read_head()
+            await listener.read_chunk()
+            listener.disconnect()
+            await listener.wait_until_done()
 
     before = served.engine.snapshot().totals.cancelled
     asyncio.run(asyncio.wait_for(leave(), 60))
@@ -186,7 +182,7 @@ def test_who_leaves_frees_the_row(served: Served) -> None:
     assert (snapshot.running, snapshot.totals.cancelled) == (0, before + 1)
 
 
-def test_a_context_that_is_asked_for_holds_prompt_and_answer(served: Served) -> None:
+def test_a_context_that_is_asked_for_holds_prompt_and_answer(served: ServerHarness) -> None:
     whole = ask(served, **GREEDY)
     size = whole["tokens"]["prompt"] + 4
     cut = ask(served, **GREEDY, context_size=size)
@@ -196,21 +192,21 @@ def test_a_context_that_is_asked_for_holds_prompt_and_answer(served: Served) -> 
     assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_stop_string_ends_the_answer_and_is_named(served: Served) -> None:
+def test_a_stop_string_ends_the_answer_and_is_named(served: ServerHarness) -> None:
     whole, stop = ask(served, **GREEDY), stop_in(served)
     cut = ask(served, **GREEDY, stop=[stop])
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
     assert (cut["finish_reason"], cut["stopped_by"]) == ("stop", stop)
 
 
-def stop_in(served: Served) -> str:
+def stop_in(served: ServerHarness) -> str:
     """A letter at which the greedy answer stops, which its limit of tokens would cut."""
     whole = ask(served, **GREEDY)
     return next(c for c in whole["text"][2:] if c.isprintable() and c != "\ufffd")
 
 
 @pytest.mark.parametrize("kind", ["json", "json_object", "sql", "python"])
-def test_a_form_that_the_answer_has_not_is_told(served: Served, kind: str) -> None:
+def test_a_form_that_the_answer_has_not_is_told(served: ServerHarness, kind: str) -> None:
     wanted = {"type": kind}
     found = ask(served, **GREEDY, stop=[stop_in(served)], response_format=wanted)
     assert found["validation_passed"] is False
@@ -220,10 +216,10 @@ def test_a_form_that_the_answer_has_not_is_told(served: Served, kind: str) -> No
 
 
 def test_validators_of_the_operator_are_asked_by_name(make_served: MakeServed) -> None:
-    commands = read_commands(
+    commands = parse_validators(
         [f"any={sys.executable} -c pass", f"none={sys.executable} -c 'exit(\"no such thing\")'"]
     )
-    served = make_served(ServeSettings(validators=commands, batch=BatchSettings(budget=64 << 20)))
+    served = make_served(ServeSettings(validators=commands, batch=EngineConfig(budget=64 << 20)))
     stop = [stop_in(served)]
     passed = ask(served, **GREEDY, response_format={"type": "custom", "name": "any"})
     failed = ask(served, **GREEDY, stop=stop, response_format={"type": "custom", "name": "none"})
@@ -284,7 +280,9 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body)[:60])
-def test_a_bad_request_is_refused_and_says_where(served: Served, body: dict[str, Any]) -> None:
+def test_a_bad_request_is_refused_and_says_where(
+    served: ServerHarness, body: dict[str, Any]
+) -> None:
     status, error = refusal(served, body)
     assert (status, error["code"]) == (400, "usage")
     assert set(error) == {"code", "message", "hint"}
@@ -307,7 +305,7 @@ def test_a_bad_request_is_refused_and_says_where(served: Served, body: dict[str,
     ],
 )
 def test_experts_cannot_be_named_by_path_or_address(
-    served: Served, field: str, name: str, tmp_path: Path
+    served: ServerHarness, field: str, name: str, tmp_path: Path
 ) -> None:
     status, error = refusal(served, {"prompt": "x", field: [name]})
     assert status == 400
@@ -315,12 +313,12 @@ def test_experts_cannot_be_named_by_path_or_address(
 
 
 @pytest.mark.parametrize("name", ["acme/none", "registry.example/acme/sql", f"sha256:{'0' * 64}"])
-def test_only_installed_experts_are_found(served: Served, name: str) -> None:
+def test_only_installed_experts_are_found(served: ServerHarness, name: str) -> None:
     status, error = refusal(served, {**GREEDY, "force_experts": [name]})
     assert (status, error["code"]) == (404, "not_found")
 
 
-def test_an_expert_is_named_by_its_digest_too(served: Served) -> None:
+def test_an_expert_is_named_by_its_digest_too(served: ServerHarness) -> None:
     experts = served.client().get("/v1/experts").json()["experts"]
     [sql] = [one for one in experts if one["name"] == "acme/sql"]
     found = ask(served, **GREEDY, force_experts=[f"{sql['content_digest']}:0.5"])
@@ -343,7 +341,7 @@ def limits(name: str) -> Iterator[tuple[float, bool]]:
 def test_the_limits_are_inclusive(name: str, value: float, fits: bool) -> None:
     body = json.dumps({"prompt": "x", name: int(value) if value == int(value) else value})
     if fits:
-        assert parse_body(body.encode(), InferRequest).asked(Caller())
+        assert parse_body(body.encode(), InferRequest).to_run_request(Caller())
     else:
         with pytest.raises(UsageError, match=name):
             parse_body(body.encode(), InferRequest)
@@ -370,13 +368,13 @@ def test_the_first_key_that_is_given_counts_and_none_leaves_its_caller(
     )
     order = [cache, session, cache_in_metadata, session_in_metadata, user, "default"]
     first = next(key for key in order if key)
-    assert body.asked(Caller(id="key1")).cache_key == f"key1/{first}"
-    assert body.asked(Caller(id="key2")).cache_key == f"key2/{first}"
+    assert body.to_run_request(Caller(id="key1")).cache_key == f"key1/{first}"
+    assert body.to_run_request(Caller(id="key2")).cache_key == f"key2/{first}"
 
 
 def test_kept_texts_of_one_api_key_are_not_reached_with_another(make_served: MakeServed) -> None:
     served = make_served(None)
-    first, second = (served.service.keys.make(name, now=0.0).secret for name in ("ada", "bob"))
+    first, second = (served.service.keys.create(name, now=0.0).secret for name in ("ada", "bob"))
     body = {**GREEDY, "cache_key": "chat-1"}
 
     def reused(secret: str) -> int:

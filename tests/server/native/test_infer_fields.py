@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.schema.validation import problems_of
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.openai.scripted_base import FENCED, HELLO, scripted_stock
-from tests.server.served import Served, serving
+from tests.server.harness import ServerHarness, run_app
+from tests.server.openai.scripted_base import FENCED, HELLO, make_scripted_packages
 
 ASKED: dict[str, Any] = {"prompt": "Give a fenced value.", "temperature": 0, "max_tokens": 20}
 FOREIGN = {"keep_alive": "5m", "store": True}
@@ -31,9 +31,9 @@ TOLD = ["a Markdown fence around the JSON was removed", "text after the JSON was
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     folder = tmp_path_factory.mktemp("fields")
-    with serving(scripted_stock(folder / "stock").house(folder / "home")) as served:
+    with run_app(make_scripted_packages(folder / "stock").make_home(folder / "home")) as served:
         yield served
 
 
@@ -45,7 +45,7 @@ def events_in(text: str) -> list[tuple[str, Any]]:
     ]
 
 
-def ended_job(served: Served, body: dict[str, Any]) -> dict[str, Any]:
+def ended_job(served: ServerHarness, body: dict[str, Any]) -> dict[str, Any]:
     client = served.client()
     begun = client.post("/v1/jobs", json=body)
     assert begun.status_code == 202, begun.text
@@ -59,20 +59,20 @@ def ended_job(served: Served, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_fields_that_infer_does_not_know_are_ignored_and_named(
-    scripted: Served, stream: bool
+    scripted: ServerHarness, stream: bool
 ) -> None:
     answer = scripted.client().post("/v1/infer", json={**ASKED, **FOREIGN, "stream": stream})
     assert (answer.status_code, answer.headers["x-expertctl-ignored"]) == (200, "keep_alive, store")
     document = events_in(answer.text)[-1][1] if stream else answer.json()
     assert document["text"] == "".join(FENCED)
     assert any("were ignored: keep_alive, store" in one for one in document["warnings"])
-    assert problems_of(document, "infer") == []
+    assert find_problems(document, "infer") == []
     plain = scripted.client().post("/v1/infer", json=ASKED)
     assert "x-expertctl-ignored" not in plain.headers
     assert "were ignored" not in plain.text
 
 
-def test_fields_that_a_job_does_not_know_are_ignored_and_named(scripted: Served) -> None:
+def test_fields_that_a_job_does_not_know_are_ignored_and_named(scripted: ServerHarness) -> None:
     begun = scripted.client().post("/v1/jobs", json={**ASKED, **FOREIGN})
     assert (begun.status_code, begun.headers["x-expertctl-ignored"]) == (202, "keep_alive, store")
     job = ended_job(scripted, {**ASKED, **FOREIGN})
@@ -92,7 +92,7 @@ def test_fields_that_a_job_does_not_know_are_ignored_and_named(scripted: Served)
     ],
 )
 def test_a_field_without_which_infer_would_answer_something_else_is_refused(
-    scripted: Served, path: str, field: str, value: Any
+    scripted: ServerHarness, path: str, field: str, value: Any
 ) -> None:
     answer = scripted.client().post(path, json={**ASKED, field: value})
     assert answer.status_code == 400
@@ -103,7 +103,7 @@ def test_a_field_without_which_infer_would_answer_something_else_is_refused(
 def test_infer_with_strict_fields_refuses_what_it_does_not_know(
     make_served: MakeServed, path: str
 ) -> None:
-    batch = BatchSettings(budget=64 << 20)
+    batch = EngineConfig(budget=64 << 20)
     client = make_served(ServeSettings(strict_fields=True, batch=batch)).client()
     answer = client.post(path, json={**ASKED, **FOREIGN})
     assert answer.status_code == 400
@@ -111,7 +111,9 @@ def test_infer_with_strict_fields_refuses_what_it_does_not_know(
 
 
 @pytest.mark.parametrize("field", ["temperature", "force_experts", "max_tokens"])
-def test_the_limits_of_infer_hold_beside_ignored_fields(scripted: Served, field: str) -> None:
+def test_the_limits_of_infer_hold_beside_ignored_fields(
+    scripted: ServerHarness, field: str
+) -> None:
     wrong = {"temperature": 99, "force_experts": ["acme/sql"] * 99, "max_tokens": 0}
     answer = scripted.client().post("/v1/infer", json={**ASKED, **FOREIGN, field: wrong[field]})
     assert answer.status_code == 400
@@ -120,16 +122,16 @@ def test_the_limits_of_infer_hold_beside_ignored_fields(scripted: Served, field:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form["type"]))
 def test_infer_gives_out_json_without_the_fence_around_it(
-    scripted: Served, form: dict[str, Any]
+    scripted: ServerHarness, form: dict[str, Any]
 ) -> None:
     answer = scripted.client().post("/v1/infer", json={**ASKED, "response_format": form}).json()
     assert json.loads(answer["text"]) == {"fenced": True}
     assert answer["validation_passed"] is True
     assert answer["warnings"][-2:] == TOLD
-    assert problems_of(answer, "infer") == []
+    assert find_problems(answer, "infer") == []
 
 
-def test_a_stream_of_infer_gives_out_the_same_json(scripted: Served) -> None:
+def test_a_stream_of_infer_gives_out_the_same_json(scripted: ServerHarness) -> None:
     body = {**ASKED, "response_format": FORMS[0], "stream": True}
     events = events_in(scripted.client().post("/v1/infer", json=body).text)
     assert "".join(data["text"] for name, data in events if name == "piece") == OBJECT
@@ -138,21 +140,23 @@ def test_a_stream_of_infer_gives_out_the_same_json(scripted: Served) -> None:
     assert events[-1][1]["warnings"][-2:] == TOLD
 
 
-def test_a_job_keeps_the_same_json(scripted: Served) -> None:
+def test_a_job_keeps_the_same_json(scripted: ServerHarness) -> None:
     job = ended_job(scripted, {**ASKED, "response_format": FORMS[0]})
     assert job["text"] == job["result"]["text"] == OBJECT
 
 
 @pytest.mark.parametrize("form", [None, {"type": "text"}, {"type": "python"}])
 def test_infer_leaves_a_fence_where_no_json_was_asked_for(
-    scripted: Served, form: dict[str, Any] | None
+    scripted: ServerHarness, form: dict[str, Any] | None
 ) -> None:
     answer = scripted.client().post("/v1/infer", json={**ASKED, "response_format": form}).json()
     assert answer["text"] == "".join(FENCED)
     assert not set(TOLD) & set(answer["warnings"])
 
 
-def test_infer_leaves_words_that_are_no_json_and_says_that_they_are_none(scripted: Served) -> None:
+def test_infer_leaves_words_that_are_no_json_and_says_that_they_are_none(
+    scripted: ServerHarness,
+) -> None:
     body = {"prompt": "Hi", "temperature": 0, "max_tokens": 20, "response_format": FORMS[1]}
     answer = scripted.client().post("/v1/infer", json=body).json()
     assert (answer["text"], answer["validation_passed"]) == ("".join(HELLO), False)

@@ -17,21 +17,21 @@ from hypothesis.stateful import (
     rule,
 )
 
-from expertctl.engine.serving.job import Failed, Finished, Piece
+from expertctl.engine.serving.request import JobFailed, JobFinished, OutputDelta
 from expertctl.errors import CancelledError, ExpertError, NotFoundError, TimedOutError
 from expertctl.schema.strict_json import JsonObject
-from expertctl.server.native.job_store import JobStore, StoredJob
-from tests.server.native.results import STARTED, finished
+from expertctl.server.native.jobs import JobStore, StoredJob
+from tests.server.harness import STARTED, make_finished
 
 OWNERS = ("ada", "bob", "cleo")
 Question = Callable[..., StoredJob]
 
 
-def describe(event: Finished) -> JsonObject:
+def describe(event: JobFinished) -> JsonObject:
     return {"text": event.results[0].generated.text}
 
 
-class Clock:
+class JobStoreClock:
     """A clock that moves when a test says so."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Clock:
         return self.now
 
 
-class Told:
+class ExpectedJob:
     """What a job must look like, kept by the plainest of means."""
 
     def __init__(self, owner: str, submitted: float) -> None:
@@ -59,11 +59,11 @@ class Machine(RuleBasedStateMachine):
     @initialize(seconds=st.integers(1, 50), count=st.integers(1, 4), size=st.integers(1, 6))
     def begin(self, seconds: int, count: int, size: int) -> None:
         self.seconds, self.count, self.most = seconds, count, 1200 * size
-        self.clock = Clock()
+        self.clock = JobStoreClock()
         self.store = JobStore(
             kept_seconds=seconds, kept_per_owner=count, kept_bytes=self.most, clock=self.clock
         )
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, ExpectedJob] = {}
         self.ended: list[str] = []
         self.order: list[str] = []
         self.number = 0
@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
         self.number += 1
         job_id = f"{self.number:032x}"
         self.store.add(job_id, owner=owner, submitted=self.clock(), describe=describe)
-        self.told[job_id] = Told(owner, self.clock())
+        self.told[job_id] = ExpectedJob(owner, self.clock())
         return job_id
 
     @rule(job_id=consumes(running))
@@ -84,13 +84,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(job_id=running)
     def start(self, job_id: str) -> None:
-        self.store.hear(job_id, STARTED)
+        self.store.record_event(job_id, STARTED)
         told = self.told[job_id]
         told.status = "processing" if told.status == "queued" else told.status
 
     @rule(job_id=running, text=st.text("xü", max_size=5))
     def write(self, job_id: str, text: str) -> None:
-        self.store.hear(job_id, Piece(0, text))
+        self.store.record_event(job_id, OutputDelta(0, text))
         self.told[job_id].text += text
 
     @rule(target=jobs, job_id=consumes(running), more=st.text("y", max_size=300))
@@ -98,30 +98,30 @@ class Machine(RuleBasedStateMachine):
         told = self.told[job_id]
         reason = "cancelled" if told.status == "cancelled" else "length"
         told.text += more
-        self.store.hear(job_id, finished(told.text, reason, job_id=job_id))
+        self.store.record_event(job_id, make_finished(told.text, reason, job_id=job_id))
         return self._end(job_id, "finished")
 
     @rule(
         target=jobs, job_id=consumes(running), error=st.sampled_from([TimedOutError, ExpertError])
     )
     def fail(self, job_id: str, error: type[ExpertError]) -> str:
-        self.store.hear(job_id, Failed(error("no")))
+        self.store.record_event(job_id, JobFailed(error("no")))
         return self._end(job_id, "failed")
 
     @rule(target=jobs, job_id=consumes(running))
     def end_as_the_server_ends(self, job_id: str) -> str:
-        self.store.hear(job_id, Failed(CancelledError("the server ends")))
+        self.store.record_event(job_id, JobFailed(CancelledError("the server ends")))
         return self._end(job_id, "cancelled")
 
     @rule(job_id=running)
     def call_off(self, job_id: str) -> None:
         told = self.told[job_id]
         told.status = "cancelled"
-        self._compare(job_id, self.store.call_off(job_id, owner=told.owner))
+        self._compare(job_id, self.store.cancel(job_id, owner=told.owner))
 
     @rule(job_id=jobs)
     def call_off_what_is_over(self, job_id: str) -> None:
-        self._ask(job_id, self.store.call_off)
+        self._ask(job_id, self.store.cancel)
 
     @rule(job_id=st.one_of(running, jobs))
     def ask(self, job_id: str) -> None:
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
     def ask_as_somebody_else(self, job_id: str) -> None:
         told = self.told[job_id]
         other = next(owner for owner in OWNERS if owner != told.owner)
-        for question in (self.store.find, self.store.call_off):
+        for question in (self.store.find, self.store.cancel):
             with pytest.raises(NotFoundError) as foreign:
                 question(job_id, owner=other)
             unknown = job_id[:-1] + "z"
@@ -147,8 +147,8 @@ class Machine(RuleBasedStateMachine):
     @rule(job_id=jobs, text=st.text("z", min_size=1, max_size=3))
     def hear_too_late(self, job_id: str, text: str) -> None:
         """An event after the end changes nothing."""
-        self.store.hear(job_id, Piece(0, text))
-        self.store.hear(job_id, finished(text))
+        self.store.record_event(job_id, OutputDelta(0, text))
+        self.store.record_event(job_id, make_finished(text))
         self._ask(job_id, self.store.find)
 
     @invariant()
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
                 if not self._is_old(job_id):
                     assert self.store.find(job_id, owner=owner).id == job_id
 
-    def by_end(self) -> Iterator[tuple[str, Told]]:
+    def by_end(self) -> Iterator[tuple[str, ExpectedJob]]:
         """All jobs that ended, kept or not, in that order."""
         return ((job_id, self.told[job_id]) for job_id in self.order)
 
@@ -229,15 +229,15 @@ TestJobs.settings = settings(max_examples=120, stateful_step_count=40, deadline=
 
 
 def test_a_job_tells_its_text_as_it_comes_and_then_its_result() -> None:
-    store = JobStore(clock=Clock())
+    store = JobStore(clock=JobStoreClock())
     store.add("a" * 32, owner="ada", submitted=999.5, describe=describe)
-    store.hear("a" * 32, STARTED)
-    store.hear("a" * 32, Piece(0, "1, "))
-    store.hear("a" * 32, Piece(0, "2"))
+    store.record_event("a" * 32, STARTED)
+    store.record_event("a" * 32, OutputDelta(0, "1, "))
+    store.record_event("a" * 32, OutputDelta(0, "2"))
     running = store.find("a" * 32, owner="ada")
     assert (running.status, running.text, running.result) == ("processing", "1, 2", None)
     assert (running.submitted, running.started, running.ended) == (999.5, 1000.0, None)
-    store.hear("a" * 32, finished("1, 2, 3"))
+    store.record_event("a" * 32, make_finished("1, 2, 3"))
     over = store.find("a" * 32, owner="ada")
     assert (over.status, over.text, over.ended) == ("finished", "1, 2, 3", 1000.0)
     assert over.result is not None
@@ -245,20 +245,20 @@ def test_a_job_tells_its_text_as_it_comes_and_then_its_result() -> None:
 
 
 def test_a_job_that_is_called_off_keeps_what_came_of_it() -> None:
-    store = JobStore(clock=Clock())
+    store = JobStore(clock=JobStoreClock())
     store.add("a" * 32, owner="ada", submitted=1.0, describe=describe)
-    assert store.call_off("a" * 32, owner="ada").status == "cancelled"
-    store.hear("a" * 32, finished("1, 2", "cancelled"))
+    assert store.cancel("a" * 32, owner="ada").status == "cancelled"
+    store.record_event("a" * 32, make_finished("1, 2", "cancelled"))
     over = store.find("a" * 32, owner="ada")
     assert (over.status, over.text, over.error) == ("cancelled", "1, 2", None)
 
 
 def test_who_collects_much_puts_out_nobody_else() -> None:
-    store = JobStore(kept_bytes=20_000, clock=Clock())
+    store = JobStore(kept_bytes=20_000, clock=JobStoreClock())
 
     def end(job_id: str, owner: str, size: int) -> None:
         store.add(job_id, owner=owner, submitted=1.0, describe=describe)
-        store.hear(job_id, finished("x" * size, job_id=job_id))
+        store.record_event(job_id, make_finished("x" * size, job_id=job_id))
         store.check_integrity()
 
     end("first", "ada", 10)
@@ -273,10 +273,10 @@ def test_who_collects_much_puts_out_nobody_else() -> None:
 
 
 def test_the_last_answer_is_kept_however_large_it_is() -> None:
-    store = JobStore(kept_bytes=1000, clock=Clock())
+    store = JobStore(kept_bytes=1000, clock=JobStoreClock())
     for number, owner in enumerate(OWNERS * 2):
         store.add(str(number), owner=owner, submitted=1.0, describe=describe)
-        store.hear(str(number), finished("x" * 5000, job_id=str(number)))
+        store.record_event(str(number), make_finished("x" * 5000, job_id=str(number)))
     store.check_integrity()
     for number, owner in enumerate(OWNERS, start=len(OWNERS)):
         assert store.find(str(number), owner=owner).text == "x" * 5000
@@ -291,9 +291,9 @@ def test_events_and_questions_from_many_threads_leave_it_in_order() -> None:
         for number in range(200):
             job_id, name = f"{owner}-{number}", f"owner-{owner % 2}"
             store.add(job_id, owner=name, submitted=0.0, describe=describe)
-            store.hear(job_id, Piece(0, "x"))
+            store.record_event(job_id, OutputDelta(0, "x"))
             assert store.find(job_id, owner=name).text == "x"
-            store.hear(job_id, finished("xy"))
+            store.record_event(job_id, make_finished("xy"))
             store.check_integrity()
 
     with ThreadPoolExecutor(4) as pool:

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.engine.serving import ticket
-from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.schema.validation import problems_of
+from expertctl.engine.serving import request
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.schema.validation import find_problems
 from expertctl.server.settings import ServeSettings
 from tests.server.conftest import MakeServed
-from tests.server.native.results import PROMPT
-from tests.server.served import Served
+from tests.server.harness import PROMPT, ServerHarness
 
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "force_experts": ["acme/sql"]}
 ENDLESS = {**GREEDY, "max_tokens": 100_000}
@@ -23,7 +22,7 @@ def submit(client: TestClient, body: dict[str, Any]) -> str:
     answer = client.post("/v1/jobs", json=body)
     assert answer.status_code == 202, answer.text
     job = answer.json()
-    assert problems_of(job, "job") == []
+    assert find_problems(job, "job") == []
     assert answer.headers["location"] == f"/v1/jobs/{job['job_id']}"
     assert job["status"] == "queued"
     return str(job["job_id"])
@@ -33,7 +32,7 @@ def look(client: TestClient, job_id: str) -> dict[str, Any]:
     answer = client.get(f"/v1/jobs/{job_id}")
     assert answer.status_code == 200, answer.text
     job: dict[str, Any] = answer.json()
-    assert problems_of(job, "job") == []
+    assert find_problems(job, "job") == []
     assert job["job_id"] == job_id
     return job
 
@@ -46,19 +45,19 @@ def until(client: TestClient, job_id: str, key: str) -> dict[str, Any]:
     return job
 
 
-def test_a_job_ends_with_the_answer_that_infer_gives(served: Served) -> None:
+def test_a_job_ends_with_the_answer_that_infer_gives(served: ServerHarness) -> None:
     client = served.client()
     expected = client.post("/v1/infer", json=GREEDY).json()
     job = until(client, submit(client, GREEDY), "ended_at")
     assert (job["status"], job["error"]) == ("finished", None)
     assert job["text"] == job["result"]["text"] == expected["text"]
-    assert problems_of(job["result"], "infer") == []
+    assert find_problems(job["result"], "infer") == []
     assert job["submitted_at"] == job["result"]["submitted_at"]
     assert job["submitted_at"] <= job["started_at"] <= job["ended_at"]
 
 
 def test_a_job_that_is_called_off_keeps_its_text_and_may_be_called_off_again(
-    served: Served,
+    served: ServerHarness,
 ) -> None:
     client = served.client()
     job_id = submit(client, ENDLESS)
@@ -73,33 +72,33 @@ def test_a_job_that_is_called_off_keeps_its_text_and_may_be_called_off_again(
     assert client.delete(f"/v1/jobs/{job_id}").json() == over
 
 
-def test_calling_off_what_is_over_changes_nothing(served: Served) -> None:
+def test_calling_off_what_is_over_changes_nothing(served: ServerHarness) -> None:
     client = served.client()
     job = until(client, submit(client, GREEDY), "ended_at")
     assert client.delete(f"/v1/jobs/{job['job_id']}").json() == job
 
 
 def test_a_deadline_gives_the_text_that_is_there(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = served.client()
     job_id = submit(client, {**ENDLESS, "timeout_ms": 1_000_000})
     until(client, job_id, "text")
     later = time.monotonic() + 2000
-    monkeypatch.setattr(ticket, "now", lambda: later)
+    monkeypatch.setattr(request, "now", lambda: later)
     job = until(client, job_id, "ended_at")
     assert (job["status"], job["result"]["finish_reason"]) == ("finished", "timeout")
     assert job["text"] == job["result"]["text"] != ""
 
 
-def test_a_job_that_fails_says_why(served: Served) -> None:
+def test_a_job_that_fails_says_why(served: ServerHarness) -> None:
     client = served.client()
     job = until(client, submit(client, {**GREEDY, "force_experts": ["acme/none"]}), "ended_at")
     assert (job["status"], job["result"]) == ("failed", None)
     assert job["error"]["code"] == "not_found"
 
 
-def test_a_job_has_no_stream(served: Served) -> None:
+def test_a_job_has_no_stream(served: ServerHarness) -> None:
     answer = served.client().post("/v1/jobs", json={**GREEDY, "stream": True})
     assert answer.status_code == 400
     assert "stream" in answer.json()["error"]["message"]
@@ -111,7 +110,7 @@ def test_a_job_of_another_key_is_one_that_does_not_exist(
 ) -> None:
     served = make_served(None)
     ada, bob = (
-        served.client(served.service.keys.make(name, now=0.0).secret) for name in ("ada", "bob")
+        served.client(served.service.keys.create(name, now=0.0).secret) for name in ("ada", "bob")
     )
     job_id = submit(ada, GREEDY)
     unknown = "f" * 32
@@ -123,7 +122,7 @@ def test_a_job_of_another_key_is_one_that_does_not_exist(
 
 
 def test_a_full_queue_takes_no_job_and_says_when_to_come_again(make_served: MakeServed) -> None:
-    settings = ServeSettings(batch=BatchSettings(budget=64 << 20, rows=1, queue=1))
+    settings = ServeSettings(batch=EngineConfig(budget=64 << 20, rows=1, queue=1))
     served = make_served(settings)
     client = served.client()
     answers = [client.post("/v1/jobs", json=ENDLESS) for _ in range(8)]
@@ -136,7 +135,7 @@ def test_a_full_queue_takes_no_job_and_says_when_to_come_again(make_served: Make
             client.delete(answer.headers["location"])
 
 
-def test_ids_are_random_and_long(served: Served) -> None:
+def test_ids_are_random_and_long(served: ServerHarness) -> None:
     client = served.client()
     ids = {submit(client, GREEDY) for _ in range(20)}
     assert len(ids) == 20

@@ -11,15 +11,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity, read_activity
-from expertctl.engine.moe.habits import Habits, base_digest, write_habits
-from expertctl.engine.moe.start import StartWishes
+from expertctl.engine.moe.activity import ActivityDocument, LayerActivity, read_activity
+from expertctl.engine.moe.usage_store import LearntUsage, compute_base_digest, encode_learnt_usage
+from expertctl.engine.moe.warmup import WarmupConfig
 from expertctl.schema.strict_json import loads
-from expertctl.schema.validation import problems_of
-from expertctl.server.readiness import Readiness
-from expertctl.store.base_habits import HabitsFile
-from tests.server.routed import EXPERTS, LAYERS, USED, serving_routed
-from tests.server.served import BASE, Served
+from expertctl.schema.validation import find_problems
+from expertctl.server.service import Readiness
+from expertctl.store.quantised_cache import UsageProfileFile
+from tests.server.harness import (
+    BASE,
+    EXPERTS_PER_TOKEN,
+    ROUTED_EXPERTS,
+    ROUTED_LAYERS,
+    ServerHarness,
+    run_routed_app,
+)
 from tests.server.test_described_answers import check_answer, closed
 
 OFF = b'{"enabled":false,"mode":"off","schema":"llama.cpp.moe_layer_opt_perf.v1","layers":[]}'
@@ -27,15 +33,15 @@ ASKED: dict[str, Any] = {"prompt": "Sort: 3, 1, 2", "max_tokens": 6, "temperatur
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerHarness]:
     """A server whose base is larger than its memory; what is known of it is what a test says."""
     root = tmp_path_factory.mktemp("observed") / "home"
-    with serving_routed(root, moe=StartWishes(learns=False)) as one:
+    with run_routed_app(root, moe=WarmupConfig(learns=False)) as one:
         yield one
 
 
 @pytest.fixture
-def client(routed: Served) -> TestClient:
+def client(routed: ServerHarness) -> TestClient:
     """A client of it, with everything counted from now on."""
     client = routed.client()
     assert client.post("/moe", json={"mode": "full", "reset": True}).status_code == 200
@@ -52,10 +58,16 @@ def answered(client: TestClient) -> dict[str, Any]:
 def test_the_document_is_a_profile_and_says_what_it_is_of(client: TestClient) -> None:
     told = answered(client)["moe"]
     answer = client.get("/moe")
-    assert problems_of(loads(answer.content, what="ours", max_bytes=1 << 20), "moe-activity") == []
+    assert (
+        find_problems(loads(answer.content, what="ours", max_bytes=1 << 20), "moe-activity") == []
+    )
     document = read_activity(answer.content, what="ours")
     assert document.is_usable
-    assert (document.mode, document.experts, document.used) == ("full", EXPERTS, USED)
+    assert (document.mode, document.experts, document.used) == (
+        "full",
+        ROUTED_EXPERTS,
+        EXPERTS_PER_TOKEN,
+    )
     assert [layer.layer for layer in document.layers] == [1, 2, 3]
     assert sum(layer.requests for layer in document.layers) == told["requests"]
     assert sum(layer.missed_requests for layer in document.layers) == told["misses"] > 0
@@ -68,8 +80,8 @@ def test_the_document_is_a_profile_and_says_what_it_is_of(client: TestClient) ->
 
 def test_what_a_server_asked_itself_is_observed_by_nobody(tmp_path: Path) -> None:
     """Its first token is, as those of all it is warmed with: the first job is counted alone."""
-    moe = StartWishes(learns=False)
-    with serving_routed(tmp_path / "home", moe=moe, warm=("Hello",)) as one:
+    moe = WarmupConfig(learns=False)
+    with run_routed_app(tmp_path / "home", moe=moe, warmup=("Hello",)) as one:
         client = one.client()
         assert client.get("/moe").json()["summary"]["requests"] == 0
         told = answered(client)["moe"]
@@ -179,7 +191,7 @@ def test_metrics_have_a_series_for_each_layer_and_no_more(client: TestClient) ->
             str(layer["layer"]): layer[key] for layer in document["layers"]
         }
     lanes = families["expertctl_moe_layer_seconds"].samples
-    assert len(lanes) == 2 * LAYERS
+    assert len(lanes) == 2 * ROUTED_LAYERS
     assert {frozenset(s.labels) for s in lanes} == {frozenset(("layer", "lane"))}
     assert all(s.value > 0 for s in lanes if s.labels["lane"] == "compute")
     assert families["expertctl_moe_experts_in_memory"].samples[0].value == told["in_memory"]
@@ -195,7 +207,7 @@ def test_answers_are_described(client: TestClient) -> None:
         check_answer(described, "post", "/moe", client.post("/moe", json=body))
 
 
-def test_a_dense_base_observes_nothing_and_changes_nothing(served: Served) -> None:
+def test_a_dense_base_observes_nothing_and_changes_nothing(served: ServerHarness) -> None:
     client = served.client()
     assert client.get("/moe").content == OFF
     assert "expertctl_moe" not in client.get("/metrics").text
@@ -215,7 +227,7 @@ def test_a_dense_base_observes_nothing_and_changes_nothing(served: Served) -> No
 
 
 def test_nothing_is_told_before_the_base_is_there(
-    routed: Served, monkeypatch: pytest.MonkeyPatch
+    routed: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routed.service.readiness, "state", Readiness("loading").state)
     for answer in (
@@ -229,11 +241,11 @@ def test_nothing_is_told_before_the_base_is_there(
 def test_where_there_are_keys_reading_wants_one_and_changing_one_that_manages(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    with serving_routed(tmp_path_factory.mktemp("keyed") / "home") as keyed:
+    with run_routed_app(tmp_path_factory.mktemp("keyed") / "home") as keyed:
         keys, now = keyed.service.keys, time.time()
         assert keyed.client().post("/moe", json={"mode": "full"}).status_code == 200, "no key yet"
-        nobody, anybody = keyed.client(), keyed.client(keys.make("one", now=now).secret)
-        somebody = keyed.client(keys.make("ops", now=now, manages=True).secret)
+        nobody, anybody = keyed.client(), keyed.client(keys.create("one", now=now).secret)
+        somebody = keyed.client(keys.create("ops", now=now, manages=True).secret)
         assert anybody.get("/moe").json()["mode"] == "full"
         refused = anybody.post("/moe", json={"mode": "off"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
@@ -247,19 +259,21 @@ def test_where_there_are_keys_reading_wants_one_and_changing_one_that_manages(
         assert somebody.post("/moe", json={"mode": "off"}).content == OFF
 
 
-def pinning(counts: dict[str, int], *, experts: int = EXPERTS, layer: str = "1") -> dict[str, Any]:
+def pinning(
+    counts: dict[str, int], *, experts: int = ROUTED_EXPERTS, layer: str = "1"
+) -> dict[str, Any]:
     """A usage profile that tells of one layer."""
     told = {"activation_counts": counts}
     return {"num_prompts": 10, "num_experts": experts, "layers": {layer: told}}
 
 
-def residents(one: Served) -> dict[int, set[int]]:
+def list_resident_experts(one: ServerHarness) -> dict[int, set[int]]:
     cache = one.engine._engine._house.model.experts
     return dict(zip((1, 2, 3), (set(slots.residents) for slots in cache.slots), strict=True))
 
 
 def test_a_profile_says_who_stays_and_answers_stay_the_same(
-    routed: Served, client: TestClient
+    routed: ServerHarness, client: TestClient
 ) -> None:
     before = answered(client)
     body = {"profile": pinning({"20": 10, "21": 9, "3": 1}), "pin": 2, "exchange": 0.5}
@@ -270,7 +284,7 @@ def test_a_profile_says_who_stays_and_answers_stay_the_same(
     for _ in range(3):
         after = answered(client)
         assert after["tokens"]["ids"] == before["tokens"]["ids"]
-    assert {20, 21} <= residents(routed)[1]
+    assert {20, 21} <= list_resident_experts(routed)[1]
     assert client.get("/moe").json()["guide"] == told.json()["guide"]
     ended = client.post("/moe", json={**body, "pin": "0", "exchange": 0, "reset": True}).json()
     assert ended["guide"] == {"exchange": 0, "pinned": {}}
@@ -292,18 +306,20 @@ def test_what_was_counted_is_a_profile_of_the_same_base(client: TestClient) -> N
     )
 
 
-def test_what_was_learnt_is_named_by_the_base(routed: Served, client: TestClient) -> None:
+def test_what_was_learnt_is_named_by_the_base(routed: ServerHarness, client: TestClient) -> None:
     base = routed.house.bases.find(BASE)
-    file, digest = HabitsFile(routed.house.bases, base), base_digest(base.identity)
+    file, digest = UsageProfileFile(routed.house.bases, base), compute_base_digest(base.identity)
     by_name = {"profile": BASE, "pin": 1}
     missing = client.post("/moe", json=by_name)
     assert missing.status_code == 404
     assert "nothing was learnt of tiny" in missing.json()["error"]["message"]
-    counted = ActivityDocument("update", (LayerActivity(2, raw={9: 4, 1: 1}),), experts=EXPERTS)
-    file.change(lambda _: write_habits(Habits(digest, counted)))
+    counted = ActivityDocument(
+        "update", (LayerActivity(2, raw={9: 4, 1: 1}),), experts=ROUTED_EXPERTS
+    )
+    file.update(lambda _: encode_learnt_usage(LearntUsage(digest, counted)))
     told = client.post("/moe", json=by_name).json()
     assert told["guide"]["pinned"] == {"2": [9]}
-    file.change(lambda _: b"{}")
+    file.update(lambda _: b"{}")
     damaged = client.post("/moe", json=by_name)
     assert damaged.status_code == 422
     assert "cannot be read" in damaged.json()["error"]["message"]
@@ -332,7 +348,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"profile": pinning({}), "pin": 1}, 422, "counts no expert"),
     ({"profile": json.loads(OFF), "pin": 1}, 422, "counts no expert"),
     ({"profile": pinning({"1": 3})}, 400, "changes nothing"),
-    ({"profile": pinning({"1": 3}), "pin": EXPERTS}, 400, "slots"),
+    ({"profile": pinning({"1": 3}), "pin": ROUTED_EXPERTS}, 400, "slots"),
     ({"profile": pinning({"1": 3}), "pin": "half"}, 400, "pin"),
     ({"profile": pinning({"1": 3}), "pin": -1}, 400, "pin"),
     ({"profile": pinning({"1": 3}), "pin": True}, 400, "pin"),
@@ -389,7 +405,7 @@ def test_a_body_that_two_readers_could_understand_differently_is_refused(
     assert client.get("/moe").content == before
 
 
-def test_a_body_that_is_too_large_is_not_read(routed: Served, client: TestClient) -> None:
+def test_a_body_that_is_too_large_is_not_read(routed: ServerHarness, client: TestClient) -> None:
     size = routed.service.settings.body_bytes + 1
     headers = {"Content-Type": "application/json"}
     answer = client.post("/moe", content=b" " * size, headers=headers)
@@ -399,7 +415,7 @@ def test_a_body_that_is_too_large_is_not_read(routed: Served, client: TestClient
 LARGE: dict[str, Any] = {
     "layers without end": {
         "num_prompts": 1,
-        "num_experts": EXPERTS,
+        "num_experts": ROUTED_EXPERTS,
         "layers": {str(number): {"activation_counts": {"1": 1}} for number in range(60_000)},
     },
     "pairs without end": {
@@ -431,7 +447,7 @@ def test_other_methods_are_told_which_there_are(client: TestClient, method: str)
 
 
 def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
-    routed: Served, monkeypatch: pytest.MonkeyPatch
+    routed: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on, adopt = threading.Event(), threading.Event(), routed.engine.adopt
 
@@ -458,7 +474,7 @@ def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
     assert found == [200]
 
 
-def test_profiles_change_while_texts_are_written(routed: Served, client: TestClient) -> None:
+def test_profiles_change_while_texts_are_written(routed: ServerHarness, client: TestClient) -> None:
     """Whoever writes meanwhile has the tokens that he would have had."""
     wanted = answered(client)["tokens"]["ids"]
     found: list[Any] = []
@@ -467,7 +483,7 @@ def test_profiles_change_while_texts_are_written(routed: Served, client: TestCli
     )
     asking.start()
     for turn in range(30):
-        counts = {str((turn * 5 + place) % EXPERTS): 10 - place for place in range(4)}
+        counts = {str((turn * 5 + place) % ROUTED_EXPERTS): 10 - place for place in range(4)}
         told = client.post("/moe", json={"profile": pinning(counts), "pin": 4, "exchange": 1})
         pinned = sorted(int(expert) for expert in counts)
         assert told.json()["guide"] == {"exchange": 1, "pinned": {"1": pinned}}

@@ -7,25 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from expertctl.engine.serving import desk
+from expertctl.engine.serving import processor
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest, parse_forced
-from expertctl.schema.validation import problems_of
-from expertctl.server.native.routes import PLANS
+from expertctl.schema.validation import find_problems
+from expertctl.server.native.routes import MAX_PENDING_PLANS
 from expertctl.settings import Home, Settings
 from expertctl.store.store import Store
 from tests.server.conftest import MakeServed
-from tests.server.listener import Listener
-from tests.server.native.results import PROMPT
-from tests.server.served import BASE, EXPERTS, Served
+from tests.server.harness import BASE, EXPERTS, PROMPT, ServerHarness, StreamingClient
 
 
-def test_a_route_is_that_of_the_command_line(served: Served) -> None:
+def test_a_route_is_that_of_the_command_line(served: ServerHarness) -> None:
     body = {"prompt": PROMPT, "force_experts": ["acme/sql:0.5", "acme/json"], "seed": 3}
     answer = served.client().post("/v1/route", json=body)
     assert answer.status_code == 200
     found = answer.json()
-    assert problems_of(found, "route") == []
+    assert find_problems(found, "route") == []
     planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
     force = (parse_forced("acme/sql:0.5"), parse_forced("acme/json"))
     request = RouteRequest(prompt=PROMPT, force=force, seed=3)
@@ -44,7 +42,7 @@ def test_a_route_loads_nothing(make_served: MakeServed) -> None:
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> "Busy":
     busy = Busy()
-    monkeypatch.setattr(desk, "plan_request", busy)
+    monkeypatch.setattr(processor, "plan_request", busy)
     return busy
 
 
@@ -53,7 +51,7 @@ class Busy:
 
     def __init__(self) -> None:
         self.asked, self.began, self.may_go_on = 0, threading.Event(), threading.Event()
-        self._plan: Any = desk.plan_request
+        self._plan: Any = processor.plan_request
 
     def __call__(self, *given: Any) -> Any:
         self.asked += 1
@@ -66,10 +64,10 @@ def test_plans_of_callers_who_left_are_not_made(make_served: MakeServed, busy: B
     served, body = make_served(None), {"prompt": PROMPT}
 
     async def come_and_go() -> None:
-        async with Listener(served.app, "/v1/route", body):
+        async with StreamingClient(served.app, "/v1/route", body):
             await asyncio.to_thread(busy.began.wait)
         for _ in range(50):
-            async with Listener(served.app, "/v1/route", body):
+            async with StreamingClient(served.app, "/v1/route", body):
                 await asyncio.sleep(0)
 
     asyncio.run(come_and_go())
@@ -83,21 +81,25 @@ def test_so_many_plans_wait_at_a_time_and_no_more(make_served: MakeServed, busy:
     served, body = make_served(None), {"prompt": PROMPT}
 
     async def ask() -> list[int]:
-        asking = [Listener(served.app, "/v1/route", body) for _ in range(PLANS + 4)]
+        asking = [
+            StreamingClient(served.app, "/v1/route", body) for _ in range(MAX_PENDING_PLANS + 4)
+        ]
         for one in asking:
             await one.__aenter__()
         await asyncio.to_thread(busy.began.wait)
-        refused = [await asking[n].head() for n in range(PLANS, PLANS + 4)]
+        refused = [
+            await asking[n].read_head() for n in range(MAX_PENDING_PLANS, MAX_PENDING_PLANS + 4)
+        ]
         busy.may_go_on.set()
-        answered = [await one.head() for one in asking[:PLANS]]
+        answered = [await one.read_head() for one in asking[:MAX_PENDING_PLANS]]
         for one in asking:
             await one.__aexit__(None, None, None)
         return [status for status, _ in (*refused, *answered)]
 
-    assert asyncio.run(ask()) == [429] * 4 + [200] * PLANS
+    assert asyncio.run(ask()) == [429] * 4 + [200] * MAX_PENDING_PLANS
 
 
-def test_what_only_an_answer_has_is_unknown_to_a_route(served: Served) -> None:
+def test_what_only_an_answer_has_is_unknown_to_a_route(served: ServerHarness) -> None:
     answer = served.client().post("/v1/route", json={"prompt": PROMPT, "stream": True})
     assert answer.status_code == 400
 

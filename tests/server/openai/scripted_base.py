@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from expertctl.package.base_model import read_base
 from tests.factories import BYTE_TOKENS, VOCAB, make_package, write_base, write_safetensors
-from tests.server.served import Stock
-from tests.store.shop import a_key
+from tests.server.harness import ServedPackages
+from tests.store.fixtures import make_key
 
 HELLO = ("Hello", ", ", "wörld 🙂", "...")
 THOUGHTS = ("<think>", "A greeting", " is due", "</think>", "Good ", "day")
@@ -67,11 +67,11 @@ TEMPLATE = """\
 {%- else %}[hello]
 {%- endif -%}
 """
-_SURE = 8.0
-_END = BYTE_TOKENS + 2
+_CERTAIN_LOGIT = 8.0
+_END_TOKEN = BYTE_TOKENS + 2
 
 
-def scripted_stock(folder: Path) -> Stock:
+def make_scripted_packages(folder: Path) -> ServedPackages:
     """Write the base, and an expert that changes nothing of it."""
     base_dir = write_scripted_base(folder / "scripted")
     base = read_base(base_dir)
@@ -80,10 +80,10 @@ def scripted_stock(folder: Path) -> Stock:
         "acme/sql",
         base_dir=base_dir,
         base=base,
-        key=a_key("acme"),
+        key=make_key("acme"),
         lora={"seed": 1, "scale": 0.0},
     )
-    return Stock(base_dir, base, {"acme/sql": package})
+    return ServedPackages(base_dir, base, {"acme/sql": package})
 
 
 def write_scripted_base(directory: Path) -> Path:
@@ -113,10 +113,10 @@ def _write_weights(file: Path, words: list[str], hidden: int) -> None:
     embedded[:VOCAB, 0] = 1.0
     for number in place.values():
         embedded[VOCAB + number - 1, number] = 1.0
-    scores[_END] = _SURE / 2
+    scores[_END_TOKEN] = _CERTAIN_LOGIT / 2
     steps = [step for start, script in SCRIPTS.items() for step in pairwise((start, *script))]
     for word, after in [*steps, FOREVER[::-1]]:
-        scores[VOCAB + place[after] - 1, place[word]] = _SURE
+        scores[VOCAB + place[after] - 1, place[word]] = _CERTAIN_LOGIT
     write_safetensors(file, arrays, metadata={"format": "pt"})
 
 

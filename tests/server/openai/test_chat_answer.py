@@ -7,9 +7,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.server.openai.clients import Client, a_client, told
+from tests.server.harness import ServerHarness
+from tests.server.openai.client import Client, make_client, read_extra_fields
 from tests.server.openai.scripted_base import ANSWER, HELLO, INSIDE, THOUGHTS
-from tests.server.served import Served
 
 WEATHER: Any = {
     "type": "function",
@@ -47,7 +47,7 @@ def test_an_answer_has_its_words_its_end_and_its_tokens(client: Client) -> None:
 
 def test_an_answer_tells_who_answered_and_how_long_it_took(client: Client) -> None:
     answer = ask(client, model="acme/sql:0.5", seed=7)
-    extra = told(answer)
+    extra = read_extra_fields(answer)
     assert answer.id == f"chatcmpl-{extra['job_id']}"
     assert [(e["ref"], e["weight"]) for e in extra["plan"]["experts"]] == [("acme/sql@1.0.0", 0.5)]
     assert extra["plan"]["seed"] == 7
@@ -62,13 +62,15 @@ def test_an_answer_tells_who_answered_and_how_long_it_took(client: Client) -> No
 def test_the_base_alone_answers_by_its_name_and_with_auto_the_router_chooses(
     client: Client,
 ) -> None:
-    assert told(ask(client))["plan"]["experts"] == []
-    assert told(ask(client, model="auto"))["plan"]["base"] == "tiny"
+    assert read_extra_fields(ask(client))["plan"]["experts"] == []
+    assert read_extra_fields(ask(client, model="auto"))["plan"]["base"] == "tiny"
 
 
 @pytest.mark.parametrize("model", ["tiny", "auto", "acme/sql"])
 def test_silence_means_the_same_settings_whatever_the_model(client: Client, model: str) -> None:
-    params = told(ask(client, model=model, temperature=None, max_tokens=2))["plan"]["params"]
+    params = read_extra_fields(ask(client, model=model, temperature=None, max_tokens=2))["plan"][
+        "params"
+    ]
     assert (params["temperature"], params["top_p"]) == (0.6, 0.95)
     assert params["repetition_penalty"] == 1.0
 
@@ -85,7 +87,7 @@ def test_an_answer_ends_before_a_stop_string(client: Client, stop: Any) -> None:
     answer = ask(client, stop=stop)
     assert answer.choices[0].message.content == "Hello, "
     assert answer.choices[0].finish_reason == "stop"
-    assert told(answer)["answers"][0]["stopped_by"] == "wör"
+    assert read_extra_fields(answer)["answers"][0]["stopped_by"] == "wör"
 
 
 def test_several_answers_are_several_choices_and_their_prompt_is_counted_once(
@@ -113,9 +115,9 @@ def test_the_scores_of_every_token_are_told_with_its_bytes(client: Client) -> No
 
 
 def test_the_bytes_of_tokens_add_up_to_the_answer_even_where_letters_are_cut(
-    served: Served,
+    served: ServerHarness,
 ) -> None:
-    with a_client(served) as client:
+    with make_client(served) as client:
         answer = ask(client, max_tokens=64, logprobs=True, top_logprobs=20)
     [choice] = answer.choices
     assert choice.logprobs is not None
@@ -193,7 +195,9 @@ def test_several_calls_have_ids_of_their_own_and_one_is_kept_where_one_is_wanted
     assert both.choices[0].message.content is None
     one = ask(client, "both", tools=[WEATHER], parallel_tool_calls=False)
     assert len(one.choices[0].message.tool_calls or []) == 1
-    assert told(one)["warnings"] == ["calls of tools left out, since one was asked for: 1"]
+    assert read_extra_fields(one)["warnings"] == [
+        "calls of tools left out, since one was asked for: 1"
+    ]
 
 
 def strict(city: Any) -> Any:
@@ -219,10 +223,13 @@ def test_what_a_strict_tool_is_called_with_is_checked_afterwards(
 ) -> None:
     answer = ask(client, words, tools=[strict(city)])
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert told(answer)["validation_passed"] is passed
-    assert any("weather is called with" in one for one in told(answer)["warnings"]) is not passed
+    assert read_extra_fields(answer)["validation_passed"] is passed
+    assert (
+        any("weather is called with" in one for one in read_extra_fields(answer)["warnings"])
+        is not passed
+    )
     loose = ask(client, words, tools=[WEATHER])
-    assert told(loose)["validation_passed"] is None
+    assert read_extra_fields(loose)["validation_passed"] is None
 
 
 def test_a_strict_tool_whose_schema_cannot_be_checked_is_refused(client: Client) -> None:
@@ -255,11 +262,11 @@ SCHEMA: Any = {
 @pytest.mark.parametrize("form", [{"type": "json_object"}, SCHEMA], ids=lambda form: form["type"])
 def test_the_form_of_an_answer_is_checked_afterwards(client: Client, form: Any) -> None:
     whole = ask(client, "Sort, as JSON", response_format=form)
-    assert told(whole)["validation_passed"] is True
+    assert read_extra_fields(whole)["validation_passed"] is True
     assert whole.choices[0].finish_reason == "stop"
     cut = ask(client, "Sort, broken", response_format=form)
-    assert told(cut)["validation_passed"] is False
-    assert any("not JSON" in warning for warning in told(cut)["warnings"])
+    assert read_extra_fields(cut)["validation_passed"] is False
+    assert any("not JSON" in warning for warning in read_extra_fields(cut)["warnings"])
     assert cut.choices[0].message.content == '{"sorted": [1, 2'
     assert cut.choices[0].finish_reason == "stop"
 
@@ -267,22 +274,22 @@ def test_the_form_of_an_answer_is_checked_afterwards(client: Client, form: Any) 
 def test_a_form_is_not_looked_for_in_thoughts_and_calls(client: Client) -> None:
     form = {"type": "json_object"}
     called = ask(client, "both", tools=[WEATHER], response_format=form)
-    assert told(called)["validation_passed"] is None
+    assert read_extra_fields(called)["validation_passed"] is None
     thought = ask(
         client,
         response_format=form,
         extra_body={"chat_template_kwargs": {"enable_thinking": True}},
     )
-    assert told(thought)["validation_passed"] is False
+    assert read_extra_fields(thought)["validation_passed"] is False
 
 
 def test_a_form_that_the_prompt_calls_for_is_not_looked_for_in_calls(client: Client) -> None:
     called = ask(client, "The weather, as json", tools=[WEATHER])
     assert called.choices[0].finish_reason == "tool_calls"
-    assert told(called)["validation_passed"] is None
-    assert told(called)["warnings"] == []
+    assert read_extra_fields(called)["validation_passed"] is None
+    assert read_extra_fields(called)["warnings"] == []
     said = ask(client, "The weather, as json")
-    assert told(said)["validation_passed"] is False
+    assert read_extra_fields(said)["validation_passed"] is False
 
 
 def test_an_answer_that_is_read_by_its_type_is_parsed_by_the_client(client: Client) -> None:
@@ -361,7 +368,7 @@ def test_a_prompt_beyond_the_context_is_refused(client: Client) -> None:
         ask(client, "a" * 20_000)
 
 
-def test_an_answer_whose_time_is_over_ends_where_it_is(scripted: Served) -> None:
+def test_an_answer_whose_time_is_over_ends_where_it_is(scripted: ServerHarness) -> None:
     """A time that is over before anything was read leaves no answer; see the suite on sockets."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "timeout_ms": 60_000}
     answer = scripted.client().post("/v1/chat/completions", json=body)

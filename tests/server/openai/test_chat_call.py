@@ -9,71 +9,75 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.serving.job import Job
+from expertctl.engine.serving.request import GenerationJob
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced
-from expertctl.server.base_text import BaseText
+from expertctl.routing.request import ForcedExpert
 from expertctl.server.caller import Caller
-from expertctl.server.field_error import FieldError
-from expertctl.server.openai.chat_call import ChatCall, chat_call
-from expertctl.server.post_processing.command import Command
+from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.openai.chat_request import ChatCall, build_chat_call
+from expertctl.server.post_processing.validator import ValidatorCommand
+from expertctl.server.request_body import FieldError
 from expertctl.server.settings import ServeSettings
-from tests.server.openai.bodies import chat_request
+from tests.server.harness import ServerHarness
+from tests.server.openai.client import make_chat_request
 from tests.server.openai.test_chat_answer import WEATHER
-from tests.server.served import Served
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "runtime.json"
 ANN = Caller(id="key-ann")
 
 
 @pytest.fixture
-def text(scripted: Served) -> BaseText:
-    return BaseText(scripted.engine.tokenizer)
+def text(scripted: ServerHarness) -> ChatTemplateTraits:
+    return ChatTemplateTraits(scripted.engine.tokenizer)
 
 
-def call(text: BaseText, settings: ServeSettings | None = None, **fields: Any) -> ChatCall:
-    request = chat_request(**fields)
+def call(
+    text: ChatTemplateTraits, settings: ServeSettings | None = None, **fields: Any
+) -> ChatCall:
+    request = make_chat_request(**fields)
     chosen = settings or ServeSettings()
-    return chat_call(request, caller=ANN, base_name="tiny", text=text, settings=chosen)
+    return build_chat_call(request, caller=ANN, base_name="tiny", template=text, settings=chosen)
 
 
-def job(text: BaseText, **fields: Any) -> Job:
+def job(text: ChatTemplateTraits, **fields: Any) -> GenerationJob:
     return call(text, **fields).job
 
 
-def test_a_job_belongs_to_who_asked_and_has_an_id_that_nobody_guesses(text: BaseText) -> None:
+def test_a_job_belongs_to_who_asked_and_has_an_id_that_nobody_guesses(
+    text: ChatTemplateTraits,
+) -> None:
     one, other = job(text), job(text)
     assert one.owner == "key-ann"
     assert one.id != other.id
     assert len(one.id) == 32
-    assert (one.priority, one.texts, one.logprobs, one.deadline) == (5, 1, None, None)
-    assert (job(text, priority=0).priority, job(text, n=3).texts) == (0, 3)
+    assert (one.priority, one.answers, one.logprobs, one.deadline) == (5, 1, None, None)
+    assert (job(text, priority=0).priority, job(text, n=3).answers) == (0, 3)
 
 
-def test_the_beginning_of_an_answer_is_read_without_its_thoughts(text: BaseText) -> None:
+def test_the_beginning_of_an_answer_is_read_without_its_thoughts(text: ChatTemplateTraits) -> None:
     begun = {"role": "assistant", "content": "<think>Easy.</think>[1,"}
     turns = [{"role": "user", "content": "Count"}, begun]
-    assert call(text, messages=turns).reading.before == "[1,"
-    assert call(text, messages=turns, add_generation_prompt=True).reading.before == ""
-    assert call(text).reading.before == ""
+    assert call(text, messages=turns).parser_config.prefix == "[1,"
+    assert call(text, messages=turns, add_generation_prompt=True).parser_config.prefix == ""
+    assert call(text).parser_config.prefix == ""
 
 
 @pytest.mark.parametrize(
     ("content", "tag"), [("Yes <thi", "<thi"), ("<think>Hm</th", "</th"), ("Yes", ""), ("a <b", "")]
 )
 def test_a_tag_that_the_beginning_of_an_answer_cuts_is_read_on(
-    text: BaseText, content: str, tag: str
+    text: ChatTemplateTraits, content: str, tag: str
 ) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
-    assert call(text, messages=turns).reading.tag_begin == tag
-    assert call(text, messages=turns, add_generation_prompt=True).reading.tag_begin == ""
+    assert call(text, messages=turns).parser_config.partial_tag == tag
+    assert call(text, messages=turns, add_generation_prompt=True).parser_config.partial_tag == ""
 
 
-def test_experts_are_forced_in_the_order_of_the_model(text: BaseText) -> None:
+def test_experts_are_forced_in_the_order_of_the_model(text: ChatTemplateTraits) -> None:
     named = job(text, model="acme/sql:0.5+acme/json", max_experts=2, exclude_experts=["acme/go"])
     assert named.request.experts == (
-        Forced(Reference.parse("acme/sql"), 0.5),
-        Forced(Reference.parse("acme/json")),
+        ForcedExpert(Reference.parse("acme/sql"), 0.5),
+        ForcedExpert(Reference.parse("acme/json")),
     )
     assert named.request.route.max_experts == 2
     assert named.request.route.exclude == (Reference.parse("acme/go"),)
@@ -81,7 +85,9 @@ def test_experts_are_forced_in_the_order_of_the_model(text: BaseText) -> None:
     assert job(text).request.route.base_alone
 
 
-def test_the_conversation_is_read_whole_and_routed_by_its_last_question(text: BaseText) -> None:
+def test_the_conversation_is_read_whole_and_routed_by_its_last_question(
+    text: ChatTemplateTraits,
+) -> None:
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     request = job(text, messages=[*turns, {"role": "user", "content": "Sort"}]).request
     assert [turn.content for turn in request.turns] == ["system", "user", "assistant", "Sort"]
@@ -90,7 +96,7 @@ def test_the_conversation_is_read_whole_and_routed_by_its_last_question(text: Ba
 
 
 def test_the_first_source_of_a_cache_key_counts_and_keys_are_the_callers_own(
-    text: BaseText,
+    text: ChatTemplateTraits,
 ) -> None:
     order = json.loads(VECTORS.read_text())["kv_reuse_key"]
     given: list[tuple[str, dict[str, Any]]] = []
@@ -107,7 +113,7 @@ def test_the_first_source_of_a_cache_key_counts_and_keys_are_the_callers_own(
     assert job(text).request.cache_key == f"key-ann/{order[-1]}"
 
 
-def test_the_newer_names_of_user_are_sources_too(text: BaseText) -> None:
+def test_the_newer_names_of_user_are_sources_too(text: ChatTemplateTraits) -> None:
     fields = {"prompt_cache_key": "a", "session_id": "b", "safety_identifier": "c"}
     assert job(text, **fields).request.cache_key == "key-ann/a"
     assert job(text, safety_identifier="c").request.cache_key == "key-ann/c"
@@ -115,7 +121,7 @@ def test_the_newer_names_of_user_are_sources_too(text: BaseText) -> None:
 
 
 def test_an_answer_has_the_time_that_the_request_names_else_that_of_the_server(
-    text: BaseText,
+    text: ChatTemplateTraits,
 ) -> None:
     usual = ServeSettings(timeout=50)
     now = time.monotonic()
@@ -126,14 +132,14 @@ def test_an_answer_has_the_time_that_the_request_names_else_that_of_the_server(
     assert 49 < servers - now < 51
 
 
-def test_scores_are_wanted_with_so_many_others(text: BaseText) -> None:
+def test_scores_are_wanted_with_so_many_others(text: ChatTemplateTraits) -> None:
     assert job(text, logprobs=True).logprobs == 0
     assert job(text, logprobs=True, top_logprobs=5).logprobs == 5
     assert job(text, logprobs=False).logprobs is None
 
 
 def test_the_template_is_told_of_tools_of_effort_and_of_what_the_client_says(
-    text: BaseText,
+    text: ChatTemplateTraits,
 ) -> None:
     said = {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True, "style": "old"}}
     assert job(text, **said).request.variables == {
@@ -151,34 +157,34 @@ def test_the_template_is_told_of_tools_of_effort_and_of_what_the_client_says(
     "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"]
 )
 def test_what_the_call_tells_the_template_cannot_be_told_otherwise(
-    text: BaseText, name: str
+    text: ChatTemplateTraits, name: str
 ) -> None:
     with pytest.raises(FieldError) as refused:
         call(text, chat_template_kwargs={name: []})
     assert refused.value.field == f"chat_template_kwargs.{name}"
 
 
-def test_any_integer_is_a_seed(text: BaseText) -> None:
+def test_any_integer_is_a_seed(text: ChatTemplateTraits) -> None:
     assert job(text, seed=7).request.route.seed == 7
     assert job(text).request.route.seed is None
     negative = job(text, seed=-1).request.route.seed
     assert negative == job(text, seed=-1).request.route.seed == 2**53 - 1
 
 
-def test_no_nucleus_at_all_is_the_likeliest_token_alone(text: BaseText) -> None:
-    wishes = job(text, top_p=0).request.route.wishes
+def test_no_nucleus_at_all_is_the_likeliest_token_alone(text: ChatTemplateTraits) -> None:
+    wishes = job(text, top_p=0).request.route.sampling
     assert wishes.top_p is not None
     assert 0 < wishes.top_p < 1e-6
 
 
-def test_stop_strings_are_one_or_several_or_left_to_the_experts(text: BaseText) -> None:
-    assert job(text, stop="a").request.route.wishes.stop == ("a",)
-    assert job(text, stop=["a", "b"]).request.route.wishes.stop == ("a", "b")
-    assert job(text, stop=[]).request.route.wishes.stop == ()
-    assert job(text).request.route.wishes.stop is None
+def test_stop_strings_are_one_or_several_or_left_to_the_experts(text: ChatTemplateTraits) -> None:
+    assert job(text, stop="a").request.route.sampling.stop == ("a",)
+    assert job(text, stop=["a", "b"]).request.route.sampling.stop == ("a", "b")
+    assert job(text, stop=[]).request.route.sampling.stop == ()
+    assert job(text).request.route.sampling.stop is None
 
 
-def test_fields_that_do_not_fit_together_are_refused(text: BaseText) -> None:
+def test_fields_that_do_not_fit_together_are_refused(text: ChatTemplateTraits) -> None:
     with pytest.raises(FieldError, match="min_tokens 9 is more than max_tokens 3"):
         call(text, min_tokens=9, max_tokens=3)
     with pytest.raises(FieldError, match="say different things"):
@@ -187,9 +193,9 @@ def test_fields_that_do_not_fit_together_are_refused(text: BaseText) -> None:
         call(text, top_logprobs=1)
 
 
-def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: BaseText) -> None:
+def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: ChatTemplateTraits) -> None:
     form = {"type": "custom", "name": "short"}
-    known = ServeSettings(validators={"short": Command(("true",))})
+    known = ServeSettings(validators={"short": ValidatorCommand(("true",))})
     assert call(text, known, response_format=form).job.check is not None
     with pytest.raises(FieldError) as refused:
         call(text, response_format=form)
@@ -199,13 +205,13 @@ def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: BaseText
     assert usual("<think>So?</think>Hi") == "Hi"
 
 
-def test_a_base_that_reads_no_tools_is_not_told_of_any(text: BaseText) -> None:
+def test_a_base_that_reads_no_tools_is_not_told_of_any(text: ChatTemplateTraits) -> None:
     deaf = retold(text, "{{ messages[0].content }}")
     with pytest.raises(FieldError, match="reads none"):
         call(deaf, tools=[WEATHER])
 
 
-def test_a_template_that_demands_short_ids_of_calls_gets_them(text: BaseText) -> None:
+def test_a_template_that_demands_short_ids_of_calls_gets_them(text: ChatTemplateTraits) -> None:
     called = {"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "?"},
@@ -220,10 +226,10 @@ def test_a_template_that_demands_short_ids_of_calls_gets_them(text: BaseText) ->
     assert call(text, messages=messages).job.request.turns[2].fields["tool_call_id"] == called["id"]
 
 
-def retold(text: BaseText, template: str) -> BaseText:
+def retold(text: ChatTemplateTraits, template: str) -> ChatTemplateTraits:
     """The same words with another chat template."""
     tokenizer = copy(text.tokenizer)
     assert tokenizer.config.template is not None
     source = replace(tokenizer.config.template, text=template)
     tokenizer.config = replace(tokenizer.config, template=source)
-    return BaseText(tokenizer)
+    return ChatTemplateTraits(tokenizer)

@@ -7,10 +7,10 @@ import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.shared import reasoning_effort
 
-from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.neutral_values import check_neutral
-from tests.server.openai.bodies import chat_request
+from expertctl.server.openai.generation_request import check_unsupported
+from expertctl.server.request_body import FieldError
+from tests.server.openai.client import make_chat_request
 
 PUBLISHED = {
     *get_type_hints(chat_params.CompletionCreateParamsNonStreaming),
@@ -43,14 +43,14 @@ def test_every_published_field_is_known_and_none_but_ours_is_added() -> None:
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED - {"model", "messages"}))
 def test_a_published_field_may_be_null(name: str) -> None:
-    check_neutral(chat_request(**{name: None}))
+    check_unsupported(make_chat_request(**{name: None}))
 
 
 @pytest.mark.parametrize(
     "effort", [one for one in get_args(get_args(reasoning_effort.ReasoningEffort)[0])]
 )
 def test_every_published_reasoning_effort_is_known(effort: str) -> None:
-    assert chat_request(reasoning_effort=effort).reasoning_effort == effort
+    assert make_chat_request(reasoning_effort=effort).reasoning_effort == effort
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_a_field_that_is_not_as_it_must_be_is_named(
     fields: dict[str, Any], field: str | None
 ) -> None:
     with pytest.raises(FieldError) as refused:
-        chat_request(**fields)
+        make_chat_request(**fields)
     assert refused.value.field == (field or "")
 
 
 def test_an_unknown_field_is_named_in_the_message() -> None:
     with pytest.raises(FieldError, match="unknown field `colour`"):
-        chat_request(colour="red")
+        make_chat_request(colour="red")
 
 
 def test_whole_numbers_may_be_written_as_fractions() -> None:
-    assert chat_request(n=2.0, max_tokens=5.0).n == 2
+    assert make_chat_request(n=2.0, max_tokens=5.0).n == 2

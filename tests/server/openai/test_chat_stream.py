@@ -8,10 +8,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.server.openai.clients import Client, told
+from tests.server.harness import ServerHarness
+from tests.server.openai.client import Client, read_extra_fields
 from tests.server.openai.scripted_base import BOTH, HELLO
 from tests.server.openai.test_chat_answer import WEATHER, ask
-from tests.server.served import Served
 
 TOOLS = {"tools": [WEATHER]}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -26,7 +26,7 @@ def chunks(client: Client, said: str = "Hi", **fields: Any) -> list[ChatCompleti
     return read
 
 
-def lines(served: Served, **fields: Any) -> Iterator[str]:
+def lines(served: ServerHarness, **fields: Any) -> Iterator[str]:
     """The lines of a stream as they are on the wire."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     answer = served.client().post("/v1/chat/completions", json={**body, **fields})
@@ -44,7 +44,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(client: Client) 
     assert "".join(one.choices[0].delta.content or "" for one in read) == "".join(HELLO)
     assert [one.choices[0].finish_reason for one in read] == [None] * (len(read) - 1) + ["stop"]
     assert all(one.usage is None for one in read)
-    assert told(read[-1])["plan"]["base"] == "tiny"
+    assert read_extra_fields(read[-1])["plan"]["base"] == "tiny"
     assert not any("expertctl" in (one.model_extra or {}) for one in read[:-1])
 
 
@@ -53,11 +53,11 @@ def test_every_word_is_sent_when_it_is_certain(client: Client) -> None:
     assert said == ["", *HELLO, None]
 
 
-def test_a_stream_ends_with_done(scripted: Served) -> None:
+def test_a_stream_ends_with_done(scripted: ServerHarness) -> None:
     assert list(lines(scripted))[-1] == "data: [DONE]"
 
 
-def test_usage_comes_last_and_is_null_before(scripted: Served) -> None:
+def test_usage_comes_last_and_is_null_before(scripted: ServerHarness) -> None:
     *read, done = lines(scripted, **USAGE)
     documents = [json.loads(line.removeprefix("data: ")) for line in read]
     assert all(one["usage"] is None for one in documents[:-1])
@@ -67,7 +67,7 @@ def test_usage_comes_last_and_is_null_before(scripted: Served) -> None:
     assert done == "data: [DONE]"
 
 
-def test_without_being_asked_for_there_is_no_word_of_usage(scripted: Served) -> None:
+def test_without_being_asked_for_there_is_no_word_of_usage(scripted: ServerHarness) -> None:
     assert not any('"usage"' in line for line in lines(scripted))
 
 

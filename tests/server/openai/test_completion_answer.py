@@ -6,10 +6,10 @@ import openai
 import pytest
 from openai.types import Completion
 
-from expertctl.server.openai.completion_call import MAX_TOKENS
-from tests.server.openai.clients import Client, told
+from expertctl.server.openai.completion_request import DEFAULT_MAX_TOKENS
+from tests.server.harness import ServerHarness
+from tests.server.openai.client import Client, read_extra_fields
 from tests.server.openai.scripted_base import HELLO, THOUGHTS
-from tests.server.served import Served
 
 
 def go_on(client: Client, prompt: Any = "[hello]", **fields: Any) -> Completion:
@@ -23,7 +23,7 @@ def go_on(client: Client, prompt: Any = "[hello]", **fields: Any) -> Completion:
 def test_a_text_is_continued_without_a_chat_template(client: Client) -> None:
     answer = go_on(client)
     assert (answer.object, answer.model) == ("text_completion", "tiny")
-    assert answer.id == f"cmpl-{told(answer)['job_id']}"
+    assert answer.id == f"cmpl-{read_extra_fields(answer)['job_id']}"
     [choice] = answer.choices
     assert (choice.index, choice.text) == (0, "".join(HELLO))
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
@@ -37,8 +37,13 @@ def test_what_a_model_thinks_is_part_of_the_text(client: Client) -> None:
 
 
 def test_silence_about_the_length_means_that_of_the_api(client: Client) -> None:
-    assert told(go_on(client))["plan"]["params"]["max_tokens"] == MAX_TOKENS == 16
-    assert told(go_on(client, model="auto"))["plan"]["params"]["max_tokens"] > MAX_TOKENS
+    assert (
+        read_extra_fields(go_on(client))["plan"]["params"]["max_tokens"] == DEFAULT_MAX_TOKENS == 16
+    )
+    assert (
+        read_extra_fields(go_on(client, model="auto"))["plan"]["params"]["max_tokens"]
+        > DEFAULT_MAX_TOKENS
+    )
 
 
 def test_several_prompts_have_their_answers_in_order(client: Client) -> None:
@@ -49,7 +54,7 @@ def test_several_prompts_have_their_answers_in_order(client: Client) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 2
     assert answer.usage.completion_tokens == 2 * len(HELLO) + 2 * 3
-    prompts = told(answer)["prompts"]
+    prompts = read_extra_fields(answer)["prompts"]
     assert [[one["index"] for one in each["answers"]] for each in prompts] == [[0, 1], [2, 3]]
 
 
@@ -88,7 +93,9 @@ def test_what_is_not_done_is_refused_by_its_name(client: Client, fields: Any, pa
     assert refused.value.param == param
 
 
-def test_one_prompt_that_is_refused_gives_up_the_others(client: Client, scripted: Served) -> None:
+def test_one_prompt_that_is_refused_gives_up_the_others(
+    client: Client, scripted: ServerHarness
+) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 16384 tokens"):
         go_on(client, ["[hello]", "a" * 20_000], max_tokens=100)
     assert go_on(client).choices[0].finish_reason == "stop"

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from openai.types import completion_create_params as params
 
-from expertctl.server.field_error import FieldError
 from expertctl.server.openai.completion_request import CompletionRequest
-from expertctl.server.openai.neutral_values import check_neutral
-from tests.server.openai.bodies import completion_request
+from expertctl.server.openai.generation_request import check_unsupported
+from expertctl.server.request_body import FieldError
+from tests.server.openai.client import make_completion_request
 from tests.server.openai.test_chat_request import OURS
 
 PUBLISHED = {
@@ -27,7 +27,7 @@ def test_every_published_field_is_known_and_none_but_ours_is_added() -> None:
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED - {"model", "prompt"}))
 def test_a_published_field_may_be_null(name: str) -> None:
-    check_neutral(completion_request(**{name: None}))
+    check_unsupported(make_completion_request(**{name: None}))
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def test_a_published_field_may_be_null(name: str) -> None:
 )
 def test_a_field_that_is_not_as_it_must_be_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as refused:
-        completion_request(**fields)
+        make_completion_request(**fields)
     assert refused.value.field == field

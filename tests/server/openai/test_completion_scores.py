@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from expertctl.server.openai.completion_prompt import MAX_SCORES
+from expertctl.server.openai.completion_request import MAX_PROMPT_LOGPROBS
 from tests.factories import BYTE_TOKENS
-from tests.server.openai.clients import a_client
-from tests.server.served import Served, Stock
+from tests.server.harness import ServedPackages, ServerHarness
+from tests.server.openai.client import make_client
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -51,13 +51,13 @@ def load(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def oracle(stock: Stock) -> Oracle:
+def oracle(stock: ServedPackages) -> Oracle:
     tokenizer = transformers.AutoTokenizer.from_pretrained(stock.base_dir)
     return Oracle(load(stock.base_dir), tokenizer)
 
 
 @pytest.fixture(scope="module")
-def http(served: Served) -> Iterator[Any]:
+def http(served: ServerHarness) -> Iterator[Any]:
     yield served.client()
     gc.collect()
 
@@ -171,7 +171,9 @@ def test_two_answers_to_one_prompt_both_begin_with_its_scores(http: Any, oracle:
         assert len(scores["tokens"]) == len(scores["text_offset"]) == 8
 
 
-def test_an_expert_changes_the_scores_as_peft_does(http: Any, oracle: Oracle, stock: Stock) -> None:
+def test_an_expert_changes_the_scores_as_peft_does(
+    http: Any, oracle: Oracle, stock: ServedPackages
+) -> None:
     folder = stock.packages["acme/sql"].with_suffix(".files")
     adapted: Any = peft.PeftModel.from_pretrained(load(stock.base_dir), str(folder))
     ids = oracle.ids(TEXT)
@@ -209,13 +211,13 @@ def test_control_tokens_are_spelled_in_the_text_and_in_its_tokens(
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"max_tokens": 0}, {"logprobs": 0}], ids=str)
 def test_a_stream_begins_with_the_scores_of_its_prompt(
-    http: Any, served: Served, fields: dict[str, Any]
+    http: Any, served: ServerHarness, fields: dict[str, Any]
 ) -> None:
     asked = {"prompt": ["ab", "cd e"], "max_tokens": 3, **fields}
     prompt = asked.pop("prompt")
     at_once = complete(http, prompt, **asked)
     usual = {"temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
-    with a_client(served) as client:
+    with make_client(served) as client:
         chunks = list(
             client.completions.create(
                 model="tiny", prompt=prompt, stream=True, **{**usual, **asked}
@@ -230,7 +232,9 @@ def test_a_stream_begins_with_the_scores_of_its_prompt(
             assert told == choice["logprobs"][column]
 
 
-def test_a_prompt_may_fill_the_context_if_nothing_is_written(http: Any, served: Served) -> None:
+def test_a_prompt_may_fill_the_context_if_nothing_is_written(
+    http: Any, served: ServerHarness
+) -> None:
     ids = [1 + n % 200 for n in range(served.engine.context)]
     [choice] = complete(http, ids, max_tokens=0, logprobs=0)["choices"]
     assert len(choice["logprobs"]["tokens"]) == len(ids)
@@ -257,10 +261,10 @@ def test_a_prompt_of_control_tokens_alone_is_continued(http: Any, oracle: Oracle
 
 
 def test_more_scores_than_an_answer_may_have_are_refused(http: Any) -> None:
-    prompts = [[1] * (MAX_SCORES // 6 // 64)] * 65
+    prompts = [[1] * (MAX_PROMPT_LOGPROBS // 6 // 64)] * 65
     status, said = refused(http, prompts, logprobs=5, echo=True, max_tokens=0)
     assert status == 400
-    assert str(MAX_SCORES) in said
+    assert str(MAX_PROMPT_LOGPROBS) in said
 
 
 def test_tokens_that_the_base_does_not_have_are_refused(http: Any) -> None:
@@ -296,11 +300,11 @@ def test_a_letter_that_a_control_token_cuts_moves_no_later_token(http: Any, orac
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 def test_the_offsets_of_an_answer_are_those_of_its_text(
-    http: Any, served: Served, oracle: Oracle, stream: bool, echo: bool
+    http: Any, served: ServerHarness, oracle: Oracle, stream: bool, echo: bool
 ) -> None:
     """The random base writes parts of letters, which may stay broken."""
     asked: dict[str, Any] = {"temperature": 1.5, "max_tokens": 60, "logprobs": 0, "echo": echo}
-    with a_client(served) as client:
+    with make_client(served) as client:
         if stream:
             chunks = client.completions.create(
                 model="tiny", prompt="ab 🙂", stream=True, seed=3, **asked
@@ -324,7 +328,7 @@ def test_the_offsets_of_an_answer_are_those_of_its_text(
 
 
 def test_prompts_of_tokens_are_decoded_beside_the_event_loop(
-    http: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+    http: Any, served: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a prompt of 200,000 tokens that takes a tenth of a second, in which nobody is answered."""
     in_loop = list[bool]()

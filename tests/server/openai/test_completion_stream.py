@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
-from tests.server.openai.clients import Client, told
+from tests.server.openai.client import Client, read_extra_fields
 from tests.server.openai.scripted_base import HELLO
 from tests.server.openai.test_completion_answer import go_on
 
@@ -29,7 +29,7 @@ def test_words_come_as_they_are_certain_and_the_reason_at_the_end(client: Client
     assert [one.choices[0].text for one in read] == [*HELLO, ""]
     assert [one.choices[0].finish_reason for one in read] == [None] * len(HELLO) + ["stop"]
     assert len({(one.id, one.created) for one in read}) == 1
-    assert told(read[-1])["plan"]["base"] == "tiny"
+    assert read_extra_fields(read[-1])["plan"]["base"] == "tiny"
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 
-from expertctl.engine.message import Message
+from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import ContextLengthError
-from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
-from expertctl.server.body import parse_body
-from expertctl.server.field_error import FieldError
+from expertctl.routing.sampling_presets import MAX_PROMPT_CHARACTERS
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.conversation import messages_of
+from expertctl.server.openai.conversation import read_messages
+from expertctl.server.request_body import FieldError, parse_body
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-def messages(*turns: dict[str, Any]) -> tuple[Message, ...]:
+def messages(*turns: dict[str, Any]) -> tuple[ConversationMessage, ...]:
     body = {"model": "tiny", "messages": list(turns)}
-    return messages_of(parse_body(json.dumps(body).encode(), ChatRequest).messages)
+    return read_messages(parse_body(json.dumps(body).encode(), ChatRequest).messages)
 
 
 def text(said: str) -> dict[str, Any]:
@@ -34,11 +33,11 @@ def test_every_role_is_read_and_developer_is_the_newer_name_of_system() -> None:
         {"role": "tool", "content": "12", "tool_call_id": "call_1"},
     )
     assert read == (
-        Message("system", "Be brief."),
-        Message("system", "Be kind.", {"name": "house"}),
-        Message("user", "Hi", {"name": "ann"}),
-        Message("assistant", "Hello"),
-        Message("tool", "12", {"tool_call_id": "call_1"}),
+        ConversationMessage("system", "Be brief."),
+        ConversationMessage("system", "Be kind.", {"name": "house"}),
+        ConversationMessage("user", "Hi", {"name": "ann"}),
+        ConversationMessage("assistant", "Hello"),
+        ConversationMessage("tool", "12", {"tool_call_id": "call_1"}),
     )
 
 
@@ -54,7 +53,7 @@ def test_a_call_without_text_is_read_with_its_arguments_as_an_object() -> None:
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
     )
     called = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert read == Message("assistant", "", {"tool_calls": [called]})
+    assert read == ConversationMessage("assistant", "", {"tool_calls": [called]})
 
 
 @pytest.mark.parametrize("wrong", ["{", "[1]", '{"a": 1, "a": 2}', "[" * 5000, '"\\ud800"'])
@@ -79,7 +78,7 @@ def test_an_answer_is_read_back_in_the_form_that_it_was_given_in() -> None:
         "reasoning_content": "A greeting",
     }
     [_, read] = messages({"role": "user", "content": "Hi"}, answer)
-    assert read == Message("assistant", "Hello", {"reasoning_content": "A greeting"})
+    assert read == ConversationMessage("assistant", "Hello", {"reasoning_content": "A greeting"})
 
 
 def test_a_refusal_is_what_an_assistant_said() -> None:

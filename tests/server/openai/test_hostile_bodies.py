@@ -11,17 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.server.base_text import BaseText
-from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
-from expertctl.server.field_error import FieldError
-from expertctl.server.openai.chat_call import chat_call
-from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.completion_call import completion_call
-from expertctl.server.openai.completion_request import CompletionRequest
+from expertctl.server.chat_prompt import ChatTemplateTraits
+from expertctl.server.openai.chat_request import ChatRequest, build_chat_call
+from expertctl.server.openai.completion_request import CompletionRequest, build_completion_call
+from expertctl.server.request_body import FieldError, parse_body
 from expertctl.server.settings import ServeSettings
+from tests.server.harness import ServerHarness
 from tests.server.openai.test_chat_answer import SCHEMA, WEATHER
-from tests.server.served import Served
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: dict[str, Any] = {
@@ -99,19 +96,19 @@ def refused_or_read(body: Any, read: Callable[[bytes], Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(scripted: Served) -> BaseText:
-    return BaseText(scripted.engine.tokenizer)
+def text(scripted: ServerHarness) -> ChatTemplateTraits:
+    return ChatTemplateTraits(scripted.engine.tokenizer)
 
 
 @settings(max_examples=300)
 @given(body=changed(CHAT, ChatRequest))
-def test_any_chat_is_read_or_refused(text: BaseText, body: Any) -> None:
+def test_any_chat_is_read_or_refused(text: ChatTemplateTraits, body: Any) -> None:
     def read(data: bytes) -> None:
-        chat_call(
+        build_chat_call(
             parse_body(data, ChatRequest),
             caller=Caller(),
             base_name="tiny",
-            text=text,
+            template=text,
             settings=ServeSettings(),
         )
 
@@ -120,9 +117,9 @@ def test_any_chat_is_read_or_refused(text: BaseText, body: Any) -> None:
 
 @settings(max_examples=200)
 @given(body=changed(COMPLETION, CompletionRequest))
-def test_any_completion_is_read_or_refused(text: BaseText, body: Any) -> None:
+def test_any_completion_is_read_or_refused(text: ChatTemplateTraits, body: Any) -> None:
     def read(data: bytes) -> None:
-        completion_call(
+        build_completion_call(
             parse_body(data, CompletionRequest),
             caller=Caller(),
             base_name="tiny",
@@ -133,22 +130,24 @@ def test_any_completion_is_read_or_refused(text: BaseText, body: Any) -> None:
     refused_or_read(body, read)
 
 
-def test_the_bodies_that_are_changed_are_good_ones(text: BaseText) -> None:
+def test_the_bodies_that_are_changed_are_good_ones(text: ChatTemplateTraits) -> None:
     request = parse_body(json.dumps(CHAT).encode(), ChatRequest)
     chosen = ServeSettings()
-    call = chat_call(request, caller=Caller(), base_name="tiny", text=text, settings=chosen)
-    assert call.job.texts == 2
+    call = build_chat_call(
+        request, caller=Caller(), base_name="tiny", template=text, settings=chosen
+    )
+    assert call.job.answers == 2
     other = parse_body(json.dumps(COMPLETION).encode(), CompletionRequest)
-    calls = completion_call(
+    calls = build_completion_call(
         other, caller=Caller(), base_name="tiny", tokenizer=text.tokenizer, settings=chosen
     )
     assert len(calls.jobs) == 2
 
 
-def test_only_a_length_that_the_call_says_bounds_the_least_one(text: BaseText) -> None:
+def test_only_a_length_that_the_call_says_bounds_the_least_one(text: ChatTemplateTraits) -> None:
     def read(**fields: Any) -> int:
         body = {"prompt": "a", **fields}
-        [job] = completion_call(
+        [job] = build_completion_call(
             parse_body(json.dumps(body).encode(), CompletionRequest),
             caller=Caller(),
             base_name="tiny",

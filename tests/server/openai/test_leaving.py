@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.listener import Listener
+from tests.server.harness import ServerHarness, StreamingClient
 from tests.server.openai.scripted_base import HELLO
-from tests.server.served import Served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG: Any = {"model": "tiny", "max_tokens": 16_000, "temperature": 0}
@@ -22,7 +21,7 @@ def body(path: str, *, stream: bool) -> dict[str, Any]:
     return {**LONG, **FOREVER[path], "stream": stream}
 
 
-async def given_up(served: Served, before: int) -> None:
+async def given_up(served: ServerHarness, before: int) -> None:
     """Wait until no row is taken and more jobs were cancelled than before.
 
     That takes far less time than the answers would have.
@@ -33,22 +32,24 @@ async def given_up(served: Served, before: int) -> None:
         await asyncio.sleep(0)
 
 
-def cancelled(served: Served) -> int:
+def cancelled(served: ServerHarness) -> int:
     count: int = served.engine.snapshot().totals.cancelled
     return count
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_stream_that_nobody_reads_any_more_frees_its_rows(scripted: Served, path: str) -> None:
+def test_a_stream_that_nobody_reads_any_more_frees_its_rows(
+    scripted: ServerHarness, path: str
+) -> None:
     async def leave() -> None:
-        async with Listener(scripted.app, path, body(path, stream=True)) as listener:
-            status, _ = await listener.head()
+        async with StreamingClient(scripted.app, path, body(path, stream=True)) as listener:
+            status, _ = await listener.read_head()
             assert status == 200
             for _ in range(4):
-                assert await listener.piece()
+                assert await listener.read_chunk()
             assert scripted.engine.snapshot().running >= 1
-            listener.leave()
-            await listener.done()
+            listener.disconnect()
+            await listener.wait_until_done()
         await given_up(scripted, before)
 
     before = cancelled(scripted)
@@ -56,13 +57,13 @@ def test_a_stream_that_nobody_reads_any_more_frees_its_rows(scripted: Served, pa
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_an_answer_that_nobody_waits_for_is_given_up(scripted: Served, path: str) -> None:
+def test_an_answer_that_nobody_waits_for_is_given_up(scripted: ServerHarness, path: str) -> None:
     async def leave() -> None:
-        async with Listener(scripted.app, path, body(path, stream=False)) as listener:
+        async with StreamingClient(scripted.app, path, body(path, stream=False)) as listener:
             while not scripted.engine.snapshot().running:
                 await asyncio.sleep(0)
-            listener.leave()
-            await listener.done()
+            listener.disconnect()
+            await listener.wait_until_done()
         await given_up(scripted, before)
 
     before = cancelled(scripted)

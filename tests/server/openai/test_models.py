@@ -7,13 +7,13 @@ import openai
 import pytest
 from openai.types import Model
 
-from expertctl.server.served_models import served_models
-from tests.server.openai.clients import Client, a_client
-from tests.server.served import EXPERTS, Served
+from expertctl.server.models import list_served_models
+from tests.server.harness import EXPERTS, ServerHarness
+from tests.server.openai.client import Client, make_client
 
 
-def test_the_base_auto_and_every_expert_are_models(served: Served) -> None:
-    with a_client(served) as client:
+def test_the_base_auto_and_every_expert_are_models(served: ServerHarness) -> None:
+    with make_client(served) as client:
         models = list(client.models.list())
     assert [model.id for model in models] == ["tiny", "auto", *sorted(EXPERTS)]
     for model in models:
@@ -23,7 +23,7 @@ def test_the_base_auto_and_every_expert_are_models(served: Served) -> None:
 
 
 def test_a_model_is_found_by_its_name_whether_its_slash_is_escaped_or_not(
-    client: Client, scripted: Served
+    client: Client, scripted: ServerHarness
 ) -> None:
     model = client.models.retrieve("acme/sql")
     assert (model.id, model.object, model.owned_by) == ("acme/sql", "model", "acme")
@@ -51,14 +51,14 @@ def test_a_model_that_is_not_there_is_not_found(client: Client, name: str) -> No
         "/v1/experts%2f",
     ],
 )
-def test_a_path_with_two_readings_stays_refused(scripted: Served, path: str) -> None:
+def test_a_path_with_two_readings_stays_refused(scripted: ServerHarness, path: str) -> None:
     answer = scripted.client().get(path)
     assert answer.status_code == 400
     assert "more than one reading" in answer.text
 
 
-def test_experts_that_cannot_answer_are_no_models(scripted: Served) -> None:
+def test_experts_that_cannot_answer_are_no_models(scripted: ServerHarness) -> None:
     [here] = scripted.engine.experts().result()
     unfit = replace(here, fits=False)
     revoked = replace(here, expert=replace(here.expert, revoked=True))
-    assert [one.name for one in served_models("tiny", [unfit, revoked])] == ["tiny", "auto"]
+    assert [one.name for one in list_served_models("tiny", [unfit, revoked])] == ["tiny", "auto"]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from expertctl.server.field_error import FieldError
-from expertctl.server.openai.neutral_values import check_neutral
-from tests.server.openai.bodies import chat_request, completion_request
+from expertctl.server.openai.generation_request import check_unsupported
+from expertctl.server.request_body import FieldError
+from tests.server.openai.client import make_chat_request, make_completion_request
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from tests.server.openai.bodies import chat_request, completion_request
     ids=str,
 )
 def test_a_value_that_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
-    assert check_neutral(chat_request(**fields), strict=True) == ()
+    assert check_unsupported(make_chat_request(**fields), strict=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_a_value_that_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> No
 def test_what_does_not_change_the_answer_is_ignored_and_named_unless_fields_are_strict(
     fields: dict[str, Any], name: str
 ) -> None:
-    request = chat_request(**fields)
-    assert check_neutral(request) == (name,)
+    request = make_chat_request(**fields)
+    assert check_unsupported(request) == (name,)
     with pytest.raises(FieldError) as refused:
-        check_neutral(request, strict=True)
+        check_unsupported(request, strict=True)
     assert refused.value.field == name
 
 
@@ -68,17 +68,17 @@ def test_what_does_not_change_the_answer_is_ignored_and_named_unless_fields_are_
 )
 def test_what_is_not_done_here_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(FieldError, match=f"{name}: this server does not do that") as refused:
-        check_neutral(chat_request(**{name: value}))
+        check_unsupported(make_chat_request(**{name: value}))
     assert refused.value.field == name
 
 
 def test_a_field_that_has_a_newer_name_is_refused_with_it() -> None:
     with pytest.raises(FieldError) as refused:
-        check_neutral(chat_request(functions=[{"name": "f"}]))
+        check_unsupported(make_chat_request(functions=[{"name": "f"}]))
     assert refused.value.hint == "use tools"
 
 
 def test_the_best_of_several_completions_is_not_chosen() -> None:
     with pytest.raises(FieldError, match="best_of"):
-        check_neutral(completion_request(best_of=2))
-    check_neutral(completion_request(best_of=1))
+        check_unsupported(make_completion_request(best_of=2))
+    check_unsupported(make_completion_request(best_of=1))

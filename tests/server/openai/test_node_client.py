@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.server.api_keys import ApiKeys
-from tests.server.openai.scripted_base import HELLO, scripted_stock
-from tests.server.openai.sockets import socket_server
+from expertctl.server.api_keys import ApiKeyStore
+from tests.server.openai.scripted_base import HELLO, make_scripted_packages
+from tests.server.server_process import run_socket_server
 
 SUITES = Path(__file__).parent
 
@@ -28,9 +28,9 @@ def test_the_suite_of_a_client_for_javascript_passes(tmp_path: Path, name: str) 
     suite = tmp_path / "suite"
     shutil.copytree(SUITES / name, suite, ignore=shutil.ignore_patterns("node_modules"))
     subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=suite, check=True)
-    house = scripted_stock(tmp_path / "stock").house(tmp_path / "home")
-    secret = ApiKeys(house.home.api_keys).make("node", now=time.time()).secret
-    with socket_server(house, tmp_path / "log") as server:
+    house = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
+    secret = ApiKeyStore(house.home.api_keys).create("node", now=time.time()).secret
+    with run_socket_server(house, tmp_path / "log") as server:
         told = {
             "EXPERT_TEST_URL": server.base_url,
             "EXPERT_TEST_KEY": secret,

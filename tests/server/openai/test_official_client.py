@@ -11,21 +11,21 @@ import httpx2
 import openai
 import pytest
 
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import RunResult
-from expertctl.engine.runtime import Engine
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import ConversationMessage, UserMessage
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
-from expertctl.server.api_keys import ApiKeys
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.server.api_keys import ApiKeyStore
 from expertctl.settings import Home, Settings
-from tests.server.openai.clients import told
-from tests.server.openai.scripted_base import ANSWER, HELLO, scripted_stock
-from tests.server.openai.sockets import Socket, socket_server
+from tests.server.harness import ServedPackages
+from tests.server.openai.client import read_extra_fields
+from tests.server.openai.scripted_base import ANSWER, HELLO, make_scripted_packages
 from tests.server.openai.test_chat_answer import SCHEMA, WEATHER
-from tests.server.served import Stock
+from tests.server.server_process import SocketServer, run_socket_server
 
 pytestmark = pytest.mark.all
 
@@ -34,33 +34,37 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    return scripted_stock(tmp_path_factory.mktemp("scripts"))
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> ServedPackages:
+    return make_scripted_packages(tmp_path_factory.mktemp("scripts"))
 
 
 @pytest.fixture(scope="module")
-def server(scripts: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Socket]:
+def server(
+    scripts: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SocketServer]:
     folder = tmp_path_factory.mktemp("open")
-    with socket_server(scripts.house(folder / "home"), folder / "log") as one:
+    with run_socket_server(scripts.make_home(folder / "home"), folder / "log") as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def narrow(scripts: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Socket]:
+def narrow(
+    scripts: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SocketServer]:
     """One that writes one text at a time, and lets no job wait that is not prepared."""
     folder = tmp_path_factory.mktemp("narrow")
     options = ("--rows", "1", "--queue", "1")
-    with socket_server(scripts.house(folder / "home"), folder / "log", *options) as one:
+    with run_socket_server(scripts.make_home(folder / "home"), folder / "log", *options) as one:
         yield one
 
 
-def client_of(server: Socket, **options: Any) -> openai.OpenAI:
+def client_of(server: SocketServer, **options: Any) -> openai.OpenAI:
     given = {"api_key": "none", "base_url": server.base_url, "max_retries": 0, "timeout": 60}
     return openai.OpenAI(**{**given, **options})
 
 
 @pytest.fixture
-def client(server: Socket) -> Iterator[openai.OpenAI]:
+def client(server: SocketServer) -> Iterator[openai.OpenAI]:
     with client_of(server) as one:
         yield one
 
@@ -101,7 +105,7 @@ def test_json_is_checked_afterwards(client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(
             model="tiny", messages=messages, response_format=SCHEMA
         )
-        assert told(answer)["validation_passed"] is passed
+        assert read_extra_fields(answer)["validation_passed"] is passed
 
 
 def test_completions_and_models(client: openai.OpenAI) -> None:
@@ -111,7 +115,7 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("acme/sql").id == "acme/sql"
 
 
-def test_the_async_client_asks_many_things_at_once(server: Socket) -> None:
+def test_the_async_client_asks_many_things_at_once(server: SocketServer) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(api_key="none", base_url=server.base_url) as client:
             answers = await asyncio.gather(
@@ -159,14 +163,14 @@ def test_a_time_that_is_over_ends_the_answer_where_it_is(client: openai.OpenAI) 
     choice = answer.choices[0]
     assert choice.finish_reason == "length"
     assert str(choice.message.content).startswith("On and")
-    assert told(answer)["answers"][0]["finish_reason"] == "timeout"
+    assert read_extra_fields(answer)["answers"][0]["finish_reason"] == "timeout"
 
 
-def test_the_clients_own_time_ends_the_job(server: Socket) -> None:
-    before = server.metric('expertctl_jobs_total{outcome="cancelled"}')
+def test_the_clients_own_time_ends_the_job(server: SocketServer) -> None:
+    before = server.read_metric('expertctl_jobs_total{outcome="cancelled"}')
     with client_of(server, timeout=1.0) as client, pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="tiny", messages=FOREVER, max_tokens=16_000)
-    wait_until(lambda: server.metric('expertctl_jobs_total{outcome="cancelled"}') > before)
+    wait_until(lambda: server.read_metric('expertctl_jobs_total{outcome="cancelled"}') > before)
 
 
 def wait_until(holds: Any, seconds: float = 30.0) -> None:
@@ -176,24 +180,24 @@ def wait_until(holds: Any, seconds: float = 30.0) -> None:
         assert time.monotonic() < until
 
 
-def test_a_stream_that_is_closed_frees_its_row(narrow: Socket) -> None:
+def test_a_stream_that_is_closed_frees_its_row(narrow: SocketServer) -> None:
     with client_of(narrow) as client:
         stream = client.chat.completions.create(
             model="tiny", messages=FOREVER, stream=True, max_tokens=16_000
         )
         next(iter(stream))
-        assert narrow.metric("vllm:num_requests_running") == 1
+        assert narrow.read_metric("vllm:num_requests_running") == 1
         stream.close()
         answer = client.chat.completions.create(model="tiny", messages=HI, temperature=0)
         assert answer.choices[0].message.content == "".join(HELLO)
-        assert narrow.metric("vllm:num_requests_running") == 0
+        assert narrow.read_metric("vllm:num_requests_running") == 0
 
 
-def test_a_full_queue_is_told_with_the_time_to_come_again(narrow: Socket) -> None:
+def test_a_full_queue_is_told_with_the_time_to_come_again(narrow: SocketServer) -> None:
     """The row is taken, two jobs are prepared and one waits: for one more there is no place."""
     with client_of(narrow) as client, ThreadPoolExecutor(6) as pool:
         begun = [pool.submit(endless, narrow) for _ in range(6)]
-        wait_until(lambda: narrow.metric("expertctl_queue_jobs") == 1)
+        wait_until(lambda: narrow.read_metric("expertctl_queue_jobs") == 1)
         with pytest.raises(openai.RateLimitError) as refused:
             client.chat.completions.create(model="tiny", messages=HI)
         assert int(refused.value.response.headers["retry-after"]) >= 1
@@ -202,7 +206,7 @@ def test_a_full_queue_is_told_with_the_time_to_come_again(narrow: Socket) -> Non
             one.result()
 
 
-def endless(server: Socket) -> None:
+def endless(server: SocketServer) -> None:
     """Ask for more than there is time for; what waits until then, or cannot, gets no answer."""
     with client_of(server) as client:
         try:
@@ -214,7 +218,7 @@ def endless(server: Socket) -> None:
                 raise
 
 
-def test_the_client_comes_again_by_itself_when_it_was_told_to(narrow: Socket) -> None:
+def test_the_client_comes_again_by_itself_when_it_was_told_to(narrow: SocketServer) -> None:
     sent: list[int] = []
 
     def count(response: httpx2.Response) -> None:
@@ -226,7 +230,7 @@ def test_the_client_comes_again_by_itself_when_it_was_told_to(narrow: Socket) ->
         ThreadPoolExecutor(6) as pool,
     ):
         begun = [pool.submit(endless, narrow) for _ in range(6)]
-        wait_until(lambda: narrow.metric("expertctl_queue_jobs") == 1)
+        wait_until(lambda: narrow.read_metric("expertctl_queue_jobs") == 1)
         answer = client.chat.completions.create(model="tiny", messages=HI, temperature=0)
         for one in begun:
             one.result()
@@ -236,12 +240,12 @@ def test_the_client_comes_again_by_itself_when_it_was_told_to(narrow: Socket) ->
 
 
 def test_keys_are_demanded_where_there_are_some_and_have_limits(
-    scripts: Stock, tmp_path: Path
+    scripts: ServedPackages, tmp_path: Path
 ) -> None:
-    house = scripts.house(tmp_path / "home")
-    keys = ApiKeys(house.home.api_keys)
-    ann = keys.make("ann", now=time.time(), requests_per_minute=2).secret
-    with socket_server(house, tmp_path / "log") as server:
+    house = scripts.make_home(tmp_path / "home")
+    keys = ApiKeyStore(house.home.api_keys)
+    ann = keys.create("ann", now=time.time(), requests_per_minute=2).secret
+    with run_socket_server(house, tmp_path / "log") as server:
         with client_of(server, api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError) as refused:
                 client.chat.completions.create(model="tiny", messages=HI)
@@ -253,10 +257,10 @@ def test_keys_are_demanded_where_there_are_some_and_have_limits(
                 client.chat.completions.create(model="tiny", messages=HI)
 
 
-def test_greedy_answers_are_those_of_run(stock: Stock, tmp_path: Path) -> None:
-    house = stock.house(tmp_path / "home")
+def test_greedy_answers_are_those_of_run(stock: ServedPackages, tmp_path: Path) -> None:
+    house = stock.make_home(tmp_path / "home")
     plans = [(), ("acme/sql",), ("acme/json", "acme/dates")]
-    with socket_server(house, tmp_path / "log") as server, client_of(server) as client:
+    with run_socket_server(house, tmp_path / "log") as server, client_of(server) as client:
         answers = [
             client.chat.completions.create(
                 model="+".join(plan) or "tiny", messages=HI, temperature=0, max_tokens=24
@@ -264,7 +268,7 @@ def test_greedy_answers_are_those_of_run(stock: Stock, tmp_path: Path) -> None:
             for plan in plans
         ]
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
-    engine = Engine(planner, budget=64 << 20)
+    engine = LocalEngine(planner, budget=64 << 20)
     for plan, answer in zip(plans, answers, strict=True):
         result = run(engine, plan)
         assert answer.choices[0].message.content == result.generated.text
@@ -272,20 +276,20 @@ def test_greedy_answers_are_those_of_run(stock: Stock, tmp_path: Path) -> None:
         assert answer.usage.completion_tokens == len(result.generated.tokens)
         assert answer.usage.prompt_tokens == result.prompt_tokens
         identity = result.planned.result.plan.identity
-        assert told(answer)["plan"]["identity"] == str(identity)
+        assert read_extra_fields(answer)["plan"]["identity"] == str(identity)
 
 
-def run(engine: Engine, plan: tuple[str, ...]) -> RunResult:
+def run(engine: LocalEngine, plan: tuple[str, ...]) -> RunResult:
     route = RouteRequest(
         prompt="Hi",
-        wishes=SamplingWishes(greedy=True, max_tokens=24),
+        sampling=SamplingOverrides(greedy=True, max_tokens=24),
         base_alone=not plan,
     )
     request = RunRequest(
         message=UserMessage(prompt="Hi"),
-        turns=(Message("user", "Hi"),),
+        turns=(ConversationMessage("user", "Hi"),),
         route=route,
-        experts=tuple(Forced(Reference.parse(name)) for name in plan),
+        experts=tuple(ForcedExpert(Reference.parse(name)) for name in plan),
     )
     stream = engine.run(request)
     while True:

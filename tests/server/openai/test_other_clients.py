@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.server.api_keys import ApiKeys
-from tests.server.openai.scripted_base import HELLO, scripted_stock
-from tests.server.openai.sockets import socket_server
+from expertctl.server.api_keys import ApiKeyStore
+from tests.server.openai.scripted_base import HELLO, make_scripted_packages
+from tests.server.server_process import run_socket_server
 
 SUITE = Path(__file__).parent / "python"
 SECONDS = 900
@@ -27,10 +27,10 @@ def test_the_suite_of_other_clients_for_python_passes(tmp_path: Path) -> None:
     install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     subprocess.run([python, *install, "-r", SUITE / "requirements.txt"], check=True)
-    house = scripted_stock(tmp_path / "stock").house(tmp_path / "home")
-    secret = ApiKeys(house.home.api_keys).make("other", now=time.time()).secret
+    house = make_scripted_packages(tmp_path / "stock").make_home(tmp_path / "home")
+    secret = ApiKeyStore(house.home.api_keys).create("other", now=time.time()).secret
     (tmp_path / "llm").mkdir()
-    with socket_server(house, tmp_path / "log", "--alias", "gpt-4o-mini=tiny") as server:
+    with run_socket_server(house, tmp_path / "log", "--alias", "gpt-4o-mini=tiny") as server:
         told = {
             "EXPERT_TEST_URL": server.base_url,
             "EXPERT_TEST_KEY": secret,

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 from openai.types.chat.chat_completion import Choice
 
-from expertctl.engine.generate import FinishReason
-from expertctl.server.openai.outcome import finish_reason_of
+from expertctl.engine.generation import FinishReason
+from expertctl.server.openai.response import map_finish_reason
 
 PUBLISHED = get_args(Choice.model_fields["finish_reason"].annotation)
 
@@ -16,14 +16,14 @@ PUBLISHED = get_args(Choice.model_fields["finish_reason"].annotation)
     [("stop", "stop"), ("length", "length"), ("timeout", "length"), ("cancelled", "length")],
 )
 def test_what_was_cut_off_is_of_limited_length(reason: FinishReason, told: str) -> None:
-    assert finish_reason_of(reason) == told
+    assert map_finish_reason(reason) == told
 
 
 def test_an_answer_with_calls_ends_with_them_unless_it_was_cut_off() -> None:
-    assert finish_reason_of("stop", calls=2) == "tool_calls"
-    assert finish_reason_of("length", calls=1) == "length"
+    assert map_finish_reason("stop", calls=2) == "tool_calls"
+    assert map_finish_reason("length", calls=1) == "length"
 
 
 @pytest.mark.parametrize("reason", get_args(FinishReason))
 def test_every_reason_is_one_that_clients_know(reason: FinishReason) -> None:
-    assert {finish_reason_of(reason), finish_reason_of(reason, calls=1)} <= set(PUBLISHED)
+    assert {map_finish_reason(reason), map_finish_reason(reason, calls=1)} <= set(PUBLISHED)

@@ -10,9 +10,9 @@ import torch
 import transformers
 from anthropic.types import TextBlock
 
-from tests.server.anthropic.clients import a_client as anthropic_client
-from tests.server.openai.clients import Client, a_client
-from tests.server.served import BASE, Served, Stock
+from tests.server.anthropic.client import make_client as anthropic_client
+from tests.server.harness import BASE, ServedPackages, ServerHarness
+from tests.server.openai.client import Client, make_client
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 BEGUN: list[Any] = [QUESTION, {"role": "assistant", "content": "2 + 2 is"}]
@@ -20,13 +20,13 @@ TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[Client]:
-    with a_client(served) as one:
+def client(served: ServerHarness) -> Iterator[Client]:
+    with make_client(served) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def oracle(stock: Stock) -> Any:
+def oracle(stock: ServedPackages) -> Any:
     """The text that transformers generates greedily for a conversation."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(stock.base_dir)
     model = transformers.AutoModelForCausalLM.from_pretrained(stock.base_dir, dtype=torch.float32)
@@ -92,7 +92,7 @@ def test_what_cannot_be_continued_is_refused(
 
 @pytest.mark.parametrize("content", ["2 + 2 is", [{"type": "text", "text": "2 + 2 is"}]])
 def test_anthropics_prefill_is_continued_and_not_repeated(
-    served: Served, oracle: Any, content: Any
+    served: ServerHarness, oracle: Any, content: Any
 ) -> None:
     ask: dict[str, Any] = {
         "model": BASE,
@@ -111,7 +111,7 @@ def test_anthropics_prefill_is_continued_and_not_repeated(
     assert counted.input_tokens > new.input_tokens
 
 
-def test_anthropics_prefill_without_text_is_refused(served: Served) -> None:
+def test_anthropics_prefill_without_text_is_refused(served: ServerHarness) -> None:
     with (
         anthropic_client(served) as client,
         pytest.raises(anthropic.BadRequestError, match="no text to go on from"),

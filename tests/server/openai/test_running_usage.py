@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.openai.clients import Client
+from tests.server.openai.client import Client
 
 ASK: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6, "stream": True}
 OPTIONS: Any = {"include_usage": True, "continuous_usage_stats": True}

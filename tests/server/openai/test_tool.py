@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from expertctl.server.body import parse_body
-from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.tool import offered, strict_tools
+from expertctl.server.openai.conversation import list_strict_tools, select_tools
+from expertctl.server.request_body import FieldError, parse_body
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "Tells it", "parameters": SCHEMA}
@@ -18,30 +17,30 @@ TOOLS = [
 ]
 
 
-def shown(choice: Any = None, tools: Any = TOOLS) -> list[Any]:
+def list_offered_tools(choice: Any = None, tools: Any = TOOLS) -> list[Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": tools}
     request = parse_body(json.dumps({**body, "tool_choice": choice}).encode(), ChatRequest)
-    return [tool.to_json() for tool in offered(request.tools or (), request.tool_choice)]
+    return [tool.to_json() for tool in select_tools(request.tools or (), request.tool_choice)]
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(
         FieldError, match=r"tools\[2\].function.name: another tool is called 'time'"
     ):
-        shown(tools=[*TOOLS, TOOLS[1]])
+        list_offered_tools(tools=[*TOOLS, TOOLS[1]])
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_the_model_is_told_of_all_tools_in_the_form_that_templates_read(choice: Any) -> None:
-    assert shown(choice) == [
+    assert list_offered_tools(choice) == [
         {"type": "function", "function": WEATHER},
         {"type": "function", "function": {"name": "time"}},
     ]
 
 
 def test_a_model_that_may_call_none_is_told_of_none() -> None:
-    assert shown("none") == []
-    assert shown(tools=[]) == shown("auto", tools=None) == []
+    assert list_offered_tools("none") == []
+    assert list_offered_tools(tools=[]) == list_offered_tools("auto", tools=None) == []
 
 
 def allowed(mode: str, *names: str) -> Any:
@@ -50,19 +49,21 @@ def allowed(mode: str, *names: str) -> Any:
 
 
 def test_a_model_is_told_of_the_tools_that_are_allowed_now() -> None:
-    assert [one["function"]["name"] for one in shown(allowed("auto", "time"))] == ["time"]
+    assert [one["function"]["name"] for one in list_offered_tools(allowed("auto", "time"))] == [
+        "time"
+    ]
 
 
 def test_a_tool_that_is_allowed_but_not_given_is_refused() -> None:
     with pytest.raises(FieldError, match="clock is not one of the tools"):
-        shown(allowed("auto", "time", "clock"))
+        list_offered_tools(allowed("auto", "time", "clock"))
 
 
 def test_strict_tools_are_known_by_their_place_and_without_a_schema_take_nothing() -> None:
     strict = {"type": "function", "function": {"name": "now", "strict": True}}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}]}
     request = parse_body(json.dumps({**body, "tools": [*TOOLS, strict]}).encode(), ChatRequest)
-    first, last = strict_tools(request.tools or ())
+    first, last = list_strict_tools(request.tools or ())
     assert (first.name, first.schema, first.field) == (
         "weather",
         SCHEMA,
@@ -83,7 +84,7 @@ def test_strict_tools_are_known_by_their_place_and_without_a_schema_take_nothing
 )
 def test_no_call_can_be_demanded(choice: Any) -> None:
     with pytest.raises(FieldError, match="no call can be forced") as refused:
-        shown(choice)
+        list_offered_tools(choice)
     assert refused.value.field == "tool_choice"
 
 
@@ -104,11 +105,11 @@ def test_no_call_can_be_demanded(choice: Any) -> None:
 )
 def test_a_malformed_tool_is_refused_with_its_place(tool: Any, field: str) -> None:
     with pytest.raises(FieldError) as refused:
-        shown(tools=[tool])
+        list_offered_tools(tools=[tool])
     assert refused.value.field == field
 
 
 def test_more_tools_than_the_published_limit_are_refused() -> None:
     with pytest.raises(FieldError, match="length <= 128") as refused:
-        shown(tools=[TOOLS[1]] * 129)
+        list_offered_tools(tools=[TOOLS[1]] * 129)
     assert refused.value.field == "tools"

@@ -3,24 +3,27 @@
 import pytest
 from openai.types.shared_params import ResponseFormatJSONObject, ResponseFormatJSONSchema
 
-from expertctl.engine.answer_form import MAX_CHARACTERS
+from expertctl.engine.text.answer_format import MAX_CHARACTERS
 from expertctl.errors import UsageError
-from expertctl.schema.shape import shape
-from expertctl.server.post_processing.check import check_of
-from expertctl.server.post_processing.response_format import NamedSchema, ResponseFormat
+from expertctl.schema.validation import convert_document
+from expertctl.server.post_processing.response_format import (
+    NamedSchema,
+    ResponseFormat,
+    build_check,
+)
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
 def passes(given: ResponseFormat, text: str) -> bool | None:
-    check = check_of(given)
+    check = build_check(given)
     assert check is not None
     return check(text).passed
 
 
 @pytest.mark.parametrize("given", [None, ResponseFormat("text")])
 def test_text_is_no_form(given: ResponseFormat | None) -> None:
-    assert check_of(given) is None
+    assert build_check(given) is None
 
 
 @pytest.mark.parametrize(
@@ -66,8 +69,8 @@ def test_what_the_openai_client_sends_is_read() -> None:
         "type": "json_schema",
         "json_schema": {"name": "thing", "schema": dict(OBJECT), "strict": True},
     }
-    assert passes(shape(plain, ResponseFormat), "{}") is True
-    assert passes(shape(named, ResponseFormat), '{"a": 1}') is True
+    assert passes(convert_document(plain, ResponseFormat), "{}") is True
+    assert passes(convert_document(named, ResponseFormat), '{"a": 1}') is True
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_format_that_says_too_little_or_too_much_is_refused(
     given: ResponseFormat, place: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        check_of(given)
+        build_check(given)
     assert refused.value.message.startswith(("response_format", place))
     assert place in refused.value.message
     assert refused.value.hint

@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from expertctl.errors import UsageError
-from expertctl.server.post_processing.json_schema import MAX_DEPTH, MAX_VALUES, read_schema
-from expertctl.server.post_processing.schema_cost import MAX_PARTS, read_cost
+from expertctl.server.post_processing.json_schema import (
+    MAX_DEPTH,
+    MAX_PARTS,
+    MAX_VALUES,
+    build_schema_cost,
+    compile_schema,
+)
 
 
 def passes(schema: dict[str, Any], value: object) -> bool | None:
-    return read_schema(schema, where="schema").check(json.dumps(value)).passed
+    return compile_schema(schema, where="schema").check(json.dumps(value)).passed
 
 
 def chain(length: int, times: int) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def test_an_answer_passes_where_the_reference_implementation_says_so(
 
 
 def test_the_problem_names_the_place_and_is_short() -> None:
-    schema = read_schema({"properties": {"a": {"items": {"maxLength": 3}}}}, where="schema")
+    schema = compile_schema({"properties": {"a": {"items": {"maxLength": 3}}}}, where="schema")
     found = schema.check(json.dumps({"a": ["x" * 5000]}))
     assert found.passed is False
     assert found.problem.startswith("the answer does not fit its schema: a/0: ")
@@ -108,7 +113,7 @@ def test_a_schema_that_points_elsewhere_or_is_none_is_refused(
     schema: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        read_schema(schema, where="schema")
+        compile_schema(schema, where="schema")
     assert refused.value.message.startswith(place)
     assert refused.value.hint
 
@@ -123,7 +128,7 @@ def test_a_schema_that_points_elsewhere_or_is_none_is_refused(
 )
 def test_a_schema_that_is_too_large_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="has over"):
-        read_schema(schema, where="schema")
+        compile_schema(schema, where="schema")
 
 
 def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
@@ -131,7 +136,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
     for _ in range(MAX_DEPTH):
         schema = {"items": schema}
     with pytest.raises(UsageError, match="nested deeper"):
-        read_schema({"items": schema}, where="schema")
+        compile_schema({"items": schema}, where="schema")
 
 
 @pytest.mark.parametrize("words", [["$ref"], ["$id", "$schema"], ["unevaluatedItems"]])
@@ -146,7 +151,7 @@ def test_properties_may_be_called_like_keywords(words: list[str]) -> None:
 )
 def test_a_schema_that_would_look_too_often_is_not_used(schema: dict[str, Any]) -> None:
     begin = process_time()
-    found = read_schema(schema, where="schema").check("1")
+    found = compile_schema(schema, where="schema").check("1")
     assert (found.passed, found.problem) == (
         None,
         "the answer is not checked: its schema would take too long",
@@ -177,7 +182,7 @@ def test_a_list_of_any_json_is_cheap() -> None:
 
 
 def test_an_answer_that_is_nested_too_deep_is_not_checked() -> None:
-    assert read_schema({}, where="schema").check("[" * 100 + "]" * 100).passed is None
+    assert compile_schema({}, where="schema").check("[" * 100 + "]" * 100).passed is None
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,7 @@ def test_looks_are_counted_as_they_are_in_the_plain_walk(length: int, times: int
 
     schema = chain(length, times)
     top = 1 + 1 + len(schema["$defs"])  # itself, its reference, its definitions
-    assert read_cost(schema, where="schema").looks(1) == [top + walk(0)]
+    assert build_schema_cost(schema, where="schema").count_visits(1) == [top + walk(0)]
 
 
 @pytest.mark.parametrize(
@@ -211,14 +216,14 @@ def test_three_dialects_are_read(dialect: str) -> None:
 
 @pytest.mark.parametrize("text", ["1e400", "[-1e999]", "1" * 5000, '"\\ud800"'])
 def test_what_cannot_be_compared_is_left_open(text: str) -> None:
-    found = read_schema({"maximum": 5, "maxLength": 1}, where="schema").check(text)
+    found = compile_schema({"maximum": 5, "maxLength": 1}, where="schema").check(text)
     assert found.passed is None
     assert found.problem.startswith("the answer is not checked: ")
 
 
 def test_a_schema_that_is_no_text_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^schema: "):
-        read_schema({"const": "\ud800"}, where="schema")
+        compile_schema({"const": "\ud800"}, where="schema")
 
 
 def test_references_go_through_lists_and_escapes() -> None:
@@ -246,4 +251,4 @@ def test_a_schema_of_many_or_long_patterns_is_refused_before_any_is_compiled(
     schema: dict[str, Any],
 ) -> None:
     with pytest.raises(UsageError, match="over 100 patterns, or over 10000 characters"):
-        read_schema(schema, where="schema")
+        compile_schema(schema, where="schema")

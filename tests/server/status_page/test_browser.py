@@ -11,11 +11,10 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from tests.sdk.serving import Process, new_key, serving_process
-from tests.server.routed import write_routed
-from tests.server.served import BASE, EXPERTS, Stock
-from tests.server.status_page.browser import PNG, Tab, browser
-from tests.store.shop import House
+from tests.server.harness import BASE, EXPERTS, ServedPackages, write_routed_base
+from tests.server.server_process import HomeServerProcess, create_api_key, run_home_server
+from tests.server.status_page.browser import PNG, BrowserTab, run_browser
+from tests.store.fixtures import HomeFixture
 
 pytestmark = pytest.mark.all
 LIVE = "document.querySelector('#state').innerText === 'Live'"
@@ -23,24 +22,24 @@ CLIENTS = 6
 
 
 @pytest.fixture(scope="module")
-def home(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stock.house(tmp_path_factory.mktemp("status") / "home").root
+def home(stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stock.make_home(tmp_path_factory.mktemp("status") / "home").root
 
 
 @pytest.fixture(scope="module")
-def server(home: Path) -> Iterator[Process]:
-    with serving_process(home) as server:
+def server(home: Path) -> Iterator[HomeServerProcess]:
+    with run_home_server(home) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserTab]:
+    with run_browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
         yield tab
 
 
 @pytest.fixture(autouse=True)
-def _forget(tab: Tab) -> None:
+def _forget(tab: BrowserTab) -> None:
     tab.complaints.clear()
     tab.asked.clear()
 
@@ -69,7 +68,7 @@ def load(url: str) -> Iterator[None]:
         one.result()
 
 
-def demand_clean(tab: Tab, url: str) -> None:
+def check_no_complaints(tab: BrowserTab, url: str) -> None:
     """Nothing was complained of, and nobody else was asked for anything."""
     assert tab.complaints == []
     assert {address for address in tab.asked if not address.startswith(f"{url}/status")} <= {
@@ -77,70 +76,78 @@ def demand_clean(tab: Tab, url: str) -> None:
     }
 
 
-def test_a_server_that_was_never_asked_says_what_to_do(server: Process, tab: Tab) -> None:
+def test_a_server_that_was_never_asked_says_what_to_do(
+    server: HomeServerProcess, tab: BrowserTab
+) -> None:
     tab.open(f"{server.url}/")
-    tab.wait(LIVE)
-    assert tab.value("location.pathname") == "/status"
-    assert "No request has come yet" in tab.text("main")
-    command = tab.text("#example")
+    tab.wait_for(LIVE)
+    assert tab.evaluate("location.pathname") == "/status"
+    assert "No request has come yet" in tab.read_text("main")
+    command = tab.read_text("#example")
     assert f"{server.url}/v1/infer" in command
     body = re.search(r"-d '(.*)'", command)
     assert body
     answer = httpx.post(f"{server.url}/v1/infer", json=json.loads(body[1]), timeout=60)
     assert answer.status_code == 200
-    tab.wait("document.querySelector('#idle').hidden")
-    demand_clean(tab, server.url)
+    tab.wait_for("document.querySelector('#idle').hidden")
+    check_no_complaints(tab, server.url)
 
 
 @pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_load_is_seen_in_numbers_and_curves(
-    width: int, dark: bool, server: Process, tab: Tab, tmp_path: Path
+    width: int, dark: bool, server: HomeServerProcess, tab: BrowserTab, tmp_path: Path
 ) -> None:
     with load(server.url):
         tab.open(f"{server.url}/status", width=width, dark=dark)
-        tab.wait("document.querySelectorAll('.line[d*=L]').length >= 6")
-        tab.wait("document.querySelector('#experts tbody').rows.length >= 3")
-        tab.wait(
+        tab.wait_for("document.querySelectorAll('.line[d*=L]').length >= 6")
+        tab.wait_for("document.querySelector('#experts tbody').rows.length >= 3")
+        tab.wait_for(
             r"/[1-9]\d* ms|\d s/.test(document.querySelector('figure:nth-child(5)').innerText)"
         )
         data = tab.screenshot(tmp_path / "page.png")
     assert data[:8] == PNG
-    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
-    shown = tab.text("main")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    shown = tab.read_text("main")
     assert re.search(r"Answers\n[\d,.]+ tok/s", shown)
     assert re.search(r"Memory\n[\d.]+ [kM]B\n\d+ % of 67.1 MB", shown)
     for name in EXPERTS:
-        assert f"{name}@1.0.0" in tab.text("#experts")
-    assert BASE in tab.text("header")
+        assert f"{name}@1.0.0" in tab.read_text("#experts")
+    assert BASE in tab.read_text("header")
     unnamed = [line for line in shown.splitlines() if "NaN" in line or "undefined" in line]
     assert unnamed == []
-    demand_clean(tab, server.url)
+    check_no_complaints(tab, server.url)
 
 
-def test_a_chart_is_read_with_the_keyboard_and_told_in_words(server: Process, tab: Tab) -> None:
+def test_a_chart_is_read_with_the_keyboard_and_told_in_words(
+    server: HomeServerProcess, tab: BrowserTab
+) -> None:
     tab.open(f"{server.url}/status")
-    tab.wait("document.querySelectorAll('.line[d*=L]').length >= 3")
-    tab.value("document.querySelector('figure svg').focus()")
+    tab.wait_for("document.querySelectorAll('.line[d*=L]').length >= 3")
+    tab.evaluate("document.querySelector('figure svg').focus()")
     label = "document.activeElement.getAttribute('aria-label')"
-    assert re.match(r"Jobs, now\. Answers being written: \d+, at most \d+; ", tab.value(label))
-    tab.press("ArrowLeft")
-    assert re.match(r"Jobs, 1 s ago\. ", tab.value(label))
-    assert tab.text("figure .when") == "1 s ago"
-    tab.press("Escape")
-    assert tab.text("figure .when") == ""
+    assert re.match(r"Jobs, now\. Answers being written: \d+, at most \d+; ", tab.evaluate(label))
+    tab.send_key("ArrowLeft")
+    assert re.match(r"Jobs, 1 s ago\. ", tab.evaluate(label))
+    assert tab.read_text("figure .when") == "1 s ago"
+    tab.send_key("Escape")
+    assert tab.read_text("figure .when") == ""
 
 
-def test_everything_is_reached_by_tab_and_has_a_name(server: Process, tab: Tab) -> None:
+def test_everything_is_reached_by_tab_and_has_a_name(
+    server: HomeServerProcess, tab: BrowserTab
+) -> None:
     tab.open(f"{server.url}/status")
-    tab.wait(LIVE)
+    tab.wait_for(LIVE)
     reached = list[str]()
     for _ in range(20):
-        tab.press("Tab")
-        reached.append(tab.value("document.activeElement.innerText || document.activeElement.id"))
+        tab.send_key("Tab")
+        reached.append(
+            tab.evaluate("document.activeElement.innerText || document.activeElement.id")
+        )
     assert "Skip to the figures" in reached
     assert "Pause" in reached
-    tree = tab.call("Accessibility.getFullAXTree")["nodes"]
+    tree = tab.send_command("Accessibility.getFullAXTree")["nodes"]
     wanted = {"image", "button", "link", "region", "figure", "textbox", "table"}
     nameless = [
         node
@@ -152,139 +159,149 @@ def test_everything_is_reached_by_tab_and_has_a_name(server: Process, tab: Tab) 
     assert nameless == []
 
 
-def test_a_page_that_is_paused_asks_nothing(server: Process, tab: Tab) -> None:
+def test_a_page_that_is_paused_asks_nothing(server: HomeServerProcess, tab: BrowserTab) -> None:
     tab.open(f"{server.url}/status")
-    tab.wait(LIVE)
-    tab.value("document.querySelector('#pause').click()")
-    assert tab.text("#state") == "Paused"
-    tab.wait("new Promise((done) => setTimeout(() => done(true), 500))")
+    tab.wait_for(LIVE)
+    tab.evaluate("document.querySelector('#pause').click()")
+    assert tab.read_text("#state") == "Paused"
+    tab.wait_for("new Promise((done) => setTimeout(() => done(true), 500))")
     tab.asked.clear()
-    tab.wait("new Promise((done) => setTimeout(() => done(true), 1500))")
+    tab.wait_for("new Promise((done) => setTimeout(() => done(true), 1500))")
     assert tab.asked == []
     for _ in range(9):  # however often it is pressed, there is one question a second in the end
-        tab.value("document.querySelector('#pause').click()")
-    tab.wait(LIVE)
+        tab.evaluate("document.querySelector('#pause').click()")
+    tab.wait_for(LIVE)
     tab.asked.clear()
-    tab.wait("new Promise((done) => setTimeout(() => done(true), 3000))")
+    tab.wait_for("new Promise((done) => setTimeout(() => done(true), 3000))")
     assert 2 <= len([url for url in tab.asked if url.endswith("/data")]) <= 4
 
 
-def test_a_key_is_asked_for_and_is_kept_nowhere(stock: Stock, tab: Tab, tmp_path: Path) -> None:
-    home = stock.house(tmp_path / "keyed").root
-    secret = new_key(home, "status")
-    with serving_process(home) as server:
+def test_a_key_is_asked_for_and_is_kept_nowhere(
+    stock: ServedPackages, tab: BrowserTab, tmp_path: Path
+) -> None:
+    home = stock.make_home(tmp_path / "keyed").root
+    secret = create_api_key(home, "status")
+    with run_home_server(home) as server:
         tab.open(f"{server.url}/status", width=390)
-        tab.wait("document.activeElement.id === 'key'")
-        assert "Waiting for a key" in tab.text("#state")
-        assert tab.value("document.querySelector('#figures').hidden")
-        tab.type("xpk_wrong")
-        tab.press("Enter", text="\r")
-        tab.wait("document.querySelector('#ask-why').innerText.includes('does not take this key')")
-        tab.type(secret)
-        tab.press("Enter", text="\r")
-        tab.wait(LIVE)
-        assert tab.value("document.querySelector('#ask').hidden")
+        tab.wait_for("document.activeElement.id === 'key'")
+        assert "Waiting for a key" in tab.read_text("#state")
+        assert tab.evaluate("document.querySelector('#figures').hidden")
+        tab.type_text("xpk_wrong")
+        tab.send_key("Enter", text="\r")
+        tab.wait_for(
+            "document.querySelector('#ask-why').innerText.includes('does not take this key')"
+        )
+        tab.type_text(secret)
+        tab.send_key("Enter", text="\r")
+        tab.wait_for(LIVE)
+        assert tab.evaluate("document.querySelector('#ask').hidden")
         kept = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
-        assert secret not in tab.value(kept)
-        assert secret not in tab.value("document.documentElement.outerHTML")
-        assert tab.value("document.querySelector('#key').value") == ""
+        assert secret not in tab.evaluate(kept)
+        assert secret not in tab.evaluate("document.documentElement.outerHTML")
+        assert tab.evaluate("document.querySelector('#key').value") == ""
         assert not any(secret in address for address in tab.asked)
         tab.open(f"{server.url}/status")
-        tab.wait("document.activeElement.id === 'key'")
+        tab.wait_for("document.activeElement.id === 'key'")
 
 
 def test_a_server_that_ends_is_told_of_and_found_again_after(
-    stock: Stock, tab: Tab, tmp_path: Path
+    stock: ServedPackages, tab: BrowserTab, tmp_path: Path
 ) -> None:
-    home = stock.house(tmp_path / "ending").root
-    with serving_process(home) as server:
+    home = stock.make_home(tmp_path / "ending").root
+    with run_home_server(home) as server:
         tab.open(f"{server.url}/status")
-        tab.wait(LIVE)
+        tab.wait_for(LIVE)
         server.stop()
-        tab.wait("document.querySelector('#state').innerText.includes('trying again')")
-        assert not tab.value("document.querySelector('#figures').hidden")
+        tab.wait_for("document.querySelector('#state').innerText.includes('trying again')")
+        assert not tab.evaluate("document.querySelector('#figures').hidden")
 
 
-def test_names_are_text_whatever_they_say(server: Process, tab: Tab) -> None:
+def test_names_are_text_whatever_they_say(server: HomeServerProcess, tab: BrowserTab) -> None:
     """No name of an expert can be markup; were one, it would be shown as it is written."""
     tab.open(f"{server.url}/status")
-    tab.wait(LIVE)
+    tab.wait_for(LIVE)
     name = "<img src=x onerror=alert(1)>"
     module = "import('/status/elements.js')"
-    shown = tab.value(
+    shown = tab.evaluate(
         f"{module}.then((m) => m.element('p', {{}}, {json.dumps(name)}).children.length)"
     )
     assert shown == 0
-    refused = tab.value("try { document.body.innerHTML = '<b>x</b>'; 'set' } catch { 'refused' }")
+    refused = tab.evaluate(
+        "try { document.body.innerHTML = '<b>x</b>'; 'set' } catch { 'refused' }"
+    )
     assert refused == "refused"
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HomeServerProcess]:
     """A server whose base has more routed experts than its memory."""
     folder = tmp_path_factory.mktemp("routed")
-    house = House(folder / "home")
-    house.bases.add(write_routed(folder / "base"), name=BASE)
-    with serving_process(house.root, "--moe-miss", "skip") as server:
+    house = HomeFixture(folder / "home")
+    house.bases.add(write_routed_base(folder / "base"), name=BASE)
+    with run_home_server(house.root, "--moe-miss", "skip") as server:
         yield server
 
 
 @pytest.mark.parametrize("width", [390, 1200])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_routed_experts_are_shown_layer_by_layer(
-    width: int, dark: bool, routed: Process, tab: Tab, tmp_path: Path
+    width: int, dark: bool, routed: HomeServerProcess, tab: BrowserTab, tmp_path: Path
 ) -> None:
     tab.open(f"{routed.url}/status", width=width, dark=dark)
-    tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
+    tab.wait_for(f"location.origin === '{routed.url}' && {LIVE}")
     tab.asked.clear()  # of what another page asked when it was left
     body = {"prompt": "sort 3, 1, 2", "max_tokens": 40}
     httpx.post(f"{routed.url}/v1/infer", json=body, timeout=60).raise_for_status()
-    tab.wait("document.querySelectorAll('#routed-layers tbody tr').length === 3")
+    tab.wait_for("document.querySelectorAll('#routed-layers tbody tr').length === 3")
     chart = "[...document.querySelectorAll('figure')].at(-1)"
-    tab.wait(f"{chart}.innerText.includes('Hits of routed experts')")
-    tab.wait(f"{chart}.querySelector('.line[d*=M]') !== null")
-    assert "may be left out" in tab.text("#routed-policy")
-    assert re.search(r"room in memory\s+\d+ of 72", tab.text("#routed-sums"))
-    rows = tab.value(
+    tab.wait_for(f"{chart}.innerText.includes('Hits of routed experts')")
+    tab.wait_for(f"{chart}.querySelector('.line[d*=M]') !== null")
+    assert "may be left out" in tab.read_text("#routed-policy")
+    assert re.search(r"room in memory\s+\d+ of 72", tab.read_text("#routed-sums"))
+    rows = tab.evaluate(
         "[...document.querySelectorAll('#routed-layers tbody tr')].map(r => r.innerText)"
     )
     assert all(
         re.match(r"[123]\s+(\d+\.\d|100) %\s+\d+ of 24\s+[\d,]+\s+\d+", row) for row in rows
     ), rows
-    tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
+    tile = tab.evaluate("document.querySelector('#tiles').lastChild.innerText")
     assert re.fullmatch(r"Routed experts\s+(\d+\.\d|100) %\s+hits; room for \d+ of 72", tile), tile
     module = "import('/status/numbers.js')"
-    shares = tab.value(
+    shares = tab.evaluate(
         f"{module}.then((m) => [[9999, 10000], [2, 2], [0, 0]].map((of) => m.nearPercent(...of)))"
     )
     assert shares == ["99.9 %", "100 %", "\N{EN DASH}"]
-    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.screenshot(tmp_path / "routed.png").startswith(PNG)
-    demand_clean(tab, routed.url)
+    check_no_complaints(tab, routed.url)
 
 
-def test_where_hits_are_not_counted_no_chart_stands_still(routed: Process, tab: Tab) -> None:
+def test_where_hits_are_not_counted_no_chart_stands_still(
+    routed: HomeServerProcess, tab: BrowserTab
+) -> None:
     is_drawn = "document.querySelector('#charts').innerText.includes('Hits of routed experts')"
     tab.open(f"{routed.url}/status")
-    tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
+    tab.wait_for(f"location.origin === '{routed.url}' && {LIVE}")
     body = {"prompt": "sort 3, 1, 2", "max_tokens": 4}
     httpx.post(f"{routed.url}/v1/infer", json=body, timeout=60).raise_for_status()
-    tab.wait(is_drawn)
+    tab.wait_for(is_drawn)
     httpx.post(f"{routed.url}/moe", json={"mode": "off"}, timeout=60).raise_for_status()
     try:
-        tab.wait(f"!{is_drawn}")
+        tab.wait_for(f"!{is_drawn}")
         tab.open(f"{routed.url}/status")
-        tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
-        assert "Hits of routed experts" not in tab.text("#charts")
-        tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
+        tab.wait_for(f"location.origin === '{routed.url}' && {LIVE}")
+        assert "Hits of routed experts" not in tab.read_text("#charts")
+        tile = tab.evaluate("document.querySelector('#tiles').lastChild.innerText")
         assert re.fullmatch(r"Routed experts\s+\d+\s+of 72 have room in memory", tile), tile
     finally:
         httpx.post(f"{routed.url}/moe", json={"mode": "full"}, timeout=60).raise_for_status()
 
 
-def test_of_a_dense_base_nothing_is_shown_of_routed_experts(server: Process, tab: Tab) -> None:
+def test_of_a_dense_base_nothing_is_shown_of_routed_experts(
+    server: HomeServerProcess, tab: BrowserTab
+) -> None:
     tab.open(f"{server.url}/status")
-    tab.wait(LIVE)
-    assert tab.value("document.querySelector('#routed').offsetHeight") == 0
-    assert "Hits of routed experts" not in tab.text("main")
-    assert "Routed experts" not in tab.text("#tiles")
+    tab.wait_for(LIVE)
+    assert tab.evaluate("document.querySelector('#routed').offsetHeight") == 0
+    assert "Hits of routed experts" not in tab.read_text("main")
+    assert "Routed experts" not in tab.read_text("#tiles")

@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
-from expertctl.engine.moe.report import Activity, Residence, RoutedReport
-from expertctl.engine.moe.start import StartWishes
-from expertctl.server.status_page.figures import figures
-from expertctl.server.status_page.routed import routed
-from tests.server.routed import EXPERTS, LAYERS, serving_routed
-from tests.server.served import Served
+from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
+from expertctl.engine.moe.warmup import WarmupConfig
+from expertctl.server.status_page.routes import build_figures, describe_routed_experts
+from tests.server.harness import ROUTED_EXPERTS, ROUTED_LAYERS, ServerHarness, run_routed_app
 from tests.server.status_page.test_figures import NONE, snapshot
 
 ASKED = {"prompt": "Sort: 3, 1, 2", "max_tokens": 6, "temperature": 0}
@@ -20,7 +18,7 @@ ASKED = {"prompt": "Sort: 3, 1, 2", "max_tokens": 6, "temperature": 0}
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     root = tmp_path_factory.mktemp("routed") / "home"
-    with serving_routed(root, moe=StartWishes(warmup="none", learns=False)) as one:
+    with run_routed_app(root, moe=WarmupConfig(warmup="none", learns=False)) as one:
         yield one.client()
 
 
@@ -29,7 +27,10 @@ def test_layers_are_those_that_were_counted(client: TestClient) -> None:
     told = client.post("/v1/infer", json=ASKED).json()["moe"]
     shown, counted = client.get("/status/data").json()["routed"], client.get("/moe").json()
     assert (shown["miss"], shown["cold"]) == (told["miss"], told["cold"])
-    assert (shown["experts"], shown["in_memory"]) == (LAYERS * EXPERTS, told["in_memory"])
+    assert (shown["experts"], shown["in_memory"]) == (
+        ROUTED_LAYERS * ROUTED_EXPERTS,
+        told["in_memory"],
+    )
     assert shown["whole"] is False
     assert shown["loads"] >= told["loads"] > 0
     assert shown["mass"] > 0
@@ -42,7 +43,7 @@ def test_layers_are_those_that_were_counted(client: TestClient) -> None:
     ]
     for layer in shown["layers"]:
         assert 0 < layer["resident"] <= told["slots"]
-        assert layer["experts"] == EXPERTS
+        assert layer["experts"] == ROUTED_EXPERTS
 
 
 def test_what_is_not_counted_has_no_layers(client: TestClient) -> None:
@@ -56,12 +57,14 @@ def test_room_for_all_is_not_all_in_memory() -> None:
     """Compact experts leave room for all before each has a slot, and was read."""
     before = snapshot()
     for slots, whole in ((5, False), (8, True)):
-        held = Residence(layers=2, experts=8, slots=slots, blocks=16)
-        shown = routed(replace(before, routed=RoutedReport(held, Activity(requests=4))))
+        held = ExpertResidency(layers=2, experts=8, slots=slots, blocks=16)
+        shown = describe_routed_experts(
+            replace(before, routed=RoutedExpertStats(held, ExpertActivity(requests=4)))
+        )
         assert shown is not None
         assert (shown["experts"], shown["in_memory"], shown["whole"]) == (16, 16, whole)
 
 
-def test_a_dense_base_has_none(served: Served) -> None:
+def test_a_dense_base_has_none(served: ServerHarness) -> None:
     assert served.client().get("/status/data").json()["routed"] is None
-    assert figures(snapshot(), NONE)["routed"] is None
+    assert build_figures(snapshot(), NONE)["routed"] is None

@@ -9,20 +9,20 @@ from starlette.testclient import TestClient
 
 from expertctl.server.status_page.routes import FILES, HEADERS
 from tests.server.conftest import MakeServed
-from tests.server.served import BASE, EXPERTS, Served
+from tests.server.harness import BASE, EXPERTS, ServerHarness
 
 STATIC = Path(__file__).parents[3] / "expertctl" / "server" / "status_page" / "static"
 PAGES = ("/status", *(f"/status/{name}" for name in FILES))
 
 
-def test_the_address_of_the_server_leads_to_the_page(served: Served) -> None:
+def test_the_address_of_the_server_leads_to_the_page(served: ServerHarness) -> None:
     answer = served.client().get("/")
     assert (answer.status_code, answer.headers["location"]) == (307, "/status")
 
 
 @pytest.mark.parametrize("path", PAGES)
 def test_a_file_of_the_page_comes_with_its_type_and_a_strict_policy(
-    path: str, served: Served
+    path: str, served: ServerHarness
 ) -> None:
     answer = served.client().get(path)
     assert answer.status_code == 200
@@ -56,16 +56,16 @@ def test_the_page_has_nothing_from_elsewhere_and_no_script_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["page.html", "nothing", "..%2fpage.html", "%2e%2e/app.js"])
-def test_there_are_no_other_files(name: str, served: Served) -> None:
+def test_there_are_no_other_files(name: str, served: ServerHarness) -> None:
     assert served.client().get(f"/status/{name}").status_code in {400, 404}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_the_page_is_only_read(method: str, served: Served) -> None:
+def test_the_page_is_only_read(method: str, served: ServerHarness) -> None:
     assert served.client().request(method, "/status/data", json={}).status_code == 405
 
 
-def test_the_numbers_say_what_was_done(served: Served) -> None:
+def test_the_numbers_say_what_was_done(served: ServerHarness) -> None:
     client = served.client()
     before = client.get("/status/data").json()
     body = {"prompt": "sort these numbers", "max_tokens": 5, "force_experts": [EXPERTS[0]]}
@@ -86,7 +86,7 @@ def test_the_numbers_say_what_was_done(served: Served) -> None:
     assert after["experts"] == []
 
 
-def test_the_experts_in_memory_are_named_with_their_size(served: Served) -> None:
+def test_the_experts_in_memory_are_named_with_their_size(served: ServerHarness) -> None:
     client = served.client()
     body = {"prompt": "sort these numbers", "max_tokens": 2, "force_experts": [EXPERTS[1]]}
     assert client.post("/v1/infer", json=body).status_code == 200
@@ -111,7 +111,7 @@ def test_numbers_want_a_key_where_there_are_keys_and_the_page_does_not(
     make_served: MakeServed,
 ) -> None:
     served = make_served()
-    made = served.service.keys.make("status", now=0.0)
+    made = served.service.keys.create("status", now=0.0)
     for path in PAGES:
         assert served.client().get(path).status_code == 200
     for path in ("/status/data", "/status/experts"):

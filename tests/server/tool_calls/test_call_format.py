@@ -2,13 +2,13 @@
 
 import pytest
 
-from expertctl.server.tool_calls.call_format import (
+from expertctl.server.tool_parser import (
     HERMES,
     LLAMA,
     MISTRAL,
-    CallFormat,
-    format_of,
-    reads_tools,
+    ToolCallFormat,
+    detect_call_format,
+    template_reads_tools,
 )
 
 QWEN = r"""{%- if tools %}{{- '<|im_start|>system\n' }}
@@ -36,10 +36,12 @@ CHATML = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         ("", HERMES),
     ],
 )
-def test_the_template_tells_how_calls_are_written(template: str, form: CallFormat) -> None:
-    assert format_of(template) == form
+def test_the_template_tells_how_calls_are_written(template: str, form: ToolCallFormat) -> None:
+    assert detect_call_format(template) == form
 
 
 def test_a_template_that_never_looks_at_tools_is_told_from_one_that_does() -> None:
-    assert all(reads_tools(template) for template in (QWEN, LLAMA_31, LLAMA_32, MISTRAL_7B))
-    assert not reads_tools(CHATML)
+    assert all(
+        template_reads_tools(template) for template in (QWEN, LLAMA_31, LLAMA_32, MISTRAL_7B)
+    )
+    assert not template_reads_tools(CHATML)

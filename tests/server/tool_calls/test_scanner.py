@@ -6,13 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.server.tool_calls.call import MAX_CALL_CHARACTERS, Call
-from expertctl.server.tool_calls.call_format import HERMES, LLAMA, MISTRAL, CallFormat
-from expertctl.server.tool_calls.scanner import MAX_SPACE, Part, Text, ToolCallScanner, parted
+from expertctl.server.tool_parser import (
+    HERMES,
+    LLAMA,
+    MAX_CALL_CHARACTERS,
+    MAX_SPACE,
+    MISTRAL,
+    ParsedToolCall,
+    PlainText,
+    ToolCallFormat,
+    ToolCallParser,
+    ToolCallPart,
+    split_tool_calls,
+)
 
 TOOLS = ("get_weather", "get", "now")
-PARIS = Call("get_weather", {"city": "Paris"})
-NOW = Call("now", {})
+PARIS = ParsedToolCall("get_weather", {"city": "Paris"})
+NOW = ParsedToolCall("now", {})
 
 
 def hermes(name: str, arguments: object) -> str:
@@ -20,16 +30,16 @@ def hermes(name: str, arguments: object) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def pushed(text: str, form: CallFormat, places: list[int]) -> list[Part]:
+def pushed(text: str, form: ToolCallFormat, places: list[int]) -> list[ToolCallPart]:
     """What a scanner gives for a text in pieces; neighbouring texts are one."""
-    scanner, parts = ToolCallScanner(form, TOOLS), list[Part]()
+    scanner, parts = ToolCallParser(form, TOOLS), list[ToolCallPart]()
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     for begin, end in zip([0, *ends], ends, strict=False):
         parts += scanner.push(text[begin:end])
-    merged = list[Part]()
+    merged = list[ToolCallPart]()
     for part in (*parts, *scanner.finish()):
-        if isinstance(part, Text) and merged and isinstance(merged[-1], Text):
-            merged[-1] = Text(merged[-1].text + part.text)
+        if isinstance(part, PlainText) and merged and isinstance(merged[-1], PlainText):
+            merged[-1] = PlainText(merged[-1].text + part.text)
         else:
             merged.append(part)
     return merged
@@ -42,22 +52,22 @@ def pushed(text: str, form: CallFormat, places: list[int]) -> list[Part]:
         ("\n\n" + hermes("now", {}) + "\n", [NOW]),
         (
             "Let me see.\n" + hermes("get_weather", {"city": "Paris"}),
-            [Text("Let me see."), PARIS],
+            [PlainText("Let me see."), PARIS],
         ),
         (
             f"{hermes('get_weather', {'city': 'Paris'})}\n{hermes('now', {})}\n{hermes('now', {})}",
             [PARIS, NOW, NOW],
         ),
-        (f"{hermes('now', {})}\nDone. \n", [NOW, Text("Done. \n")]),
+        (f"{hermes('now', {})}\nDone. \n", [NOW, PlainText("Done. \n")]),
         ('<tool_call>{"arguments":{},"name":"now"}</tool_call>', [NOW]),
         ('<tool_call>{"name":"now","parameters":{},"id":"1"}</tool_call>', [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool', [NOW]),
         ('<tool_call>\n{"name": "now", "arguments": {}}', [NOW]),
-        ("<tool_call><tool_call>" + hermes("now", {}), [Text("<tool_call><tool_call>"), NOW]),
+        ("<tool_call><tool_call>" + hermes("now", {}), [PlainText("<tool_call><tool_call>"), NOW]),
     ],
 )
-def test_calls_between_tags_are_found(text: str, parts: list[Part]) -> None:
-    assert parted(text, HERMES, TOOLS) == parts
+def test_calls_between_tags_are_found(text: str, parts: list[ToolCallPart]) -> None:
+    assert split_tool_calls(text, HERMES, TOOLS) == parts
 
 
 WHOLE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
@@ -65,14 +75,14 @@ WHOLE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
 @pytest.mark.parametrize("text", [WHOLE, f"\n {WHOLE}\n\n", '{"name":"now","parameters":{}}'])
-def test_an_answer_that_is_the_json_of_a_call_is_that_call(text: str, form: CallFormat) -> None:
+def test_an_answer_that_is_the_json_of_a_call_is_that_call(text: str, form: ToolCallFormat) -> None:
     call = NOW if "now" in text else PARIS
-    assert parted(text, form, TOOLS) == [call]
+    assert split_tool_calls(text, form, TOOLS) == [call]
     assert pushed(text, form, list(range(len(text)))) == [call]
 
 
 def test_a_call_of_which_only_the_first_mark_is_missing_is_a_call() -> None:
-    assert parted(f"{WHOLE}\n</tool_call>", HERMES, TOOLS) == [PARIS]
+    assert split_tool_calls(f"{WHOLE}\n</tool_call>", HERMES, TOOLS) == [PARIS]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +102,14 @@ def test_a_call_of_which_only_the_first_mark_is_missing_is_a_call() -> None:
     ],
 )
 def test_json_that_is_not_exactly_one_call_stays_text(text: str) -> None:
-    assert parted(text, HERMES, TOOLS) == [Text(text)]
-    assert pushed(text, HERMES, list(range(len(text)))) == [Text(text)]
+    assert split_tool_calls(text, HERMES, TOOLS) == [PlainText(text)]
+    assert pushed(text, HERMES, list(range(len(text)))) == [PlainText(text)]
 
 
 def test_json_that_cannot_be_a_call_is_not_held_back() -> None:
-    scanner = ToolCallScanner(HERMES, TOOLS)
+    scanner = ToolCallParser(HERMES, TOOLS)
     assert scanner.push('{"cit') == []
-    assert scanner.push('ies": ["Par') == [Text('{"cities": ["Par')]
+    assert scanner.push('ies": ["Par') == [PlainText('{"cities": ["Par')]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +139,12 @@ def test_json_that_cannot_be_a_call_is_not_held_back() -> None:
     ],
 )
 def test_what_is_no_call_stays_as_it_was_written(text: str) -> None:
-    assert parted(text, HERMES, TOOLS) == [Text(text)]
+    assert split_tool_calls(text, HERMES, TOOLS) == [PlainText(text)]
 
 
 def test_an_end_tag_inside_an_argument_ends_nothing() -> None:
     inside = {"city": 'a </tool_call> "quoted" \\ <tool_call> {b'}
-    assert parted(hermes("get", inside), HERMES, TOOLS) == [Call("get", inside)]
+    assert split_tool_calls(hermes("get", inside), HERMES, TOOLS) == [ParsedToolCall("get", inside)]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +158,21 @@ def test_an_end_tag_inside_an_argument_ends_nothing() -> None:
             '{"name": "now", "parameters": {}}',
             [PARIS, NOW],
         ),
-        ('{"name": "now", "parameters": {}}\nDone.', [NOW, Text("Done.")]),
-        ('{"name": "now", "parameters": {}}; done', [NOW, Text("; done")]),
-        ('{"name": "now", "parameters": {', [Text('{"name": "now", "parameters": {')]),
-        ('{"answer": 4}', [Text('{"answer": 4}')]),
-        ('See {"name": "now", "parameters": {}}', [Text('See {"name": "now", "parameters": {}}')]),
-        ("{braces} first", [Text("{braces} first")]),
+        ('{"name": "now", "parameters": {}}\nDone.', [NOW, PlainText("Done.")]),
+        ('{"name": "now", "parameters": {}}; done', [NOW, PlainText("; done")]),
+        ('{"name": "now", "parameters": {', [PlainText('{"name": "now", "parameters": {')]),
+        ('{"answer": 4}', [PlainText('{"answer": 4}')]),
+        (
+            'See {"name": "now", "parameters": {}}',
+            [PlainText('See {"name": "now", "parameters": {}}')],
+        ),
+        ("{braces} first", [PlainText("{braces} first")]),
     ],
 )
-def test_an_answer_of_llama_is_a_call_from_its_beginning(text: str, parts: list[Part]) -> None:
-    assert parted(text, LLAMA, TOOLS) == parts
+def test_an_answer_of_llama_is_a_call_from_its_beginning(
+    text: str, parts: list[ToolCallPart]
+) -> None:
+    assert split_tool_calls(text, LLAMA, TOOLS) == parts
 
 
 @pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "[TOOL_CALLS] ", ""])
@@ -166,7 +181,7 @@ def test_a_list_of_mistral_is_calls_with_and_without_its_mark(mark: str) -> None
         {"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"},
         {"name": "now", "arguments": {}},
     ]
-    assert parted(mark + json.dumps(calls), MISTRAL, TOOLS) == [PARIS, NOW]
+    assert split_tool_calls(mark + json.dumps(calls), MISTRAL, TOOLS) == [PARIS, NOW]
 
 
 @pytest.mark.parametrize(
@@ -175,18 +190,21 @@ def test_a_list_of_mistral_is_calls_with_and_without_its_mark(mark: str) -> None
         ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', [PARIS]),
         ('[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}', [PARIS, NOW]),
         ('get_weather{"city": "Paris"}now{}', [PARIS, NOW]),
-        ('One moment. [TOOL_CALLS]get[ARGS]{"a": 1}', [Text("One moment."), Call("get", {"a": 1})]),
-        ("[TOOL_CALLS]unknown[ARGS]{}", [Text("[TOOL_CALLS]unknown[ARGS]{}")]),
-        ("[TOOL_CALLS]now[ARGS][]", [Text("[TOOL_CALLS]now[ARGS][]")]),
-        ('[TOOL_CALLS][{"name": "now"}]', [Text('[TOOL_CALLS][{"name": "now"}]')]),
-        ("[TOOL_CALLS][]", [Text("[TOOL_CALLS][]")]),
-        ("get well soon", [Text("get well soon")]),
-        ("[1] is a reference", [Text("[1] is a reference")]),
-        ("say now{}", [Text("say now{}")]),
+        (
+            'One moment. [TOOL_CALLS]get[ARGS]{"a": 1}',
+            [PlainText("One moment."), ParsedToolCall("get", {"a": 1})],
+        ),
+        ("[TOOL_CALLS]unknown[ARGS]{}", [PlainText("[TOOL_CALLS]unknown[ARGS]{}")]),
+        ("[TOOL_CALLS]now[ARGS][]", [PlainText("[TOOL_CALLS]now[ARGS][]")]),
+        ('[TOOL_CALLS][{"name": "now"}]', [PlainText('[TOOL_CALLS][{"name": "now"}]')]),
+        ("[TOOL_CALLS][]", [PlainText("[TOOL_CALLS][]")]),
+        ("get well soon", [PlainText("get well soon")]),
+        ("[1] is a reference", [PlainText("[1] is a reference")]),
+        ("say now{}", [PlainText("say now{}")]),
         (
             '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "unknown", "arguments": {}}]',
             [
-                Text(
+                PlainText(
                     '[TOOL_CALLS][{"name": "now", "arguments": {}}, '
                     '{"name": "unknown", "arguments": {}}]'
                 )
@@ -194,8 +212,8 @@ def test_a_list_of_mistral_is_calls_with_and_without_its_mark(mark: str) -> None
         ),
     ],
 )
-def test_calls_of_mistral_are_found_by_mark_or_name(text: str, parts: list[Part]) -> None:
-    assert parted(text, MISTRAL, TOOLS) == parts
+def test_calls_of_mistral_are_found_by_mark_or_name(text: str, parts: list[ToolCallPart]) -> None:
+    assert split_tool_calls(text, MISTRAL, TOOLS) == parts
 
 
 FRAGMENTS = (
@@ -230,13 +248,13 @@ FRAGMENTS = (
     places=st.lists(st.integers(0, 120), max_size=8),
 )
 def test_where_the_text_is_cut_does_not_matter(
-    text: str, form: CallFormat, places: list[int]
+    text: str, form: ToolCallFormat, places: list[int]
 ) -> None:
-    whole = parted(text, form, TOOLS)
+    whole = split_tool_calls(text, form, TOOLS)
     assert pushed(text, form, places) == whole
     assert pushed(text, form, list(range(len(text)))) == whole
-    if not any(isinstance(part, Call) for part in whole):
-        assert whole == ([Text(text)] if text else [])
+    if not any(isinstance(part, ParsedToolCall) for part in whole):
+        assert whole == ([PlainText(text)] if text else [])
 
 
 @settings(deadline=None, max_examples=200)
@@ -256,32 +274,32 @@ def test_where_the_text_is_cut_does_not_matter(
     ascii_only=st.booleans(),
 )
 def test_whatever_arguments_are_written_are_read(
-    arguments: dict[str, object], form: CallFormat, ascii_only: bool
+    arguments: dict[str, object], form: ToolCallFormat, ascii_only: bool
 ) -> None:
     call = json.dumps({"name": "now", "arguments": arguments}, ensure_ascii=ascii_only)
-    text = f"{form.mark}{call}{form.end}"
-    assert parted(text, form, TOOLS) == [Call("now", arguments)]  # type: ignore[arg-type]  # JSON
+    text = f"{form.start_marker}{call}{form.end_marker}"
+    assert split_tool_calls(text, form, TOOLS) == [ParsedToolCall("now", arguments)]  # type: ignore[arg-type]  # JSON
 
 
 def test_text_is_given_out_as_soon_as_it_is_certain() -> None:
-    scanner = ToolCallScanner(HERMES, TOOLS)
-    assert scanner.push("Let me") == [Text("Let me")]
-    assert scanner.push(" see. <") == [Text(" see.")]
-    assert scanner.push("3\n") == [Text(" <3")]
+    scanner = ToolCallParser(HERMES, TOOLS)
+    assert scanner.push("Let me") == [PlainText("Let me")]
+    assert scanner.push(" see. <") == [PlainText(" see.")]
+    assert scanner.push("3\n") == [PlainText(" <3")]
     assert scanner.push("<tool_call>\n{") == []
-    assert scanner.push("not") == [Text("\n<tool_call>"), Text("\n{not")]
+    assert scanner.push("not") == [PlainText("\n<tool_call>"), PlainText("\n{not")]
 
 
 def test_a_call_is_given_out_when_it_is_whole() -> None:
-    scanner = ToolCallScanner(HERMES, TOOLS)
+    scanner = ToolCallParser(HERMES, TOOLS)
     assert scanner.push(hermes("now", {})[:-1]) == []
     assert scanner.push(">") == [NOW]
     assert scanner.finish() == []
 
 
 def test_without_tools_nothing_is_held_back() -> None:
-    scanner = ToolCallScanner(HERMES, ())
-    assert [scanner.push(piece) for piece in ("<tool", "")] == [[Text("<tool")], []]
+    scanner = ToolCallParser(HERMES, ())
+    assert [scanner.push(piece) for piece in ("<tool", "")] == [[PlainText("<tool")], []]
     assert scanner.finish() == []
 
 
@@ -293,21 +311,21 @@ def test_a_call_beyond_the_bound_is_text(extra: int, size: int) -> None:
         {"name": "now", "arguments": {"a": "x" * (MAX_CALL_CHARACTERS - len(empty) + extra)}}
     )
     text = f"<tool_call>{call}</tool_call>"
-    scanner, parts = ToolCallScanner(HERMES, TOOLS), list[Part]()
+    scanner, parts = ToolCallParser(HERMES, TOOLS), list[ToolCallPart]()
     for begin in range(0, len(text), size):
         parts += scanner.push(text[begin : begin + size])
     parts += scanner.finish()
-    assert [isinstance(part, Call) for part in parts].count(True) == 1 - extra
-    assert extra == 0 or "".join(part.text for part in parts if isinstance(part, Text)) == text
+    assert [isinstance(part, ParsedToolCall) for part in parts].count(True) == 1 - extra
+    assert extra == 0 or "".join(part.text for part in parts if isinstance(part, PlainText)) == text
 
 
 def test_marks_within_marks_take_no_time() -> None:
     text = '<tool_call>{"' * 20_000
-    assert parted(text, HERMES, TOOLS) == [Text(text)]
+    assert split_tool_calls(text, HERMES, TOOLS) == [PlainText(text)]
 
 
 def test_white_space_without_end_is_not_hoarded() -> None:
     for form in (HERMES, LLAMA, MISTRAL):
-        scanner = ToolCallScanner(form, TOOLS)
+        scanner = ToolCallParser(form, TOOLS)
         parts = [part for _ in range(3) for part in scanner.push(" " * MAX_SPACE)]
-        assert sum(len(part.text) for part in parts if isinstance(part, Text)) >= MAX_SPACE
+        assert sum(len(part.text) for part in parts if isinstance(part, PlainText)) >= MAX_SPACE

@@ -14,15 +14,15 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 
-class Collector:
-    """What came, in order; `may_answer` is cleared by a test in which it hangs."""
+class TraceCollector:
+    """What came, in order; `may_respond` is cleared by a test in which it hangs."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.paths: list[str] = []
         self.status = 200
-        self.asked, self.may_answer = threading.Event(), threading.Event()
-        self.may_answer.set()
+        self.asked, self.may_respond = threading.Event(), threading.Event()
+        self.may_respond.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
@@ -47,7 +47,7 @@ class Collector:
         self._thread.start()
 
     def close(self) -> None:
-        self.may_answer.set()
+        self.may_respond.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -60,7 +60,7 @@ class Collector:
                 collector.bodies.append(body)
                 collector.paths.append(self.path)
                 collector.asked.set()
-                collector.may_answer.wait()
+                collector.may_respond.wait()
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(collector.status)
                 self.send_header("Content-Type", "application/x-protobuf")
@@ -75,9 +75,9 @@ class Collector:
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
+def run_collector() -> Iterator[TraceCollector]:
     """Collect on a free port until the block is left."""
-    collector = Collector()
+    collector = TraceCollector()
     collector.open()
     try:
         yield collector
@@ -85,14 +85,14 @@ def collecting() -> Iterator[Collector]:
         collector.close()
 
 
-def attributes(owner: Any) -> dict[str, Any]:
+def read_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of a span or a resource as values of Python."""
-    return {pair.key: _value(pair.value) for pair in owner.attributes}
+    return {pair.key: _read_value(pair.value) for pair in owner.attributes}
 
 
-def _value(value: AnyValue) -> Any:
+def _read_value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [_value(each) for each in value.array_value.values]
+        return [_read_value(each) for each in value.array_value.values]
     assert kind is not None
     return getattr(value, kind)

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.config import EngineConfig
 from expertctl.server.settings import ServeSettings
-from expertctl.server.tracing.tracing import Tracing
-from tests.server.served import Served, Stock, serving
-from tests.server.tracing.collector import Collector, collecting
+from expertctl.server.tracing.exporter import Tracing
+from tests.server.harness import ServedPackages, ServerHarness, run_app
+from tests.server.tracing.collector import TraceCollector, run_collector
 
-SETTINGS = ServeSettings(batch=BatchSettings(budget=64 << 20))
+SETTINGS = ServeSettings(batch=EngineConfig(budget=64 << 20))
 
 
 @dataclass
-class Traced:
+class TracedServer:
     """A server and who collects its traces; `collector.spans` are there once it is closed."""
 
-    served: Served
-    collector: Collector
+    served: ServerHarness
+    collector: TraceCollector
 
     @property
     def tracing(self) -> Tracing:
@@ -33,7 +33,7 @@ class Traced:
         self.tracing.close(seconds=30)
 
 
-MakeTraced = Callable[..., Traced]
+MakeTraced = Callable[..., TracedServer]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,31 +46,35 @@ def plain_environment() -> Iterator[None]:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as one:
+def collector() -> Iterator[TraceCollector]:
+    with run_collector() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def traced(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+def traced(
+    stock: ServedPackages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TracedServer]:
     """A server for all tests of a file, which closes it when it has asked all it wants."""
-    house = stock.house(tmp_path_factory.mktemp("traced") / "home")
-    with collecting() as one, serving(house, replace(SETTINGS, traces=one.address)) as served:
-        made = Traced(served, one)
+    house = stock.make_home(tmp_path_factory.mktemp("traced") / "home")
+    with run_collector() as one, run_app(house, replace(SETTINGS, traces=one.address)) as served:
+        made = TracedServer(served, one)
         made.tracing.open()
         yield made
         made.close()
 
 
 @pytest.fixture
-def make_traced(stock: Stock, collector: Collector, tmp_path: Path) -> Iterator[MakeTraced]:
+def make_traced(
+    stock: ServedPackages, collector: TraceCollector, tmp_path: Path
+) -> Iterator[MakeTraced]:
     """Make servers that send traces to ``address``, or to the collector of the test."""
     with ExitStack() as stack:
 
-        def make(address: str | None = None) -> Traced:
+        def make(address: str | None = None) -> TracedServer:
             settings = replace(SETTINGS, traces=address or collector.address)
-            house = stock.house(tmp_path / "home")
-            made = Traced(stack.enter_context(serving(house, settings)), collector)
+            house = stock.make_home(tmp_path / "home")
+            made = TracedServer(stack.enter_context(run_app(house, settings)), collector)
             made.tracing.open()
             stack.callback(made.tracing.close, seconds=0.01)
             return made

@@ -3,15 +3,15 @@
 import pytest
 
 from expertctl.errors import UsageError
-from expertctl.server.tracing.address import trace_address
+from expertctl.server.settings import resolve_trace_address
 
 BASE, WHOLE = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 HERE = "http://127.0.0.1:4318"
 
 
 def test_nobody_asks_by_default() -> None:
-    assert trace_address(None, {}) is None
-    assert trace_address(None, {BASE: "", WHOLE: " "}) is None
+    assert resolve_trace_address(None, {}) is None
+    assert resolve_trace_address(None, {BASE: "", WHOLE: " "}) is None
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_nobody_asks_by_default() -> None:
 def test_the_address_is_that_of_the_specification(
     option: str | None, environment: dict[str, str], address: str
 ) -> None:
-    assert trace_address(option, environment) == address
+    assert resolve_trace_address(option, environment) == address
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_address_is_that_of_the_specification(
     ],
 )
 def test_what_is_switched_off_stays_off(off: dict[str, str]) -> None:
-    assert trace_address(None, {BASE: HERE, **off}) is None
+    assert resolve_trace_address(None, {BASE: HERE, **off}) is None
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_what_is_switched_off_stays_off(off: dict[str, str]) -> None:
 def test_what_is_no_address_is_refused_by_the_name_of_its_source(name: str, wrong: str) -> None:
     option = wrong if name == "--traces" else None
     with pytest.raises(UsageError, match=name) as caught:
-        trace_address(option, {} if option else {name: wrong})
+        resolve_trace_address(option, {} if option else {name: wrong})
     assert "secret" not in str(caught.value)
 
 
 def test_another_protocol_is_refused() -> None:
     with pytest.raises(UsageError, match="http/protobuf"):
-        trace_address(HERE, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+        resolve_trace_address(HERE, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
     ours = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    assert trace_address(HERE, {**ours, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert resolve_trace_address(HERE, {**ours, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
 
 
 def test_an_option_and_a_variable_that_contradict_each_other_are_told() -> None:
     with pytest.raises(UsageError, match="--traces: OTEL_SDK_DISABLED says that there are none"):
-        trace_address("http://127.0.0.1:4318", {"OTEL_SDK_DISABLED": "true"})
+        resolve_trace_address("http://127.0.0.1:4318", {"OTEL_SDK_DISABLED": "true"})

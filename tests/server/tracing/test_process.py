@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import WAIT, running, starting
-from tests.server.served import BASE, Stock
-from tests.server.tracing.collector import Collector, attributes
+from tests.server.harness import BASE, ServedPackages
+from tests.server.server_process import START_SECONDS, run_server, start_server
+from tests.server.tracing.collector import TraceCollector, read_attributes
 
 pytestmark = pytest.mark.all
 ASKED = {
@@ -19,38 +19,40 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def home(stock: Stock, tmp_path: Path) -> Path:
+def home(stock: ServedPackages, tmp_path: Path) -> Path:
     root = tmp_path / "home"
-    stock.house(root)
+    stock.make_home(root)
     return root
 
 
-def test_the_last_traces_are_sent_when_it_is_told_to_end(home: Path, collector: Collector) -> None:
-    with running(home, "--traces", collector.url) as server:
-        assert server.ask("POST", CHAT, ASKED)[0] == 200
+def test_the_last_traces_are_sent_when_it_is_told_to_end(
+    home: Path, collector: TraceCollector
+) -> None:
+    with run_server(home, "--traces", collector.url) as server:
+        assert server.send_request("POST", CHAT, ASKED)[0] == 200
         assert server.stop() == 0
     names = [span.name for span in collector.spans]
     assert names.count(f"POST {CHAT}") == names.count(f"chat {BASE}") == 1
-    service = {attributes(one.resource)["service.name"] for one in collector.resources}
+    service = {read_attributes(one.resource)["service.name"] for one in collector.resources}
     assert service == {"expertctl"}
     assert b"Zanzibar" not in b"".join(collector.bodies)
     assert "Traceback" not in server.log.read_text()
 
 
 def test_the_environment_switches_them_on(
-    home: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    home: Path, collector: TraceCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-    with running(home) as server:
-        assert server.ask("GET", "/healthz")[0] == 200
+    with run_server(home) as server:
+        assert server.send_request("GET", "/healthz")[0] == 200
         assert server.stop() == 0
     assert "GET /healthz" in [span.name for span in collector.spans]
 
 
-def test_it_ends_soon_behind_a_collector_that_hangs(home: Path, collector: Collector) -> None:
-    collector.may_answer.clear()
-    with running(home, "--traces", collector.url) as server:
-        assert server.ask("POST", CHAT, ASKED)[0] == 200
+def test_it_ends_soon_behind_a_collector_that_hangs(home: Path, collector: TraceCollector) -> None:
+    collector.may_respond.clear()
+    with run_server(home, "--traces", collector.url) as server:
+        assert server.send_request("POST", CHAT, ASKED)[0] == 200
         began = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - began < 15
@@ -58,9 +60,9 @@ def test_it_ends_soon_behind_a_collector_that_hangs(home: Path, collector: Colle
 
 
 def test_what_the_environment_cannot_mean_ends_the_command(
-    home: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    home: Path, collector: TraceCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "0")
-    with starting(home, "--traces", collector.url) as server:
-        assert server.process.wait(WAIT) == 2
+    with start_server(home, "--traces", collector.url) as server:
+        assert server.process.wait(START_SECONDS) == 2
     assert "traces cannot be sent" in server.log.read_text()

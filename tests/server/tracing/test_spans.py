@@ -17,10 +17,9 @@ from opentelemetry.semconv.attributes import (
     url_attributes,
 )
 
-from tests.server.listener import Listener
-from tests.server.served import BASE
-from tests.server.tracing.collector import attributes
-from tests.server.tracing.conftest import MakeTraced, Traced
+from tests.server.harness import BASE, StreamingClient
+from tests.server.tracing.collector import read_attributes
+from tests.server.tracing.conftest import MakeTraced, TracedServer
 
 CHAT, INFER, MESSAGES = "/v1/chat/completions", "/v1/infer", "/v1/messages"
 WORDS = {
@@ -54,7 +53,7 @@ class Tree:
     def of(self, answer: httpx2.Response) -> Span:
         """The span of the request that was answered with that."""
         name = answer.headers["x-request-id"]
-        (span,) = [s for s in self.spans if attributes(s).get("expertctl.request.id") == name]
+        (span,) = [s for s in self.spans if read_attributes(s).get("expertctl.request.id") == name]
         return span
 
     def job(self, answer: httpx2.Response) -> Span:
@@ -63,7 +62,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TracedRequests:
     """Requests, what they were answered, and the spans that came of them."""
 
     tree: Tree
@@ -77,10 +76,10 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(traced: Traced) -> Asked:
+def asked(traced: TracedServer) -> TracedRequests:
     """Ask one server for all that there is; then its traces are sent."""
     began = time.time_ns()
-    secret = traced.served.service.keys.make("alice-laptop", now=time.time()).secret
+    secret = traced.served.service.keys.create("alice-laptop", now=time.time()).secret
     client = traced.served.client(secret)
     parent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     stop = [WORDS["stop"]]
@@ -108,14 +107,14 @@ def asked(traced: Traced) -> Asked:
     for text in [*WORDS.values(), secret, *long]:
         assert text.encode() not in sent
     tree = Tree(traced.collector.spans)
-    return Asked(tree, chat, infer, completions, missing, began, ended, sent)
+    return TracedRequests(tree, chat, infer, completions, missing, began, ended, sent)
 
 
-def test_each_request_has_one_span_by_the_conventions_of_http(asked: Asked) -> None:
+def test_each_request_has_one_span_by_the_conventions_of_http(asked: TracedRequests) -> None:
     servers = [span for span in asked.tree.spans if span.kind == Span.SPAN_KIND_SERVER]
     assert len(servers) == 6
     span = asked.tree.of(asked.chat)
-    told = attributes(span)
+    told = read_attributes(span)
     assert span.name == f"POST {CHAT}"
     assert told[http_attributes.HTTP_REQUEST_METHOD] == "POST"
     assert told[http_attributes.HTTP_ROUTE] == told[url_attributes.URL_PATH] == CHAT
@@ -127,7 +126,7 @@ def test_each_request_has_one_span_by_the_conventions_of_http(asked: Asked) -> N
     assert span.status.code == Status.STATUS_CODE_UNSET
 
 
-def test_the_caller_is_its_parent_and_each_other_begins_a_trace(asked: Asked) -> None:
+def test_the_caller_is_its_parent_and_each_other_begins_a_trace(asked: TracedRequests) -> None:
     span, other = asked.tree.of(asked.chat), asked.tree.of(asked.infer)
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
     assert other.parent_span_id == b""
@@ -137,9 +136,9 @@ def test_the_caller_is_its_parent_and_each_other_begins_a_trace(asked: Asked) ->
     assert len(traces) == 6
 
 
-def test_a_job_is_told_by_the_conventions_of_generative_ai(asked: Asked) -> None:
+def test_a_job_is_told_by_the_conventions_of_generative_ai(asked: TracedRequests) -> None:
     job, usage = asked.tree.job(asked.chat), asked.chat.json()["usage"]
-    told = attributes(job)
+    told = read_attributes(job)
     assert job.name == "chat acme/sql:0.5+acme/json"
     assert told[gen_ai.GEN_AI_OPERATION_NAME] == "chat"
     assert told[gen_ai.GEN_AI_PROVIDER_NAME] == "expertctl"
@@ -156,7 +155,7 @@ def test_a_job_is_told_by_the_conventions_of_generative_ai(asked: Asked) -> None
     assert gen_ai.GEN_AI_REQUEST_STOP_SEQUENCES not in told
 
 
-def test_the_stages_of_a_job_stand_below_it_in_order_and_within(asked: Asked) -> None:
+def test_the_stages_of_a_job_stand_below_it_in_order_and_within(asked: TracedRequests) -> None:
     for answer in (asked.chat, asked.infer):
         request, job = asked.tree.of(answer), asked.tree.job(answer)
         stages = asked.tree.below(job)
@@ -175,7 +174,7 @@ def test_the_stages_of_a_job_stand_below_it_in_order_and_within(asked: Asked) ->
         assert request.end_time_unix_nano <= asked.ended
 
 
-def test_the_stages_take_what_the_answer_says_that_they_took(asked: Asked) -> None:
+def test_the_stages_take_what_the_answer_says_that_they_took(asked: TracedRequests) -> None:
     stages = asked.tree.below(asked.tree.job(asked.infer))
     took = asked.infer.json()["timings_ms"]
 
@@ -197,37 +196,37 @@ def test_the_stages_take_what_the_answer_says_that_they_took(asked: Asked) -> No
     assert (first - queued) / 1e6 == pytest.approx(took["ttft"], abs=1)
 
 
-def test_reading_the_request_is_told_once_however_many_jobs_it_is(asked: Asked) -> None:
+def test_reading_the_request_is_told_once_however_many_jobs_it_is(asked: TracedRequests) -> None:
     request = asked.tree.of(asked.completions)
     reception, *jobs = asked.tree.below(request)
     assert reception.name == "reception"
     assert reception.start_time_unix_nano == request.start_time_unix_nano
     assert [job.name for job in jobs] == [f"text_completion {BASE}"] * len(jobs)
-    counts = [attributes(job).get(gen_ai.GEN_AI_REQUEST_CHOICE_COUNT, 1) for job in jobs]
-    reasons = [attributes(job)[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] for job in jobs]
+    counts = [read_attributes(job).get(gen_ai.GEN_AI_REQUEST_CHOICE_COUNT, 1) for job in jobs]
+    reasons = [read_attributes(job)[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] for job in jobs]
     assert sum(counts) == sum(map(len, reasons)) == len(asked.completions.json()["choices"]) == 4
 
 
-def test_a_failure_is_named_by_our_code(asked: Asked) -> None:
+def test_a_failure_is_named_by_our_code(asked: TracedRequests) -> None:
     request, job = asked.tree.of(asked.missing), asked.tree.job(asked.missing)
-    assert attributes(job)[error_attributes.ERROR_TYPE] == "not_found"
+    assert read_attributes(job)[error_attributes.ERROR_TYPE] == "not_found"
     assert job.status.code == Status.STATUS_CODE_ERROR
-    assert attributes(request)[error_attributes.ERROR_TYPE] == "not_found"
+    assert read_attributes(request)[error_attributes.ERROR_TYPE] == "not_found"
     assert request.status.code == Status.STATUS_CODE_UNSET  # 4xx is none of the server's failures
     assert job.status.message == request.status.message == ""
 
 
-def test_what_no_route_answers_has_a_name_of_few(asked: Asked) -> None:
+def test_what_no_route_answers_has_a_name_of_few(asked: TracedRequests) -> None:
     (span,) = [span for span in asked.tree.spans if span.name == "HTTP"]
-    told = attributes(span)
+    told = read_attributes(span)
     assert told[http_attributes.HTTP_REQUEST_METHOD] == "_OTHER"
     assert told[http_attributes.HTTP_RESPONSE_STATUS_CODE] == 404
     assert http_attributes.HTTP_ROUTE not in told
     assert len(told[url_attributes.URL_PATH]) == 256
 
 
-def test_an_api_key_is_known_by_its_name(asked: Asked) -> None:
-    assert attributes(asked.tree.of(asked.chat))["expertctl.api_key.name"] == "alice-laptop"
+def test_an_api_key_is_known_by_its_name(asked: TracedRequests) -> None:
+    assert read_attributes(asked.tree.of(asked.chat))["expertctl.api_key.name"] == "alice-laptop"
 
 
 def test_what_nobody_expected_is_a_failure_of_the_server(
@@ -237,20 +236,20 @@ def test_what_nobody_expected_is_a_failure_of_the_server(
         raise RuntimeError("secret detail")
 
     made = make_traced()
-    monkeypatch.setattr(made.served.service.engine._engine, "expected_wait", broken)
+    monkeypatch.setattr(made.served.service.engine._engine, "estimate_wait", broken)
     assert made.served.client().post("/v1/jobs", json={"prompt": "x"}).status_code == 500
     made.close()
     (span,) = made.collector.spans
     assert span.status.code == Status.STATUS_CODE_ERROR
-    assert attributes(span)[error_attributes.ERROR_TYPE] == "error"
+    assert read_attributes(span)[error_attributes.ERROR_TYPE] == "error"
     assert b"secret detail" not in b"".join(made.collector.bodies)
 
 
-async def left_early(made: Traced) -> None:
+async def left_early(made: TracedServer) -> None:
     body = {"model": BASE, "messages": TURNS, "max_tokens": 2000, "stream": True}
-    async with Listener(made.served.app, CHAT, body) as listener:
-        await listener.head()
-        await listener.piece()
+    async with StreamingClient(made.served.app, CHAT, body) as listener:
+        await listener.read_head()
+        await listener.read_chunk()
 
 
 def test_a_job_that_is_left_ends_as_cancelled(make_traced: MakeTraced) -> None:
@@ -259,7 +258,7 @@ def test_a_job_that_is_left_ends_as_cancelled(make_traced: MakeTraced) -> None:
     made.served.engine._engine.close(seconds=0)
     made.close()
     (job,) = [span for span in made.collector.spans if span.name == f"chat {BASE}"]
-    assert attributes(job)[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ["cancelled"]
+    assert read_attributes(job)[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ["cancelled"]
     assert job.status.code == Status.STATUS_CODE_UNSET
 
 

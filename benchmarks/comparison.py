@@ -1,0 +1,145 @@
+"""What decode and prefill have in common: the engines of one width, and the rows of one case."""
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import engines
+from benchmarks.engine_process import Decode, EngineProcess, ReadMemory, ReadPrompt, Task
+from benchmarks.gguf import width_name, write_gguf
+from benchmarks.harness import Row, Run, Seconds, compare_rates, make_absent_row, take_turns
+from benchmarks.inputs import make_base_config
+from expertctl.engine.kernels.packed_format import Scheme
+
+OURS, TRANSFORMERS, MEMORY_READ = "ours", "transformers", "memory"
+LLAMA_LABELS = {False: "llama.cpp", True: "llama.cpp, flash attention"}
+THREADS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonTargets:
+    """What is asked for against each rival; None: nothing."""
+
+    llama: str | None = None
+    transformers: str | None = None
+    memory: str | None = None
+
+
+NO_TARGETS = ComparisonTargets()
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonCase:
+    """One task, of one width and with one number of threads."""
+
+    scheme: Scheme
+    task: Decode | ReadPrompt
+    threads: int
+    targets: ComparisonTargets
+
+    @property
+    def label(self) -> str:
+        """What the row is called."""
+        match self.task:
+            case Decode(_, context):
+                what = f"decode behind {context} tokens"
+            case ReadPrompt(tokens):
+                what = f"prompt of {tokens} tokens"
+        return f"{what}, {width_name(self.scheme)}, threads: {self.threads}"
+
+
+def measure_cases(cases: Sequence[ComparisonCase], *, rounds: int) -> list[Row]:
+    """Measure cases; those of one width behind each other, with all engines of that width open."""
+    rows: list[Row] = []
+    for scheme in dict.fromkeys(case.scheme for case in cases):
+        mine = [case for case in cases if case.scheme is scheme]
+        with _open_engines(scheme) as opened:
+            for case in mine:
+                seconds = take_turns(_make_runs(case, opened), rounds=rounds)
+                rows += make_rows(case, seconds, weight_bytes=opened[OURS].weight_bytes)
+            notes = "; ".join(
+                sorted({e.about for name, e in opened.items() if name not in (OURS, MEMORY_READ)})
+            )
+            rows[-1] = replace(rows[-1], note=notes)
+    return rows
+
+
+@contextmanager
+def _open_engines(scheme: Scheme) -> Iterator[dict[str, EngineProcess[Task]]]:
+    """Open all that are installed; memory is read by our own engine, from its own weights."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        openers = {OURS: engines.open_ours(scheme, THREADS)}
+        if engines.has_llama():
+            path = write_gguf(Path(folder, "base.gguf"), make_base_config(), scheme)
+            for flash, name in LLAMA_LABELS.items():
+                openers[name] = engines.open_llama(path, scheme, flash=flash)
+        if scheme is Scheme.BFLOAT16 and engines.has_transformers():
+            openers[TRANSFORMERS] = engines.open_transformers()
+        opened = {n: stack.enter_context(EngineProcess(opener)) for n, opener in openers.items()}
+        yield opened | {MEMORY_READ: opened[OURS]}
+
+
+def _make_runs(case: ComparisonCase, opened: Mapping[str, EngineProcess[Task]]) -> dict[str, Run]:
+    return {
+        name: engine.bind(ReadMemory() if name == MEMORY_READ else case.task, case.threads)
+        for name, engine in opened.items()
+        if name != MEMORY_READ or isinstance(case.task, Decode)
+    }
+
+
+def make_rows(
+    case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]], *, weight_bytes: int
+) -> Iterator[Row]:
+    """Yield the rows of a case, by what each of those that took turns needed."""
+    yield _compare_with_llama(case, seconds)
+    if case.scheme is Scheme.BFLOAT16:
+        yield _compare_with_transformers(case, seconds)
+    if MEMORY_READ in seconds:
+        yield _compare_with_memory(case, seconds, weight_bytes)
+
+
+def _compare_with_llama(case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]]) -> Row:
+    """Compare with the better of flash attention on and off."""
+    found = {
+        name: statistics.median(seconds[name]) for name in LLAMA_LABELS.values() if name in seconds
+    }
+    if not found:
+        install = engines.LLAMA_INSTALL
+        return make_absent_row(
+            case.label, rival="llama.cpp", install=install, target=case.targets.llama
+        )
+    return _compare_rates(case, min(found, key=found.__getitem__), seconds, case.targets.llama)
+
+
+def _compare_with_transformers(
+    case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]]
+) -> Row:
+    rival, target = TRANSFORMERS, case.targets.transformers
+    if rival not in seconds:
+        install = engines.TRANSFORMERS_INSTALL
+        return make_absent_row(case.label, rival=rival, install=install, target=target)
+    return _compare_rates(case, rival, seconds, target)
+
+
+def _compare_rates(
+    case: ComparisonCase, rival: str, seconds: Mapping[str, Sequence[Seconds]], target: str | None
+) -> Row:
+    work = (float(case.task.tokens), float(case.task.tokens))
+    ours, theirs = seconds[OURS], seconds[rival]
+    return compare_rates(
+        case.label, ours, theirs, work=work, rival=rival, unit="tok/s", target=target
+    )
+
+
+def _compare_with_memory(
+    case: ComparisonCase, seconds: Mapping[str, Sequence[Seconds]], weight_bytes: int
+) -> Row:
+    """Compare the bytes of weights that decoding reads with what only reading them reaches."""
+    work = (case.task.tokens * weight_bytes / 1e9, weight_bytes / 1e9)
+    return compare_rates(
+        f"weights read, {case.label}", seconds[OURS], seconds[MEMORY_READ], work=work,
+        rival="only reading them", unit="GB/s", target=case.targets.memory,
+    )  # fmt: skip

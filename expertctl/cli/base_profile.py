@@ -1,0 +1,398 @@
+"""How ``base profile`` and ``base plan`` show what is known of routed experts; 80 columns.
+
+``expertctl base profile`` and ``base plan``: what is known of a base's routed experts.
+
+A profile records which routed experts the answers on a base asked for: it is learnt here or read
+from a file, and kept only on this machine.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from expertctl.cli.engine import guard_engine_import
+from expertctl.cli.help import CommandGroup
+from expertctl.cli.output import JsonFlag, emit, format_count, format_table, note, warn, write_file
+from expertctl.cli.run_options import (
+    Dtype,
+    MoePin,
+    MoeProfile,
+    check_cpu_only,
+    resolve_memory_budget,
+    resolve_moe_start,
+    resolve_numerics,
+)
+from expertctl.errors import IncompatibleError, NotFoundError, UsageError
+from expertctl.settings import format_limit, format_size, load_settings, parse_size
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_cache import UsageProfileFile
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.base_plan import BaseMemoryPlan, WeightedPlan
+    from expertctl.engine.moe.usage_profile import ExpertUsage, UsageProfile
+    from expertctl.package.architectures import ExpertsConfig
+
+
+_MEGABYTE = 10**6
+_SHOWN_EXPERTS = 8
+"""How many experts of a layer are shown."""
+
+
+def build_profile_document(
+    base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
+) -> dict[str, object]:
+    """Return what ``base profile show --json`` prints."""
+    layers = {} if guide is None else guide.profile.layers
+    return {
+        "base": base,
+        "experts": routed.count,
+        "used": routed.used,
+        "tokens": 0 if guide is None else guide.profile.prompts,
+        "counted": "tokens" if guide is None else f"{_name_counted_unit(guide.profile)}s",
+        "layers": [
+            {
+                "layer": number,
+                "asked": len(layers.get(number, {})),
+                "first": [] if guide is None else guide.profile.rank_experts(number),
+            }
+            for number in routed.layers
+        ],
+    }
+
+
+def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None") -> str:
+    """Return a profile as a person reads it."""
+    if guide is None:
+        return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
+    usage = guide.profile
+    head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
+    rows = [
+        [
+            str(number),
+            f"{len(usage.layers.get(number, {}))} of {routed.count}",
+            " ".join(map(str, usage.rank_experts(number)[:_SHOWN_EXPERTS])),
+        ]
+        for number in routed.layers
+    ]
+    learnt = f"{base}: learnt from {format_count(usage.prompts, _name_counted_unit(usage))}"
+    return f"{learnt}; the older, the less they count\n\n{format_table(head, rows)}"
+
+
+def _name_counted_unit(usage: "UsageProfile") -> str:
+    """Return what was counted: how many of them asked for an expert."""
+    from expertctl.engine.moe.usage_profile import TOKENS_PRESET
+
+    return "token" if usage.preset == TOKENS_PRESET else "prompt"
+
+
+def format_routed_plan(plan: "BaseMemoryPlan") -> str:
+    """Return a plan as a person reads it."""
+    return "\n".join(_format_plan_lines(plan))
+
+
+def _format_plan_lines(plan: "BaseMemoryPlan") -> Iterator[str]:
+    yield f"{plan.base} in {plan.dtype}, {format_limit(plan.limit)} of memory"
+    if plan.whole:
+        yield "all of it fits: nothing is left on the disk"
+    elif not plan.fits:
+        least = f"{-(-plan.min_bytes // _MEGABYTE)}MB"  # in the form of the option
+        yield f"that is too little: {least} is the least for a usual text; shorter ones take less"
+        yield from _format_memory_parts(plan)
+    else:
+        yield from _format_memory_parts(plan)
+        yield from _format_layers(plan)
+    if plan.has_lanes:
+        yield from _format_lanes(plan)
+
+
+def _format_memory_parts(plan: "BaseMemoryPlan") -> Iterator[str]:
+    slots, pool, size = sum(plan.plan.capacities), plan.pool_blocks, plan.block_bytes
+    yield f"  {format_size(plan.other_bytes):>10}  all that is no routed expert"
+    yield f"  {format_size(slots * size):>10}  {slots} slots of {format_size(size)}"
+    yield f"  {format_size(pool * size):>10}  the pool: {pool} experts that have no slot"
+    yield f"  {format_size(plan.sequence_bytes):>10}  a usual text: keys and values, and what it is read with"
+    if plan.can_grow:
+        yield "              a larger pool once a run has kept its copy: experts are shorter there"
+
+
+def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
+    even = plan.layers[0].even_slots
+    yield ""
+    yield f"what is asked for: {'nothing is known yet' if plan.usage_source is None else plan.usage_source}"
+    yield format_table(
+        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", f"BY {even} EACH"],
+        [
+            [
+                str(each.layer),
+                str(each.slots),
+                str(each.pinned),
+                f"{each.requested_experts} of {plan.plan.experts}",
+                _format_percent(each.served_share),
+                _format_percent(each.even_served_share),
+            ]
+            for each in plan.layers
+        ],
+    )
+    if plan.served_share is not None and plan.pool_blocks:
+        yield (
+            f"slots serve {_format_percent(plan.served_share)} of it in all, and "
+            f"{_format_percent(plan.served_with_pool)} with a pool of those asked for most"
+        )
+
+
+def _format_lanes(plan: "BaseMemoryPlan") -> Iterator[str]:
+    yield ""
+    yield "the lanes, by weighting; planned alone, for a run has one"
+    yield "a layer that has experts in a lane pays for one more there, a dummy of zeros"
+    yield format_table(
+        ["WEIGHTING", "SERVED", "LANE", "EXPERTS", "BYTES", "OF WHICH DUMMIES"],
+        [row for each in plan.weightings for row in _build_lane_rows(each)],
+    )
+
+
+def _build_lane_rows(each: "WeightedPlan") -> Iterator[list[str]]:
+    for number, lane in enumerate(each.lanes):
+        first = [each.weighting, _format_percent(each.served_share)] if number == 0 else ["", ""]
+        size, dummies = format_size(lane.used), format_size(lane.dummy_bytes)
+        yield [*first, lane.name, str(lane.experts), size, dummies]
+
+
+def _format_percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+profile_app = CommandGroup("Manage usage profiles of routed experts.")
+
+BaseName = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
+ProfileFormat = Literal["activity", "prompts"]
+_MAX_LANE_NAME = 20
+"""Characters of the name of a lane."""
+
+
+@profile_app.command()
+def show(name: BaseName, as_json: JsonFlag = False) -> None:
+    """Show how much was learnt of a base, and of which experts, layer by layer.
+
+    Example: expertctl base profile show Qwen/Qwen3-30B-A3B
+    """
+
+    base, routed = _find_routed_base(name)
+    guide = _load_usage_profile(base, routed)
+    emit(
+        build_profile_document(base.name, routed, guide),
+        format_profile(base.name, routed, guide),
+        as_json=as_json,
+    )
+
+
+@profile_app.command()
+def export(
+    name: BaseName,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    kind: Annotated[
+        ProfileFormat,
+        typer.Option(
+            help="activity: counts as llama.cpp's hot cache has them; prompts: as flash-moe has "
+            "them, of tokens."
+        ),
+    ] = "activity",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write what was learnt of a base into a file.
+
+    It is what --moe-profile and `base profile import` read, on another machine, too.
+
+    Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
+    """
+    from expertctl.engine.moe.activity import write_activity
+    from expertctl.engine.moe.usage_profile import profile_from_activity, write_profile
+
+    base, routed = _find_routed_base(name)
+    guide = _load_usage_profile(base, routed)
+    if guide is None:
+        raise NotFoundError(
+            f"nothing was learnt of {base.name}",
+            hint=f"`expertctl run --base {base.name} PROMPT` learns where kernels compute",
+        )
+    if kind == "activity":
+        data = write_activity(guide.activity)
+    else:
+        data = write_profile(
+            profile_from_activity(guide.activity, experts=routed.count, model=base.name)
+        )
+    write_file(file, data + b"\n", mode=0o600)
+    note("it tells something of what was written about: share it only as you would a history")
+    document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
+    emit(document, f"wrote {file}", as_json=as_json)
+
+
+@profile_app.command("import")
+def import_(
+    name: BaseName,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, of either kind.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Take a file for what was learnt of a base; more is added to it.
+
+    Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
+    """
+    from expertctl.engine.moe.activity_sum import (
+        EMPTY_ACTIVITY,
+        MAX_ACTIVITY_TOKENS,
+        add_activities,
+    )
+    from expertctl.engine.moe.usage_profile import read_expert_usage
+    from expertctl.engine.moe.usage_store import LearntUsage, update_learnt_usage
+
+    base, routed = _find_routed_base(name)
+    guide = read_expert_usage(file, routed)
+    taken = add_activities(EMPTY_ACTIVITY, guide.activity)
+    if not any(layer.hits for layer in taken.layers):
+        raise IncompatibleError(
+            f"{file} counts no expert often enough: what is learnt is kept for at most "
+            f"{MAX_ACTIVITY_TOKENS:,} tokens, and all its counts are below one then",
+            hint="nothing was changed; --moe-profile uses the file as it is",
+        )
+    update_learnt_usage(
+        _open_usage_file(base), routed, lambda habits: LearntUsage(habits.base, taken)
+    )
+    layers = len(guide.profile.layers)
+    document = {"base": base.name, "path": str(file), "layers": layers}
+    emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
+
+
+@profile_app.command()
+def forget(name: BaseName, as_json: JsonFlag = False) -> None:
+    """Forget what was learnt of a base.
+
+    Example: expertctl base profile forget Qwen/Qwen3-30B-A3B
+    """
+    base = _open_base_store().find(name)
+    was_there = _open_usage_file(base).remove()
+    text = f"forgot what was learnt of {base.name}" if was_there else "there was nothing"
+    emit({"base": base.name, "forgotten": was_there}, text, as_json=as_json)
+
+
+def plan(
+    name: BaseName,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            "--memory-budget",
+            metavar="SIZE",
+            help="For so much memory.",
+            show_default="what a run would take",
+        ),
+    ] = None,
+    lane: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZE",
+            help="Plan this memory of a device for experts; up to three, in their order.",
+            show_default="ram, as large as all slots",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Literal["warm", "hot-even", "even-split"],
+        typer.Option(help="How several lanes share experts."),
+    ] = "warm",
+    dtype: Dtype = None,
+    moe_profile: MoeProfile = None,
+    moe_pin: MoePin = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show which routed experts a memory would hold.
+
+    Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
+    """
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.cpu.backend import SCHEMES
+        from expertctl.engine.memory.host import find_budget_limit
+        from expertctl.engine.moe.base_plan import plan_base
+        from expertctl.engine.moe.expert_files import find_compact_bytes
+        from expertctl.engine.moe.usage_store import ExpertUsageStore
+    from expertctl.package.model_config import read_model_config
+    from expertctl.routing.numerics import choose_dtype
+    from expertctl.store.quantised_cache import open_quantised_cache
+
+    settings = load_settings()
+    check_cpu_only(settings, "base plan")
+    base, routed = _find_routed_base(name)
+    _open_base_store().check(base)
+    held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
+    wishes = resolve_moe_start(
+        settings, profile=moe_profile, pin=moe_pin, warmup=None, exchange=0.0, learn=None
+    )
+    keeper = ExpertUsageStore(_open_base_store(), wishes)
+    config, width = read_model_config(base.path), choose_dtype(base, held.dtype)
+    copies = open_quantised_cache(_open_base_store(), base)
+    found = plan_base(
+        config,
+        width,
+        base=base.name,
+        limit=find_budget_limit(resolve_memory_budget(memory, settings), "cpu"),
+        start=keeper.plan_warmup(base, routed),
+        lanes=_parse_lanes(lane or ()),
+        compact=find_compact_bytes(copies, config, SCHEMES[width]),
+        strategy=strategy,
+    )
+    warn((*keeper.take_notes(), *(copies.take_notes() if copies else ())))
+    emit(found.to_json(), format_routed_plan(found), as_json=as_json)
+
+
+def _open_base_store() -> BaseStore:
+    return BaseStore(load_settings().home.bases)
+
+
+def _open_usage_file(base: StoredBase) -> UsageProfileFile:
+    return UsageProfileFile(_open_base_store(), base)
+
+
+def _find_routed_base(name: str) -> "tuple[StoredBase, ExpertsConfig]":
+    """Return a base and the configuration of its routed experts.
+
+    Raises:
+        NotFoundError: when there is no such base.
+        IncompatibleError: when the base has no routed experts.
+    """
+    from expertctl.package.model_config import read_model_config
+
+    base = _open_base_store().find(name)
+    routed = None if base.foreign else read_model_config(base.path).experts
+    if routed is None:
+        raise IncompatibleError(
+            f"{base.name} has no routed experts", hint="`expertctl base list` shows the bases"
+        )
+    return base, routed
+
+
+def _load_usage_profile(base: StoredBase, routed: "ExpertsConfig") -> "ExpertUsage | None":
+    """Return what was learnt of a base; None if nothing was."""
+    from expertctl.engine.moe.usage_store import load_expert_usage
+
+    return load_expert_usage(_open_usage_file(base), routed)
+
+
+def _parse_lanes(texts: Sequence[str]) -> dict[str, int]:
+    lanes: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        if not name.isprintable() or not name or not size:
+            raise UsageError(
+                f"--lane {text[:40]!r}: no name and size of a memory", hint="write --lane gpu=6GB"
+            )
+        if len(name) > _MAX_LANE_NAME:
+            raise UsageError(
+                f"--lane {name[:_MAX_LANE_NAME]}…: a name of more than {_MAX_LANE_NAME} characters",
+                hint="name a memory gpu, ram or the like",
+            )
+        if name in lanes:
+            raise UsageError(
+                f"--lane {name} is given twice", hint="name each memory once, such as gpu, ram"
+            )
+        lanes[name] = parse_size(size)
+    return lanes

@@ -1,0 +1,239 @@
+"""Opens what a model needs to run: the home, with the starter pack if new, and the engine.
+
+The value of ``--base``: the name of a base, or its folder.
+
+One rule for every command: a known name comes first, so ``./NAME`` means the folder of that name.
+Commands that run a base add a folder that is not known; `build` and `init` only read it.
+
+What goes on around an answer of ``chat``: reading files for it, and saving its plan.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from expertctl.cli.output import note, show_progress, warn, write_file
+from expertctl.cli.process import restore_collections
+from expertctl.errors import ConflictError, ExpertError, NotFoundError
+from expertctl.settings import Settings
+from expertctl.store.preference import find_working_folder
+
+if TYPE_CHECKING:
+    from expertctl.digest import Progress
+    from expertctl.engine.local_engine import LocalEngine
+    from expertctl.engine.moe.warmup import WarmupConfig
+    from expertctl.routing.planner import Planner
+    from expertctl.routing.request import DeviceName
+    from expertctl.store.base_record import StoredBase
+    from expertctl.store.bases import BaseStore
+
+
+UNFINISHED_MARKER = "starter.unfinished"
+"""A file below ``EXPERT_HOME`` that exists while the starter pack is being installed."""
+
+
+def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
+    """Open the home; a new one gets the starter pack first, through the ordinary install.
+
+    A file marks the home until that is done, so that an interrupted first run is completed later.
+    """
+    from expertctl.messages import ignore_notification
+    from expertctl.routing.base_choice import is_home_empty
+    from expertctl.routing.planner import Planner
+
+    tell = ignore_notification if as_json else note
+    planner = Planner.open(settings, notify=tell, folder=find_working_folder())
+    unfinished = settings.home.root / UNFINISHED_MARKER
+    if is_home_empty(planner.store, planner.bases) or unfinished.exists():
+        _install_starter(planner, unfinished, as_json=as_json)
+    return planner
+
+
+def install_demo(settings: Settings, *, as_json: bool) -> None:
+    """Install the starter pack where neither its base nor any of its experts is here."""
+    from expertctl.routing.base_choice import lacks_starter
+    from expertctl.routing.planner import Planner
+
+    planner = Planner.open(settings)
+    if lacks_starter(planner.store, planner.bases):
+        _install_starter(planner, settings.home.root / UNFINISHED_MARKER, as_json=as_json)
+
+
+def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> None:
+    from expertctl.files import make_folders, write_atomic
+    from expertctl.install.starter import install_starter
+
+    make_folders(unfinished.parent, mode=0o700)
+    write_atomic(unfinished, b"")
+    with show_progress("installing the starter pack", None, as_json=as_json) as report:
+        installed = install_starter(
+            store=planner.store,
+            bases=planner.bases,
+            trust=planner.trust,
+            catalogue=planner.catalogue,
+            index=planner.index,
+            progress=report,
+        )
+    unfinished.unlink(missing_ok=True)
+    warn(warning for item in installed for warning in item.warnings)
+    names = ", ".join(item.expert.ref for item in installed)
+    note(f"installed the starter pack: {names}")
+
+
+def open_engine(
+    planner: "Planner",
+    *,
+    budget: int | None,
+    progress: "Progress",
+    device: "DeviceName" = "cpu",
+    moe: "WarmupConfig | None" = None,
+) -> "LocalEngine":
+    """Open the engine with nothing loaded, importing torch. ``moe``: how routed experts start."""
+    try:
+        from expertctl.engine.local_engine import LocalEngine
+        from expertctl.engine.moe.warmup import DEFAULT_WARMUP
+    except ModuleNotFoundError as error:
+        raise build_missing_engine_error(error) from error
+    restore_collections()
+    return LocalEngine(
+        planner,
+        budget=budget,
+        progress=progress,
+        tell=note,
+        device=device,
+        moe=moe or DEFAULT_WARMUP,
+    )
+
+
+@contextmanager
+def guard_engine_import(*, as_json: bool) -> Iterator[None]:
+    """Show a bar around imports of the engine: torch takes a while.
+
+    Raises:
+        NotFoundError: when a library that the engine needs is not installed.
+    """
+    from expertctl.engine.torch_preload import preload_torch
+
+    preload_torch()
+    with show_progress("loading", None, as_json=as_json):
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise build_missing_engine_error(error) from error
+
+
+def build_missing_engine_error(error: ModuleNotFoundError) -> ExpertError:
+    """Return the error for a library of the engine that could not be imported."""
+    from expertctl.engine.memory.process_registry import ENGINE_MODULES
+
+    if error.name not in ENGINE_MODULES:
+        raise error
+    return NotFoundError(
+        f"running a model needs {error.name}, which is not installed",
+        hint="pip install 'expertctl[engine]'",
+    )
+
+
+def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> str | None:
+    """Return the name of the base that an option means; None without the option.
+
+    The demo comes with the first run, or when it is named and the starter pack is not here.
+
+    Raises:
+        NotFoundError: when there is neither such a base nor such a folder.
+        ConflictError: when the name of the folder is that of another base.
+        ExpertError: when the folder holds no base.
+    """
+    if wanted is None:
+        return None
+    from expertctl.routing.base_choice import DEMO_BASE, is_home_empty
+    from expertctl.store.bases import BaseStore
+    from expertctl.store.store import Store
+
+    bases = BaseStore(settings.home.bases)
+    if wanted == DEMO_BASE:
+        install_demo(settings, as_json=as_json)
+    found = find_base_or_folder(bases, wanted)
+    if not isinstance(found, Path):
+        return found.name
+    starts_empty = is_home_empty(Store(settings.home.store), bases)
+    added = _add_base(bases, found, as_json=as_json)
+    if starts_empty:
+        note(f"the starter pack was not installed; `--base {DEMO_BASE}` installs it")
+    return added
+
+
+def find_base_or_folder(bases: "BaseStore", wanted: str) -> "StoredBase | Path":
+    """Return the base of a name, or whose files lie in a folder; else that folder.
+
+    Raises:
+        NotFoundError: when there is neither such a base nor such a folder.
+    """
+    try:
+        return bases.find(wanted)
+    except NotFoundError:
+        folder = _find_folder(wanted)
+        if folder is None:
+            raise
+        return folder
+
+
+def _find_folder(text: str) -> Path | None:
+    with suppress(OSError, ValueError, RuntimeError):  # a text that names no place
+        folder = Path(text).expanduser()
+        return folder if text.strip() and folder.is_dir() else None
+    return None
+
+
+def _add_base(bases: "BaseStore", folder: Path, *, as_json: bool) -> str:
+    from expertctl.store.base_record import infer_name
+
+    name, _ = infer_name(folder, None, None)
+    known = next((base for base in bases.list_bases() if base.name == name), None)
+    if known is not None:
+        raise ConflictError(
+            f"{folder} is not known, and another base is called {name}: {known.path}",
+            hint=f"expertctl base add {folder} --name ANOTHER-NAME",
+        )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with show_progress("hashing base", size or None, as_json=as_json) as report:
+        base = bases.add(folder, progress=report)
+    note(f"added the base {base.name}; `expertctl base remove {base.name}` forgets it")
+    return base.name
+
+
+class LoadingCancelledError(Exception):
+    """The user stopped an answer while files were read for it."""
+
+
+class LoadingProgress:
+    """Shows the progress of reading for an answer; stops it when the user stops the answer."""
+
+    def __init__(self) -> None:
+        """Show nothing yet."""
+        self.report: Progress | None = None
+        self.is_cancelled: Callable[[], bool] = lambda: False
+
+    def __call__(self, count: int) -> None:
+        """Count bytes that were read.
+
+        Raises:
+            StoppedError: when the user does not want the answer any more.
+        """
+        if self.is_cancelled():
+            raise LoadingCancelledError
+        if self.report is not None:
+            self.report(count)
+
+
+def save_plan(path: Path, document: dict[str, object]) -> None:
+    """Write a plan as JSON.
+
+    Raises:
+        DiskFullError: when there is no room.
+        NotFoundError: when the file cannot be written.
+    """
+    text = json.dumps(document, ensure_ascii=False, indent=2)
+    write_file(path, text.encode() + b"\n")

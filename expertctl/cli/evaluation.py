@@ -1,0 +1,479 @@
+"""How an evaluation is shown: the document of ``eval --json``, and the same for people.
+
+``expertctl eval --routing``: how often the router is right about labelled prompts.
+
+``expertctl eval``, and what ``build --eval`` puts into a package.
+
+Torch is imported inside the functions, after all checks that can be made without it.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from expertctl.cli.engine import guard_engine_import, open_planner, resolve_base
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_counter, warn
+from expertctl.cli.process import FAILURE
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Deterministic,
+    Dtype,
+    MemoryBudget,
+    MoeMiss,
+    MoeSkipCap,
+    NumericsOptions,
+    check_cpu_only,
+    resolve_memory_budget,
+    resolve_numerics,
+    resolve_skip_cap,
+)
+from expertctl.cli.run_view import format_routed_report
+from expertctl.errors import UsageError
+from expertctl.package.build import BuildPlan
+from expertctl.package.evaluation import (
+    EvaluationData,
+    Metric,
+    format_correct_count,
+    format_interval,
+    read_evaluation_data,
+)
+from expertctl.schema.manifest import Evaluation
+from expertctl.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from expertctl.engine.evaluation_result import (
+        AccuracyGain,
+        AccuracyScore,
+        EvaluationResult,
+        ScoredAnswer,
+    )
+    from expertctl.package.evaluation import Interval
+
+
+_SHOWN_CHARACTERS = 300
+
+
+def build_evaluation_document(
+    result: "EvaluationResult", *, show: int, min_gain: float | None
+) -> dict[str, object]:
+    """Return all results, with the first few wrong answers of the last score."""
+    gain = result.gains[-1].value
+    return {
+        "ref": result.expert.experts[-1].ref,
+        "data": str(result.data.path),
+        "dataset_sha256": result.data.digest.hex,
+        "metric": result.data.metric,
+        "max_tokens": result.max_tokens,
+        "base_model": result.base_name,
+        "dtype": result.dtype,
+        "n": len(result.data.samples),
+        "base": result.base.share,
+        "expert": result.expert.share,
+        "scores": [_build_score_document(score) for score in result.scores],
+        "gains": [_build_gain_document(each) for each in result.gains],
+        "min_gain": min_gain,
+        "passed": min_gain is None or gain >= min_gain,
+        "wrong": [
+            _build_wrong_document(answer) for answer in result.scores[-1].wrong_answers[:show]
+        ],
+        "warnings": list(result.warnings),
+        **({} if result.moe is None else {"moe": result.moe.to_json()}),
+    }
+
+
+def format_scores(result: "EvaluationResult", *, show: int) -> str:
+    """Return the scores, the gains, and the first wrong answers of the last score."""
+    n, data = len(result.data.samples), result.data
+    head = (
+        f"{data.path}: n = {n}, {data.metric}, base {result.base_name} in {result.dtype}, "
+        f"at most {result.max_tokens} tokens"
+    )
+    rows = [
+        [s.name, format_correct_count(s.right_count, n), format_interval(s.interval, n)]
+        for s in result.scores
+    ]
+    lines = [
+        head,
+        *format_routed_report(result.moe),
+        "",
+        format_table(["", "right", "95 % interval"], rows),
+        "",
+    ]
+    lines += map(_format_gain, result.gains)
+    return "\n".join([*lines, *_format_wrong_answers(result.scores[-1], show)])
+
+
+def find_answer_warnings(result: "EvaluationResult") -> Iterator[str]:
+    """Warn of answers of experts that had no room to end, or say nothing."""
+    for score in result.scores:
+        if score.experts and score.empty_count:
+            yield f"{score.name}: {score.empty_count} of {len(score.answers)} answers are empty"
+        if score.experts and score.truncated_count:
+            yield (
+                f"{score.name}: {score.truncated_count} of {len(score.answers)} answers were cut at "
+                f"{result.max_tokens} tokens; see --max-tokens and decoding.max_tokens"
+            )
+
+
+def describe_gain_shortfall(result: "EvaluationResult", min_gain: float | None) -> str:
+    """Say how a gain is too small; empty if it is not, or none was demanded."""
+    gain = result.gains[-1]
+    if min_gain is None or gain.value >= min_gain:
+        return ""
+    score, over, n = gain.score, gain.over, len(gain.score.answers)
+    return (
+        f"{score.name}: a gain of {gain.value:+.3f} over {over.name}, at least {min_gain:+g} was "
+        f"demanded ({score.right_count} of {n} right against {over.right_count} of {n})"
+    )
+
+
+def _build_score_document(score: "AccuracyScore") -> dict[str, object]:
+    return {
+        "name": score.name,
+        "experts": [
+            {"ref": e.ref, "content_digest": str(e.content_digest), "weight": e.weight}
+            for e in score.experts
+        ],
+        "right": score.right_count,
+        "share": score.share,
+        **_build_interval_document(score.interval),
+        "cut_off": score.truncated_count,
+    }
+
+
+def _build_gain_document(gain: "AccuracyGain") -> dict[str, object]:
+    return {
+        "name": gain.score.name,
+        "over": gain.over.name,
+        "gain": gain.value,
+        **_build_interval_document(gain.interval),
+        "gained": gain.gained,
+        "lost": gain.lost,
+        "p": gain.p_value,
+    }
+
+
+def _build_interval_document(interval: "Interval") -> dict[str, object]:
+    return {"low": round(interval.low, 6), "high": round(interval.high, 6)}
+
+
+def _build_wrong_document(answer: "ScoredAnswer") -> dict[str, object]:
+    sample = answer.sample
+    return {
+        "line": sample.line,
+        "id": sample.id,
+        "prompt": sample.prompt,
+        "wanted": sample.answer,
+        "got": answer.text,
+    }
+
+
+def _format_gain(gain: "AccuracyGain") -> str:
+    low, high = gain.interval.low, gain.interval.high
+    return (
+        f"{gain.score.name} over {gain.over.name}: gain {gain.value:+.3f}, "
+        f"95 % interval {low:+.3f} to {high:+.3f}, p = {gain.p_value:.2g}"
+    )
+
+
+def _format_wrong_answers(score: "AccuracyScore", show: int) -> list[str]:
+    """Show wrong answers, quoted so that spaces and line ends are visible."""
+    shown = score.wrong_answers[:show]
+    lines = ["", f"wrong answers of {score.name}, {len(shown)} of {len(score.wrong_answers)}:"]
+    for answer in shown:
+        sample = answer.sample
+        texts = {"prompt": sample.prompt, "wanted": sample.answer, "got": answer.text}
+        lines.append(f"  line {sample.line}" + (f" ({sample.id})" if sample.id else ""))
+        lines += [f"    {label.ljust(6)}  {_quote(value)}" for label, value in texts.items()]
+    return lines if shown else []
+
+
+def _quote(value: str) -> str:
+    cut = value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}…"
+    return json.dumps(cut, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingEvaluationOptions:
+    """What the user wants to measure, demand and see."""
+
+    data: Path
+    base: str | None
+    min_accuracy: float | None
+    show: int
+    plot: Path | None
+
+
+def evaluate_routing(options: RoutingEvaluationOptions, *, as_json: bool) -> str:
+    """Measure and print; return how the figures fall short of the demand, if they do."""
+    from expertctl.cli.routing_evaluation import (
+        build_routing_document,
+        describe_accuracy_shortfall,
+        format_routing_evaluation,
+    )
+    from expertctl.routing.evaluation import evaluate_routing as measure
+    from expertctl.routing.evaluation import read_labelled_prompts
+
+    if options.plot is not None:
+        from expertctl.cli.plot import check_plot_path
+
+        check_plot_path(options.plot)
+    data = read_labelled_prompts(options.data)
+    settings = load_settings()
+    base = resolve_base(options.base, settings, as_json=as_json)
+    planner = open_planner(settings, as_json=as_json)
+    with show_counter("routing", len(data.prompts), as_json=as_json) as report:
+        found = measure(planner, data, base=base, progress=report)
+    warn(found.warnings)
+    if options.plot is not None:
+        from expertctl.cli.plot import write_figure
+        from expertctl.cli.routing_plot import build_routing_figure
+
+        write_figure(lambda: build_routing_figure(found), options.plot)
+    told = build_routing_document(found, show=options.show, min_accuracy=options.min_accuracy)
+    emit(told, format_routing_evaluation(found, show=options.show), as_json=as_json)
+    return describe_accuracy_shortfall(found, options.min_accuracy)
+
+
+EvaluationTarget = Annotated[
+    str | None,
+    typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'),
+]
+RoutingData = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing",
+        metavar="FILE",
+        help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
+    ),
+]
+Compose = Annotated[
+    list[str] | None,
+    typer.Option(metavar="REF[:WEIGHT]", help="Put this expert after it, too; repeatable."),
+]
+MetricOption = Annotated[
+    Metric, typer.Option(help="When an answer is right: equal, in it, or the same JSON value.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", min=1, max=200_000, help="Else what the expert says, or 256."),
+]
+MinGain = Annotated[
+    float | None,
+    typer.Option("--min-gain", min=-1, max=1, help="Exit 1 when the gain is less than this."),
+]
+MinAccuracy = Annotated[
+    float | None,
+    typer.Option("--min-accuracy", min=0, max=1, help="Of --routing: exit 1 when it is less."),
+]
+Show = Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures: .svg or .png.")]
+
+
+def evaluate(
+    target: EvaluationTarget = None,
+    data: Data = None,
+    routing: RoutingData = None,
+    compose: Compose = None,
+    metric: MetricOption = "exact_match",
+    max_tokens: MaxTokens = None,
+    min_gain: MinGain = None,
+    min_accuracy: MinAccuracy = None,
+    show: Show = 3,
+    plot: Plot = None,
+    base: Base = None,
+    memory_budget: MemoryBudget = None,
+    dtype: Dtype = None,
+    adapter_dtype: AdapterDtype = None,
+    deterministic: Deterministic = None,
+    moe_miss: MoeMiss = "exact",
+    moe_skip_cap: MoeSkipCap = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure an expert against its base, or routing.
+
+    Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
+    """
+    answering = {
+        "FILE|REF": target,
+        "--data": data,
+        "--compose": compose,
+        "--max-tokens": max_tokens,
+        "--min-gain": min_gain,
+        "--memory-budget": memory_budget,
+        "--dtype": dtype,
+        "--adapter-dtype": adapter_dtype,
+        "--deterministic": deterministic,
+        "--moe-miss": None if moe_miss == "exact" else moe_miss,
+        "--moe-skip-cap": moe_skip_cap,
+    }
+    if routing is not None:
+        _reject_options(
+            answering, "--routing measures which expert is chosen, and generates nothing"
+        )
+        wished = RoutingEvaluationOptions(
+            data=routing, base=base, min_accuracy=min_accuracy, show=show, plot=plot
+        )
+        _exit_on_shortfall(evaluate_routing(wished, as_json=as_json), wrong="decisions")
+        return
+    _reject_options({"--min-accuracy": min_accuracy}, "without --routing answers are measured")
+    if target is None or data is None:
+        raise UsageError(
+            f"{'FILE|REF' if target is None else '--data'} is missing",
+            hint="eval REF --data FILE measures an expert, eval --routing FILE which is chosen",
+        )
+    settings = load_settings()
+    held = resolve_numerics(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
+    budget = resolve_memory_budget(memory_budget, settings)
+    asked = _EvaluationOptions(
+        target,
+        data,
+        compose or (),
+        metric,
+        max_tokens,
+        min_gain,
+        show,
+        base,
+        held,
+        budget,
+        moe_miss,
+        resolve_skip_cap(moe_skip_cap, (moe_miss,)),
+    )
+    _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class _EvaluationOptions:
+    """Which expert is measured on which data, and what is demanded and shown."""
+
+    target: str
+    data: Path
+    compose: Sequence[str]
+    metric: Metric
+    max_tokens: int | None
+    min_gain: float | None
+    show: int
+    base: str | None
+    numerics: NumericsOptions
+    memory_budget: int | None
+    moe_miss: MoeMiss
+    moe_skip_cap: float
+
+
+def _reject_options(options: Mapping[str, object], why: str) -> None:
+    """Refuse options that would be ignored."""
+    given = [name for name, value in options.items() if value not in (None, [])]
+    if given:
+        raise UsageError(f"{', '.join(given)}: {why}", hint="see `expertctl eval --help`")
+
+
+def _evaluate_answers(
+    options: _EvaluationOptions, settings: Settings, *, plot: Path | None, as_json: bool
+) -> None:
+    from expertctl.engine.request import parse_expert
+
+    check_cpu_only(settings, "eval")
+    if plot is not None:
+        from expertctl.cli.plot import check_plot_path
+
+        check_plot_path(plot)
+    experts = [parse_expert(word) for word in (options.target, *options.compose)]
+    samples = read_evaluation_data(options.data, metric=options.metric)
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.evaluation import EvaluationRequest
+        from expertctl.engine.evaluation import evaluate as measure
+    request = EvaluationRequest(
+        data=samples,
+        expert=experts[0],
+        compose=tuple(experts[1:]),
+        base=resolve_base(options.base, settings, as_json=as_json),
+        max_tokens=options.max_tokens,
+        dtype=options.numerics.dtype,
+        adapter_dtype=options.numerics.adapter_dtype,
+        deterministic=options.numerics.deterministic,
+        moe_miss=options.moe_miss,
+        moe_skip_cap=options.moe_skip_cap,
+    )
+    planner, budget = open_planner(settings, as_json=as_json), options.memory_budget
+    with show_counter("evaluating", request.answers, as_json=as_json) as report:
+        found = measure(planner, request, budget=budget, progress=report, notify=note)
+    warn((*found.warnings, *find_answer_warnings(found)))
+    if plot is not None:
+        from expertctl.cli.plot import draw_evaluation
+
+        draw_evaluation(found, plot)
+    told, show = (
+        build_evaluation_document(found, show=options.show, min_gain=options.min_gain),
+        options.show,
+    )
+    emit(told, format_scores(found, show=show), as_json=as_json)
+    _exit_on_shortfall(describe_gain_shortfall(found, options.min_gain), wrong="answers")
+
+
+def _exit_on_shortfall(why: str, *, wrong: str) -> None:
+    """Exit with 1 if the figures are below what was demanded."""
+    if why:
+        sys.stdout.flush()  # the figures come before the error about them
+        note(f"error: {why}\n\nhint: --show N shows more of the wrong {wrong}")
+        raise typer.Exit(FAILURE)
+
+
+def measure_build(
+    plan: BuildPlan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
+) -> BuildPlan:
+    """Return a planned build with the scores of its expert and of its base alone."""
+    from expertctl.package.build import add_evaluation, choose_build_date
+    from expertctl.package.evaluation import describe_evaluation
+
+    with guard_engine_import(as_json=as_json):
+        from expertctl.engine.evaluation import evaluate_build
+
+    settings = load_settings()
+    check_cpu_only(settings, "the evaluation of a build")
+    named, date = task or data.path.stem, choose_build_date()
+    add_evaluation(
+        plan, _build_evaluation_entry(named, data, base=0.0, expert=0.0, date=date)
+    )  # else refused late
+    planner = open_planner(settings, as_json=as_json)
+    with show_counter("evaluating", 2 * len(data.samples), as_json=as_json) as report:
+        found = evaluate_build(
+            planner,
+            plan,
+            data,
+            sibling=output,
+            budget=settings.memory_budget,
+            progress=report,
+            notify=note,
+        )
+    warn((*data.warnings, *find_answer_warnings(found)))
+    entry = _build_evaluation_entry(
+        named, data, base=found.base.share, expert=found.expert.share, date=date
+    )
+    note(f"measured {named}: {describe_evaluation(entry)}")
+    return add_evaluation(plan, entry)
+
+
+def _build_evaluation_entry(
+    task: str, data: EvaluationData, *, base: float, expert: float, date: str
+) -> Evaluation:
+    return Evaluation(
+        task=task,
+        dataset_sha256=data.digest.hex,
+        n=len(data.samples),
+        metric=data.metric,
+        base=round(base, 4),
+        expert=round(expert, 4),
+        date=date,
+    )

@@ -1,0 +1,156 @@
+"""Exit codes, in one table. The most specific class of an error decides.
+
+How a command is ended: Ctrl-C, or SIGTERM from elsewhere, both cleanly and with a message.
+
+Either raises `KeyboardInterrupt` inside the command, so that resources are released, bars are taken
+off the terminal, and `expertctl.cli.app` says so. An answer is ended where it is instead, by an
+`CancellationFlag`, so that its text is kept.
+
+When Python collects garbage: seldom while a command imports modules, not at all at its end.
+
+Importing torch makes hundreds of thousands of objects that stay, and each collection goes through
+all of them. A process that only calls `expertctl.cli.app.run` keeps its own settings.
+"""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from expertctl.cli.output import note
+from expertctl.errors import (
+    BudgetError,
+    ExpertError,
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    RegistryError,
+    TrustError,
+    UsageError,
+)
+
+OK = 0
+FAILURE = 1
+USAGE = 2
+UNTRUSTED = 5
+UNREACHABLE = 6
+INTERRUPTED = 130
+
+_CODES_BY_CLASS: dict[type[ExpertError], int] = {
+    UsageError: USAGE,
+    NotFoundError: 3,
+    IncompatibleError: 4,
+    TrustError: UNTRUSTED,
+    RegistryError: UNREACHABLE,
+    BudgetError: 7,
+    InvalidPackageError: 8,
+}
+
+
+def get_exit_code(error: ExpertError) -> int:
+    """Return the process exit code for an error."""
+    classes = (_CODES_BY_CLASS.get(cls) for cls in type(error).__mro__)
+    return next((code for code in classes if code is not None), FAILURE)
+
+
+STOPPED_MESSAGE = "stopped"
+_CALLBACK_LIBRARY, _RETRY_SECONDS = "llvmlite", 0.02
+_FOREIGN_HANDLERS = (signal.SIG_IGN, None)
+"""Handlers that are kept: an ignored signal, or a handler not installed by Python."""
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came: it ends the command even where Ctrl-C must be pressed twice."""
+
+
+def install_signal_handlers() -> None:
+    """Let both signals raise, unless they are ignored or have a handler of others."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
+            signal.signal(number, _raise_interruption)
+
+
+def report_stopped() -> None:
+    """Say that a command was stopped; a further signal kills the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    note(
+        f"\n{STOPPED_MESSAGE}" if sys.stderr.isatty() else STOPPED_MESSAGE
+    )  # the terminal has echoed ^C
+
+
+class CancellationFlag:
+    """Whether the user wants an answer to end; the engine asks between two steps."""
+
+    def __init__(self) -> None:
+        """Begin with an answer that is wanted."""
+        self._requested = False
+
+    def __call__(self) -> bool:
+        """Tell whether the answer shall end."""
+        return self._requested
+
+    @contextmanager
+    def catch_signals(self, *signals: signal.Signals) -> Iterator[None]:
+        """Take these signals as the wish to end the answer; a second one ends the command.
+
+        An ignored signal stays ignored, as in a command that a script started in the background.
+        """
+        heeded = [number for number in signals if signal.getsignal(number) not in _FOREIGN_HANDLERS]
+        before = {number: signal.signal(number, self._handle_signal) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            _raise_interruption(number, frame)
+        self._requested = True
+
+
+def _raise_interruption(number: int, frame: FrameType | None) -> None:
+    """Raise the interruption; later, if called from C, where an exception would be lost."""
+    if _has_native_caller(frame):
+        again = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
+    raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _has_native_caller(frame: FrameType | None) -> bool:
+    """Tell whether LLVM, which calls back while it compiles kernels, is among the callers."""
+    while frame is not None:
+        if _CALLBACK_LIBRARY in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_DEFAULT_THRESHOLD = gc.get_threshold()
+_STARTUP_THRESHOLD = 50_000
+"""New objects before a collection: enough for imports, few enough for long-running commands."""
+
+
+def reduce_collections() -> None:
+    """Collect seldom while a command starts."""
+    gc.set_threshold(_STARTUP_THRESHOLD)
+
+
+def restore_collections() -> None:
+    """Collect as before `reduce_collections`, but skip the present objects: modules stay."""
+    if gc.get_threshold()[0] == _STARTUP_THRESHOLD:
+        gc.freeze()
+        gc.set_threshold(*_DEFAULT_THRESHOLD)
+
+
+def disable_collections() -> None:
+    """Collect no more at exit: the system frees the memory as a whole."""
+    gc.disable()
+    gc.freeze()

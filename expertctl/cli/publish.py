@@ -1,0 +1,232 @@
+"""``expertctl publish`` and ``yank``: change what a registry offers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.connection import RegistryOption, connect, connect_for_namespaces
+from expertctl.cli.output import JsonFlag, emit, format_table, note, show_progress
+from expertctl.cli.package_view import show_reading_progress
+from expertctl.errors import ExpertError, UsageError, combine_errors
+from expertctl.reference import Reference, Version
+from expertctl.registry import api_client
+from expertctl.registry.accounts import fetch_identity
+from expertctl.registry.api_client import has_expert_api
+from expertctl.registry.publish import (
+    PublishPackage,
+    PublishTarget,
+    UploadPlan,
+    check_upload,
+    examine_publish_package,
+    plan_upload,
+    publish_package,
+    sort_by_requirements,
+)
+from expertctl.settings import Settings, format_size, load_settings
+from expertctl.trust.trust_store import TrustStore
+
+_OUTCOMES = {"new": "published", "signed anew": "signed anew", "published": "already published"}
+_DRY_RUN_OUTCOMES = {
+    "new": "would be published",
+    "signed anew": "would be signed anew",
+    "published": "already published",
+}
+
+
+def publish(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Signed .expert files.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be sent, and the space left.")
+    ] = False,
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Publish packages to a registry. Each is checked first; a published version never changes.
+
+    Example: expertctl publish sql-1.0.0.expert
+    """
+    settings = load_settings()
+    trust = TrustStore(settings.home.trust)
+    read = [_read_package(path, trust, as_json=as_json) for path in files]
+    problems = [problem for _, found in read for problem in found]
+    if problems and not dry_run:
+        raise combine_errors("nothing was published", problems)
+    parcels = sort_by_requirements([parcel for parcel, _ in read])
+    namespaces = {parcel.package.namespace for parcel in parcels}
+    if dry_run:
+        problems += _find_registry_problems(settings, parcels, registry)
+        if problems:
+            raise combine_errors("this would not be published", problems)
+    with connect_for_namespaces(settings, namespaces, registry) as connection:
+        api = connection.api if has_expert_api(connection.api) else None
+        to = PublishTarget(connection.oci, api, settings.home.registries)
+        user = fetch_identity(api).user if api is not None else None
+        note(f"publishing to {to.host}" + (f" as {user}" if user else ""))
+        shipments = [_publish_one(each, to, dry_run=dry_run, as_json=as_json) for each in parcels]
+    if to.api is None:
+        note(f"{to.host} has no index of experts: others install this by its digest")
+    words = _DRY_RUN_OUTCOMES if dry_run else _OUTCOMES
+    document = {
+        "registry": to.host,
+        "user": user,
+        "dry_run": dry_run,
+        "packages": [
+            _build_publish_document(each, to.host, words[each.state]) for each in shipments
+        ],
+    }
+    shown = _format_upload_plan if dry_run else _format_published
+    text = "\n\n".join(shown(each, to.host, words[each.state]) for each in shipments)
+    emit(document, text, as_json=as_json)
+
+
+def yank(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A version: acme/sql@1.0.0.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why; everybody who asks for it is told.")
+    ] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Let the version count again.")] = False,
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Withdraw a version from new installs. Only who has it in a lock file is still given it.
+
+    Example: expertctl yank acme/sql@1.0.0 --reason "drops rows"
+    """
+    if undo == bool(reason):
+        raise UsageError("say why with --reason TEXT, or take it back with --undo")
+    wanted = Reference.parse(ref)
+    version = get_exact_version(wanted)
+    with connect(load_settings(), wanted, registry) as connection:
+        if undo:
+            api_client.unyank_version(connection.api, wanted.package, version)
+        else:
+            api_client.yank_version(connection.api, wanted.package, version, reason)
+    name = f"{wanted.package}@{version}"
+    document = {"ref": name, "registry": connection.host, "yanked": reason or None}
+    done = "counts again" if undo else f"was yanked: {reason}"
+    emit(document, f"{name} {done}", as_json=as_json)
+
+
+def get_exact_version(wanted: Reference) -> Version:
+    """Return the one version that a reference names.
+
+    Raises:
+        UsageError: when it names no version, or a range.
+    """
+    version = wanted.constraint.pinned
+    if version is None:
+        hint = f"write {wanted.package}@1.0.0"
+        raise UsageError(f"{wanted} does not name one version", hint=hint)
+    return version
+
+
+def _read_package(
+    path: Path, trust: TrustStore, *, as_json: bool
+) -> tuple[PublishPackage, list[ExpertError]]:
+    with show_reading_progress("checking", path, as_json=as_json) as report:
+        return examine_publish_package(path, trust, progress=report)
+
+
+def _find_registry_problems(
+    settings: Settings, parcels: Sequence[PublishPackage], registry: str | None
+) -> list[ExpertError]:
+    """Return all that a registry has against these packages, or why it cannot be asked."""
+    found = dict[str, ExpertError]()
+    try:
+        with connect_for_namespaces(
+            settings, {p.package.namespace for p in parcels}, registry
+        ) as there:
+            api = there.api if has_expert_api(there.api) else None
+            to = PublishTarget(there.oci, api, settings.home.registries)
+            for parcel in parcels:
+                found |= {each.message: each for each in check_upload(parcel, to)[1]}
+    except ExpertError as error:
+        found[error.message] = error
+    return list(found.values())
+
+
+def _publish_one(
+    parcel: PublishPackage, to: PublishTarget, *, dry_run: bool, as_json: bool
+) -> UploadPlan:
+    """Plan the upload of one package, and send it unless this is a dry run."""
+    shipment = plan_upload(parcel, to)
+    if not dry_run:
+        with show_progress(f"publishing {parcel.ref}", shipment.size, as_json=as_json) as report:
+            publish_package(shipment, to, progress=report)
+    return shipment
+
+
+def _build_publish_document(shipment: UploadPlan, host: str, outcome: str) -> dict[str, object]:
+    parcel, room = shipment.source, shipment.namespace
+    return {
+        "ref": parcel.ref,
+        "path": str(parcel.path),
+        "outcome": outcome,
+        "content_digest": str(parcel.contents.content_digest),
+        "package_digest": str(parcel.contents.package_digest),
+        "signer": parcel.signer,
+        "sent": [{"digest": str(digest), "size": size} for digest, size in shipment.missing],
+        "bytes": shipment.size,
+        "quota": room.quota if room is not None else None,
+        "used": room.used if room is not None else None,
+        "install": _format_install_command(shipment, host),
+    }
+
+
+def _format_published(shipment: UploadPlan, host: str, outcome: str) -> str:
+    contents = shipment.source.contents
+    lines = [
+        f"{outcome}: {shipment.source.ref} on {host}, {_format_sent(shipment, 'sent')}",
+        f"content  {contents.content_digest}",
+        f"package  {contents.package_digest}",
+        f"signer   {shipment.source.signer}",
+        f"install  {_format_install_command(shipment, host)}",
+    ]
+    return "\n".join(lines)
+
+
+def _format_upload_plan(shipment: UploadPlan, host: str, outcome: str) -> str:
+    head = f"{outcome}: {shipment.source.ref} on {host}, {_format_sent(shipment, 'to send')}"
+    return "\n".join([head, *_format_quota(shipment), format_table(*_build_blob_rows(shipment))])
+
+
+def _build_blob_rows(shipment: UploadPlan) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    missing = dict(shipment.missing)
+    names = {f.digest: f.path for f in reversed(shipment.source.contents.layout.layers)}
+    rows = [
+        [
+            names.get(digest, "(configuration)"),
+            format_size(size),
+            "travels" if digest in missing else "is there",
+            digest.hex[:12],
+        ]
+        for digest, size in shipment.source.blobs
+    ]
+    return ["FILE", "SIZE", "STATE", "DIGEST"], rows
+
+
+def _format_quota(shipment: UploadPlan) -> list[str]:
+    room, left = shipment.namespace, shipment.remaining_quota
+    if room is None or room.quota is None or left is None:
+        return []
+    name = room.name
+    used = f"{name}: {format_size(room.used)} of {format_size(room.quota)} used"
+    fits = f", {format_size(left)} left"
+    short = "; this may not fit" if shipment.size > left else ""
+    return [f"{used}{fits}{short}"]
+
+
+def _format_sent(shipment: UploadPlan, word: str) -> str:
+    count = len(shipment.missing)
+    files = f"{count} of {len(shipment.source.blobs)} blobs"
+    return f"{files} {word}, {format_size(shipment.size)}"
+
+
+def _format_install_command(shipment: UploadPlan, host: str) -> str:
+    """Return the command that installs it; without an index it names the digest."""
+    parcel = shipment.source
+    if shipment.namespace is None:
+        return f"expertctl install {host}/{parcel.package}@{parcel.contents.package_digest}"
+    return f"expertctl install {host}/{parcel.ref}"

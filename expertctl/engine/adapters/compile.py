@@ -1,0 +1,239 @@
+"""Whether an expert's tensors have their places in a base; one that matches nothing is an error.
+
+A plan as the closed form of decision 10: per linear layer, whatever the chain of experts.
+
+``y = d * (W (u * x)) + B (A x) + e * b``. A and B are the experts' blocks one below (beside) the
+other: rank concatenation is exact where adding A to A and B to B is not. Every factor is folded
+into its own block, in float32, once per plan: into tensors for torch, or packed for kernels. Soft
+prompts stand in plan order too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from expertctl.engine.adapters.fuse import AdapterStep, ChainStep, FoldedChain, fold_chain
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.adapters.plan_tensors import DeltaCompiler
+from expertctl.engine.devices import count_usable_cores
+from expertctl.engine.kernels.packed_format import PackedDeltas, PlanPacking
+from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LinearDelta
+from expertctl.errors import IncompatibleError
+from expertctl.package.adapter import truncate_problems
+from expertctl.package.base_tensors import explain_absent_module, find_base_name
+
+if TYPE_CHECKING:
+    from expertctl.engine.cpu.packed_plan import PackedPlanCompiler
+
+
+LayerShapes = Mapping[str, tuple[int, int]]
+"""``(out, in)`` of every linear layer of a base."""
+
+
+def rename_modules(adapter: LoadedAdapter, shapes: LayerShapes) -> LoadedAdapter:
+    """Return an adapter with its modules called what the base calls them."""
+    if all(module in shapes for module in adapter.modules):
+        return adapter
+    modules: dict[str, tuple[AdapterStep, ...]] = {}
+    for module, steps in adapter.modules.items():
+        name = find_base_name(module, shapes)
+        modules[name] = (*modules.get(name, ()), *steps)
+    return replace(adapter, modules=modules)
+
+
+def check_adapter_fits(adapter: LoadedAdapter, shapes: LayerShapes, *, width: int) -> None:
+    """Demand that every tensor of an adapter has its place in a base with tokens of that width.
+
+    Raises:
+        IncompatibleError: with everything that does not fit, or when there is nothing at all.
+    """
+    problems = list(_find_misfits(adapter, shapes, width))
+    if not adapter.modules and not adapter.soft_prompts:
+        problems.append("it changes no module at all")
+    if problems:
+        lines = "; ".join(truncate_problems(problems))
+        raise IncompatibleError(f"{adapter.ref} does not fit the base: {lines}")
+
+
+def _find_misfits(adapter: LoadedAdapter, shapes: LayerShapes, width: int) -> Iterator[str]:
+    for module, steps in adapter.modules.items():
+        if module not in shapes:
+            yield f"{module}: {explain_absent_module(module, shapes)}"
+            continue
+        yield from filter(None, (_describe_misfit(module, step, shapes[module]) for step in steps))
+    for module in adapter.past_end_modules:
+        if find_base_name(module, shapes) in shapes:
+            yield f"{module}: the base has it, and stacks of the adapter end before it"
+    for prompt in adapter.soft_prompts:
+        if prompt.shape[1] != width:
+            yield f"a soft prompt is {prompt.shape[1]} wide, tokens of the base are {width}"
+
+
+def _describe_misfit(module: str, step: AdapterStep, expected: tuple[int, int]) -> str:
+    if isinstance(step, Ia3Tensors):
+        side, size = ("inputs", expected[1]) if step.on_input else ("outputs", expected[0])
+        found = len(step.vector)
+        return "" if found == size else f"{module}: made for {found} {side}, the base has {size}"
+    made = (step.b.shape[0], step.a.shape[1])
+    if made == expected:
+        return ""
+    return f"{module}: made for {made[0]} x {made[1]}, the base has {expected[0]} x {expected[1]}"
+
+
+DoraScales = Mapping[str, tuple[Tensor, ...]]
+"""The gains of one expert's DoRA steps on one base: per module, one ``c`` [out] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSpec:
+    """What a plan is compiled for: the base's layers, a token's width, activations, device.
+
+    With ``packing`` it is packed for kernels, not made into tensors. To look at a matrix of a
+    routed expert that may not be in memory, ``routed_bytes`` are read first: the whole expert.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    packing: PlanPacking | None = None
+    routed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedAdapter:
+    """One expert of a chain, its weight in the plan, and its gains if it has DoRA."""
+
+    adapter: LoadedAdapter
+    weight: float = 1.0
+    dora_scales: DoraScales = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """What a plan changes in each linear layer and puts before the first token.
+
+    ``soft_prompt`` is float32 [virtual tokens, hidden]; ``nbytes`` were allocated for all. A plan
+    for kernels is ``packed`` and has no ``deltas``.
+    """
+
+    deltas: Mapping[str, LinearDelta]
+    soft_prompt: Tensor | None
+    nbytes: int
+    packed: PackedDeltas | None = None
+
+    @property
+    def width(self) -> int:
+        """How wide rows between A and B are, as the room for them depends on it."""
+        if self.packed is not None:
+            return self.packed.width
+        ranks = (1 if delta.a is None else len(delta.a) for delta in self.deltas.values())
+        return max(ranks, default=0)
+
+
+BASE_ONLY = CompiledPlan({}, None, 0)
+
+_MIN_PARALLEL_BYTES = 128 << 20
+"""Below so many bytes threads that write small blocks wait for each other more than they gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedPlan:
+    """A chain that fits, folded layer by layer; what it costs is known before it is compiled."""
+
+    deltas: "DeltaCompiler | PackedPlanCompiler"
+    soft_prompts: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What `compile` will allocate."""
+        virtual = sum(prompt.numel() for prompt in self.soft_prompts)
+        return self.deltas.nbytes + virtual * torch.float32.itemsize
+
+    @property
+    def width(self) -> int:
+        """How wide rows between A and B are, as the room for them depends on it."""
+        return self.deltas.width
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What `compile` needs besides, at most."""
+        return self.deltas.scratch_bytes(_choose_workers(self.nbytes))
+
+    @property
+    def shares_adapter_memory(self) -> bool:
+        """Whether the compiled plan will refer to memory of its experts."""
+        return self.deltas.shares_adapter_memory
+
+    def compile(self) -> CompiledPlan:
+        """Multiply every block by its factors and put it in its place.
+
+        Raises:
+            IncompatibleError: when numbers are beyond those of the type they are to be kept in.
+        """
+        size = self.nbytes
+        prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
+        joined = torch.cat(prompts) if prompts else None
+        deltas = self.deltas.compile(_choose_workers(size))
+        if isinstance(deltas, PackedDeltas):
+            return CompiledPlan({}, joined, size, deltas)
+        return CompiledPlan(deltas, joined, size)
+
+
+def fold_plan(experts: Sequence[WeightedAdapter], spec: CompileSpec) -> FoldedPlan:
+    """Fold an ordered chain of weighted experts; weight 0 equals leaving the expert out.
+
+    Raises:
+        IncompatibleError: when a tensor of any expert has no place in the base, or a soft prompt
+            has a weight.
+    """
+    for expert in experts:
+        check_adapter_fits(expert.adapter, spec.shapes, width=spec.width)
+    there = [expert for expert in experts if expert.weight != 0.0]
+    for expert in there:
+        _check_soft_prompts(expert)
+    prompts = [prompt for expert in there for prompt in expert.adapter.soft_prompts]
+    return FoldedPlan(_choose_deltas(_fold_layers(there), spec), tuple(prompts))
+
+
+def _choose_deltas(
+    layers: Mapping[str, FoldedChain], spec: CompileSpec
+) -> "DeltaCompiler | PackedPlanCompiler":
+    if spec.packing is None:
+        return DeltaCompiler(layers, spec.dtype, spec.device)
+    from expertctl.engine.cpu.packed_plan import (  # it imports numba, which takes 0.4 s
+        PackedPlanCompiler,
+    )
+
+    return PackedPlanCompiler(layers, spec.shapes, spec.packing)
+
+
+def _choose_workers(size: int) -> int:
+    """Return how many threads compile a plan of so many bytes."""
+    return count_usable_cores() if size >= _MIN_PARALLEL_BYTES else 1
+
+
+def _fold_layers(experts: Sequence[WeightedAdapter]) -> dict[str, FoldedChain]:
+    """Return every layer that the plan changes, folded."""
+    links: dict[str, list[ChainStep]] = {}
+    for expert in experts:
+        for module, steps in expert.adapter.modules.items():
+            gains = iter(expert.dora_scales.get(module, ()))
+            links.setdefault(module, []).extend(
+                ChainStep(
+                    step, expert.weight, next(gains) if isinstance(step, DoraTensors) else None
+                )
+                for step in steps
+            )
+    return {module: fold_chain(steps) for module, steps in links.items()}
+
+
+def _check_soft_prompts(expert: WeightedAdapter) -> None:
+    if expert.adapter.soft_prompts and expert.weight != 1.0:
+        raise IncompatibleError(
+            f"{expert.adapter.ref} has a soft prompt, which has no weight but 1",
+            hint="name it without a weight, or with 0 to leave it out",
+        )

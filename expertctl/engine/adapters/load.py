@@ -1,0 +1,272 @@
+"""Adapter weights from disk to tensors: read once, hashed in memory, used from those very bytes.
+
+Decision 14: no mapping of the file and no second read, so what was verified is what is used, even
+if the file is written to meanwhile. Reading runs ahead of hashing in a thread of its own.
+The tensors are views into the buffer; nothing is converted here.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
+from expertctl.engine.adapters.fuse import AdapterStep
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.functional import DoraTensors, Ia3Tensors, LoraTensors
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
+from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
+from expertctl.package.adapter_config import parse_adapter_config
+from expertctl.package.adapter_spec import build_adapter_spec
+from expertctl.package.tensor_file import (
+    ADAPTER_LIMITS,
+    LENGTH_BYTES,
+    TensorTable,
+    parse_header,
+    parse_header_length,
+)
+from expertctl.schema.manifest import AdapterEntry, Manifest
+
+READ_CHUNK_BYTES = 4 << 20
+READ_SLACK_BYTES = 8
+"""Spare bytes of a buffer, so that tensors can be moved to an address that fits their type."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class PackageFiles(Protocol):
+    """Where the verified bytes of one package come from: the store, or memory."""
+
+    def load_variable(self, path: str) -> memoryview:
+        """Hand over one file's bytes, digest checked, and `READ_SLACK_BYTES` bytes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """The weights of one expert in memory: what changes each module, and its soft prompts.
+
+    Steps stand in the order of the manifest's adapters; tensors are views into what was read.
+    """
+
+    ref: str
+    modules: Mapping[str, tuple[AdapterStep, ...]]
+    soft_prompts: tuple[Tensor, ...]
+    tensors: int
+    nbytes: int
+    past_end_modules: frozenset[str] = frozenset()
+    """The modules after the last expert of each stack: no base that it fits has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """The files of one installed expert; every read checks the digest."""
+
+    ref: str
+    paths: Mapping[str, tuple[Path, FileDigest]]
+    progress: Progress = ignore_progress
+
+    def load_variable(self, path: str) -> memoryview:
+        """Read one file of the package.
+
+        Raises:
+            DigestError: when its bytes are not those that were installed.
+            NotFoundError: when it is gone.
+        """
+        blob, expected = self.paths[path]
+        return read_verified(blob, expected, owner=self.ref, progress=self.progress)
+
+
+def estimate_adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
+    """Return what an expert will take in memory, with the files that describe its weights."""
+    files = [path for entry in manifest.adapters for path in (entry.path, entry.config)]
+    return sum(sizes[path] + READ_SLACK_BYTES for path in files)
+
+
+def load_adapter(manifest: Manifest, package_files: PackageFiles) -> LoadedAdapter:
+    """Bring the weights of one expert into memory, its adapters in the manifest's order.
+
+    Raises:
+        DigestError: when bytes are not those that were verified at install.
+        InvalidPackageError: when a file is malformed.
+    """
+    loaded = [_load_entry(manifest, entry, package_files) for entry in manifest.adapters]
+    modules: dict[str, tuple[AdapterStep, ...]] = {}
+    for one in loaded:
+        for module, steps in one.modules.items():
+            modules[module] = (*modules.get(module, ()), *steps)
+    return LoadedAdapter(
+        ref=manifest.ref,
+        modules=modules,
+        soft_prompts=tuple(prompt for one in loaded for prompt in one.soft_prompts),
+        tensors=sum(one.tensors for one in loaded),
+        nbytes=sum(one.nbytes for one in loaded),
+        past_end_modules=frozenset().union(*(one.past_end_modules for one in loaded)),
+    )
+
+
+def read_verified(
+    path: Path, expected: FileDigest, *, owner: str, progress: Progress = ignore_progress
+) -> memoryview:
+    """Read a file into a new buffer, hashing while reading; `READ_SLACK_BYTES` bytes are left after it.
+
+    Raises:
+        DigestError: when size or digest differ.
+        NotFoundError: when the file is missing.
+        StoreError: when it cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != expected.size:
+                raise _make_changed_error(owner, expected, size)
+            buffer = allocate(size + READ_SLACK_BYTES)
+            digest = _read_and_hash(stream, buffer[:size], progress)
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"{owner}: {expected.path} is missing from the store", hint="see `expertctl doctor`"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{owner}: {expected.path} cannot be read in the store: {error.strerror}",
+            hint="see `expertctl doctor`",
+        ) from error
+    if digest != expected.digest:
+        raise _make_changed_error(owner, expected, size)
+    return buffer
+
+
+def _make_changed_error(owner: str, expected: FileDigest, size: int) -> DigestError:
+    detail = "" if size == expected.size else f" ({size} bytes instead of {expected.size})"
+    return DigestError(
+        f"{owner}: {expected.path} is not what was installed{detail}",
+        hint="find the damage with `expertctl doctor`, then install the expert again",
+    )
+
+
+def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> Digest:
+    """Read ahead of hashing; a thread is not worth it for one chunk."""
+    if len(target) <= READ_CHUNK_BYTES:
+        _read_into(stream, target)
+        progress(len(target))
+        return Digest.compute(target)
+    hasher = hashlib.sha256()
+    chunks = [
+        target[begin : begin + READ_CHUNK_BYTES]
+        for begin in range(0, len(target), READ_CHUNK_BYTES)
+    ]
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:
+        ahead: list[Future[None]] = [reader.submit(_read_into, stream, chunk) for chunk in chunks]
+        for chunk, done in zip(chunks, ahead, strict=True):
+            done.result()
+            hasher.update(chunk)
+            progress(len(chunk))
+    return Digest(hasher.hexdigest())
+
+
+def _read_into(stream: BinaryIO, target: memoryview) -> None:
+    """Read until ``target`` is full; what a shrinking file leaves is zeros and fails the digest."""
+    filled = 0
+    while filled < len(target):
+        count = stream.readinto(target[filled:])  # type: ignore[attr-defined]  # a raw file has it
+        if not count:
+            return
+        filled += count
+
+
+def _load_entry(manifest: Manifest, entry: AdapterEntry, files: PackageFiles) -> LoadedAdapter:
+    what = f"{manifest.ref}: {entry.path}"
+    config_bytes = files.load_variable(entry.config)
+    config = parse_adapter_config(
+        bytes(config_bytes[:-READ_SLACK_BYTES]), what=f"{manifest.ref}: {entry.config}"
+    )
+    buffer = files.load_variable(entry.path)
+    size = len(buffer) - READ_SLACK_BYTES
+    table = _read_tensor_table(buffer, size, what)
+    spec = build_adapter_spec(config, table, what=what)
+    _check_manifest_entry(spec, entry, what)
+    tensors = _view_tensors(buffer, size, table)
+    modules = {
+        part.module: (_make_step(part, tensors),)
+        for part in spec.parts
+        if not isinstance(part, SoftPrompt)
+    }
+    prompts = [tensors[part.embeddings] for part in spec.parts if isinstance(part, SoftPrompt)]
+    ends = (part.module_after_stack for part in spec.parts if isinstance(part, Lora))
+    beyond = frozenset(end for end in ends if end is not None)
+    return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer), beyond)
+
+
+def _check_manifest_entry(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
+    """Demand that every tensor has a use, and that the manifest says what is there."""
+    used = len({name for part in spec.parts for name in _tensor_names(part)})
+    problems = []
+    if spec.kind != entry.kind:
+        problems.append(f"it is of kind {spec.kind}, the manifest says {entry.kind}")
+    if not used == spec.tensors == entry.tensors:
+        problems.append(f"{used} of {entry.tensors} promised tensors have a use")
+    if problems:
+        raise InvalidPackageError(what, problems)
+
+
+def _tensor_names(part: Part) -> tuple[str, ...]:
+    """Return the tensors that a part is made of; a stack of experts serves many parts."""
+    match part:
+        case Lora():
+            return part.a, part.b
+        case Dora():
+            return part.a, part.b, part.magnitude
+        case Ia3():
+            return (part.vector,)
+        case SoftPrompt():
+            return (part.embeddings,)
+
+
+def _make_step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> AdapterStep:
+    match part:
+        case Lora(stacked=None):
+            return LoraTensors(tensors[part.a], tensors[part.b], part.scale)
+        case Lora():
+            return _slice_stacked(part, tensors[part.a], tensors[part.b])
+        case Dora():
+            magnitude = tensors[part.magnitude].flatten()
+            return DoraTensors(tensors[part.a], tensors[part.b], magnitude, part.scale)
+        case Ia3():
+            return Ia3Tensors(tensors[part.vector].flatten(), part.on_input)
+
+
+def _slice_stacked(part: Lora, stacked_a: Tensor, stacked_b: Tensor) -> LoraTensors:
+    """Return A and B of one expert as views: rows of the stacked A, every n-th column of B."""
+    place = part.stacked
+    assert place is not None
+    rows = stacked_a[place.expert * part.rank :][: part.rank]  # [rank, in]
+    columns = stacked_b[:, place.expert :: place.experts]  # [outputs of the stack, rank]
+    a, b = (columns.T, rows.T) if place.transposed else (rows, columns)
+    return LoraTensors(a, b[place.first : place.first + part.outputs], part.scale)
+
+
+def _read_tensor_table(buffer: memoryview, size: int, what: str) -> TensorTable:
+    first = bytes(buffer[: min(size, LENGTH_BYTES)])
+    length = parse_header_length(first, file_size=size, what=what, limits=ADAPTER_LIMITS)
+    start = bytes(buffer[: LENGTH_BYTES + length])
+    return parse_header(start, file_size=size, what=what)
+
+
+def _view_tensors(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tensor]:
+    """Return every tensor as a view; all have one type, as `build_adapter_spec` checked."""
+    shift = -table.data_offset % READ_SLACK_BYTES
+    if shift:  # an odd header length: move everything, so that addresses are multiples of 8
+        buffer[shift : shift + size] = buffer[:size]
+    dtype = _DTYPES[next(iter(table.tensors.values())).dtype]
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    begin = shift + table.data_offset
+    data = whole[begin : begin + (size - table.data_offset)].view(dtype)
+    width = dtype.itemsize
+    return {
+        name: data[t.begin // width : t.end // width].view(t.shape)
+        for name, t in table.tensors.items()
+    }

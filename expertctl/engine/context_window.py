@@ -1,0 +1,167 @@
+"""Fitting a conversation into the context of a base; never cut unless asked, and then reported.
+
+The context holds the virtual tokens of soft prompts, the conversation and the answer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from expertctl.engine.text.chat_template import EncodedPrompt
+from expertctl.engine.text.prompt import ConversationMessage
+from expertctl.errors import ContextLengthError, UsageError
+
+Encode = Callable[[Sequence[ConversationMessage]], EncodedPrompt]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """The tokens of a conversation, how many may follow, and what a person should know."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    warnings: tuple[str, ...] = ()
+    virtual: int = 0
+    """Tokens of soft prompts that stand before the first."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside those that end every text of the base."""
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there can be in all."""
+        return self.virtual + len(self.ids) + self.max_tokens
+
+
+def fit_to_context(
+    messages: Sequence[ConversationMessage],
+    encode: Encode,
+    *,
+    context: int,
+    max_tokens: int,
+    truncate: bool,
+    virtual: int = 0,
+) -> FittedPrompt:
+    """Tokenise a conversation so that at least one token can follow, if ``max_tokens`` is not 0.
+
+    With ``truncate`` the oldest turns are left out, then the end of the last message, so that a
+    quarter of the context, or ``max_tokens`` if that is less, stays free.
+
+    Raises:
+        ContextLengthError: when it does not fit and may not be cut.
+        UsageError: when nothing of it would be left.
+    """
+    room = context - virtual
+    least = min(1, max_tokens)
+    free = max(least, min(max_tokens, room // 4))
+    prompt = encode(messages)
+    if len(prompt.ids) > room - (free if truncate and len(messages) > 1 else least):
+        if not truncate:
+            raise _make_context_error(messages, len(prompt.ids), context, virtual)
+        prompt = _truncate(messages, encode, room, room - free)
+    left = room - len(prompt.ids)
+    most = min(max_tokens, left)
+    return FittedPrompt(prompt.ids, most, prompt.warnings, virtual, prompt.end_ids)
+
+
+def _make_context_error(
+    messages: Sequence[ConversationMessage], size: int, context: int, virtual: int
+) -> ContextLengthError:
+    soft = f" and {virtual} virtual tokens of its experts" if virtual else ""
+    if len(messages) > 1:
+        what, hint = "conversation", "begin anew, or let its oldest turns be left out"
+    else:
+        what, hint = "prompt", "shorten it, or let its end be cut off"
+    return ContextLengthError(
+        f"the {what} has {size} tokens, the base reads {context} with the answer{soft}",
+        size=size + virtual,
+        limit=context,
+        hint=f"{hint} with --truncate",
+    )
+
+
+def _truncate(
+    messages: Sequence[ConversationMessage], encode: Encode, room: int, max_tokens: int
+) -> EncodedPrompt:
+    """Leave out the oldest turns, as few as will do; where that is not enough, cut the message."""
+    turns = _split_turns(messages)
+    gone = _count_dropped_turns(turns, encode, max_tokens)
+    prompt = encode(_join_turns(turns[gone:]))
+    told = _build_truncation_warnings(gone, len(turns) - 1)
+    if len(prompt.ids) >= room:
+        prompt = _truncate_message(turns[-1], encode, max_tokens)
+    return replace(prompt, warnings=(*prompt.warnings, *told))
+
+
+def _split_turns(messages: Sequence[ConversationMessage]) -> list[list[ConversationMessage]]:
+    """Split a conversation before each message of the user."""
+    turns: list[list[ConversationMessage]] = []
+    for message in messages:
+        if message.role == "user" or not turns:
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def _join_turns(turns: Sequence[Sequence[ConversationMessage]]) -> list[ConversationMessage]:
+    return [message for turn in turns for message in turn]
+
+
+def _count_dropped_turns(
+    turns: Sequence[Sequence[ConversationMessage]], encode: Encode, max_tokens: int
+) -> int:
+    """Return how many of the oldest turns must go; fewer turns never have more tokens."""
+    low, high = 0, len(turns) - 1
+    while low < high:
+        middle = (low + high) // 2
+        fits = len(encode(_join_turns(turns[middle:])).ids) <= max_tokens
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return low
+
+
+def _build_truncation_warnings(dropped: int, turns: int) -> tuple[str, ...]:
+    if dropped == 0:
+        return ()
+    if turns == 1:
+        which = "the turn before"
+    elif dropped == 1:
+        which = f"the oldest of {turns} turns"
+    else:
+        which = (
+            f"all {turns} turns before"
+            if dropped == turns
+            else f"the {dropped} oldest of {turns} turns"
+        )
+    verb = "was" if dropped == 1 else "were"
+    return (f"{which} did not fit into the context and {verb} left out",)
+
+
+def _truncate_message(
+    messages: Sequence[ConversationMessage], encode: Encode, max_tokens: int
+) -> EncodedPrompt:
+    """Keep the beginning of the last message that fits."""
+    *before, last = messages
+
+    def encode_part(count: int) -> EncodedPrompt:
+        return encode([*before, ConversationMessage(last.role, last.content[:count])])
+
+    kept = _find_longest_prefix(len(last.content), encode_part, max_tokens)
+    if kept == 0:
+        raise UsageError(
+            "nothing of the prompt fits into the context of the base",
+            hint="ask for fewer new tokens (--max-tokens), or use a base with a longer context",
+        )
+    prompt = encode_part(kept)
+    warning = f"the prompt was cut: {kept} of {len(last.content)} characters were read"
+    return replace(prompt, warnings=(*prompt.warnings, warning))
+
+
+def _find_longest_prefix(
+    size: int, encode_part: Callable[[int], EncodedPrompt], max_tokens: int
+) -> int:
+    """Return how many characters of the beginning fit; more characters never have fewer tokens."""
+    low, high = 0, size - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high) if len(encode_part(middle).ids) <= max_tokens else (low, middle - 1)
+        )
+    return low

@@ -1,0 +1,1 @@
+"""The CPU backend: packed base weights and the decoder that runs on compiled kernels."""

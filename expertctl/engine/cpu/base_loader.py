@@ -1,0 +1,242 @@
+"""A packed base with random weights, made as it lies in memory: nothing is packed or quantised.
+
+It takes as long to run as a trained base of its shape; what it says means nothing.
+
+A base from its files, or from its copy, into packed matrices.
+
+What was read is packed into its place and let go of, so the base is in memory once. Where some of
+its routed experts stay on the disk, they are packed for a copy all the same, one after another.
+"""
+
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.engine.cpu.packed_base import (
+    PackedBase,
+    allocate_base,
+    make_expert_shape,
+    packed_base_bytes,
+)
+from expertctl.engine.cpu.tensor_packing import (
+    iter_row_portions,
+    pack_slices,
+    packing_thread_bytes,
+    packing_thread_count,
+    slice_tensor,
+)
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix, widen_to_float32
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.weights import list_rounding_warnings, make_tied_head_error
+from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
+from expertctl.package.base_model import compute_weights_digest
+from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+from expertctl.routing.request import MoeColdOption
+from expertctl.store.quantised_cache import QuantisedCache
+from expertctl.store.quantised_file import QuantisedPiece, iterate_pieces
+
+AnyArray = np.ndarray[Any, Any]
+
+WEIGHT_STD = 0.02
+"""Standard deviation of weights, about."""
+
+_RANDOM_NUMBERS = 1 << 20
+_LEVELS = {Scheme.INT8: 255, Scheme.INT4: 15}
+"""How many steps there are, as many below 0 as above; the lowest integer is not one of them."""
+
+
+def create_random_base(
+    config: ModelConfig, scheme: Scheme, *, seed: int = 0, progress: Progress = ignore_progress
+) -> PackedBase:
+    """Return a base; norms are ones, biases zeros. ``progress`` counts its bytes."""
+    base, drawn = allocate_base(config, scheme), _draw_integers(scheme, np.random.default_rng(seed))
+    for name, place in base.tensor_places().items():
+        if isinstance(place, PackedMatrix):
+            _fill_repeatedly(drawn, place, progress)
+        else:
+            place[...] = 0 if name.endswith(".bias") else 1
+            progress(place.nbytes)
+    return base
+
+
+def decode_bytes_per_token(base: PackedBase) -> int:
+    """Return the bytes that decoding a token reads once: of routed experts, as many as it uses."""
+    routed = base.config.experts
+    of_experts = 0
+    if routed is not None:
+        of_experts = (
+            len(routed.layers) * routed.used * make_expert_shape(base.config, base.scheme).nbytes
+        )
+    return of_experts + sum(matrix.nbytes for matrix in list_matrices(base))
+
+
+def list_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
+    """Return its matrices, in the order in which they are read; the head comes last.
+
+    Those of routed experts are not among them: each token reads others.
+    """
+    parts = (
+        part for layer in base.layers for part in (layer.inputs, layer.output, *layer.mlp.arrays)
+    )
+    return (*(part for part in parts if isinstance(part, PackedMatrix)), base.head)
+
+
+def draw_random_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> AnyArray:
+    """Return random weights of a scheme that is not one of integers, as bytes."""
+    numbers = (rng.standard_normal(count) * WEIGHT_STD).astype(np.float32)
+    if scheme is Scheme.BFLOAT16:
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return numbers.astype(scheme.value).view(np.uint8)
+
+
+def _fill_repeatedly(drawn: AnyArray, matrix: PackedMatrix, progress: Progress) -> None:
+    """Fill a matrix with drawn bytes, again and again, at places of its own."""
+    for begin in range(0, len(matrix.data), len(drawn)):
+        part = matrix.data[begin : begin + len(drawn)]
+        part[...] = drawn[: len(part)]
+        progress(len(part))
+    progress(matrix.scales.nbytes)
+    matrix.scales[...] = WEIGHT_STD * 12**0.5 / _LEVELS.get(matrix.scheme, 1)
+
+
+def _draw_integers(scheme: Scheme, rng: np.random.Generator) -> AnyArray:
+    if scheme not in _LEVELS:
+        return draw_random_floats(scheme, _RANDOM_NUMBERS, rng)
+    steps: AnyArray = rng.integers(1, 1 + _LEVELS[scheme], 2 * _RANDOM_NUMBERS, np.uint8)
+    return steps if scheme is Scheme.INT8 else steps[::2] | steps[1::2] << np.uint8(4)
+
+
+def uses_quantised_copy(scheme: Scheme, *, cold: MoeColdOption = "auto") -> bool:
+    """Tell whether a copy is kept of a base in a scheme, if not all its experts fit into memory.
+
+    Experts in float32 or float16 are no shorter in a copy: it is kept only where ``cold`` needs it.
+    """
+    return scheme not in (Scheme.FLOAT32, Scheme.FLOAT16) or cold in ("map", "direct")
+
+
+def load_packed_base(
+    directory: Path,
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    experts: bool = True,
+    copies: QuantisedCache | None = None,
+    cold: MoeColdOption = "auto",
+    progress: Progress = ignore_progress,
+) -> PackedBase:
+    """Read a base, or its copy; ``progress`` counts packed bytes.
+
+    Without ``experts`` no routed expert is read into the base, but all will be in the copy, which
+    is then made of floats, too, where it is shorter or ``cold`` needs it.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when tensors are missing, unexpected or of another shape.
+        IncompatibleError: for a dtype that is not a float, a tied head that is another matrix, or
+            sizes that fill no blocks.
+        BaseMismatchError: when what a copy would be made of is not what was added.
+    """
+    stored = read_base_tensors(directory, config)
+    memory = allocate(packed_base_bytes(config, scheme, experts=experts))
+    base = allocate_base(config, scheme, memory, experts=experts)
+    if config.tied and HEAD_TENSOR in stored:
+        _check_tied_head(directory, stored)
+    warnings = _rounding_warnings([stored[name] for name in config.tensor_shapes()], scheme)
+    is_kept = scheme.layout.is_grouped if experts else uses_quantised_copy(scheme, cold=cold)
+    kept = copies if is_kept else None
+    told, shape, read = _OnceProgress(progress), compute_copy_shape(config, scheme), len(memory)
+    if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
+        read = _read_files(base, stored, memory, kept, told.restart().count)
+    return replace(base, warnings=warnings, read_bytes=read)
+
+
+def packing_scratch_bytes(config: ModelConfig) -> int:
+    """Return what `load_packed_base` takes besides the base, at most."""
+    widths = {shape[1] for shape in config.linear_shapes().values()}
+    return packing_thread_count() * max(map(packing_thread_bytes, widths))
+
+
+class _OnceProgress:
+    """Counts bytes for a callback that must not be told of any of them twice."""
+
+    def __init__(self, progress: Progress, reported: int = 0) -> None:
+        self._progress, self._already, self._counted = progress, reported, 0
+
+    def count(self, size: int) -> None:
+        before, self._counted = max(self._counted, self._already), self._counted + size
+        if self._counted > before:
+            self._progress(self._counted - before)
+
+    def restart(self) -> "_OnceProgress":
+        """Begin again."""
+        return _OnceProgress(self._progress, max(self._counted, self._already))
+
+
+def _rounding_warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
+    """Warn of rounding that nobody asked for by name; of int8 and int4 the numerics tell."""
+    if scheme.layout.is_grouped:
+        return ()
+    return list_rounding_warnings(stored, scheme.value)
+
+
+def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Some files hold a tied head as well; it must be the same matrix."""
+    pairs = zip(
+        iter_row_portions(stored[EMBEDDING_TENSOR]),
+        iter_row_portions(stored[HEAD_TENSOR]),
+        strict=True,
+    )
+    if not all(
+        np.array_equal(widen_to_float32(ours), widen_to_float32(other)) for ours, other in pairs
+    ):
+        raise make_tied_head_error(directory)
+
+
+def _read_files(
+    base: PackedBase,
+    stored: Mapping[str, StoredTensor],
+    memory: memoryview,
+    kept: QuantisedCache | None,
+    progress: Progress,
+) -> int:
+    """Pack a base from its files, and keep a copy; return how many bytes were read."""
+    digests = _pack_tensors(base, stored, progress, hashed=kept is not None)
+    read = sum(stored[name].size for name in base.tensor_places())
+    if kept is None:
+        return read
+    name, shape = base.scheme.value, compute_copy_shape(base.config, base.scheme)
+    if shape.count_pieces_in(memory) == shape.pieces:
+        kept.write(name, shape, memory, weights=compute_weights_digest(stored, digests))
+        return read
+    stream = ExpertStream(stored, base.config, base.scheme, progress=progress)
+
+    def pieces() -> Generator[QuantisedPiece]:
+        yield from iterate_pieces(memory, shape)
+        yield from stream.pieces()
+
+    def weights() -> Digest:
+        return compute_weights_digest(stored, digests | stream.digests)
+
+    kept.stream(name, shape, pieces(), weights=weights, min_bytes=len(memory) + stream.min_bytes)
+    return read + stream.read_bytes
+
+
+def _pack_tensors(
+    base: PackedBase, stored: Mapping[str, StoredTensor], progress: Progress, *, hashed: bool
+) -> dict[str, str]:
+    """Pack every tensor; return the sha256 of their bytes as they were packed, if asked for."""
+    places = base.tensor_places()
+    if not hashed:
+        parts = (part for n, p in places.items() for part in slice_tensor(stored[n], p))
+        pack_slices(([part] for part in parts), progress)
+        return {}
+    hashers = {name: hashlib.sha256() for name in places}
+    pack_slices((slice_tensor(stored[n], p, hashers[n]) for n, p in places.items()), progress)
+    return {name: hasher.hexdigest() for name, hasher in hashers.items()}

@@ -1,0 +1,440 @@
+"""The decoder of CPUs: the calls of `decoder.Decoder`, run as programs of compiled kernels.
+
+Programs and the room they compute in are made when they are first needed; plans are no part of
+them, so several may take turns or meet in one batch, and nothing is made anew for it. Any number of
+threads may call it: one call, or one stretch of a prompt, runs at a time, and scores are copied out
+before the next begins. Only the thread that reads a prompt may step other texts in the middle of
+it, between two layers and while its rows are scored; such steps have a room and programs of their
+own.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.cpu.decoder_program import (
+    DecoderProgram,
+    ExpertPrograms,
+    ProgramStage,
+    split_program_by_layer,
+)
+from expertctl.engine.cpu.packed_base import PackedBase
+from expertctl.engine.cpu.program_cache import ProgramCache, ThreadTuner
+from expertctl.engine.cpu.workspace import Workspace, group_rows_by_plan
+from expertctl.engine.kernels.jit import Program
+from expertctl.engine.kernels.packed_format import PackedDeltas
+from expertctl.engine.kernels.thread_pool import ThreadPool
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.model.decoder import (
+    PREFILL_CHUNK,
+    DecodeResult,
+    LayerTimer,
+    PrefillResult,
+    check_modules,
+    check_soft_prompt,
+    check_tokens,
+)
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.resident_experts import make_resident_experts
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.text.prompt import RecordLogits
+
+AnyArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRow:
+    """One more token of one text, with the plan of that text."""
+
+    token: int
+    cache: PagedKVCache
+    deltas: PackedDeltas | None = None
+
+
+class PackedDecoder:
+    """A packed base that can be run by a crew; its weights are only read."""
+
+    def __init__(
+        self,
+        base: PackedBase,
+        pool: ThreadPool,
+        *,
+        chunk: int = PREFILL_CHUNK,
+        tuner: ThreadTuner | None = None,
+        experts: RoutedExperts | None = None,
+    ) -> None:
+        """Run a base; a prompt is read ``chunk`` tokens at a time.
+
+        ``pace`` says how many of the crew work; without it all do. ``experts`` owns those of
+        routed layers; without it they are those of the base, which then has all.
+        """
+        self.config = base.config
+        self.device = torch.device("cpu")
+        self.modules = frozenset(base.config.linear_shapes())
+        self._base, self._pool, self._chunk, self._tuner = base, pool, chunk, tuner
+        self._experts = experts or make_resident_experts(base)
+        self._lock = threading.RLock()
+        self._programs = ProgramCache(base, self._experts, chunk=chunk)
+        self._interleaved_programs = ProgramCache(base, self._experts, chunk=chunk)
+        """What steps in the middle of a prompt are computed with."""
+        self._in_prefill = False
+        self._times: LayerTimer | None = None
+
+    def prefill(
+        self,
+        ids: Sequence[int] | Tensor,
+        cache: PagedKVCache,
+        deltas: PackedDeltas | None = None,
+        *,
+        soft_prompt: Tensor | None = None,
+        progress: Progress = ignore_progress,
+        scores: RecordLogits | None = None,
+        between_layers: Callable[[], None] | None = None,
+    ) -> PrefillResult:
+        """Read a prompt; ``progress`` counts its tokens and may raise.
+
+        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
+        of a cache and count like tokens. Other texts may be read between two stretches.
+        ``between_layers`` may call `step` with other caches; a base of routed experts has none.
+        ``scores`` gets the logits of every position, as many rows at a time as a step scores at
+        most; ``between_layers`` is called between these, too.
+
+        Raises:
+            UsageError: for a prompt without tokens.
+            BudgetError: when the cache is too small; nothing was read then.
+            IncompatibleError: for a token, a plan or a soft prompt that does not fit this base.
+        """
+        begin, started = cache.length, time.perf_counter()
+        before, tokens = self._check_prompt(ids, cache, deltas, soft_prompt)
+        read = len(before) + len(tokens)
+        cache.ensure_capacity(read)
+        logits = torch.empty(self.config.vocab_size)
+        try:
+            for start in range(0, read, self._chunk):
+                end = min(start + self._chunk, read)
+                with self._lock:
+                    part = _PromptChunk(before, tokens, start, end)
+                    wanted = logits if end == read else None
+                    self._read_chunk(part, cache, deltas, wanted, scores, between_layers)
+                progress(end - start)
+        except BaseException:
+            cache.rewind(begin)
+            raise
+        return PrefillResult(logits, read, _ms_since(started))
+
+    def decode(
+        self,
+        token: int,
+        cache: PagedKVCache,
+        deltas: PackedDeltas | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> DecodeResult:
+        """Read one more token; with ``out``, float32 [vocab], scores are written there.
+
+        Raises:
+            BudgetError: when the cache is full.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        position, started = cache.length, time.perf_counter()
+        rows = None if out is None else out[None]
+        logits = self.step([DecodeRow(token, cache, deltas)], out=rows)[0]
+        return DecodeResult(logits, position, _ms_since(started))
+
+    def step(self, rows: Sequence[DecodeRow], *, out: Tensor | None = None) -> Tensor:
+        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+
+        They are written to ``out`` where it is given. What a row gets is the same, bit by bit, as
+        if it were alone.
+
+        Raises:
+            BudgetError: when a cache is full; nothing was read then.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        for plan in {id(row.deltas): row.deltas for row in rows}.values():
+            self._check_plan(plan)
+        tokens = check_tokens([row.token for row in rows], self.config.vocab_size).numpy()
+        assert len({id(row.cache) for row in rows}) == len(rows), "each text has its own cache"
+        shape = (len(rows), self.config.vocab_size)
+        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
+        for row in rows:
+            row.cache.ensure_capacity(1)
+        logits = torch.empty(shape) if out is None else out
+        with self._lock:
+            self._step(rows, tokens, logits.numpy())
+        return logits
+
+    @contextmanager
+    def time_layers(self, times: LayerTimer) -> Iterator[None]:
+        """Add to ``times`` how long each part of what is read meanwhile takes, in any thread.
+
+        What plans add is in operations of its own meanwhile, so that its time is known; that takes
+        somewhat longer.
+        """
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = None
+
+    def prepare(
+        self,
+        cache: PagedKVCache,
+        deltas: PackedDeltas | None = None,
+        *,
+        tokens: int,
+        rows: int = 1,
+    ) -> None:
+        """Make beforehand what reading a prompt of so many tokens, then steps of ``rows``, needs.
+
+        Kernels that are not compiled yet are compiled here.
+        """
+        with self._lock:
+            room = self._programs.get_workspace(tokens=min(tokens, self._chunk), rows=rows)
+            for together in (True, False):
+                self._get_program(room, [cache], [deltas], together=together)
+            if rows > 1 and self._experts is None:
+                room = self._interleaved_programs.get_workspace(tokens=rows, rows=rows)
+                self._interleaved_programs.get_program(
+                    room, [cache], [deltas], together=False, fused=self._times is None
+                )
+
+    def free_buffers(self) -> None:
+        """Let go of all but the weights."""
+        with self._lock:
+            self._programs.clear()
+            self._interleaved_programs.clear()
+
+    @property
+    def has_no_buffers(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self._programs.is_empty and self._interleaved_programs.is_empty
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds beside its weights."""
+        return self._programs.nbytes + self._interleaved_programs.nbytes
+
+    def _check_prompt(
+        self,
+        ids: Sequence[int] | Tensor,
+        cache: PagedKVCache,
+        deltas: PackedDeltas | None,
+        soft_prompt: Tensor | None,
+    ) -> tuple[AnyArray, AnyArray]:
+        """Return the rows before the first token, [virtual tokens, hidden], and the tokens."""
+        self._check_plan(deltas)
+        tokens = check_tokens(ids, self.config.vocab_size).numpy()
+        if soft_prompt is None:
+            return np.empty((0, self.config.hidden_size), np.float32), tokens
+        check_soft_prompt(soft_prompt, self.config.hidden_size, length=cache.length)
+        return soft_prompt.float().numpy(), tokens
+
+    def _check_plan(self, deltas: PackedDeltas | None) -> None:
+        if deltas is not None:
+            check_modules(deltas.modules, self.modules)
+
+    def _read_chunk(
+        self,
+        part: "_PromptChunk",
+        cache: PagedKVCache,
+        deltas: PackedDeltas | None,
+        logits: Tensor | None,
+        scores: RecordLogits | None,
+        between_layers: Callable[[], None] | None,
+    ) -> None:
+        """Read one stretch of a prompt; score its last token where that is wanted.
+
+        The last layer writes the keys and values of all tokens. Without ``scores`` the rest of it
+        is for the last one alone, since what it would make of the others is never read.
+        """
+        count, first = part.end - part.start, cache.length
+        room = self._programs.get_workspace(tokens=count, rows=1)
+        program = self._get_program(room, [cache], [deltas], together=True)
+        room.reset_errors()
+        virtual = part.fill(room.tokens)
+        room.positions[:count] = np.arange(cache.length, cache.length + count)
+        room.tables[:count] = cache.table
+        program.set(count, group_rows_by_plan([deltas] * count))
+        whole = nullcontext() if between_layers else self._tuned_workers(("prompt", count))
+        with whole as workers:
+            self._run(program.embed, workers)
+            room.hidden[: len(virtual), : virtual.shape[1]] = virtual
+            if between_layers is None:
+                self._run_stages(program.layers, room, count, workers)
+            else:
+                self._run_interleaved(program.layers, count, between_layers)
+            left = count
+            if scores is None:
+                room.keep_row(count - 1, of=count)
+                left = 1
+                program.set(left, group_rows_by_plan([deltas]))
+            self._run_stages(program.last, room, left, workers)
+            self._finish_pass(room, count, phase=Phase.PROMPT)
+        cache.advance(count)
+        last = 0
+        if scores is not None:
+            last = self._score_all(
+                program, room, deltas, first, count, scores, workers, between_layers
+            )
+        elif logits is not None:
+            self._run(program.score, workers)
+        if logits is not None:
+            logits.numpy()[...] = room.logits[last, : self.config.vocab_size]
+
+    def _score_all(
+        self,
+        program: DecoderProgram,
+        room: Workspace,
+        deltas: PackedDeltas | None,
+        first: int,
+        count: int,
+        scores: RecordLogits,
+        workers: int | None,
+        between: Callable[[], None] | None,
+    ) -> int:
+        """Give the logits of ``count`` rows, as many at a time as the room scores.
+
+        ``between`` may step other texts between two of these times. Returns the row of the room
+        that has the logits of the last.
+        """
+        rows = 0
+        for begin in range(0, count, room.size[1]):
+            if begin and between is not None:
+                self._step_others(between)
+            rows = min(room.size[1], count - begin)
+            room.hidden[:rows] = room.hidden[begin : begin + rows]
+            program.set(rows, group_rows_by_plan([deltas] * rows))
+            self._run(program.score, workers)
+            scores(first + begin, room.logits[:rows, : self.config.vocab_size])
+        return rows - 1
+
+    def _step(self, rows: Sequence[DecodeRow], tokens: AnyArray, logits: AnyArray) -> None:
+        """Read a token of each row; rows of one plan are adjacent."""
+        programs = self._interleaved_programs if self._in_prefill else self._programs
+        room = programs.get_workspace(tokens=len(rows), rows=len(rows))
+        order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
+        mine = [rows[number] for number in order]
+        plans = [row.deltas for row in mine]
+        caches, fused = [row.cache for row in mine], self._times is None
+        program = programs.get_program(room, caches, plans, together=False, fused=fused)
+        room.reset_errors()
+        for place, (number, row) in enumerate(zip(order, mine, strict=True)):
+            room.tokens[place], room.positions[place] = tokens[number], row.cache.length
+            room.tables[place] = row.cache.table
+        program.set(len(rows), group_rows_by_plan(plans))
+        with self._tuned_workers(("step", len(rows))) as workers:
+            self._run(program.embed, workers)
+            self._run_stages(program.layers, room, len(rows), workers)
+            self._finish_pass(room, len(rows), phase=Phase.DECODE)
+            self._run(program.score, workers)
+        for place, number in enumerate(order):
+            logits[number] = room.logits[place, : self.config.vocab_size]
+        for row in mine:
+            row.cache.advance(1)
+
+    def _run_interleaved(
+        self, stages: Sequence[ProgramStage], count: int, between_layers: Callable[[], None]
+    ) -> None:
+        """Run stages layer by layer, and let others step in between."""
+        assert self._experts is None, "routed experts are brought for one pass at a time"
+        parts = [part for stage in stages for part in split_program_by_layer(stage.program)]
+        for number, part in enumerate(parts):
+            if number:
+                self._step_others(between_layers)
+            with self._tuned_workers(("layer", count)) as workers:
+                self._run(part, workers)
+
+    def _step_others(self, between: Callable[[], None]) -> None:
+        """Let others step in the middle of a prompt, in the room and programs that are theirs."""
+        self._in_prefill = True
+        try:
+            between()
+        finally:
+            self._in_prefill = False
+
+    def _run_stages(
+        self, stages: Sequence[ProgramStage], room: Workspace, tokens: int, workers: int | None
+    ) -> None:
+        """Run some stages; have the chosen experts brought, where some may be missing."""
+        for stage in stages:
+            self._run(stage.program, workers)
+            if stage.routed_layer is not None:
+                assert self._experts is not None
+                assert room.routed is not None
+                waits = self._experts.request(
+                    stage.routed_layer, room.routed, tokens, predicts_next=stage.predicts_next
+                )
+                self._run_expert_lanes(stage.expert_programs, workers, waits=waits)
+
+    def _finish_pass(self, room: Workspace, tokens: int, *, phase: Phase) -> None:
+        """Tell the owner of routed experts that all layers were run."""
+        if self._experts is not None and room.routed is not None:
+            assert not room.routed.absent[0], "no missing expert is computed"
+            self._experts.end_pass(room.routed, tokens, phase=phase)
+
+    def _run_expert_lanes(
+        self, lanes: ExpertPrograms | None, workers: int | None, *, waits: bool
+    ) -> None:
+        """Compute chosen experts: those that are there while others are being read."""
+        assert self._experts is not None
+        if lanes is not None:
+            self._run(lanes.loaded if waits else lanes.all_experts, workers)
+        if not waits:
+            return
+        while self._experts.wait_for_some():
+            if lanes is not None:
+                self._run(lanes.arrived, workers)
+        if lanes is not None:
+            self._run(lanes.remaining, workers)
+
+    def _run(self, program: Program, workers: int | None) -> None:
+        if self._times is None:
+            self._pool.run(program, workers=workers)
+            return
+        spent = self._pool.run_timed(program, workers=workers)
+        self._times.add_all(program.places, program.names, spent)
+
+    def _tuned_workers(self, kind: Hashable) -> AbstractContextManager[int | None]:
+        return nullcontext() if self._tuner is None else self._tuner.measure_step(kind)
+
+    def _get_program(
+        self,
+        room: Workspace,
+        caches: Sequence[PagedKVCache],
+        plans: Sequence[PackedDeltas | None],
+        *,
+        together: bool,
+    ) -> DecoderProgram:
+        fused = self._times is None
+        return self._programs.get_program(room, caches, plans, together=together, fused=fused)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PromptChunk:
+    """Rows ``start`` to ``end`` of [soft prompt, tokens]."""
+
+    soft_prompt_rows: AnyArray
+    tokens: AnyArray
+    start: int
+    end: int
+
+    def fill(self, tokens: AnyArray) -> AnyArray:
+        """Write its tokens, 0 where a row of the soft prompt stands; return those rows."""
+        virtual, count = len(self.soft_prompt_rows), self.end - self.start
+        first = max(min(virtual, self.end) - self.start, 0)
+        tokens[:first] = 0
+        tokens[first:count] = self.tokens[max(self.start - virtual, 0) : max(self.end - virtual, 0)]
+        return self.soft_prompt_rows[self.start : self.start + first]
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3

@@ -1,0 +1,411 @@
+"""The programs of a decoder: one that reads a stretch of a prompt, one that reads tokens.
+
+Both are the same operations in one room; they differ in which rows attend together. The plans of
+rows are not part of a program but of each run, so plans may take turns or share a batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.cpu.linear_operations import FusedLinearLayers, LinearProgramBuilder
+from expertctl.engine.cpu.packed_base import (
+    ATTENTION_OUTPUT,
+    MLP_OUTPUT,
+    PackedBase,
+    PackedLayer,
+    PackedMlp,
+    PackedRouting,
+)
+from expertctl.engine.cpu.workspace import ItemCounts, ProgramVariant, RowRange, Workspace
+from expertctl.engine.kernels.jit import Program, ProgramBuilder
+from expertctl.engine.kernels.layer_operations import (
+    AttentionShape,
+    rms_norm_arguments,
+    rms_norm_kernel,
+    rope_kv_write_arguments,
+    rope_kv_write_kernel,
+    rope_table_arguments,
+    rope_table_kernel,
+    swiglu_arguments,
+    swiglu_kernel,
+)
+from expertctl.engine.kernels.lora import AdapterBatchTable
+from expertctl.engine.kernels.packed_format import (
+    ATTENTION_INPUTS,
+    MLP_INPUTS,
+    SHARED_GATE,
+    SHARED_INPUTS,
+    SHARED_OUTPUT,
+    Scheme,
+    find_fused_projections,
+)
+from expertctl.engine.kernels.packed_matrix import (
+    PackedMatrix,
+    embedding_arguments,
+    embedding_kernel,
+)
+from expertctl.engine.kernels.paged_attention import (
+    attention_arguments,
+    decode_attention_kernel,
+    prefill_attention_kernel,
+)
+from expertctl.engine.model.functional import compute_inverse_frequencies
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.moe.routed_operations import RoutedOperations
+from expertctl.package.model_config import ModelConfig
+
+FloatArray = np.ndarray[Any, Any]
+
+_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
+_ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
+
+
+def estimate_program_bytes(
+    config: ModelConfig, *, schemes: int, scales: bool, routed: int = 0, lanes: bool = False
+) -> int:
+    """Return what a program takes at most: tables, arguments, counts and names of its operations.
+
+    ``schemes`` is the number of schemes that its plans have, ``routed`` that of the schemes of
+    plans that change routed experts. With ``lanes``, experts that are there are computed first.
+    """
+    each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
+    layers = 0 if config.experts is None else len(config.experts.layers)
+    experts = _ROUTED_BYTES + _ROUTED_SCHEME_BYTES * routed + _LANES_BYTES * lanes
+    return (config.layers + 1) * each + layers * experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramStage:
+    """A part of all layers; where ``chosen`` is not None, experts of that routed layer come next.
+
+    ``chosen`` counts routed layers from 0. The next stage must not run until all that were chosen
+    are in memory. With ``lanes``, they are computed in between, in one of its two ways.
+    """
+
+    program: Program
+    routed_layer: int | None = None
+    expert_programs: "ExpertPrograms | None" = None
+    predicts_next: bool = False
+    """Whether the room then holds what the next routed layer is likely to be asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPrograms:
+    """The ways to compute the experts of a layer: all at once, or first those that are there.
+
+    Then ``arrived`` runs each time some others have come, and ``rest`` at the end.
+    """
+
+    all_experts: Program
+    loaded: Program
+    arrived: Program
+    remaining: Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderProgram:
+    """What reads tokens in a room; run `embed`, then the stages of `layers`, `last` and `score`.
+
+    Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores as
+    many rows as `set` said, from the first. Of a prompt only these pass `last`, the end of the last
+    layer, which begins after keys and values are written: other rows are not needed any more.
+    """
+
+    embed: Program
+    layers: tuple["ProgramStage", ...]
+    last: tuple["ProgramStage", ...]
+    score: Program
+    _counts: ItemCounts
+    _tables: dict[Scheme | None, AdapterBatchTable]
+    _routed_tables: dict[Scheme | None, AdapterBatchTable]
+    _routed: RoutedOperations | None
+
+    def set(self, tokens: int, ranges: Sequence[RowRange]) -> None:
+        """Say how many tokens the next run reads, and which of them have plans."""
+        self._counts.set(tokens, ranges)
+        if self._routed is not None:
+            self._routed.set_tokens(tokens)
+        for scheme, table in self._tables.items():
+            mine = [s for s in ranges if scheme in (None, s.plan.scheme)]
+            width = max((s.plan.width for s in mine), default=0) if scheme else 0
+            table.set_entries([(s.plan.address, s.first, s.rows) for s in mine], width=width)
+        for scheme, table in self._routed_tables.items():
+            routed = [s for s in ranges if s.plan.first_routed_record is not None]
+            mine = [s for s in routed if scheme in (None, s.plan.scheme)]
+            table.set_entries([(s.plan.routed_address, s.first, s.rows) for s in mine], width=0)
+
+
+def split_program_by_layer(program: Program) -> list[Program]:
+    """Return the parts of a program that belong to one layer each, in order.
+
+    What stands before the first layer is part of it.
+    """
+    names = [place.split(".") for place in program.places]
+    layers = [name[1] if name[0] == "layers" else "0" for name in names]
+    begins = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1]]
+    ends = [*begins[1:], len(layers)]
+    return [program.slice_operations(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+
+def build_decoder_program(
+    base: PackedBase,
+    workspace: Workspace,
+    variant: ProgramVariant,
+    experts: RoutedExperts | None = None,
+) -> DecoderProgram:
+    """Return the program of a variant; ``experts`` says where those of routed layers are."""
+    return _ProgramBuilder(base, workspace, variant, experts).build()
+
+
+def _list_tables(schemes: Iterable[Scheme], scales: bool) -> list[Scheme | None]:
+    """Return what there is a table for: each scheme, and None for factors in any."""
+    return [*schemes, *([None] if scales else [])]
+
+
+class _ProgramBuilder:
+    """Builds one program."""
+
+    def __init__(
+        self,
+        base: PackedBase,
+        workspace: Workspace,
+        variant: ProgramVariant,
+        experts: RoutedExperts | None,
+    ) -> None:
+        config = base.config
+        self._base, self._room, self._variant = base, workspace, variant
+        self._shape = AttentionShape(
+            config.heads, config.kv_heads, config.head_dim, variant.numbers
+        )
+        self._sites = find_fused_projections(config.linear_shapes())
+        self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
+        self._stages: list[ProgramStage] = []
+        self._wide = 0
+        """After so many stages only rows that are scored are computed; 0: all rows are scored."""
+        self._counts = ItemCounts(
+            self._shape, variant.adapters, self._sites, single_sequence=variant.single_sequence
+        )
+        self._builder = ProgramBuilder()
+        self._linear = LinearProgramBuilder(
+            self._builder,
+            workspace,
+            self._counts,
+            sorted(variant.adapters, key=lambda scheme: scheme.value),
+            scales=variant.scales,
+            single_sequence=variant.single_sequence,
+            fused=variant.fused,
+        )
+        self._routed: RoutedOperations | None = None
+        if workspace.routed is not None and experts is not None:
+            self._routed = RoutedOperations(
+                self._builder,
+                workspace,
+                self._counts.tokens,
+                base,
+                experts,
+                adapters=sorted(variant.routed, key=lambda scheme: scheme.value),
+                scales=variant.scales_routed,
+            )
+        self._eps = np.array([config.norm_eps], np.float32)
+        self._scale = np.array([config.head_dim**-0.5], np.float32)
+
+    def build(self) -> DecoderProgram:
+        base, room = self._base, self._room
+        self._builder.set_place("embedding")
+        arguments = embedding_arguments(matrix=base.embedding, tokens=room.tokens, out=room.hidden)
+        self._builder.add(embedding_kernel(base.scheme), arguments, self._counts.tokens)
+        embed = self._finish_program()
+        self._add_rope()
+        for number, layer in enumerate(base.layers):
+            self._add_layer(number, layer)
+        end = self._finish_program()
+        if len(end.table):  # nothing is left behind experts of the last layer
+            self._stages.append(ProgramStage(end))
+        self._builder.set_place("head")
+        self._add_norm(base.norm)
+        head = self._select_layers("lm_head", base.head, (base.config.vocab_size,), None)
+        self._linear.add(head, room.normed, room.logits)
+        wanted = self._variant
+        used = _list_tables(wanted.adapters, wanted.scales)
+        tables = {scheme: room.get_batch_table(scheme) for scheme in used}
+        used = _list_tables(wanted.routed, wanted.scales_routed)
+        routed = {scheme: room.get_routed_batch_table(scheme) for scheme in used}
+        wide = self._wide or len(self._stages)
+        layers, last = self._stages[:wide], self._stages[wide:]
+        return DecoderProgram(
+            embed, tuple(layers), tuple(last), self._finish_program(), self._counts, tables, routed,
+            self._routed,
+        )  # fmt: skip
+
+    def _add_rope(self) -> None:
+        rope, room = self._base.config.rope, self._room
+        frequencies = np.ascontiguousarray(compute_inverse_frequencies(rope).numpy())
+        factor = np.array([rope.attention], np.float32)
+        arguments = rope_table_arguments(
+            positions=room.positions, frequencies=frequencies, factor=factor, out=room.rotations
+        )
+        self._builder.add(rope_table_kernel(), arguments, self._counts.tokens)
+        self._builder.keep_alive(frequencies, factor)
+
+    def _add_layer(self, number: int, layer: PackedLayer) -> None:
+        config, room, add = self._base.config, self._room, self._linear.add
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        at = f"model.layers.{number}"
+        self._builder.set_place(f"layers.{number}.attention")
+        self._add_norm(layer.input_norm)
+        first = f"{at}.{ATTENTION_INPUTS[0]}"
+        inputs = self._select_layers(first, layer.inputs, (queries, keys, keys), layer.input_bias)
+        add(inputs, room.normed, room.heads)
+        self._add_attention(number, layer)
+        hidden, last = (config.hidden_size,), f"{at}.{ATTENTION_OUTPUT[0]}"
+        output = self._select_layers(last, layer.output, hidden, layer.output_bias)
+        add(output, room.attended, room.hidden, adds=True)
+        self._builder.set_place(f"layers.{number}.mlp")
+        self._add_norm(layer.mlp_norm)
+        if isinstance(layer.mlp, PackedMlp):
+            names = f"{at}.{MLP_INPUTS[0]}", f"{at}.{MLP_OUTPUT[0]}"
+            self._add_mlp(layer.mlp, *names, room.hidden, adds=True)
+        else:
+            self._add_routing(number, layer.mlp)
+
+    def _add_mlp(
+        self, mlp: PackedMlp, first: str, last: str, out: FloatArray, *, adds: bool
+    ) -> None:
+        """``down (silu(gate x) * up x)`` of what is normed; ``first`` and ``last`` name layers."""
+        room, wide, rows = self._room, mlp.down.columns, mlp.down.rows
+        gates = room.gates[:, : 2 * wide]
+        gate_up = self._select_layers(first, mlp.gate_up, (wide, wide), mlp.gate_up_bias)
+        self._linear.add(gate_up, room.normed, gates)
+        gate, up = gates[:, :wide], gates[:, wide:]
+        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._builder.add(swiglu_kernel(), arguments, self._counts.tokens)
+        self._linear.add(
+            self._select_layers(last, mlp.down, (rows,), mlp.down_bias), gate, out, adds=adds
+        )
+
+    def _add_routing(self, number: int, routing: PackedRouting) -> None:
+        """Compute what all tokens share first, for it needs no expert to be there."""
+        assert self._routed is not None
+        at = f"model.layers.{number}"
+        if routing.shared is not None:
+            names = f"{at}.{SHARED_INPUTS[0]}", f"{at}.{SHARED_OUTPUT}"
+            is_gated = routing.shared_gate is not None
+            out = self._routed.workspace.scratch if is_gated else self._room.hidden
+            self._add_mlp(routing.shared, *names, out, adds=not is_gated)
+        if routing.shared_gate is not None:
+            gate = self._select_layers(f"{at}.{SHARED_GATE}", routing.shared_gate, (1,), None)
+            self._linear.add(gate, self._room.normed, self._routed.workspace.shares)
+            self._routed.add_shared_expert()
+        place = self._routed.add_router(number, routing)
+        if not self._routed.is_whole:
+            self._end_stage(number, place, foresees=self._add_prediction(number, place))
+        if self._routed.is_whole or not self._overlaps_loading:
+            self._routed.add_experts(place)
+
+    @property
+    def _overlaps_loading(self) -> bool:
+        """Whether experts that are there are computed while others are read."""
+        assert self._routed is not None
+        return self._routed.can_split
+
+    def _end_stage(self, number: int, place: int, *, foresees: bool) -> None:
+        """End a stage where the experts of a layer are chosen."""
+        assert self._routed is not None
+        before, name = self._finish_program(), f"layers.{number}.experts"
+        if not self._overlaps_loading:
+            self._stages.append(ProgramStage(before, place, predicts_next=foresees))
+            self._builder.set_place(name)
+            return
+        ways, routed = [], self._routed
+        those = (routed.add_experts, routed.add_present_experts)
+        for compute in (*those, routed.add_loaded_experts, routed.add_remaining_experts):
+            self._builder.set_place(name)
+            compute(place)
+            ways.append(self._finish_program())
+        self._stages.append(ProgramStage(before, place, ExpertPrograms(*ways), foresees))
+
+    def _add_attention(self, number: int, layer: PackedLayer) -> None:
+        shape, room, numbers = self._shape, self._room, self._variant.numbers
+        norms = self._add_full_norms(layer)
+        first = 2 * number * shape.page_bytes
+        offsets = (first, first + shape.page_bytes)
+        tokens = self._counts.tokens
+        arguments = rope_kv_write_arguments(
+            rows=room.heads,
+            shape=shape,
+            norms=norms,
+            eps=self._eps,
+            rotations=room.rotations,
+            positions=room.positions,
+            tables=room.tables,
+            offsets=offsets,
+            count=tokens,
+        )
+        self._builder.add(rope_kv_write_kernel(numbers), arguments, self._counts.heads)
+        if self._drops_unscored_rows(number):
+            self._stages.append(ProgramStage(self._finish_program()))
+            self._wide = len(self._stages)
+            self._builder.set_place(f"layers.{number}.attention")
+        arguments = attention_arguments(
+            rows=room.heads,
+            shape=shape,
+            positions=room.positions,
+            tables=room.tables,
+            offsets=offsets,
+            out=room.attended,
+            window=layer.window,
+            scale=self._scale,
+            count=tokens,
+        )
+        attend = (
+            prefill_attention_kernel if self._variant.single_sequence else decode_attention_kernel
+        )
+        self._builder.add(attend(numbers), arguments, self._counts.attending)
+
+    def _drops_unscored_rows(self, number: int) -> bool:
+        """Whether from here on only rows that are scored are computed: in the last layer."""
+        return self._variant.single_sequence and number == len(self._base.layers) - 1
+
+    def _add_prediction(self, number: int, place: int) -> bool:
+        """Let the next routed layer foresee its choice, if all rows reach it; tell whether."""
+        assert self._routed is not None
+        for later, layer in enumerate(self._base.layers[number + 1 :], number + 1):
+            if isinstance(layer.mlp, PackedRouting):
+                if self._drops_unscored_rows(later):
+                    return False
+                self._routed.add_prediction(place + 1, layer)
+                return True
+        return False
+
+    def _select_layers(
+        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: FloatArray | None
+    ) -> FusedLinearLayers:
+        """Return the layers of the site that begins with a module."""
+        site = self._numbers[first]
+        return FusedLinearLayers(site, self._sites[site].first, matrix, rows, bias)
+
+    def _add_full_norms(self, layer: PackedLayer) -> tuple[FloatArray | None, FloatArray | None]:
+        """Norm queries and keys if that is over all heads; else return the norms of a head."""
+        config, begin = self._base.config, 0
+        if layer.query_norm is None or layer.key_norm is None:
+            return None, None
+        if len(layer.query_norm) == config.head_dim:
+            return layer.query_norm, layer.key_norm
+        for weight in (layer.query_norm, layer.key_norm):
+            rows = self._room.heads[:, begin : begin + len(weight)]
+            arguments = rms_norm_arguments(rows=rows, weight=weight, out=rows, eps=self._eps)
+            self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)
+            begin += len(weight)
+        return None, None
+
+    def _add_norm(self, weight: FloatArray) -> None:
+        rows, out = self._room.hidden, self._room.normed
+        arguments = rms_norm_arguments(rows=rows, weight=weight, out=out, eps=self._eps)
+        self._builder.add(rms_norm_kernel(), arguments, self._counts.tokens)
+
+    def _finish_program(self) -> Program:
+        self._builder.keep_alive(self._base, self._room, self._counts, self._eps, self._scale)
+        return self._builder.build()

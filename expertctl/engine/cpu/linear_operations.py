@@ -1,0 +1,276 @@
+"""The operations of linear layers that share an input, with what plans change in them.
+
+``y = d * (W (u * x)) + B (A x) + e * b`` (decision 10), each row with what its own plan has. The
+low-rank products of all plans are two operations. Where some row has u, d or e, the product of the
+base is computed module by module, with inputs and outputs scaled row by row; a row that has none
+gets the same bits either way.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.cpu.workspace import ItemCounts, Workspace, round_up_rows
+from expertctl.engine.kernels.jit import ProgramBuilder
+from expertctl.engine.kernels.layer_operations import affine_arguments, affine_kernel
+from expertctl.engine.kernels.lora import (
+    fused_lora_arguments,
+    fused_lora_kernel,
+    gemm_arguments,
+    gemm_items,
+    gemm_kernel,
+    lora_expand_arguments,
+    lora_expand_kernel,
+    lora_shrink_arguments,
+    lora_shrink_kernel,
+    shrink_blocks,
+)
+from expertctl.engine.kernels.moe_lora import (
+    input_scale_arguments,
+    input_scale_kernel,
+    output_scale_arguments,
+    output_scale_kernel,
+)
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.packed_matrix import PackedMatrix
+from expertctl.engine.kernels.quantisation import (
+    PreparedActivations,
+    activation_arguments,
+    activation_kernel,
+    wrap_float_activations,
+)
+from expertctl.engine.kernels.simd import LANES
+
+AnyArray = np.ndarray[Any, Any]
+_EXPERTS = "experts"
+"""The part name of operations that a base alone would not have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLinearLayers:
+    """Linear layers with one input: one matrix of the rows of all in turn, and one bias of them.
+
+    ``projection`` is their place among the sites of the base, ``first`` that of the first of them among
+    all modules of the base; ``rows`` are how many rows each has.
+    """
+
+    projection: int
+    first: int
+    matrix: PackedMatrix
+    rows: Sequence[int]
+    bias: AnyArray | None = None
+
+
+class LinearProgramBuilder:
+    """Adds the operations of one site after the other to a program."""
+
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        room: Workspace,
+        counts: ItemCounts,
+        adapters: Collection[Scheme],
+        *,
+        scales: bool,
+        single_sequence: bool,
+        fused: bool,
+    ) -> None:
+        """Allow for plans in these schemes, and with ``scales`` for their u, d and e.
+
+        Where it is not ``fused``, what plans add is in operations of its own.
+        """
+        self._builder, self._room, self._counts = builder, room, counts
+        self._adapters, self._scales, self._together = adapters, scales, single_sequence
+        self._fused = fused
+
+    def add(
+        self, layers: FusedLinearLayers, source: AnyArray, out: AnyArray, *, adds: bool = False
+    ) -> None:
+        """Write to ``out``, or add to it, what layers make of ``source``; both have a row a token.
+
+        A second output would need a second input: where it adds, there is one layer.
+        """
+        rows = self._prepare_activations(layers.matrix.scheme, layers.matrix.columns, source)
+        if self._is_adapted(layers):
+            self._add_fused_lora(layers, source, rows, out, adds=adds)
+        else:
+            for scheme in self._adapters:
+                self._add_shrink(layers, scheme, source, rows)
+            self._add_gemm(layers, rows, out, adds=adds)
+        if self._scales:
+            first = 0
+            for number, count in enumerate(layers.rows):
+                part = out[:, first : first + round_up_rows(count)]
+                self._add_scaled_module(layers, number, first, source, part, adds=adds)
+                first += count
+        if self._scales or not self._is_adapted(layers):
+            for scheme in self._adapters:
+                self._add_expand(layers, scheme, out)
+
+    def _is_adapted(self, layers: FusedLinearLayers) -> bool:
+        """Whether one operation does it all, where no row has factors: no bias comes in between."""
+        return self._fused and len(self._adapters) == 1 and layers.bias is None
+
+    def _add_fused_lora(
+        self,
+        layers: FusedLinearLayers,
+        source: AnyArray,
+        rows: PreparedActivations,
+        out: AnyArray,
+        *,
+        adds: bool,
+    ) -> None:
+        """``W x + B (A x)`` of all modules at once; only ``A x`` where some row has factors."""
+        [scheme], counts, place = self._adapters, self._counts, layers.projection
+        reducing = self._shrink_arguments(layers, scheme, source, rows)
+        if self._scales:
+            apart = counts.reduce_apart[scheme][place : place + 1]
+            self._builder.add(lora_shrink_kernel(scheme), reducing, apart, part=_EXPERTS)
+        product = gemm_arguments(
+            matrix=layers.matrix, rows=rows, out=out, tokens=counts.tokens, adds=adds
+        )
+        expansion = self._expand_arguments(layers, scheme, out)
+        items = gemm_items(layers.matrix)
+        arguments = fused_lora_arguments(
+            reduce=reducing,
+            multiply=product,
+            multiply_items=items,
+            expand=expansion,
+            reduce_items=counts.reduce[scheme][place : place + 1],
+            done=counts.done[place : place + 1],
+        )
+        counts.set_fused_items(place, items)
+        kernel = fused_lora_kernel(layers.matrix.scheme, scheme)
+        self._builder.add(kernel, arguments, counts.adapted[place : place + 1])
+        self._builder.keep_alive(layers.matrix, reducing, product, expansion)
+
+    def _add_gemm(
+        self, layers: FusedLinearLayers, rows: PreparedActivations, out: AnyArray, *, adds: bool
+    ) -> None:
+        """``W x + b`` of all modules at once, where no row has anything else."""
+        counts, site = self._counts, layers.projection
+        items = gemm_items(layers.matrix)
+        counted = counts.set_fused_items(site, items) if self._scales else items
+        self._add_multiply(layers.matrix, rows, out, counted, adds=adds)
+        if layers.bias is not None:
+            arguments = affine_arguments(
+                rows=out, scale=None, shift=layers.bias, out=out, width=len(layers.bias)
+            )
+            plain = counts.plain[site : site + 1] if self._scales else counts.tokens
+            self._builder.add(affine_kernel(), arguments, plain)
+            self._builder.keep_alive(layers.bias)
+
+    def _add_scaled_module(
+        self,
+        layers: FusedLinearLayers,
+        number: int,
+        first: int,
+        source: AnyArray,
+        out: AnyArray,
+        *,
+        adds: bool,
+    ) -> None:
+        """``d * (W (u * x)) + e * b`` of one module."""
+        builder, matrix = self._builder, layers.matrix.row_slice(first, layers.rows[number])
+        batch, module = self._room.get_batch_table(None).words, layers.first + number
+        tokens = self._counts.scaled[layers.projection : layers.projection + 1]
+        scaled = self._room.scaled[:, : matrix.columns]
+        arguments = input_scale_arguments(batch=batch, module=module, rows=source, out=scaled)
+        builder.add(input_scale_kernel(), arguments, tokens, part=_EXPERTS)
+        rows = self._prepare_activations(matrix.scheme, matrix.columns, scaled, tokens=tokens)
+        target = self._room.settled if adds else out
+        counted = self._counts.set_module_items(module, gemm_items(matrix))
+        self._add_multiply(matrix, rows, target, counted, adds=False)
+        bias = None if layers.bias is None else layers.bias[first : first + matrix.rows]
+        arguments = output_scale_arguments(
+            batch=batch,
+            module=module,
+            rows=target,
+            bias=bias,
+            out=out,
+            width=matrix.rows,
+            adds=adds,
+        )
+        builder.add(output_scale_kernel(), arguments, tokens, part=_EXPERTS)
+
+    def _add_multiply(
+        self,
+        matrix: PackedMatrix,
+        rows: PreparedActivations,
+        out: AnyArray,
+        items: AnyArray | int,
+        *,
+        adds: bool,
+    ) -> None:
+        arguments = gemm_arguments(
+            matrix=matrix, rows=rows, out=out, tokens=self._counts.tokens, adds=adds
+        )
+        self._builder.add(gemm_kernel(matrix.scheme), arguments, items)
+        self._builder.keep_alive(matrix)
+
+    def _add_shrink(
+        self,
+        layers: FusedLinearLayers,
+        scheme: Scheme,
+        source: AnyArray,
+        prepared: PreparedActivations,
+    ) -> None:
+        arguments = self._shrink_arguments(layers, scheme, source, prepared)
+        items = self._counts.reduce[scheme][layers.projection : layers.projection + 1]
+        self._builder.add(lora_shrink_kernel(scheme), arguments, items, part=_EXPERTS)
+
+    def _shrink_arguments(
+        self,
+        layers: FusedLinearLayers,
+        scheme: Scheme,
+        source: AnyArray,
+        prepared: PreparedActivations,
+    ) -> AnyArray:
+        columns, layout = layers.matrix.columns, scheme.layout
+        if scheme is not layers.matrix.scheme:
+            prepared = self._prepare_activations(scheme, columns, source)
+        return lora_shrink_arguments(
+            batch=self._room.get_batch_table(scheme).words,
+            first_module=layers.first,
+            modules=len(layers.rows),
+            blocks=shrink_blocks(scheme, single_sequence=self._together),
+            rows=prepared,
+            vectors=layout.count_vectors(columns),
+            groups=layout.count_groups(columns),
+        )
+
+    def _add_expand(self, layers: FusedLinearLayers, scheme: Scheme, out: AnyArray) -> None:
+        """Add what experts do, where it was not done with the product of the base."""
+        adapted = self._is_adapted(layers)
+        counts = self._counts.expand_apart if adapted else self._counts.expand
+        items = counts[scheme][layers.projection : layers.projection + 1]
+        arguments = self._expand_arguments(layers, scheme, out)
+        self._builder.add(lora_expand_kernel(scheme), arguments, items, part=_EXPERTS)
+
+    def _expand_arguments(
+        self, layers: FusedLinearLayers, scheme: Scheme, out: AnyArray
+    ) -> AnyArray:
+        blocks = [-(-rows // LANES) for rows in layers.rows]
+        firsts = np.cumsum([0, *layers.rows[:-1]]) * out.itemsize + out.ctypes.data
+        outs = np.array(list(zip(firsts, blocks, strict=True)), np.int64)
+        self._builder.keep_alive(outs)
+        return lora_expand_arguments(
+            batch=self._room.get_batch_table(scheme).words,
+            first_module=layers.first,
+            outs=outs,
+            out_stride=out.strides[0],
+        )
+
+    def _prepare_activations(
+        self, scheme: Scheme, columns: int, source: AnyArray, *, tokens: AnyArray | None = None
+    ) -> PreparedActivations:
+        """Return rows in the form that a scheme takes."""
+        rows = self._room.get_prepared_rows(scheme, columns)
+        if rows is None:
+            return wrap_float_activations(source)
+        arguments = activation_arguments(rows=source, columns=columns, prepared=rows)
+        counted = self._counts.tokens if tokens is None else tokens
+        self._builder.add(activation_kernel(scheme), arguments, counted)
+        return rows

@@ -1,0 +1,448 @@
+"""The layers of a packed base: which matrices and vectors there are, and which rows lie where.
+
+A base in packed matrices: what the kernels read; queries, keys and values lie in one.
+
+Its size follows from its configuration: room is made first, in one block, then every tensor of the
+files is packed into its place there, so that no second base is in memory meanwhile. Routed experts
+lie behind all else, one block each; where not all of them fit into memory, none is here: `moe` has
+them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.engine.kernels.packed_format import (
+    ATTENTION_INPUTS,
+    MLP_INPUTS,
+    SHARED_INPUTS,
+    SHARED_OUTPUT,
+    Scheme,
+)
+from expertctl.engine.kernels.packed_matrix import (
+    AllocateArray,
+    ArrayShape,
+    ExpertShape,
+    PackedMatrix,
+    allocate_matrix,
+    pack_rows,
+    unpack_matrix,
+    widen_to_float32,
+)
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.weights import BaseWeights
+from expertctl.errors import IncompatibleError
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+
+AnyArray = np.ndarray[Any, Any]
+TensorPlace = PackedMatrix | AnyArray
+"""Where a tensor lies: rows of a matrix that begin a block, or float32 of a vector."""
+ATTENTION_OUTPUT = ("self_attn.o_proj",)
+MLP_OUTPUT = ("mlp.down_proj",)
+ROUTER, SELECTION_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMlp:
+    """An MLP that every token passes; biases are float32, or None."""
+
+    gate_up: PackedMatrix
+    gate_up_bias: AnyArray | None
+    down: PackedMatrix
+    down_bias: AnyArray | None
+
+    @property
+    def arrays(self) -> tuple[TensorPlace | None, ...]:
+        """Its matrices and vectors."""
+        return self.gate_up, self.gate_up_bias, self.down, self.down_bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRouting:
+    """What chooses the experts of a token, and the expert that all tokens share, if there is one.
+
+    ``router`` and ``shared_gate`` are float32 in every base, for the choice hangs on their last
+    bits.
+    """
+
+    router: PackedMatrix
+    selection_bias: AnyArray | None
+    shared: PackedMlp | None
+    shared_gate: PackedMatrix | None
+
+    @property
+    def arrays(self) -> tuple[TensorPlace | None, ...]:
+        """Its matrices and vectors."""
+        shared = () if self.shared is None else self.shared.arrays
+        return self.router, self.selection_bias, self.shared_gate, *shared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayer:
+    """One layer; biases and norms are float32, or None."""
+
+    input_norm: AnyArray
+    inputs: PackedMatrix
+    input_bias: AnyArray | None
+    query_norm: AnyArray | None
+    key_norm: AnyArray | None
+    output: PackedMatrix
+    output_bias: AnyArray | None
+    mlp_norm: AnyArray
+    mlp: PackedMlp | PackedRouting
+    window: int | None
+
+    @property
+    def arrays(self) -> tuple[TensorPlace, ...]:
+        """Its matrices and vectors, without those of routed experts."""
+        own = (getattr(self, each.name) for each in fields(self) if each.name != "mlp")
+        parts = (*own, *self.mlp.arrays)
+        return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
+
+    def tensor_places(self, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
+        """Return where each of its tensors lies, by its name; ``rows`` are those of modules."""
+        vectors = {
+            "input_layernorm.weight": self.input_norm,
+            "post_attention_layernorm.weight": self.mlp_norm,
+            "self_attn.q_norm.weight": self.query_norm,
+            "self_attn.k_norm.weight": self.key_norm,
+        }
+        found: dict[str, TensorPlace] = {n: v for n, v in vectors.items() if v is not None}
+        found |= _split_modules(ATTENTION_INPUTS, self.inputs, self.input_bias, rows)
+        found |= _split_modules(ATTENTION_OUTPUT, self.output, self.output_bias, rows)
+        if isinstance(self.mlp, PackedMlp):
+            return found | _mlp_places(MLP_INPUTS, MLP_OUTPUT, self.mlp, rows)
+        return found | _routing_places(self.mlp, rows)
+
+
+def _split_modules(
+    modules: Sequence[str], matrix: PackedMatrix, bias: AnyArray | None, rows: Mapping[str, int]
+) -> dict[str, TensorPlace]:
+    """Return the places of modules that lie in one matrix, one after another."""
+    found: dict[str, TensorPlace] = {}
+    ends = list(accumulate(rows[module] for module in modules))
+    for module, end in zip(modules, ends, strict=True):
+        first = end - rows[module]
+        found[f"{module}.weight"] = matrix.row_slice(first, rows[module])
+        if bias is not None:
+            found[f"{module}.bias"] = bias[first:end]
+    return found
+
+
+def _mlp_places(
+    inputs: Sequence[str], output: Sequence[str], mlp: PackedMlp, rows: Mapping[str, int]
+) -> dict[str, TensorPlace]:
+    found = _split_modules(inputs, mlp.gate_up, mlp.gate_up_bias, rows)
+    return found | _split_modules(output, mlp.down, mlp.down_bias, rows)
+
+
+def _routing_places(mlp: PackedRouting, rows: Mapping[str, int]) -> dict[str, TensorPlace]:
+    found: dict[str, TensorPlace] = {ROUTER: mlp.router}
+    if mlp.selection_bias is not None:
+        found[SELECTION_BIAS] = mlp.selection_bias
+    if mlp.shared_gate is not None:
+        found[SHARED_GATE] = mlp.shared_gate
+    if mlp.shared is not None:
+        found |= _mlp_places(SHARED_INPUTS, (SHARED_OUTPUT,), mlp.shared, rows)
+    return found
+
+
+TRY_TRANSFORMERS = "try --engine transformers, which runs bases of every size, with one expert"
+"""The way out for a run whose base does not fill blocks."""
+_FINAL_NORM = "model.norm.weight"
+_LAYERS, EXPERTS = "model.layers.", "mlp.experts."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBase:
+    """A base, packed; a tied head is the embedding.
+
+    ``warnings`` say what its numbers lost, ``read_bytes`` how much was read of files for it.
+    """
+
+    config: ModelConfig
+    scheme: Scheme
+    embedding: PackedMatrix
+    head: PackedMatrix
+    norm: AnyArray
+    layers: tuple[PackedLayer, ...]
+    experts: Mapping[tuple[int, int], AnyArray] = field(default_factory=dict)
+    """By layer and number, the block of each routed expert; all of them, or none is here."""
+    warnings: tuple[str, ...] = ()
+    read_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices and vectors, each once, and what fills them up to vectors."""
+        heads = () if self.head is self.embedding else (self.head,)
+        layers = (part for layer in self.layers for part in layer.arrays)
+        blocks = sum(block.nbytes for block in self.experts.values())
+        return blocks + sum(map(_array_bytes, (self.embedding, self.norm, *heads, *layers)))
+
+    def tensor_places(self) -> dict[str, TensorPlace]:
+        """Return where each tensor of the files lies, by its name."""
+        found: dict[str, TensorPlace] = {EMBEDDING_TENSOR: self.embedding, _FINAL_NORM: self.norm}
+        if self.head is not self.embedding:
+            found[HEAD_TENSOR] = self.head
+        for number in range(self.config.layers):
+            found |= self._layer_tensor_places(number)
+        for number, expert in self.experts:
+            found |= self._expert_tensor_places(number, expert)
+        return found
+
+    def unpack_weights(self, module: str) -> Tensor:
+        """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
+        if module == HEAD_TENSOR.removesuffix(".weight"):
+            return torch.from_numpy(unpack_matrix(self.head))
+        routed = parse_routed_expert(module)
+        if routed is None:
+            places = self._layer_tensor_places(int(module.removeprefix(_LAYERS).partition(".")[0]))
+        else:
+            places = self._expert_tensor_places(*routed)
+        place = places[f"{module}.weight"]
+        assert isinstance(place, PackedMatrix)
+        return torch.from_numpy(unpack_matrix(place))
+
+    def _layer_tensor_places(self, number: int) -> dict[str, TensorPlace]:
+        found = self.layers[number].tensor_places(_module_rows(self.config)[number])
+        return {f"{_LAYERS}{number}.{name}": place for name, place in found.items()}
+
+    def _expert_tensor_places(self, number: int, expert: int) -> dict[str, TensorPlace]:
+        at = f"{_LAYERS}{number}.{EXPERTS}{expert}"
+        shape = make_expert_shape(self.config, self.scheme)
+        return expert_tensor_places(at, shape, self.experts[number, expert])
+
+
+def packed_base_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
+    """Return the bytes that a packed base will have, with its routed experts or without.
+
+    Raises:
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+    """
+    counting = _SizeCounter()
+    _allocate_parts(config, scheme, counting.allocate, experts=experts)
+    return counting.size
+
+
+def allocate_base(
+    config: ModelConfig,
+    scheme: Scheme,
+    memory: memoryview | None = None,
+    *,
+    experts: bool = True,
+) -> PackedBase:
+    """Return room for a base in one block of `packed_base_bytes`, to be filled by its places.
+
+    Raises:
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+    """
+    if memory is None:
+        memory = allocate(packed_base_bytes(config, scheme, experts=experts))
+    return _allocate_parts(config, scheme, _BlockAllocator(memory).allocate, experts=experts)
+
+
+def make_expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
+    """Return what the block of a routed expert holds."""
+    assert config.experts is not None, "a base with routed experts"
+    return ExpertShape(scheme, config.hidden_size, config.experts.intermediate_size)
+
+
+def parse_routed_expert(module: str) -> tuple[int, int] | None:
+    """Return the layer and the number of the routed expert that a linear layer is of, if it is."""
+    number, _, name = module.removeprefix(_LAYERS).partition(".")
+    if not name.startswith(EXPERTS):
+        return None
+    return int(number), int(name.removeprefix(EXPERTS).partition(".")[0])
+
+
+def expert_tensor_places(at: str, shape: ExpertShape, block: AnyArray) -> dict[str, TensorPlace]:
+    """Return where the tensors of a routed expert lie in its block; ``at`` is its name."""
+    gate_up, wide = shape.view_gate_up(block), shape.intermediate
+    return {
+        f"{at}.gate_proj.weight": gate_up.row_slice(0, wide),
+        f"{at}.up_proj.weight": gate_up.row_slice(wide, wide),
+        f"{at}.down_proj.weight": shape.view_down(block),
+    }
+
+
+def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
+    """Pack a base that is in memory; see `packed_load` for one that is not.
+
+    Raises:
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
+    """
+    base = allocate_base(config, scheme)
+    for name, place in base.tensor_places().items():
+        write_tensor(place, _tensor_to_numpy(weights.tensors[name]))
+    return base
+
+
+def write_tensor(target: TensorPlace, numbers: AnyArray) -> None:
+    """Put the numbers of a tensor where they belong."""
+    if isinstance(target, PackedMatrix):
+        pack_rows(target, numbers)
+    else:
+        target[...] = widen_to_float32(numbers)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Check that each of several matrices that lie in one begins a block there."""
+    sizes = {"head_dim": config.head_dim}
+    routed = config.experts
+    if routed is None or len(routed.layers) < config.layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if routed is not None:
+        sizes["moe_intermediate_size"] = routed.intermediate_size
+        sizes["shared_expert_intermediate_size"] = routed.shared_size
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
+    if wrong:
+        raise IncompatibleError(
+            f"the kernels of this machine cannot run this base: {' and '.join(wrong)}, "
+            f"not a multiple of {LANES}",
+            hint=TRY_TRANSFORMERS,
+        )
+
+
+def _allocate_parts(
+    config: ModelConfig, scheme: Scheme, take: AllocateArray, *, experts: bool
+) -> PackedBase:
+    """Take the memory of each part, in the order in which they are read."""
+    _check_sizes(config)
+    rooms = _LayerAllocator(config.tensor_shapes(), scheme, take)
+    embedding = rooms.allocate_tensor(EMBEDDING_TENSOR)
+    layers = tuple(rooms.allocate_layer(config, number) for number in range(config.layers))
+    norm = rooms.allocate_vector(_FINAL_NORM)
+    head = embedding if config.tied else rooms.allocate_tensor(HEAD_TENSOR)
+    base = PackedBase(config, scheme, embedding, head, norm, layers)
+    if config.experts is None or not experts:
+        return base
+    size = make_expert_shape(config, scheme).nbytes
+    numbers = [(n, e) for n in config.experts.layers for e in range(config.experts.count)]
+    return replace(base, experts={number: take(size, np.uint8) for number in numbers})
+
+
+class _BlockAllocator:
+    """Gives memory from a block, each piece at a multiple of 64 bytes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._taken = memory, 0
+
+    def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
+        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._taken += _align_size(size)
+        return np.frombuffer(self._memory[begin : begin + size], dtype).reshape(shape)
+
+
+class _SizeCounter:
+    """Gives nothing, and counts what `_BlockAllocator` would give."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def allocate(self, shape: ArrayShape, dtype: Any) -> AnyArray:
+        self.size += _align_size(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        return np.empty(0, dtype)
+
+
+def _array_bytes(part: TensorPlace) -> int:
+    if isinstance(part, PackedMatrix):
+        return _align_size(part.data.nbytes) + _align_size(part.scales.nbytes)
+    return _align_size(part.nbytes)
+
+
+def _align_size(size: int) -> int:
+    """Return a number of bytes, rounded up to where the next vector may begin."""
+    return -(-size // VECTOR_BYTES) * VECTOR_BYTES
+
+
+class _LayerAllocator:
+    """Makes room for tensors by their shapes; what has no shape is not there."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, take: AllocateArray
+    ) -> None:
+        self._shapes, self._scheme, self._take = shapes, scheme, take
+
+    def allocate_layer(self, config: ModelConfig, number: int) -> PackedLayer:
+        at = f"model.layers.{number}"
+        heads = f"{at}.self_attn"
+        routed = config.experts is not None and number in config.experts.layers
+        return PackedLayer(
+            input_norm=self.allocate_vector(f"{at}.input_layernorm.weight"),
+            inputs=self.allocate_matrix_of(at, ATTENTION_INPUTS),
+            input_bias=self._allocate_bias(at, ATTENTION_INPUTS),
+            query_norm=self._allocate_optional_vector(f"{heads}.q_norm.weight"),
+            key_norm=self._allocate_optional_vector(f"{heads}.k_norm.weight"),
+            output=self.allocate_matrix_of(at, ATTENTION_OUTPUT),
+            output_bias=self._allocate_bias(at, ATTENTION_OUTPUT),
+            mlp_norm=self.allocate_vector(f"{at}.post_attention_layernorm.weight"),
+            mlp=self._allocate_routing(at)
+            if routed
+            else self._allocate_mlp(at, MLP_INPUTS, MLP_OUTPUT),
+            window=config.windows[number],
+        )
+
+    def _allocate_mlp(self, at: str, inputs: Sequence[str], output: Sequence[str]) -> PackedMlp:
+        return PackedMlp(
+            gate_up=self.allocate_matrix_of(at, inputs),
+            gate_up_bias=self._allocate_bias(at, inputs),
+            down=self.allocate_matrix_of(at, output),
+            down_bias=self._allocate_bias(at, output),
+        )
+
+    def _allocate_routing(self, at: str) -> PackedRouting:
+        shared = f"{at}.{SHARED_OUTPUT}.weight" in self._shapes
+        gated = f"{at}.{SHARED_GATE}" in self._shapes
+        return PackedRouting(
+            router=self.allocate_tensor(f"{at}.{ROUTER}", scheme=Scheme.FLOAT32),
+            selection_bias=self._allocate_optional_vector(f"{at}.{SELECTION_BIAS}"),
+            shared=self._allocate_mlp(at, SHARED_INPUTS, (SHARED_OUTPUT,)) if shared else None,
+            shared_gate=(
+                self.allocate_tensor(f"{at}.{SHARED_GATE}", scheme=Scheme.FLOAT32)
+                if gated
+                else None
+            ),
+        )
+
+    def allocate_tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:
+        return allocate_matrix(scheme or self._scheme, *self._shapes[name], allocate=self._take)
+
+    def allocate_matrix_of(self, at: str, modules: Sequence[str]) -> PackedMatrix:
+        """Make room for some matrices as one, their rows behind each other."""
+        shapes = [self._shapes[f"{at}.{module}.weight"] for module in modules]
+        rows = sum(shape[0] for shape in shapes)
+        return allocate_matrix(self._scheme, rows, shapes[0][1], allocate=self._take)
+
+    def allocate_vector(self, *names: str) -> AnyArray:
+        return self._take((sum(self._shapes[name][0] for name in names),), np.float32)
+
+    def _allocate_optional_vector(self, name: str) -> AnyArray | None:
+        return self.allocate_vector(name) if name in self._shapes else None
+
+    def _allocate_bias(self, at: str, modules: Sequence[str]) -> AnyArray | None:
+        names = [f"{at}.{module}.bias" for module in modules]
+        return self.allocate_vector(*names) if names[0] in self._shapes else None
+
+
+@lru_cache(maxsize=8)
+def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
+    """Return how many rows each module of each layer has, by its name in the layer."""
+    found: list[dict[str, int]] = [{} for _ in range(config.layers)]
+    for name, shape in config.linear_shapes().items():
+        if name.startswith(_LAYERS):
+            number, _, module = name.removeprefix(_LAYERS).partition(".")
+            found[int(number)][module] = shape[0]
+    return found
+
+
+def _tensor_to_numpy(tensor: Tensor) -> AnyArray:
+    """Return a tensor as it can be packed: bfloat16 as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,346 @@
+"""Packing a plan: its layers are folded in float32, some at a time, and stored for kernels.
+
+All matrices and vectors are cut from one block of memory of a size that is known before; those that
+are read together lie together.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.engine.adapters.fuse import FoldedChain
+from expertctl.engine.adapters.plan_tensors import (
+    TensorArena,
+    compile_layer_group,
+    count_elements,
+    factor_scratch_bytes,
+    group_alike_layers,
+)
+from expertctl.engine.devices import use_torch_threads
+from expertctl.engine.kernels.lora import (
+    A_BLOCKS_WORD,
+    B_VECTORS_WORD,
+    EXPAND_BLOCKS,
+    RECORD_WORDS,
+    SCALE_WORDS,
+    ModuleAdapter,
+    lora_column_step,
+    shrink_blocks,
+)
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.packed_format import (
+    AdapterItemCounts,
+    FusedProjection,
+    PackedDeltas,
+    PlanPacking,
+    Scheme,
+    find_fused_projections,
+    is_routed_module,
+    list_routed_modules,
+)
+from expertctl.engine.kernels.packed_matrix import (
+    PackedMatrix,
+    allocate_matrix,
+    pack_rows,
+    rows_per_portion,
+)
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+from expertctl.engine.memory.host import allocate
+from expertctl.engine.model.functional import LinearDelta
+from expertctl.errors import IncompatibleError
+
+AnyArray = np.ndarray[Any, Any]
+_CPU, _FLOAT_BYTES = torch.device("cpu"), 4
+_PACKING_BYTES = 16
+"""Bytes for each number of what is packed in one go: as it was, filled, rounded, by steps."""
+_PART_BYTES = 2 << 10
+"""Of the objects that say where a layer lies; routed experts have thousands."""
+_LARGEST_HALF = 65504.0
+_PUBLISHED = {
+    frozenset({torch.bfloat16}): Scheme.BFLOAT16,
+    frozenset({torch.float16}): Scheme.FLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class PackedPlanCompiler:
+    """Folded layers that are to be packed; ``shapes`` are those of the base's layers."""
+
+    layers: Mapping[str, FoldedChain]
+    shapes: Mapping[str, tuple[int, int]]
+    packing: PlanPacking
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        """What its matrices are stored in."""
+        return _choose_scheme(self.packing, self.layers.values())
+
+    @cached_property
+    def projections(self) -> tuple[FusedProjection, ...]:
+        """The sites of the base."""
+        return find_fused_projections(self.shapes.keys())
+
+    @cached_property
+    def routed_layers(self) -> tuple[str, ...]:
+        """The layers of all routed experts of the base, where the plan changes any."""
+        changes = any(is_routed_module(name) for name in self.layers)
+        return list_routed_modules(self.shapes.keys()) if changes else ()
+
+    @property
+    def width(self) -> int:
+        """How many columns lie between the A and the B of a site, at most."""
+        return max((self._projection_width(site) for site in self.projections), default=0)
+
+    @property
+    def shares_adapter_memory(self) -> bool:
+        """Published tensors are never used as they lie in memory."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """What `compile` will allocate and keep."""
+        table = 8 * RECORD_WORDS * (_count_modules(self.projections) + len(self.routed_layers))
+        return sum(self._layer_sizes(name).total for name in self.layers) + table
+
+    def scratch_bytes(self, workers: int) -> int:
+        """Return what so many workers need besides, at most."""
+        each = [self._group_scratch_bytes(group) for group in group_alike_layers(self.layers)]
+        routed = sum(is_routed_module(name) for name in self.layers)
+        return sum(sorted(each, reverse=True)[:workers]) + routed * _PART_BYTES
+
+    def compile(self, workers: int) -> PackedDeltas:
+        """Fold and pack group after group, each into its place.
+
+        Raises:
+            IncompatibleError: for numbers beyond those of float16, or factors of the input of
+                gate or up of a routed expert.
+        """
+        _check_routed_layers(self.layers)
+        memory = _PlanMemory(sum(self._layer_sizes(name).total for name in self.layers))
+        parts = dict(self._place_layers(memory))
+
+        def pack_group(names: Sequence[str]) -> None:
+            self._pack_group([(self.layers[name], parts[name], name) for name in names])
+
+        with use_torch_threads(1), ExitStack() as stack:
+            each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
+            list(each(pack_group, group_alike_layers(self.layers)))
+        return self._make_deltas(parts, memory)
+
+    def _place_layers(self, memory: "_PlanMemory") -> Iterator[tuple[str, ModuleAdapter]]:
+        """Give every layer its place; those of one site behind each other, A first."""
+        alone = [(name,) for name in self.routed_layers]
+        for modules in (*(site.modules for site in self.projections), *alone):
+            there = [(name, self._layer_sizes(name)) for name in modules if name in self.layers]
+            all_a = [memory.allocate_matrix(self.scheme, *sizes.a) for _, sizes in there]
+            column = 0
+            for (name, sizes), a in zip(there, all_a, strict=True):
+                b = memory.allocate_matrix(self.scheme, *sizes.b)
+                vectors = [memory.allocate_vector(size) for size in sizes.vectors]
+                yield (
+                    name,
+                    ModuleAdapter(
+                        a=a,
+                        b=b,
+                        column=column,
+                        input_scale=vectors[0],
+                        output_scale=vectors[1],
+                        bias_scale=vectors[2],
+                    ),
+                )
+                column += _round_up(sizes.rank, lora_column_step(self.scheme))
+
+    def _layer_sizes(self, name: str) -> "_LayerSizes":
+        folded, (out, into) = self.layers[name], self.shapes[name]
+        vectors = (
+            into if folded.inputs else 0,
+            out if folded.outputs else 0,
+            out if folded.bias_factors else 0,
+        )
+        return _LayerSizes(self.scheme, folded.rank, out, into, vectors)
+
+    def _group_scratch_bytes(self, group: Sequence[str]) -> int:
+        folded = [self.layers[name] for name in group]
+        numbers = sum(count_elements(each, torch.float32, _CPU) for each in folded)
+        widest = max(max(max(self.shapes[name]), folded[0].rank) for name in group)
+        packing = _PACKING_BYTES * rows_per_portion(widest) * widest
+        return _FLOAT_BYTES * numbers + factor_scratch_bytes(folded) + packing
+
+    def _pack_group(self, layers: Sequence[tuple[FoldedChain, ModuleAdapter, str]]) -> None:
+        folded = [each for each, _, _ in layers]
+        numbers = sum(count_elements(each, torch.float32, _CPU) for each in folded)
+        deltas = compile_layer_group(folded, TensorArena(torch.empty(numbers)))
+        for delta, (_, part, name) in zip(deltas, layers, strict=True):
+            _write_module(part, delta, what=name)
+
+    def _make_deltas(
+        self, parts: Mapping[str, ModuleAdapter], memory: "_PlanMemory"
+    ) -> PackedDeltas:
+        names = [*(name for site in self.projections for name in site.modules), *self.routed_layers]
+        table = aligned_zeros((len(names), RECORD_WORDS), np.int64)
+        first = _count_modules(self.projections)
+        for number, name in enumerate(names):
+            if name in parts:
+                table[number] = parts[name].to_record()
+        return PackedDeltas(
+            scheme=self.scheme,
+            modules=frozenset(self.layers),
+            table=table,
+            item_counts=_count_items(table[:first], self.projections, self.scheme, self.shapes),
+            width=self.width,
+            nbytes=self.nbytes,
+            first_routed_record=first if self.routed_layers else None,
+            routed_bytes=sum(
+                self._layer_sizes(name).total for name in self.layers if is_routed_module(name)
+            ),
+            has_routed_scales=bool(table[first:, SCALE_WORDS.start].any()),
+            _kept=(memory,),
+        )
+
+    def _projection_width(self, site: FusedProjection) -> int:
+        ranks = [self.layers[name].rank for name in site.modules if name in self.layers]
+        return sum(_round_up(rank, lora_column_step(self.scheme)) for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSizes:
+    """What one layer takes; a rank or a length of 0 stands for what is not there."""
+
+    scheme: Scheme
+    rank: int
+    out_features: int
+    in_features: int
+    vectors: tuple[int, int, int]
+
+    @property
+    def a(self) -> tuple[int, int]:
+        return self.rank, self.in_features
+
+    @property
+    def b(self) -> tuple[int, int]:
+        return (self.out_features, self.rank) if self.rank else (0, 0)
+
+    @property
+    def total(self) -> int:
+        matrices = sum(_packed_matrix_bytes(self.scheme, *shape) for shape in (self.a, self.b))
+        return matrices + sum(_round_up(_FLOAT_BYTES * size, VECTOR_BYTES) for size in self.vectors)
+
+
+class _PlanMemory:
+    """One block of memory that matrices and vectors are cut from."""
+
+    def __init__(self, size: int) -> None:
+        self._data = np.frombuffer(allocate(size), np.uint8)
+        self._taken = 0
+
+    def allocate_matrix(self, scheme: Scheme, rows: int, columns: int) -> PackedMatrix | None:
+        return allocate_matrix(scheme, rows, columns, allocate=self._allocate) if rows else None
+
+    def allocate_vector(self, size: int) -> AnyArray | None:
+        return self._allocate(size, np.float32) if size else None
+
+    def _allocate(self, shape: int | tuple[int, ...], dtype: Any) -> AnyArray:
+        begin, size = self._taken, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._taken += _round_up(size, VECTOR_BYTES)
+        taken: AnyArray = self._data[begin : begin + size].view(dtype)
+        return taken.reshape(shape)
+
+
+def _check_routed_layers(layers: Mapping[str, FoldedChain]) -> None:
+    """Refuse factors that would need one input for the product of gate and another for up."""
+    for name, folded in layers.items():
+        if folded.inputs and is_routed_module(name) and not name.endswith(".down_proj"):
+            raise IncompatibleError(
+                f"{name}: the plan has factors of its input, which a routed expert reads once for "
+                "its gate and its up",
+                hint="leave out the expert that scales it; what they write may be scaled",
+            )
+
+
+def _choose_scheme(packing: PlanPacking, layers: Iterable[FoldedChain]) -> Scheme:
+    match packing.adapters:
+        case "fp16":
+            return Scheme.FLOAT16
+        case "int8":
+            return Scheme.INT8
+        case "published":
+            if packing.base is Scheme.FLOAT32:
+                return Scheme.FLOAT32
+            steps = [block.step for folded in layers for block in folded.blocks]
+            published = frozenset(part.dtype for step in steps for part in (step.a, step.b))
+            return _PUBLISHED.get(published, Scheme.FLOAT32)
+
+
+def _write_module(part: ModuleAdapter, delta: LinearDelta, *, what: str) -> None:
+    for matrix, block in ((part.a, delta.a), (part.b, delta.b)):
+        if matrix is not None and block is not None:
+            _check_range(matrix.scheme, block, what=what)
+            pack_rows(matrix, block.float().numpy())
+    for vector, scale in (
+        (part.input_scale, delta.input_scale),
+        (part.output_scale, delta.output_scale),
+        (part.bias_scale, delta.bias_scale),
+    ):
+        if vector is not None and scale is not None:
+            vector[...] = scale.float().numpy()
+
+
+def _check_range(scheme: Scheme, block: Tensor, *, what: str) -> None:
+    if scheme is not Scheme.FLOAT16:
+        return
+    largest = float(block.abs().max())
+    if _LARGEST_HALF < largest < float("inf"):
+        raise IncompatibleError(
+            f"{what}: the plan's numbers reach {largest:.3g}, float16 ends at {_LARGEST_HALF:.0f}",
+            hint="give the experts smaller weights, or try --adapter-dtype int8",
+        )
+
+
+def _count_items(
+    table: AnyArray,
+    sites: Sequence[FusedProjection],
+    scheme: Scheme,
+    shapes: Mapping[str, tuple[int, int]],
+) -> AdapterItemCounts:
+    firsts = [site.first for site in sites]
+    outs = [shapes.get(name, (0, 0))[0] for site in sites for name in site.modules]
+    out_items = -(-np.array(outs, np.int64) // (LANES * EXPAND_BLOCKS))
+
+    def by_site(items: AnyArray) -> AnyArray:
+        summed = np.zeros(len(sites), np.int64)
+        np.add.reduceat(items, firsts, out=summed)
+        return summed
+
+    def reduce(*, together: bool) -> AnyArray:
+        return by_site(
+            -(-table[:, A_BLOCKS_WORD] // shrink_blocks(scheme, single_sequence=together))
+        )
+
+    return AdapterItemCounts(
+        shrink_decode=reduce(together=False),
+        shrink_prefill=reduce(together=True),
+        expand=by_site(np.where(table[:, B_VECTORS_WORD] > 0, out_items, 0)),
+        scales=by_site((table[:, SCALE_WORDS] != 0).sum(axis=1)),
+    )
+
+
+def _count_modules(sites: Sequence[FusedProjection]) -> int:
+    return sum(len(site.modules) for site in sites)
+
+
+def _packed_matrix_bytes(scheme: Scheme, rows: int, columns: int) -> int:
+    """Return the bytes of a matrix; its numbers and its scales begin where a vector may."""
+    layout, blocks = scheme.layout, _round_up(rows, LANES) // LANES
+    data = blocks * layout.count_vectors(columns) * layout.vector_bytes
+    return _round_up(data, VECTOR_BYTES) + blocks * layout.count_groups(columns) * VECTOR_BYTES
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,317 @@
+"""How many workers a step is worth, by how long steps took.
+
+Other processes want the same cores, and how many of them are free changes. So now and then a few
+steps try another number of workers, the nearest first; it stays if it was faster. After a trial
+that lost, the next one waits until the loss is small beside the steps between; steps that suddenly
+take long start it at once. Which worker computes what changes no bit of a result (`kernels.crew`),
+so neither does their number.
+
+The room of a packed decoder and the programs in it: made when needed, kept, and let go of.
+
+What they take at most follows from a configuration, so it is known before any weight is read.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+from expertctl.engine.cpu.decoder_program import (
+    DecoderProgram,
+    build_decoder_program,
+    estimate_program_bytes,
+)
+from expertctl.engine.cpu.packed_base import PackedBase
+from expertctl.engine.cpu.workspace import (
+    ProgramVariant,
+    Workspace,
+    choose_variant,
+    estimate_base_workspace_bytes,
+    estimate_factor_bytes,
+    estimate_plan_bytes,
+)
+from expertctl.engine.kernels.packed_format import PackedDeltas, Scheme
+from expertctl.engine.kv.block_pool import PagedKVCache
+from expertctl.engine.model.decoder import PREFILL_CHUNK
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.package.model_config import ModelConfig
+
+RECENT_STEPS, TRIAL_STEPS = 8, 3
+"""How many steps the present number of workers and the tried one are judged by."""
+MIN_TRIAL_INTERVAL, MAX_TRIAL_INTERVAL = 16, 512
+"""How many steps lie between two trials, at least and at most."""
+COST = 0.02
+"""What trials that lose may cost, of the time of the steps between them."""
+GAIN = 0.95
+"""A number of workers is taken up when its steps take less than this share of the present time."""
+WALL = 1.2
+"""Where steps take so many times as long, numbers still farther off are not tried."""
+ALARM = 1.5
+"""Steps that take so many times as long as usual call for a trial."""
+MIN_SLOW_STEPS = 2
+"""So many of them in a row are needed; one alone is chance."""
+_CREEP = 1.02
+"""The factor by which the usual time may grow with each step: texts get longer."""
+
+
+class ThreadTuner:
+    """The numbers of workers of one crew, for each kind of step."""
+
+    def __init__(self, limit: int) -> None:
+        """Choose between one worker and ``limit``."""
+        self.limit = max(limit, 1)
+        self._courses: dict[Hashable, StepTuner] = {}
+
+    @contextmanager
+    def measure_step(self, kind: Hashable) -> Iterator[int]:
+        """Give the workers for one step, and measure it; steps of a kind do equal work."""
+        course = self._courses.setdefault(kind, StepTuner(self.limit))
+        workers = course.workers
+        begun = time.perf_counter()
+        yield workers
+        course.record(workers, time.perf_counter() - begun)
+
+    def choose_workers(self, kind: Hashable) -> int:
+        """Return how many workers the next step of a kind gets."""
+        course = self._courses.get(kind)
+        return self.limit if course is None else course.workers
+
+
+class StepTuner:
+    """What was learnt of one kind of step."""
+
+    def __init__(self, limit: int) -> None:
+        """Begin with all the workers there may be."""
+        self._counts = list_worker_counts(limit)
+        self._chosen = 0
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._usual, self._loud = 0.0, 0
+        self._tried: int | None = None
+        self._trial: list[float] = []
+        self._lost: set[int] = set()
+        self._left = MIN_TRIAL_INTERVAL
+
+    @property
+    def workers(self) -> int:
+        """How many the next step gets."""
+        return self._counts[self._chosen if self._tried is None else self._tried]
+
+    def record(self, workers: int, seconds: float) -> None:
+        """Take in how long a step took; one that began before the last change tells nothing."""
+        if workers != self.workers or len(self._counts) == 1:
+            return
+        if self._tried is None:
+            self._detect_slowdown(seconds)
+        else:
+            self._trial.append(seconds)
+            self._judge_trial(self._tried)
+
+    def _detect_slowdown(self, seconds: float) -> None:
+        self._recent.append(seconds)
+        self._left -= 1
+        usual = self._usual or seconds
+        self._loud = self._loud + 1 if seconds > ALARM * usual else 0
+        if self._loud == MIN_SLOW_STEPS:
+            self._reset_baseline()
+        elif self._loud == 0:
+            self._usual = min(usual * _CREEP, max(seconds, usual / _CREEP))
+        if self._left <= 0:
+            self._start_trial()
+
+    def _reset_baseline(self) -> None:
+        """Judge only by the steps after the change, which are usual from now on."""
+        self._recent = deque(list(self._recent)[-MIN_SLOW_STEPS:], maxlen=RECENT_STEPS)
+        self._usual, self._loud = min(self._recent), 0
+        self._lost.clear()
+        self._left = 0
+
+    def _start_trial(self) -> None:
+        places = set(range(len(self._counts))) - {self._chosen}
+        if self._lost >= places:
+            self._lost.clear()
+        self._tried = min(places - self._lost, key=lambda place: abs(place - self._chosen))
+        self._trial = []
+
+    def _judge_trial(self, tried: int) -> None:
+        present = median(self._recent)
+        hopeless = self._trial[-1] > 2 * present
+        if len(self._trial) < TRIAL_STEPS and not hopeless:
+            return
+        if not hopeless and median(self._trial) < GAIN * present:
+            self._adopt(tried)
+        else:
+            self._reject(tried, present)
+        self._tried = None
+
+    def _adopt(self, tried: int) -> None:
+        self._chosen, self._usual = tried, median(self._trial)
+        self._recent = deque(self._trial, maxlen=RECENT_STEPS)
+        self._lost.clear()
+        self._left = MIN_TRIAL_INTERVAL
+
+    def _reject(self, tried: int, present: float) -> None:
+        beyond = range(tried + 1, len(self._counts)) if tried > self._chosen else range(tried)
+        self._lost.add(tried)
+        if max(self._trial) > WALL * present:
+            self._lost.update(beyond)
+        self._left = _compute_trial_interval(sum(self._trial) / present - len(self._trial))
+
+
+def _compute_trial_interval(lost: float) -> int:
+    """Return how many steps pass before the next trial when one has lost the time of so many."""
+    return int(min(max(lost / COST, MIN_TRIAL_INTERVAL), MAX_TRIAL_INTERVAL))
+
+
+def list_worker_counts(limit: int) -> tuple[int, ...]:
+    """Return the numbers of workers to choose from: all, all but one, and halves of that."""
+    counts = {limit, max(limit - 1, 1)}
+    while limit > 1:
+        limit //= 2
+        counts.add(limit)
+    return tuple(sorted(counts, reverse=True))
+
+
+MAX_PROGRAMS = 4
+"""How many programs are kept, those used last: prompts and steps with two kinds of plans.
+
+Or, while layers are timed, with one kind in operations of its own and fused.
+"""
+ADAPTER_SCHEMES = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
+"""What plans may be stored in."""
+
+
+class ProgramCache:
+    """Owns what one decoder computes with beside its weights; one thread at a time asks for it."""
+
+    def __init__(self, base: PackedBase, experts: RoutedExperts | None, *, chunk: int) -> None:
+        """Begin with nothing; prompts are read ``chunk`` tokens at a time."""
+        self._base, self._experts, self._chunk = base, experts, chunk
+        self._room: Workspace | None = None
+        self._programs: dict[ProgramVariant, DecoderProgram] = {}
+
+    def __len__(self) -> int:
+        """Return how many programs there are."""
+        return len(self._programs)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither room nor program."""
+        return self._room is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        if self._room is None:
+            return 0
+        return self._room.nbytes + sum(self._estimate_bytes(each) for each in self._programs)
+
+    def clear(self) -> None:
+        """Let go of all of it."""
+        self._room, self._programs = None, {}
+
+    def get_workspace(self, *, tokens: int, rows: int) -> Workspace:
+        """Return a room that is large enough; one that is too small is let go of first."""
+        held = (0, 0) if self._room is None else self._room.size
+        wanted = _round_up_size(tokens=tokens, rows=rows, chunk=self._chunk)
+        size = (max(held[0], wanted[0]), max(held[1], wanted[1]))
+        if self._room is None or size != held:
+            self.clear()
+            base = self._base
+            self._room = Workspace(base.config, base.scheme, tokens=size[0], rows=size[1])
+        return self._room
+
+    def get_program(
+        self,
+        workspace: Workspace,
+        caches: Sequence[PagedKVCache],
+        plans: Sequence[PackedDeltas | None],
+        *,
+        together: bool,
+        fused: bool,
+    ) -> DecoderProgram:
+        """Return the program that reads texts with these caches and plans in a room.
+
+        ``together``: consecutive tokens of one text; ``fused`` as in `ProgramVariant`.
+        """
+        numbers = caches[0].numbers
+        assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
+        there = [plan for plan in plans if plan is not None]
+        wanted = choose_variant(single_sequence=together, numbers=numbers, plans=there, fused=fused)
+        program = self._programs.pop(wanted, None)
+        if program is None:
+            while len(self._programs) >= MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            program = build_decoder_program(self._base, workspace, wanted, self._experts)
+        self._programs[wanted] = program
+        return program
+
+    def _estimate_bytes(self, wanted: ProgramVariant) -> int:
+        cached = self._experts is not None and not self._experts.is_whole
+        return estimate_program_bytes(
+            self._base.config,
+            schemes=len(wanted.adapters),
+            scales=wanted.scales,
+            routed=len(wanted.routed),
+            lanes=cached,
+        )
+
+
+def estimate_buffer_bytes(
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    tokens: int = PREFILL_CHUNK,
+    chunk: int = PREFILL_CHUNK,
+    rows: int = 1,
+    width: int = 0,
+    adapters: Collection[Scheme] | None = None,
+) -> int:
+    """Return the bytes that a decoder holds beside its weights at most, known before they are read.
+
+    Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
+    are read in one step; several rows also between two layers of a prompt, in a room of their own.
+    Plans are up to ``width`` wide, those of one batch in the schemes
+    ``adapters``; None: all in any one scheme. Plans of factors alone have no width.
+    """
+    size = _round_up_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
+    sizes = [size]
+    if rows > 1 and config.experts is None:
+        sizes.append(_round_up_size(tokens=rows, rows=rows, chunk=chunk))
+    return sum(
+        _estimate_workspace_bytes(config, scheme, size, width=width, rows=rows, adapters=adapters)
+        for size in sizes
+    )
+
+
+def _estimate_workspace_bytes(
+    config: ModelConfig,
+    scheme: Scheme,
+    size: tuple[int, int],
+    *,
+    width: int,
+    rows: int,
+    adapters: Collection[Scheme] | None,
+) -> int:
+    """Return the bytes of a room with its programs and what plans add to it."""
+    own = estimate_base_workspace_bytes(config, scheme, tokens=size[0], rows=size[1])
+    each = {
+        s: estimate_plan_bytes(config, scheme, s, tokens=size[0], width=width)
+        for s in ADAPTER_SCHEMES
+    }
+    if adapters is None:
+        adapters = [max(each, key=lambda s: each[s])] if width else []
+    factors = estimate_factor_bytes(config, tokens=size[0], schemes=len(ADAPTER_SCHEMES))
+    plans = factors + sum(each[s] for s in set(adapters))
+    routed = len(ADAPTER_SCHEMES) if rows > 1 else 1
+    program = estimate_program_bytes(
+        config, schemes=len(set(adapters)), scales=True, routed=routed, lanes=True
+    )
+    return own + plans + MAX_PROGRAMS * program
+
+
+def _round_up_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
+    """Return powers of two, so that rooms seldom grow; no more tokens than a chunk has."""
+    scored = 1 << (rows - 1).bit_length()
+    wanted = 1 << (tokens - 1).bit_length()
+    return max(wanted if tokens > chunk else min(wanted, chunk), scored), scored

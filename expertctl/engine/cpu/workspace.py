@@ -1,0 +1,323 @@
+"""What a program of a decoder allows for: which rows attend together, which plans they have.
+
+How many items the operations of a run have, which depends on its tokens and on its plans.
+
+The memory that a decoder's programs compute in, made before them and known in bytes.
+
+One room is enough for prompts and for steps, since one call runs at a time.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.layer_operations import AttentionShape
+from expertctl.engine.kernels.lora import AdapterBatchTable, batch_table_bytes
+from expertctl.engine.kernels.memory import aligned_zeros
+from expertctl.engine.kernels.packed_format import (
+    FLOAT_SCHEMES,
+    FusedProjection,
+    PackedDeltas,
+    Scheme,
+)
+from expertctl.engine.kernels.paged_attention import prefill_attention_items
+from expertctl.engine.kernels.quantisation import PreparedActivations, allocate_activations
+from expertctl.engine.kernels.simd import LANES
+from expertctl.engine.moe.routed_experts import (
+    RoutedWorkspace,
+    estimate_workspace_bytes,
+    mask_last_layer,
+)
+from expertctl.package.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramVariant:
+    """What a program allows for.
+
+    ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
+    pages hold. ``adapters``: the schemes of plans; ``scales``: whether some have factors. What they
+    add is ``fused`` with the products of the base where that can be; the bits are the same.
+    """
+
+    single_sequence: bool
+    numbers: Scheme
+    adapters: frozenset[Scheme]
+    scales: bool
+    fused: bool = True
+    routed: frozenset[Scheme] = frozenset()
+    """The schemes of plans that change routed experts."""
+    scales_routed: bool = False
+    """Whether one of these plans has factors of the input of routed experts."""
+
+
+def choose_variant(
+    *, single_sequence: bool, numbers: Scheme, plans: Sequence[PackedDeltas], fused: bool = True
+) -> ProgramVariant:
+    """Return what a batch with these plans needs."""
+    adapters = frozenset(plan.scheme for plan in plans if plan.width)
+    scales = any(plan.has_scales for plan in plans)
+    routed = frozenset(plan.scheme for plan in plans if plan.first_routed_record is not None)
+    scales_routed = any(plan.has_routed_scales for plan in plans)
+    fused = fused or not adapters
+    return ProgramVariant(single_sequence, numbers, adapters, scales, fused, routed, scales_routed)
+
+
+CountArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRange:
+    """Rows of a batch that have one plan."""
+
+    plan: PackedDeltas
+    first: int
+    rows: int
+
+
+class ItemCounts:
+    """Numbers that operations read at each run: int64 [1], or an element for each site or module.
+
+    At a site where some plan has factors, the product of the base is taken apart by modules: there
+    `whole` and `plain` are 0, elsewhere `apart`, `scaled` and `expand_apart` are.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        adapters: Collection[Scheme],
+        sites: Sequence[FusedProjection],
+        *,
+        single_sequence: bool,
+    ) -> None:
+        """Begin with one token; ``together``: all tokens are of one text."""
+        self._shape, self._together = shape, single_sequence
+        self.tokens, self.heads, self.attending = (np.zeros(1, np.int64) for _ in range(3))
+        places = np.repeat(np.arange(len(sites)), [len(site.modules) for site in sites])
+        self._places, self._has = places, np.zeros(len(sites), np.int64)
+        self.plain, self.scaled, self.whole, self._whole = np.zeros((4, len(sites)), np.int64)
+        self.apart, self._apart = np.zeros((2, len(places)), np.int64)
+        self.reduce = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.expand = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.reduce_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.expand_apart = {scheme: np.zeros(len(sites), np.int64) for scheme in adapters}
+        self.adapted, self.done = np.zeros((2, len(sites)), np.int64)
+        """Items of each site in one operation, and how many of them are done while it runs."""
+
+    def set_fused_items(self, site: int, items: int) -> CountArray:
+        """Set how many items the product of a site has; return where a run reads their number."""
+        self._whole[site] = items
+        return self.whole[site : site + 1]
+
+    def set_module_items(self, module: int, items: int) -> CountArray:
+        """Set how many items the product of a module has; return where a run reads their number."""
+        self._apart[module] = items
+        return self.apart[module : module + 1]
+
+    def set(self, tokens: int, ranges: Sequence[RowRange]) -> None:
+        """Set the numbers for so many tokens, some of them with plans."""
+        shape = self._shape
+        self.tokens[0] = tokens
+        self.heads[0] = tokens * (shape.query_heads + 2 * shape.kv_heads)
+        prompt, step = prefill_attention_items(tokens, shape), tokens * shape.kv_heads
+        self.attending[0] = prompt if self._together else step
+        for numbers in (*self.reduce.values(), *self.expand.values(), self._has):
+            numbers[...] = 0
+        for stretch in ranges:
+            self._add_plan(stretch.plan)
+        has = self._has > 0
+        np.multiply(tokens, ~has, out=self.plain)
+        np.multiply(tokens, has, out=self.scaled)
+        np.multiply(self._whole, ~has, out=self.whole)
+        np.multiply(self._apart, has[self._places], out=self.apart)
+        self.adapted[...] = self.whole
+        for scheme, items in self.reduce.items():
+            np.multiply(items, has, out=self.reduce_apart[scheme])
+            np.multiply(self.expand[scheme], has, out=self.expand_apart[scheme])
+            self.adapted += items
+            self.adapted -= self.reduce_apart[scheme]
+
+    def _add_plan(self, plan: PackedDeltas) -> None:
+        work = plan.item_counts
+        self._has += work.scales
+        if plan.width:
+            self.reduce[plan.scheme] += (
+                work.shrink_prefill if self._together else work.shrink_decode
+            )
+            self.expand[plan.scheme] += work.expand
+
+
+def group_rows_by_plan(plans: Sequence[PackedDeltas | None]) -> list[RowRange]:
+    """Return where rows have a plan; those of one plan stand together."""
+    found: list[RowRange] = []
+    begin = 0
+    for place, plan in enumerate(plans):
+        if place + 1 < len(plans) and plans[place + 1] is plan:
+            continue
+        if plan is not None:
+            found.append(RowRange(plan, begin, place + 1 - begin))
+        begin = place + 1
+    return found
+
+
+WorkArray = np.ndarray[Any, Any]
+_FLOAT32_BYTES, _LONG_BYTES = 4, 8
+
+
+class Workspace:
+    """Room for ``tokens`` that are read at a time and ``rows`` that are scored at a time."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int) -> None:
+        """Make it for a base in a scheme; what plans need is added when they come."""
+        self.size, self._config, self._scheme = (tokens, rows), config, scheme
+        self.tokens, self.positions, self.tables = (
+            aligned_zeros(tokens, np.int64) for _ in range(3)
+        )
+        widths = _compute_buffer_widths(config)
+        self.rotations = aligned_zeros((tokens, 2, config.head_dim), np.float32)
+        self.hidden = aligned_zeros((tokens, widths["hidden"]), np.float32)
+        self.normed = aligned_zeros((tokens, widths["normed"]), np.float32)
+        self.heads = aligned_zeros((tokens, widths["heads"]), np.float32)
+        self.attended = aligned_zeros((tokens, widths["attended"]), np.float32)
+        self.gates = aligned_zeros((tokens, widths["gates"]), np.float32)
+        self.scaled = aligned_zeros((tokens, widths["scaled"]), np.float32)
+        self.settled = aligned_zeros((tokens, widths["settled"]), np.float32)
+        self.logits = aligned_zeros((rows, round_up_rows(config.vocab_size)), np.float32)
+        routed = config.experts is not None
+        self.routed = RoutedWorkspace(config, scheme, tokens=tokens) if routed else None
+        self._prepared: dict[tuple[Scheme, int], PreparedActivations] = {}
+        self._batches: dict[Scheme | None, AdapterBatchTable] = {}
+        self._routed_batches: dict[Scheme | None, AdapterBatchTable] = {}
+        for columns in _list_operand_columns(config):
+            self.get_prepared_rows(scheme, columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it, with what plans needed so far."""
+        tokens, rows = self.size
+        prepared = [key for key in self._prepared if key[0] is not self._scheme]
+        of_plans = sum(
+            _estimate_prepared_rows(each, columns) * tokens for each, columns in prepared
+        )
+        batches = (*self._batches.values(), *self._routed_batches.values())
+        tables = sum(batch.nbytes for batch in batches)
+        return (
+            estimate_base_workspace_bytes(self._config, self._scheme, tokens=tokens, rows=rows)
+            + of_plans
+            + tables
+        )
+
+    def reset_errors(self) -> None:
+        """Forget what went wrong in the pass before."""
+        if self.routed is not None:
+            self.routed.absent[0] = 0
+
+    def keep_row(self, row: int, *, of: int) -> None:
+        """Let one of ``of`` rows go on, as the first; the keys and values of all are written.
+
+        The others ask for no expert in the last layer, where that is a routed one.
+        """
+        for each in (self.hidden, self.heads, self.positions, self.tables):
+            each[0] = each[row]
+        if self.routed is not None and self._config.is_routed(self._config.layers - 1):
+            mask_last_layer(self.routed, 1, of)
+
+    def get_prepared_rows(self, scheme: Scheme, columns: int) -> PreparedActivations | None:
+        """Return room for rows as a scheme wants them; None where it takes them as they are."""
+        if scheme in FLOAT_SCHEMES:
+            return None
+        key = (scheme, columns)
+        if key not in self._prepared:
+            self._prepared[key] = allocate_activations(scheme, self.size[0], columns)
+        return self._prepared[key]
+
+    def get_batch_table(self, scheme: Scheme | None) -> AdapterBatchTable:
+        """Return the table of plans in one scheme; None: of all plans, for their vectors."""
+        if scheme not in self._batches:
+            self._batches[scheme] = AdapterBatchTable(scheme or Scheme.FLOAT32, rows=self.size[0])
+        return self._batches[scheme]
+
+    def get_routed_batch_table(self, scheme: Scheme | None) -> AdapterBatchTable:
+        """Return `batch` for plans that change routed experts: no columns lie between A and B."""
+        if scheme not in self._routed_batches:
+            self._routed_batches[scheme] = AdapterBatchTable(Scheme.FLOAT32, rows=self.size[0])
+        return self._routed_batches[scheme]
+
+
+def estimate_base_workspace_bytes(
+    config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int
+) -> int:
+    """Return the bytes of a room without plans."""
+    widths = sum(_compute_buffer_widths(config).values()) + 2 * config.head_dim
+    prepared = sum(
+        _estimate_prepared_rows(scheme, columns) for columns in _list_operand_columns(config)
+    )
+    each = 3 * _LONG_BYTES + _FLOAT32_BYTES * widths + prepared
+    routed = estimate_workspace_bytes(config, scheme, tokens=tokens)
+    return tokens * each + routed + rows * _FLOAT32_BYTES * round_up_rows(config.vocab_size)
+
+
+def estimate_plan_bytes(
+    config: ModelConfig, scheme: Scheme, adapters: Scheme, *, tokens: int, width: int
+) -> int:
+    """Return the bytes that the A and B of plans of one scheme add, so wide at most."""
+    each = (
+        0
+        if adapters is scheme
+        else sum(_estimate_prepared_rows(adapters, n) for n in _list_operand_columns(config))
+    )
+    prepared = each * tokens
+    return prepared + batch_table_bytes(adapters, rows=tokens, width=width)
+
+
+def estimate_factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> int:
+    """Return the bytes that factors of plans add to a room, and plans that change routed experts.
+
+    The latter are in so many ``schemes``.
+    """
+    routed = 0 if config.experts is None else schemes + 1
+    return (1 + routed) * batch_table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
+
+
+def round_up_rows(rows: int) -> int:
+    """Return a number of rows filled to whole blocks."""
+    return -(-rows // LANES) * LANES
+
+
+def _compute_buffer_widths(config: ModelConfig) -> dict[str, int]:
+    """Return how many float32 the buffers have for each token."""
+    return {
+        "hidden": round_up_rows(config.hidden_size),
+        "normed": round_up_rows(config.hidden_size),
+        "heads": round_up_rows((config.heads + 2 * config.kv_heads) * config.head_dim),
+        "attended": round_up_rows(config.heads * config.head_dim),
+        "gates": round_up_rows(2 * max(_list_mlp_widths(config), default=0)),
+        "scaled": max(_list_operand_columns(config)),
+        "settled": round_up_rows(config.hidden_size),
+    }
+
+
+def _list_operand_columns(config: ModelConfig) -> frozenset[int]:
+    """Return how many columns multiplied rows may have."""
+    attended = config.heads * config.head_dim
+    return frozenset({config.hidden_size, attended, *_list_mlp_widths(config)})
+
+
+def _list_mlp_widths(config: ModelConfig) -> set[int]:
+    """Return how wide the MLPs are that every token passes, if there are any."""
+    routed = config.experts
+    if routed is None:
+        return {config.intermediate_size}
+    dense = {config.intermediate_size} if len(routed.layers) < config.layers else set()
+    return dense | ({routed.shared_size} if routed.shared_size else set())
+
+
+def _estimate_prepared_rows(scheme: Scheme, columns: int) -> int:
+    if scheme in FLOAT_SCHEMES:
+        return 0
+    layout = scheme.layout
+    return layout.count_vectors(
+        columns
+    ) * layout.columns * layout.row_bytes + 8 * layout.count_groups(columns)

@@ -1,0 +1,382 @@
+"""Stop strings: text is held back while it could still become one, and ends before the first.
+
+The first is the one that is complete first; of those that end at the same letter, the longest. So
+the answer does not depend on how the text was cut into pieces, and nothing is generated to decide.
+
+One generation: prefill, then one token after the other, as pieces of text that never change.
+
+A token that ends the text is not part of it. Time that the consumer of the pieces takes is
+not counted.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.kv.sequence_cache import KVCacheBase, rewind_on_error
+from expertctl.engine.model.decoder import DecodeResult, PrefillResult
+from expertctl.engine.sampling import REPETITION_WINDOW, Mask, UniformGenerator, sample_token
+from expertctl.engine.text.prompt import RecordLogits
+from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from expertctl.errors import UsageError
+from expertctl.routing.plan import SamplingParams
+
+MAX_STOPS = 64
+MAX_STOP_TOKENS = 64
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a text may end, besides its stop strings and its length.
+
+    Before ``min_tokens`` were generated no token and no stop string ends it. With ``ignore_end``
+    the end tokens of the base do not end it at all; ``stop_tokens`` do in any case.
+    """
+
+    min_tokens: int = 0
+    ignore_end: bool = False
+    stop_tokens: frozenset[int] = frozenset()
+
+    def list_end_ids(self, of_base: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end a text."""
+        return self.stop_tokens if self.ignore_end else of_base | self.stop_tokens
+
+
+DEFAULT_STOP_RULES = StopRules()
+
+
+class StopScanner:
+    """Passes one generation's text on, up to a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Look for any of ``stops``.
+
+        Raises:
+            UsageError: for an empty or over-long stop string, or too many of them.
+        """
+        if len(stops) > MAX_STOPS:
+            raise UsageError(f"{len(stops)} stop strings, at most {MAX_STOPS} are allowed")
+        for stop in stops:
+            if not 0 < len(stop) <= MAX_STOP_LENGTH:
+                raise UsageError(
+                    f"a stop string of {len(stop)} characters",
+                    hint=f"it must have 1 to {MAX_STOP_LENGTH}",
+                )
+        self.found: str | None = None
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Take the next piece, return what is certainly before any stop string."""
+        if self.found is not None or not text:
+            return ""
+        text = self._held + text
+        end = self._find_first_end(text)
+        if end is None:
+            keep = self._count_possible_start(text)
+            self._held = text[len(text) - keep :]
+            return text[: len(text) - keep]
+        self.found = max((s for s in self._stops if text.endswith(s, 0, end)), key=len)
+        self._held = ""
+        return text[: end - len(self.found)]
+
+    def finish(self) -> str:
+        """Return what was held back; it did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find_first_end(self, text: str) -> int | None:
+        found = [(text.find(stop), len(stop)) for stop in self._stops]
+        return min((at + length for at, length in found if at >= 0), default=None)
+
+    def _count_possible_start(self, text: str) -> int:
+        """How many letters at the end could be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for count in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a whole text up to its first stop string; the oracle of the scanner."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+CacheIn = TypeVar("CacheIn", contravariant=True)
+DeltasIn = TypeVar("DeltasIn", contravariant=True)
+Cache = TypeVar("Cache", bound=KVCacheBase)
+PlanDeltas = TypeVar("PlanDeltas")
+FinishReason = Literal["stop", "length", "timeout", "cancelled"]
+CancelCheck = Callable[[], bool]
+"""Asked between two steps whether the answer is still wanted."""
+
+
+def never_cancelled() -> bool:
+    """Want the whole answer."""
+    return False
+
+
+class _CancelledError(Exception):
+    """The prompt need not be read any further."""
+
+
+class DecodeSession(Protocol):
+    """A model in the middle of one text; it holds its plan and what it has read so far."""
+
+    def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        """Read a prompt."""
+
+    def decode(self, token: int) -> DecodeResult:
+        """Read one more token."""
+
+
+class TextDecoder(Protocol[CacheIn, DeltasIn]):
+    """What our decoders have in common; each has caches and compiled plans of its own."""
+
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: CacheIn,
+        deltas: DeltasIn,
+        *,
+        soft_prompt: Tensor | None = None,
+        progress: Progress = ignore_progress,
+        scores: RecordLogits | None = None,
+    ) -> PrefillResult:
+        """Read a prompt behind what is in the cache."""
+
+    def decode(self, token: int, cache: CacheIn, deltas: DeltasIn) -> DecodeResult:
+        """Read one more token."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSession(Generic[Cache, PlanDeltas]):
+    """A decoder of ours in the middle of one text."""
+
+    decoder: TextDecoder[Cache, PlanDeltas]
+    cache: Cache
+    deltas: PlanDeltas
+    soft_prompt: Tensor | None = None
+    progress: Progress = ignore_progress
+    scores: RecordLogits | None = None
+    """Gets the logits of every position of the prompt that is read."""
+
+    def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
+        first = self.soft_prompt if self.cache.length == 0 else None
+        return self.decoder.prefill(
+            ids,
+            self.cache,
+            self.deltas,
+            soft_prompt=first,
+            progress=self.progress,
+            scores=self.scores,
+        )
+
+    def decode(self, token: int) -> DecodeResult:
+        """Read one more token."""
+        return self.decoder.decode(token, self.cache, self.deltas)
+
+
+def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+    """Read one more token of each text, one after the other; return scores [texts, vocab].
+
+    Where one fails, none has read a token.
+    """
+    rooms = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
+    with rewind_on_error(rooms):
+        return torch.stack([reading.decode(token).logits for reading, token in sequences])
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """What came out, and what it took; ``tokens`` are those of the text, no end token."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    prefill_tokens: int
+    """Tokens of the prompt that were read, virtual ones too."""
+    prefill_ms: float
+    first_token_ms: float
+    """From the start of prefill to the first token."""
+    decode_ms: float
+    decode_steps: int
+    stopped_by: str | None = None
+    """The stop string that ended it."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Steps of decoding in a second; 0 when there was none."""
+        return self.decode_steps / self.decode_ms * 1e3 if self.decode_ms else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens of the prompt that were read in a second; 0 when there was none."""
+        return self.prefill_tokens / self.prefill_ms * 1e3 if self.prefill_ms else 0.0
+
+
+def generate_text(
+    session: DecodeSession,
+    ids: Sequence[int],
+    writer: "OutputWriter",
+    cancelled: CancelCheck = never_cancelled,
+) -> Generator[str, None, GenerationOutput]:
+    """Yield pieces of text as they become certain; return the whole at the end.
+
+    ``ids`` are still to be read; `stop_when_cancelled` may end the reading of a prompt before its end.
+    """
+    started = time.perf_counter()
+    try:
+        prefilled = session.prefill(ids)
+    except _CancelledError:
+        return _build_cancelled_output(_measure_elapsed_ms(started))
+    piece, first_ms = writer.take_logits(prefilled.logits), _measure_elapsed_ms(started)
+    decode_ms, steps = 0.0, 0
+    while True:
+        if piece:
+            yield piece
+        if writer.finish_reason is not None:
+            break
+        if cancelled():
+            piece = writer.stop()
+            continue
+        started = time.perf_counter()
+        piece = writer.take_logits(session.decode(writer.tokens[-1]).logits)
+        decode_ms, steps = decode_ms + _measure_elapsed_ms(started), steps + 1
+    return GenerationOutput(
+        text="".join(writer.pieces),
+        tokens=tuple(writer.tokens),
+        finish_reason=writer.finish_reason,
+        prefill_tokens=prefilled.tokens,
+        prefill_ms=prefilled.ms,
+        first_token_ms=first_ms,
+        decode_ms=decode_ms,
+        decode_steps=steps,
+        stopped_by=writer.stopped_by,
+    )
+
+
+def stop_when_cancelled(cancelled: CancelCheck) -> Progress:
+    """Return what ends the reading of a prompt that is not wanted any more."""
+
+    def check(_: int) -> None:
+        if cancelled():
+            raise _CancelledError
+
+    return check
+
+
+def _build_cancelled_output(ms: float) -> GenerationOutput:
+    """Return what came out of a prompt that was not read to its end."""
+    return GenerationOutput(
+        text="",
+        tokens=(),
+        finish_reason="cancelled",
+        prefill_tokens=0,
+        prefill_ms=ms,
+        first_token_ms=ms,
+        decode_ms=0.0,
+        decode_steps=0,
+    )
+
+
+class OutputWriter:
+    """Turns scores into tokens and text, and knows when the text is at its end."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        rules: StopRules = DEFAULT_STOP_RULES,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Begin a text; ``end_ids`` end it beside those of the base."""
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.finish_reason: FinishReason | None = None
+        self._end_ids = rules.list_end_ids(tokenizer.end_ids | end_ids)
+        self._min_tokens, self._params = rules.min_tokens, params
+        self.max_tokens = max_tokens
+        self._counts: Counter[int] = Counter()
+        self._draws = UniformGenerator(seed)
+        self._text = IncrementalDetokenizer(tokenizer)
+        self._stops = StopScanner(params.stop)
+
+    def take_logits(self, logits: Tensor) -> str:
+        """Draw the next token; return the text that is certain now."""
+        allowed = self._mask_end_tokens(logits) if self._is_too_short else None
+        recent = self.tokens[-REPETITION_WINDOW:]
+        token = sample_token(
+            logits, self._counts, self._params, self._draws, recent=recent, allowed=allowed
+        )
+        if token in self._end_ids:
+            self.finish_reason = "stop"
+            return self._append(self._flush())
+        self.tokens.append(token)
+        self._counts[token] += 1
+        text = self._text.push(token)
+        if len(self.tokens) > self._min_tokens:
+            text = self._stops.feed(text)
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish_reason = "length"
+            text += self._flush()
+        return self._append(text)
+
+    def end_empty(self) -> None:
+        """End a text that may have no token."""
+        self.finish_reason = "length"
+
+    @property
+    def _is_too_short(self) -> bool:
+        return len(self.tokens) < self._min_tokens and bool(self._end_ids)
+
+    def _mask_end_tokens(self, logits: Tensor) -> Mask:
+        """Return which tokens may come where none may end the text."""
+        allowed = np.ones(logits.shape[-1], dtype=np.bool_)
+        allowed[[token for token in self._end_ids if token < len(allowed)]] = False
+        return allowed
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found
+
+    def stop(self, why: Literal["cancelled", "timeout"] = "cancelled") -> str:
+        """End the text where it is; return what was held back."""
+        text = self._flush()
+        self.finish_reason = why
+        return self._append(text)
+
+    def _flush(self) -> str:
+        """Return what was held back; a stop string may be complete only now."""
+        text = self._stops.feed(self._text.finish())
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        return text + self._stops.finish()
+
+    def _append(self, text: str) -> str:
+        self.pieces.append(text)
+        return text
+
+
+def _measure_elapsed_ms(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3

@@ -1,0 +1,187 @@
+"""Where a tile of a product reads and writes.
+
+Products of bfloat16 where registers are narrow and no instruction multiplies pairs.
+
+Widening a token's numbers for every block takes as long as multiplying them. So some columns of
+some tokens are widened once, for all blocks of a strip, whose sums wait on the stack meanwhile.
+Each sum still runs from the first column to the last.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES, SimdBuilder, Value, emit_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class TileOperands:
+    """Where a tile reads and writes; addresses and strides in bytes, all int64 values.
+
+    Weights ``[blocks][vectors]``, scales ``[blocks][groups][16]`` float32, rows ``[tokens]``, what
+    the groups of rows need ``[tokens][groups]``, out ``[tokens][blocks][16]`` float32.
+    """
+
+    weights: Value
+    weights_stride: Value
+    scales: Value
+    scales_stride: Value
+    rows: Value
+    rows_stride: Value
+    row_scales: Value
+    """float32: what one step of a row's int8 is worth."""
+    row_sums: Value
+    """int32: the sum of a row's int8 in a group."""
+    groups_stride: Value
+    out: Value
+    out_stride: Value
+    vectors: Value
+    tokens: Value
+    adds: Value
+    """Not 0: add to what is in ``out``."""
+
+    def from_block(self, lanes: SimdBuilder, block: Value) -> "TileOperands":
+        """Return the same from a later block on."""
+        return replace(
+            self,
+            weights=lanes.offset(self.weights, block, self.weights_stride),
+            scales=lanes.offset(self.scales, block, self.scales_stride),
+            out=lanes.offset(self.out, block, VECTOR_BYTES),
+        )
+
+    def from_token(self, lanes: SimdBuilder, token: Value) -> "TileOperands":
+        """Return the same from a later token on."""
+        return replace(
+            self,
+            rows=lanes.offset(self.rows, token, self.rows_stride),
+            row_scales=lanes.offset(self.row_scales, token, self.groups_stride),
+            row_sums=lanes.offset(self.row_sums, token, self.groups_stride),
+            out=lanes.offset(self.out, token, self.out_stride),
+        )
+
+
+HIGH_HALF = 0xFFFF0000
+"""The bits of the second bfloat16 of a pair."""
+_PAIRS = 256
+"""Pairs of columns that are widened at once: what four blocks need of them stays in cache."""
+_SIDE_BYTES, _ROW_BYTES = _PAIRS * 4, 2 * _PAIRS * 4
+"""Bytes of the first numbers of a token's pairs, and of both."""
+
+
+@dataclass(frozen=True)
+class Bf16TileEmitter:
+    """Emits the product of some blocks with some tokens."""
+
+    lanes: SimdBuilder
+    blocks: int
+    tokens: int
+    operands: TileOperands
+    accumulates: bool = False
+    """Whether sums begin with what is in ``out``."""
+
+    @cached_property
+    def _rows(self) -> Value:
+        """Room for [tokens][first, second][256] float32."""
+        return self.lanes.allocate_vectors(self.tokens * _ROW_BYTES // VECTOR_BYTES)
+
+    @cached_property
+    def _sums(self) -> Value:
+        """Room for [blocks][tokens][16] float32."""
+        return self.lanes.allocate_vectors(self.blocks * self.tokens)
+
+    def emit(self) -> None:
+        """Emit it all."""
+        lanes, at = self.lanes, self.operands
+        size = lanes.int_constant(_PAIRS)
+        with lanes.loop(lanes.ceil_divide_int(at.vectors, size)) as part:
+            first = lanes.multiply_int(part, size)
+            count = lanes.min_int(lanes.subtract_int(at.vectors, first), size)
+            with lanes.loop(lanes.int_constant(self.tokens)) as token:
+                row = lanes.offset(lanes.offset(at.rows, token, at.rows_stride), first, 4)
+                self._widen(row, lanes.offset(self._rows, token, _ROW_BYTES), count)
+            with lanes.loop(lanes.int_constant(self.blocks)) as block:
+                self._add_columns(block, first, count)
+        with lanes.loop(lanes.int_constant(self.blocks * self.tokens)) as number:
+            tokens = lanes.int_constant(self.tokens)
+            block = lanes.divide_int(number, tokens)
+            self._write(block, lanes.subtract_int(number, lanes.multiply_int(block, tokens)))
+
+    def _widen(self, row: Value, out: Value, count: Value) -> None:
+        """Widen pairs of a token, sixteen at a time and then one by one."""
+        lanes = self.lanes
+        for begin, size in emit_tiles(lanes, count, (LANES, 1)):
+            pairs, place = lanes.offset(row, begin, 4), lanes.offset(out, begin, 4)
+            second = lanes.add_int(place, lanes.int_constant(_SIDE_BYTES))
+            load, store = (
+                (lanes.load_ints, lanes.store_floats)
+                if size > 1
+                else (lanes.broadcast_int, lanes.store_first_float)
+            )
+            for numbers, to in zip(self._split_pairs(load(pairs)), (place, second), strict=True):
+                store(numbers, to)
+
+    def _split_pairs(self, pairs: Value) -> tuple[Value, Value]:
+        """Return the first and the second numbers of pairs as float32."""
+        lanes = self.lanes
+        return lanes.bitcast_to_floats(lanes.shift_left(pairs, 16)), lanes.bitcast_to_floats(
+            lanes.mask_ints(pairs, HIGH_HALF)
+        )
+
+    def _add_columns(self, block: Value, first: Value, count: Value) -> None:
+        """Add some columns to the sums of a block."""
+        lanes, at = self.lanes, self.operands
+        places = [
+            self._sum_address(block, lanes.int_constant(token)) for token in range(self.tokens)
+        ]
+        starts = [
+            self._initial_sum(block, lanes.int_constant(token)) for token in range(self.tokens)
+        ]
+        begin = [
+            lanes.select_int(first, lanes.load_floats(place), start)
+            for place, start in zip(places, starts, strict=True)
+        ]
+        sums = [lanes.create_variable(start) for start in begin]
+        for each, start in zip(sums, begin, strict=True):
+            lanes.store_variable(start, each)
+        weights = lanes.offset(
+            lanes.offset(at.weights, block, at.weights_stride), first, VECTOR_BYTES
+        )
+        with lanes.loop(count) as vector:
+            stored = lanes.load_ints(lanes.offset(weights, vector, VECTOR_BYTES))
+            for side, numbers in enumerate(self._split_pairs(stored)):
+                for token, total in enumerate(sums):
+                    offset = lanes.int_constant(token * _ROW_BYTES + side * _SIDE_BYTES)
+                    number = lanes.broadcast_float(
+                        lanes.offset(lanes.add_int(self._rows, offset), vector, 4)
+                    )
+                    lanes.store_variable(
+                        lanes.fma(numbers, number, lanes.load_variable(total)), total
+                    )
+        for place, total in zip(places, sums, strict=True):
+            lanes.store_floats(lanes.load_variable(total), place)
+
+    def _initial_sum(self, block: Value, token: Value) -> Value:
+        """Return what a sum begins with."""
+        lanes = self.lanes
+        return (
+            lanes.load_floats(self._output_address(block, token))
+            if self.accumulates
+            else lanes.zero_floats()
+        )
+
+    def _write(self, block: Value, token: Value) -> None:
+        lanes, place = self.lanes, self._output_address(block, token)
+        total = lanes.load_floats(self._sum_address(block, token))
+        if not self.accumulates:
+            added = lanes.add_floats(lanes.load_floats(place), total)
+            total = lanes.select_int(self.operands.adds, added, total)
+        lanes.store_floats(total, place)
+
+    def _output_address(self, block: Value, token: Value) -> Value:
+        lanes, at = self.lanes, self.operands
+        return lanes.offset(lanes.offset(at.out, token, at.out_stride), block, VECTOR_BYTES)
+
+    def _sum_address(self, block: Value, token: Value) -> Value:
+        """Return where the sums of a block and a token wait."""
+        lanes = self.lanes
+        own = lanes.offset(self._sums, block, self.tokens * VECTOR_BYTES)
+        return lanes.offset(own, token, VECTOR_BYTES)

@@ -1,0 +1,462 @@
+"""The tile of every product: blocks of sixteen rows of a matrix times tokens, kept in registers.
+
+A sum of one row and one token has one accumulator and runs over the columns from first to last,
+whatever the tile: its bits do not depend on the rest of the batch. Integers are summed exactly
+within a group of columns, then scaled; so the instruction and its substitutes agree bit by bit, and
+a token on its own, which waits for memory, has several accumulators within a group.
+
+A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
+for the others. While a strip of floats is computed, each tile prefetches a block of the next one
+into that cache, or every strip would begin by waiting for memory; where there are enough tokens,
+there are tiles enough for all blocks.
+
+Where registers are narrow, a sum takes two or four of them, and a tile is one block.
+
+Some blocks of a matrix times tokens, four at a time as long as there are four.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic, register_jitable
+
+from expertctl.engine.kernels.bf16_tiles import HIGH_HALF, Bf16TileEmitter, TileOperands
+from expertctl.engine.kernels.jit import CpuFeatures, get_host_cpu
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme, VectorLayout
+from expertctl.engine.kernels.simd import (
+    VECTOR_BYTES,
+    SimdBuilder,
+    Value,
+    emit_even_tiles,
+    emit_tiles,
+)
+
+_SCHEMES = tuple(Scheme)
+_LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
+_NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
+"""Tokens of tiles where registers are narrow, the largest first: with integers, with floats."""
+_MIN_PREFETCH_TOKENS = 3
+"""The fewest tokens of a tile that prefetches for the next strip; fewer wait for memory."""
+_ACCUMULATORS = 4
+"""Accumulators of a token on its own within a group, so that no sum waits for the one before."""
+
+
+def scheme_code(scheme: Scheme) -> int:
+    """Return the constant by which compiled code names a scheme."""
+    return _SCHEMES.index(scheme)
+
+
+OPERANDS = len(TileOperands.__slots__)
+
+
+@intrinsic(prefer_literal=True)
+def gemm_panel(
+    _context: Any, code: Any, portable: Any, blocks: Any, accumulates: Any, *operands: Any
+) -> Any:
+    """Compute some blocks for all tokens; arguments are four constants, then the `TileOperands`.
+
+    ``plain`` not 0: without the instructions that only some processors have. ``goes_on`` not 0:
+    sums of floats begin with what is in ``out``.
+    """
+    constants = (code, portable, blocks, accumulates)
+    if not all(isinstance(each, types.IntegerLiteral) for each in constants):
+        raise RequireLiteralValue("the shape of a strip is a constant")
+    number, without, high, on = (each.literal_value for each in constants)
+    scheme, cpu = _SCHEMES[number], _select_cpu(bool(without))
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = [builder.extract_value(values[4], place) for place in range(OPERANDS)]
+        lanes, operands = SimdBuilder(builder), TileOperands(*found)
+        for turn, first, tokens in _emit_token_tiles(lanes, operands.tokens, high, scheme, cpu):
+            shape = _TileShape(scheme, high, tokens, cpu, accumulates=bool(on))
+            _emit_tokens(lanes, shape, operands.from_token(lanes, first), turn)
+        return context.get_dummy_value()
+
+    rest = types.StarArgTuple.from_types((types.int64,) * OPERANDS)
+    return types.void(*constants, rest), emit
+
+
+def _emit_token_tiles(
+    lanes: SimdBuilder, tokens: Value, blocks: int, scheme: Scheme, cpu: CpuFeatures
+) -> Iterator[tuple[Value, Value, int]]:
+    """Emit each tile in turn; yields its number, its first token, and how many it has.
+
+    Each reads the strip anew, so they are as few as registers allow; and of equal size, for a tile
+    of one or two tokens waits for its sums. But where tokens suffice for a tile for each block of
+    the next strip, there are as many. Tiles of integers, whose code is longer, have three sizes.
+    """
+    layout = scheme.layout
+    if cpu.has_512_bit_registers and not layout.is_grouped:
+        each = lanes.int_constant(blocks)
+        enough = lanes.divide_int(tokens, lanes.int_constant(_MIN_PREFETCH_TOKENS * blocks))
+        fetching = lanes.select_int(enough, each, lanes.int_constant(0))
+        several = lanes.max_int(
+            lanes.ceil_divide_int(tokens, lanes.int_constant(layout.tile_tokens)), fetching
+        )
+        yield from emit_even_tiles(lanes, tokens, parts=several, largest=layout.tile_tokens)
+        return
+    sizes = (
+        (layout.tile_tokens, 2, 1)
+        if cpu.has_512_bit_registers
+        else _NARROW_TOKENS[layout.is_grouped]
+    )
+    for first, size in emit_tiles(lanes, tokens, sizes):
+        yield lanes.divide_int(first, lanes.int_constant(size)), first, size
+
+
+def _next_panel_block(
+    lanes: SimdBuilder, blocks: int, operands: TileOperands, turn: Value
+) -> Value:
+    """Return where the block of the next strip that a tile prefetches begins; tiles take turns."""
+    several = lanes.int_constant(blocks)
+    whole = lanes.multiply_int(lanes.divide_int(turn, several), several)
+    block = lanes.add_int(several, lanes.subtract_int(turn, whole))
+    return lanes.offset(operands.weights, block, operands.weights_stride)
+
+
+def _emit_tokens(
+    lanes: SimdBuilder, shape: "_TileShape", operands: TileOperands, turn: Value
+) -> None:
+    """Emit the tile of some tokens, or one block after the other.
+
+    The latter where integers meet one token, for memory is faster when it is read in order than in
+    four places at once; and where the sums of more blocks would not stay in registers.
+    """
+    alone = shape.tokens == 1
+    if shape.scheme is Scheme.BFLOAT16 and not (alone or shape.cpu.has_512_bit_registers):
+        Bf16TileEmitter(lanes, shape.blocks, shape.tokens, operands, shape.accumulates).emit()
+        return
+    apart = shape.scheme.layout.is_grouped if alone else not shape.cpu.has_512_bit_registers
+    if apart:
+        spread = _ACCUMULATORS if alone else 1
+        with lanes.loop(lanes.int_constant(shape.blocks)) as block:
+            one = replace(shape, blocks=1, spread=spread)
+            _TileEmitter(lanes, one, operands.from_block(lanes, block)).emit()
+    else:
+        fetches = not shape.scheme.layout.is_grouped and shape.tokens >= _MIN_PREFETCH_TOKENS
+        ahead = _next_panel_block(lanes, shape.blocks, operands, turn) if fetches else None
+        _TileEmitter(lanes, shape, operands, ahead).emit()
+
+
+def _select_cpu(portable: bool) -> CpuFeatures:
+    return get_host_cpu().without_dot_instructions() if portable else get_host_cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class _TileShape:
+    scheme: Scheme
+    blocks: int
+    tokens: int
+    cpu: CpuFeatures
+    spread: int = 1
+    """Accumulators of one block and token within a group."""
+    accumulates: bool = False
+    """Whether sums begin with what is in ``out``."""
+
+
+class _TileEmitter:
+    """Emits one tile."""
+
+    def __init__(
+        self,
+        lanes: SimdBuilder,
+        shape: _TileShape,
+        operands: TileOperands,
+        ahead: Value | None = None,
+    ) -> None:
+        self._lanes, self._shape, self._at, self._ahead = lanes, shape, operands, ahead
+        self._layout: VectorLayout = shape.scheme.layout
+        self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
+        self._parts = self._layout.columns // 4
+        self._in_ints = shape.cpu.byte_dot or shape.cpu.short_dot
+
+    def emit(self) -> None:
+        lanes = self._lanes
+        sums = [
+            [lanes.create_variable(self._initial_sum(b, t)) for t in self._tokens]
+            for b in self._blocks
+        ]
+        if self._layout.is_grouped:
+            self._sum_groups(sums)
+        else:
+            with lanes.loop(self._at.vectors) as vector:
+                self._add_vector(vector, sums)
+        self._store_sums(sums)
+
+    def _initial_sum(self, block: int, token: int) -> Value:
+        """Return what a sum begins with."""
+        goes_on, lanes = self._shape.accumulates, self._lanes
+        return (
+            lanes.load_floats(self._output_address(block, token))
+            if goes_on
+            else lanes.zero_floats()
+        )
+
+    def _create_variables(self, start: Callable[[int], Value]) -> list[list[Value]]:
+        """Return a variable per block and token."""
+        return [[self._lanes.create_variable(start(t)) for t in self._tokens] for _ in self._blocks]
+
+    def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
+        lanes, add = self._lanes, self._select_product()
+        load = lanes.broadcast_float if self._shape.scheme in FLOAT_SCHEMES else lanes.broadcast_int
+        weights = [self._load_weights(vector, block) for block in self._blocks]
+        if self._ahead is not None:
+            lanes.prefetch(lanes.offset(self._ahead, vector, self._layout.vector_bytes), cache=2)
+        for token in self._tokens:
+            row = load(self._row_address(vector, token))
+            for block in self._blocks:
+                place = sums[block][token]
+                lanes.store_variable(add(lanes.load_variable(place), weights[block], row), place)
+
+    def _select_product(self) -> Callable[[Value, Value, Value], Value]:
+        if self._shape.scheme in FLOAT_SCHEMES:
+            return lambda total, weights, row: self._lanes.fma(weights, row, total)
+        return self._lanes.bf16_dot if self._shape.cpu.bf16_dot else self._add_bf16_products
+
+    def _add_bf16_products(self, total: Value, weights: Value, row: Value) -> Value:
+        """Add two products of bfloat16, which are the upper halves of float32."""
+        lanes = self._lanes
+        for column in (
+            lambda pair: lanes.shift_left(pair, 16),
+            lambda pair: lanes.mask_ints(pair, HIGH_HALF),
+        ):
+            total = lanes.fma(
+                lanes.bitcast_to_floats(column(weights)),
+                lanes.bitcast_to_floats(column(row)),
+                total,
+            )
+        return total
+
+    def _sum_groups(self, sums: list[list[Value]]) -> None:
+        lanes, shape = self._lanes, self._shape
+        per_group = lanes.int_constant(GROUP_SIZE // self._layout.columns)
+        none = self._initial_total(lanes.int_constant(0), 0)
+        totals = [self._create_variables(lambda _: none) for _ in range(shape.spread)]
+        at_once = (shape.spread // self._parts, 1) if shape.spread > 1 else (1,)
+        with lanes.loop(lanes.ceil_divide_int(self._at.vectors, per_group)) as group:
+            first = lanes.multiply_int(group, per_group)
+            self._reset_totals(group, totals)
+            left = lanes.subtract_int(self._at.vectors, first)
+            for begin, count in emit_tiles(lanes, lanes.min_int(per_group, left), at_once):
+                for number in range(count):
+                    vector = lanes.add_int(lanes.add_int(first, begin), lanes.int_constant(number))
+                    self._add_bytes(vector, totals[number * self._parts :])
+            self._merge_totals(totals)
+            self._add_group(group, totals[0], sums)
+
+    def _reset_totals(self, group: Value, totals: list[list[list[Value]]]) -> None:
+        lanes = self._lanes
+        starts = [self._initial_total(group, token) for token in self._tokens]
+        none = lanes.zero_ints() if self._in_ints else lanes.zero_floats()
+        for number, some in enumerate(totals):
+            for column in some:
+                for token in self._tokens:
+                    lanes.store_variable(none if number else starts[token], column[token])
+
+    def _initial_total(self, group: Value, token: int) -> Value:
+        """Begin below 0 by what the zero of the weights will add."""
+        place = self._group_address(self._at.row_sums, group, token)
+        start = self._lanes.scale_ints(self._lanes.broadcast_int(place), -self._layout.zero_point)
+        return start if self._in_ints else self._lanes.convert_to_floats(start)
+
+    def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
+        """Add one vector of each block: its parts, to the totals in turn."""
+        lanes = self._lanes
+        add = self._select_byte_product()
+        stored = [self._load_weights(vector, block) for block in self._blocks]
+        for part in range(self._parts):
+            places = [self._row_address(vector, token) for token in self._tokens]
+            rows = [
+                lanes.broadcast_int(lanes.add_int(p, lanes.int_constant(4 * part))) for p in places
+            ]
+            for block in self._blocks:
+                weights = self._extract_bytes(stored[block], part)
+                for token in self._tokens:
+                    place = totals[part % len(totals)][block][token]
+                    lanes.store_variable(
+                        add(lanes.load_variable(place), weights, rows[token]), place
+                    )
+
+    def _merge_totals(self, totals: list[list[list[Value]]]) -> None:
+        """Add the other totals to the first, exactly."""
+        lanes = self._lanes
+        add = lanes.add_ints if self._in_ints else lanes.add_floats
+        for some in totals[1:]:
+            for column, other in zip(totals[0], some, strict=True):
+                for place, more in zip(column, other, strict=True):
+                    lanes.store_variable(
+                        add(lanes.load_variable(place), lanes.load_variable(more)), place
+                    )
+
+    def _extract_bytes(self, stored: Value, part: int) -> Value:
+        """Return four columns as bytes: int4 keeps four in the low nibbles, four in the high."""
+        if self._shape.scheme is Scheme.INT8:
+            return stored
+        return self._lanes.mask_ints(self._lanes.shift_right(stored, 4 * part), _LOW_NIBBLES)
+
+    def _select_byte_product(self) -> Callable[[Value, Value, Value], Value]:
+        """Return what adds four products of bytes to each lane: int32, or float32 as exactly."""
+        if self._shape.cpu.byte_dot:
+            return self._lanes.byte_dot
+        if not self._shape.cpu.short_dot:
+            return self._add_byte_products
+        return (
+            self._add_int16_products
+            if self._shape.scheme is Scheme.INT8
+            else self._lanes.small_byte_dot
+        )
+
+    def _add_int16_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Add the products of even bytes, then those of odd ones: pairs may not fit into int16."""
+        lanes = self._lanes
+        even = lanes.shift_right_shorts(lanes.shift_left_shorts(signed, 8), 8, signed=True)
+        odd = lanes.shift_right_shorts(signed, 8, signed=True)
+        total = lanes.short_dot(total, lanes.mask_ints(unsigned, _EVEN_BYTES), even)
+        return lanes.short_dot(total, lanes.shift_right_shorts(unsigned, 8), odd)
+
+    def _add_byte_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Add four products byte by byte, in float32, which holds a group's sum exactly."""
+        lanes = self._lanes
+        for byte in range(4):
+            weight = lanes.mask_ints(lanes.shift_right(unsigned, 8 * byte), 0xFF)
+            row = lanes.shift_right(lanes.shift_left(signed, 24 - 8 * byte), 24, signed=True)
+            total = lanes.fma(lanes.convert_to_floats(weight), lanes.convert_to_floats(row), total)
+        return total
+
+    def _add_group(self, group: Value, totals: list[list[Value]], sums: list[list[Value]]) -> None:
+        lanes = self._lanes
+        places = [self._group_address(self._at.row_scales, group, token) for token in self._tokens]
+        rows = [lanes.broadcast_float(place) for place in places]
+        for block in self._blocks:
+            scales = lanes.offset(
+                self._at.scales, lanes.int_constant(block), self._at.scales_stride
+            )
+            scale = lanes.load_floats(lanes.offset(scales, group, VECTOR_BYTES))
+            for token in self._tokens:
+                total = lanes.load_variable(totals[block][token])
+                exact = lanes.convert_to_floats(total) if self._in_ints else total
+                place = sums[block][token]
+                worth = lanes.multiply_floats(scale, rows[token])
+                lanes.store_variable(lanes.fma(exact, worth, lanes.load_variable(place)), place)
+
+    def _load_weights(self, vector: Value, block: int) -> Value:
+        lanes = self._lanes
+        first = lanes.offset(self._at.weights, lanes.int_constant(block), self._at.weights_stride)
+        place = lanes.offset(first, vector, self._layout.vector_bytes)
+        if self._shape.scheme is Scheme.FLOAT16:
+            return lanes.load_halves(place)
+        return (
+            lanes.load_floats(place)
+            if self._shape.scheme is Scheme.FLOAT32
+            else lanes.load_ints(place)
+        )
+
+    def _row_address(self, vector: Value, token: int) -> Value:
+        lanes = self._lanes
+        first = lanes.offset(self._at.rows, lanes.int_constant(token), self._at.rows_stride)
+        return lanes.offset(first, vector, self._layout.columns * self._layout.row_bytes)
+
+    def _group_address(self, numbers: Value, group: Value, token: int) -> Value:
+        lanes = self._lanes
+        return lanes.offset(
+            lanes.offset(numbers, lanes.int_constant(token), self._at.groups_stride), group, 4
+        )
+
+    def _store_sums(self, sums: list[list[Value]]) -> None:
+        lanes = self._lanes
+        for token in self._tokens:
+            for block in self._blocks:
+                place, total = (
+                    self._output_address(block, token),
+                    lanes.load_variable(sums[block][token]),
+                )
+                if not self._shape.accumulates:
+                    added = lanes.add_floats(lanes.load_floats(place), total)
+                    total = lanes.select_int(self._at.adds, added, total)
+                lanes.store_floats(total, place)
+
+    def _output_address(self, block: int, token: int) -> Value:
+        lanes = self._lanes
+        row = lanes.offset(self._at.out, lanes.int_constant(token), self._at.out_stride)
+        return lanes.offset(row, lanes.int_constant(block), VECTOR_BYTES)
+
+
+PANEL_BLOCKS = 4
+"""Blocks whose rows are multiplied at once."""
+
+
+@cache
+def gemm_blocks_function(scheme: Scheme, *, portable: bool) -> Any:
+    """Return what computes blocks of matrices of a scheme, for compiled code.
+
+    ``has_512_bit_registers`` is the bytes from the scales of one token to those of the next; ``adds`` not 0: add to
+    what is in ``out``.
+    """
+    code, simple, vector_bytes = scheme_code(scheme), int(portable), scheme.layout.vector_bytes
+
+    @register_jitable
+    def strips(
+        data: Any, scales: Any, block: Any, end: Any, vectors: Any, groups: Any,
+        rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
+        out: Any, out_stride: Any, tokens: Any, adds: Any,
+    ) -> None:  # fmt: skip # pragma: no cover - compiled
+        high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
+        while block + PANEL_BLOCKS <= end:
+            gemm_panel(
+                code, simple, PANEL_BLOCKS, 0,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += PANEL_BLOCKS
+        while block < end:
+            gemm_panel(
+                code, simple, 1, 0,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += 1
+
+    return strips
+
+
+@cache
+def gemm_panel_function(scheme: Scheme, *, portable: bool, accumulates: bool = False) -> Any:
+    """Return what computes the first blocks of a matrix, or of some columns of it.
+
+    Where it ``goes_on``, each sum begins with what is in ``out``, from the columns before.
+    ``high`` and ``high_scales`` are the bytes from a block to the next; ``vectors`` are those of
+    the columns. The others are those of `gemm_blocks_function`.
+    """
+    code, simple, on = scheme_code(scheme), int(portable), int(accumulates)
+
+    @register_jitable
+    def spans(
+        data: Any, high: Any, scales: Any, high_scales: Any, blocks: Any, vectors: Any,
+        rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
+        out: Any, out_stride: Any, tokens: Any, adds: Any,
+    ) -> None:  # fmt: skip # pragma: no cover - compiled
+        block = 0
+        while block + PANEL_BLOCKS <= blocks:
+            gemm_panel(
+                code, simple, PANEL_BLOCKS, on,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += PANEL_BLOCKS
+        while block < blocks:
+            gemm_panel(
+                code, simple, 1, on,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += 1
+
+    return spans

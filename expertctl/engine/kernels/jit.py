@@ -1,0 +1,443 @@
+"""The features of the processor for which the kernels have paths of their own.
+
+Compiled code on disk: made once for a machine and these sources, then only loaded.
+
+What is kept is loaded as code, by numba with pickle. So it lies in folders that belong to this user
+and that no other user may write; where that is not so, nothing is read or kept. A folder is named
+after all that its content depends on: the sources of every kernel (numba looks at one file only),
+numba, llvmlite, Python and the processor. Compiled code belongs to the process; so does this state.
+
+A kernel: compiled code that does a range of an operation's items, called by its address.
+
+Its three int64 are the first item, the one after the last, and the address of its arguments.
+An item is always computed by one worker in one order, so which worker that is changes no bit of a
+result. Compiled code is kept on disk where `use_kernel_cache` said.
+
+A program: what is computed, in order, on memory that is there before and stays after.
+
+It is the execution plan of one base, one plan of experts and one size of batch. Running it
+allocates nothing; runs differ only in the contents of its inputs.
+"""
+
+import hashlib
+import itertools
+import os
+import pickle
+import platform
+import re
+import secrets
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llvmlite
+import numba
+import numpy as np
+from filelock import FileLock
+from llvmlite import binding
+from numba import types
+from numba.core.bytecode import FunctionIdentity
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.codegen import get_host_cpu_features
+from numba.core.sigutils import normalize_signature
+
+from expertctl.files import make_folders
+from expertctl.messages import Notify, ignore_notification
+from expertctl.settings import Home
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """A processor by the instructions that matter and the width of its registers.
+
+    Everything else is generic vectors of sixteen lanes, which LLVM lowers to what is there.
+    """
+
+    name: str
+    bf16_dot: bool
+    """``vdpbf16ps``: thirty-two bfloat16 products summed to sixteen float32."""
+    byte_dot: bool
+    """``vpdpbusd``: sixty-four byte products summed to sixteen int32."""
+    short_dot: bool
+    """``vpmaddwd``: sixteen products of int16 summed to eight int32, and the same of bytes."""
+    has_512_bit_registers: bool
+    """Thirty-two registers of 64 bytes."""
+    has_float16: bool
+    """float32 to float16 and back."""
+
+    def without_dot_instructions(self) -> "CpuFeatures":
+        """Return the same processor as if it had no dot instruction."""
+        return replace(self, bf16_dot=False, byte_dot=False, short_dot=False)
+
+
+@cache
+def get_host_cpu() -> CpuFeatures:
+    """Return the processor that numba compiles for: this machine's, or the one it was told."""
+    features = get_compiled_features()
+    wide = {"avx512f", "avx512bw", "avx512vl"} <= features
+    return CpuFeatures(
+        name=numba.config.CPU_NAME or binding.get_host_cpu_name(),
+        bf16_dot=wide and "avx512bf16" in features,
+        byte_dot=wide and "avx512vnni" in features,
+        short_dot="avx2" in features,
+        has_512_bit_registers=wide,
+        has_float16=_supports_float16(features, platform.machine().lower()),
+    )
+
+
+def get_compiled_features() -> frozenset[str]:
+    """Return the features that code is compiled for.
+
+    If ``NUMBA_CPU_FEATURES`` is set, only those that it names, whatever the processor's name says.
+    """
+    told = numba.config.CPU_FEATURES
+    listed = get_host_cpu_features() if told is None else told
+    there: dict[str, bool] = {}
+    for feature in filter(None, (each.strip() for each in listed.split(","))):
+        there[feature.lstrip("+-")] = not feature.startswith("-")
+    return frozenset(name for name, has in there.items() if has)
+
+
+def _supports_float16(features: frozenset[str], machine: str) -> bool:
+    """AArch64 always has it; elsewhere a feature must say so. Integers are always right."""
+    if machine in {"aarch64", "arm64"}:
+        return True
+    return "avx512f" in features or {"avx", "f16c"} <= features
+
+
+def cpu_model_name() -> str:
+    """Return the name under which the processor is sold, as far as the system says it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or sys.platform)
+
+
+COMPILING = "compiling kernels for this machine; later runs of this kind load them"
+COMPILING_MORE = "compiling kernels for another dtype or way of running; later runs load them"
+COMPILING_WITHOUT_CACHE = (
+    "compiling kernels; they are not kept: the home is not yours alone to write"
+)
+COMPILING_WITH_UNKNOWN_NUMBA = (
+    "compiling kernels; they are not kept: this numba is newer than what is known"
+)
+
+Code = TypeVar("Code")
+
+_LOCK_TIMEOUT = 60.0
+"""Seconds to wait for another process that compiles the same."""
+_NUMBER_BITS = 100
+"""Bits of the number that functions are counted from: no two processes collide."""
+_UNUSED_DAYS = 30
+"""After so many days without use the code of another version is removed."""
+_NAME = re.compile(r"[0-9a-f]{32}")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_CACHE_ERRORS = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    ValueError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    TypeError,
+)
+"""What numba and pickle raise for a file with other bytes than were kept, or for a full disk."""
+
+
+@dataclass(slots=True)
+class _CacheState:
+    """Where this process keeps code, and whether `tell` was told that it takes a while."""
+
+    folder: Path | None = None
+    notify: Notify = ignore_notification
+    notified: bool = True
+    check: Callable[[], None] | None = None
+
+
+_CACHE = _CacheState()
+_LOCK = threading.RLock()
+
+
+def use_kernel_cache(
+    home: Home, *, notify: Notify = ignore_notification, check: Callable[[], None] | None = None
+) -> Path | None:
+    """Keep below a home what is compiled from now on; return where, None if it is not safe there.
+
+    ``tell`` gets a sentence, once, when something has to be compiled. ``check`` is called before
+    each kernel is compiled or loaded; what it raises is raised there.
+    """
+    with _LOCK:
+        folder = _CACHE.folder = _prepare_folder(home)
+        _CACHE.notify, _CACHE.notified, _CACHE.check = notify, False, check
+        if folder is not None:
+            _remove_stale_folders(folder)
+        return folder
+
+
+def load_or_compile(name: str, compile_code: Callable[[bool], Code]) -> Code:
+    """Return what a function compiles, loaded if it was kept.
+
+    The function gets what it has to pass to numba as ``cache``, and must name every signature.
+    """
+    with _LOCK:
+        if _CACHE.check is not None:
+            _CACHE.check()
+        folder, are_apart = _CACHE.folder, _number_functions_uniquely()
+        if folder is None or not are_apart:
+            _notify_once(
+                COMPILING_WITHOUT_CACHE if folder is None else COMPILING_WITH_UNKNOWN_NUMBA
+            )
+            return compile_code(False)
+        try:
+            with FileLock(folder.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600):
+                return _load_or_compile_locked(name, compile_code, folder)
+        except OSError:  # a stuck process holds the lock, or the folder is gone
+            return compile_code(False)
+
+
+def _number_functions_uniquely() -> bool:
+    """Number the functions that are compiled from here on as no other process does.
+
+    numba tells functions of one name apart by a count that begins at one in each process, and what
+    is loaded calls the first function of a name and number (numba issue 10486). So a kernel that
+    one process kept would call what another kept, for a scheme that is not its own. Where numba
+    counts in another way, as no known version does, nothing may be kept: return False.
+    """
+    first = secrets.randbits(_NUMBER_BITS)
+    FunctionIdentity._unique_ids = itertools.count(first)
+    return bool(FunctionIdentity.from_function(_number_functions_uniquely).unique_id == first)
+
+
+def _load_or_compile_locked(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:
+    """Load, or compile and keep; alone, for numba numbers its files as if no other process did."""
+    mark = folder / f"{name}.kept"
+    if not mark.exists():
+        _notify_once(COMPILING_MORE if any(folder.glob("*.kept")) else COMPILING)
+    try:
+        with _numba_cache_folder(folder):
+            code = compile_code(True)
+        mark.touch(mode=0o600)
+    except _CACHE_ERRORS:
+        # A full disk, or a file that a power cut left empty: the next process starts anew.
+        shutil.rmtree(folder, ignore_errors=True)
+        _CACHE.folder = None
+        return compile_code(False)
+    return code
+
+
+def _notify_once(sentence: str) -> None:
+    if not _CACHE.notified:
+        _CACHE.notified = True
+        _CACHE.notify(sentence)
+
+
+@contextmanager
+def _numba_cache_folder(folder: Path) -> Iterator[None]:
+    """Point numba there and nowhere else, then back: other libraries use it too."""
+    ours = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    before = {name: getattr(numba.config, name, "") for name in ours}
+    vars(numba.config).update(ours)
+    try:
+        yield
+    finally:
+        vars(numba.config).update(before)
+
+
+def _prepare_folder(home: Home) -> Path | None:
+    """Return the folder of these sources, made if need be, if it and those above are ours alone."""
+    if not hasattr(os, "geteuid"):  # pragma: no cover - who may write a folder is not known there
+        return None
+    folder = home.kernels / _cache_key()
+    try:
+        make_folders(folder, mode=0o700)
+        above = (home.root.resolve(), home.kernels, folder)
+        return folder if all(_is_private(each) for each in above) else None
+    except OSError:
+        return None
+
+
+def _remove_stale_folders(current: Path) -> None:
+    """Remove folders of other versions, or other processors, that were not used for a while."""
+    oldest = time.time() - _UNUSED_DAYS * 86_400
+    for folder in sorted(current.parent.iterdir()):
+        if folder == current or not _NAME.fullmatch(folder.name):
+            continue
+        try:
+            if _is_private(folder) and _last_use_time(folder) < oldest:
+                with FileLock(folder.with_suffix(".lock"), timeout=0, mode=0o600):
+                    shutil.rmtree(folder)
+                folder.with_suffix(".lock").unlink(missing_ok=True)
+        except OSError:
+            continue  # another process uses it or removes it, or it cannot be removed
+
+
+def _last_use_time(folder: Path) -> float:
+    """Return when something of it was last loaded or kept; loading touches a mark."""
+    return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def _is_private(folder: Path) -> bool:
+    """Tell whether only this user may put files there; a link may be changed later."""
+    found = folder.lstat()
+    is_folder = stat.S_ISDIR(found.st_mode)
+    return is_folder and found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _cache_key() -> str:
+    digest = _SOURCES.copy()
+    features = sorted(get_compiled_features())
+    versions = (
+        numba.__version__,
+        llvmlite.__version__,
+        sys.version,
+        get_host_cpu().name,
+        *features,
+    )
+    digest.update("\n".join(versions).encode())
+    return digest.hexdigest()[:32]
+
+
+def _hash_sources() -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest
+
+
+_SOURCES = _hash_sources()
+"""As they are at import: a process whose files are updated while it runs still compiles these."""
+
+
+KernelFunction = Callable[[int, int, int], None]
+
+_SIGNATURE = types.void(types.int64, types.int64, types.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """Compiled code, alive as long as this is."""
+
+    name: str
+    address: int
+    _code: Any
+
+    def __call__(self, first: int, last: int, arguments: int) -> None:
+        """Do some items now, on this thread; the interpreter is free meanwhile."""
+        self._code.ctypes(first, last, arguments)
+
+
+def compile_kernel(name: str, function: KernelFunction) -> Kernel:
+    """Compile a function, or load what an earlier process compiled.
+
+    The name is that of this code alone: two kernels that differ have different names.
+    """
+    code = load_or_compile(name, lambda cache: _compile_cfunc(name, function, cache=cache))
+    return Kernel(name, code.address, code)
+
+
+def _compile_cfunc(name: str, function: KernelFunction, *, cache: bool) -> Any:
+    """Do what `numba.cfunc` does, but find kept code by the name of the kernel."""
+    code: Any = CFunc(function, normalize_signature(_SIGNATURE), locals={}, options={})
+    if cache:
+        code._cache = _NamedFunctionCache(function, name)
+    code.compile()
+    return code
+
+
+class _NamedFunctionCache(FunctionCache):
+    """Kept code of one kernel.
+
+    numba looks for a function by a hash of all that it closes over. Functions and intrinsics among
+    that have a random number in each process, so a kernel made of others would never be found. The
+    folder already stands for all sources (`compiled`).
+    """
+
+    def __init__(self, function: KernelFunction, name: str) -> None:
+        super().__init__(function)
+        self._name_of_kernel = name
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return sig, codegen.magic_tuple(), self._name_of_kernel
+
+
+AnyArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """``table`` int64 [operations, 4]: kernel, arguments, address of the items, portion.
+
+    What its addresses point to lives as long as this, so a crew is given this, not the table.
+    """
+
+    table: AnyArray
+    names: tuple[str, ...]
+    """What each operation is called, for telemetry."""
+    places: tuple[str, ...]
+    """What each operation is a part of."""
+    _kept: tuple[object, ...]
+    """What the addresses in the table point into."""
+
+    def slice_operations(self, begin: int, end: int) -> "Program":
+        """Return some of its operations as a program."""
+        names, places = self.names[begin:end], self.places[begin:end]
+        return Program(self.table[begin:end], names, places, self._kept)
+
+
+class ProgramBuilder:
+    """Collects operations and keeps alive what they point to."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._names: list[str] = []
+        self._places: list[str] = []
+        self._kept: list[object] = []
+        self._place = ""
+
+    def set_place(self, place: str) -> None:
+        """Say what the operations that follow are a part of."""
+        self._place = place
+
+    def add(
+        self,
+        kernel: Kernel,
+        arguments: AnyArray,
+        items: AnyArray | int,
+        *,
+        portion: int = 1,
+        part: str = "",
+    ) -> None:
+        """Add an operation; ``items`` may be an int64 [1] that is read at each run.
+
+        ``part`` says what it is in the place where it stands.
+        """
+        counted = np.array([items], np.int64) if isinstance(items, int) else items
+        self._rows.append(
+            (kernel.address, arguments.ctypes.data, counted.ctypes.data, max(portion, 1))
+        )
+        self._names.append(kernel.name)
+        self._places.append(f"{self._place}.{part}" if part else self._place)
+        self.keep_alive(kernel, arguments, counted)
+
+    def keep_alive(self, *objects: object) -> None:
+        """Keep what arguments point to, as long as the program."""
+        self._kept.extend(objects)
+
+    def build(self) -> Program:
+        """Return the program, and begin another with nothing."""
+        table = np.array(self._rows, np.int64).reshape(len(self._rows), 4)
+        built = Program(table, tuple(self._names), tuple(self._places), tuple(self._kept))
+        self._rows, self._names, self._places, self._kept = [], [], [], []
+        return built

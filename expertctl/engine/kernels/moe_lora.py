@@ -1,0 +1,402 @@
+"""Factors of inputs, outputs and biases, where each row of a batch has those of its own plan.
+
+What plans change in the products of routed experts: each position has what its token's plan has.
+
+Records of routed experts follow one another in a plan's table: those of a layer's experts in the
+order of their numbers, each with its gate, its up and its down. A batch table for them points to
+the first of all, and has only the plans that change routed experts.
+
+Positions of an expert lie together and their tokens ascend, so rows that share a plan share its
+matrices. The tile is that of every product and rows are always taken by groups of columns, so a
+row's bits do not depend on other rows. Between A and B everything is on the stack.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from expertctl.engine.kernels.gemm import gemm_panel_function
+from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.lora import (
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    SCALES_OFFSET,
+    find_row_plan,
+)
+from expertctl.engine.kernels.memory import (
+    allocate_stack_floats,
+    array_address,
+    encode_operands,
+    float32_view,
+    int8_view,
+    int64_view,
+    load_int64s,
+    row_address,
+)
+from expertctl.engine.kernels.moe_routing import MoePermutation
+from expertctl.engine.kernels.packed_format import FLOAT_SCHEMES, GROUP_SIZE, Scheme
+from expertctl.engine.kernels.quantisation import quantise_row, round_row
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+
+AnyArray = np.ndarray[Any, Any]
+
+
+@cache
+def input_scale_kernel() -> Kernel:
+    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u; items are rows."""
+    return compile_kernel("scale", _scale_input_rows)
+
+
+def input_scale_arguments(
+    *, batch: AnyArray, module: int, rows: AnyArray, out: AnyArray
+) -> AnyArray:
+    """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` as wide at least."""
+    return encode_operands(
+        array_address(batch, np.int64), module, *row_address(rows), *row_address(out), out.shape[1]
+    )
+
+
+def _scale_input_rows(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    batch, module, rows, stride, outs, out_stride, width = load_int64s(arguments, 7)
+    for item in range(first, last):
+        row = float32_view(rows + item * stride, width)
+        out = float32_view(outs + item * out_stride, width)
+        plan = find_row_plan(batch, item)
+        factors = 0
+        if plan != 0:
+            factors = load_int64s(plan + module * RECORD_BYTES + SCALES_OFFSET, 3)[0]
+        write_scaled_row(row, factors, out, 0, width)
+
+
+@register_jitable
+def write_scaled_row(
+    row: Any, factors: Any, out: Any, adds: Any, width: Any
+) -> None:  # pragma: no cover - compiled
+    """Write, or add, a row times its factors if there are any, in compiled code."""
+    if factors != 0:
+        scale = float32_view(factors, width)
+        if adds != 0:
+            for k in range(width):
+                out[k] += row[k] * scale[k]
+        else:
+            for k in range(width):
+                out[k] = row[k] * scale[k]
+    elif adds != 0:
+        for k in range(width):
+            out[k] += row[k]
+    else:
+        for k in range(width):
+            out[k] = row[k]
+
+
+@cache
+def output_scale_kernel() -> Kernel:
+    """Return the kernel of ``out = d * x + e * b`` or ``out += d * x``, ``+= e * b``.
+
+    Items are rows. What a plan does not have is neutral, and b may be missing.
+    """
+    return compile_kernel("settle", _scale_output_rows)
+
+
+def output_scale_arguments(
+    *,
+    batch: AnyArray,
+    module: int,
+    rows: AnyArray,
+    bias: AnyArray | None,
+    out: AnyArray,
+    width: int,
+    adds: bool,
+) -> AnyArray:
+    """Return its arguments; both are float32 [rows, at least width], ``out`` may be ``rows``."""
+    return encode_operands(
+        array_address(batch, np.int64),
+        module,
+        *row_address(rows),
+        array_address(bias),
+        *row_address(out),
+        width,
+        adds,
+    )
+
+
+def _scale_output_rows(
+    first: int, last: int, arguments: int
+) -> None:  # pragma: no cover - compiled
+    batch, module, rows, stride, biases, outs, out_stride, width, adds = load_int64s(arguments, 9)
+    for item in range(first, last):
+        row = float32_view(rows + item * stride, width)
+        out = float32_view(outs + item * out_stride, width)
+        plan = find_row_plan(batch, item)
+        scales, shares = 0, 0
+        if plan != 0:
+            _, scales, shares = load_int64s(plan + module * RECORD_BYTES + SCALES_OFFSET, 3)
+        write_scaled_row(row, scales, out, adds, width)
+        if biases != 0:
+            write_scaled_row(float32_view(biases, width), shares, out, 1, width)
+
+
+EXPERT_MODULES = 3
+"""Records of an expert."""
+GATE, DOWN = 0, 2
+"""Which of them are those of gate and of down; that of up follows gate's."""
+_EXPERT_BYTES = EXPERT_MODULES * RECORD_BYTES
+_ROWS_PER_PASS = 24
+"""Rows of one expert and plan that are on the stack; whole tiles."""
+_SCRATCH_FLOATS = _ROWS_PER_PASS * GROUP_SIZE
+_ADDRESS_WORDS = 2 * _ROWS_PER_PASS
+"""In float32: room for their addresses."""
+_SCRATCH_ROW_BYTES = GROUP_SIZE * 4
+"""Bytes from one row to the next on the stack."""
+_BLOCKS_PER_PASS = GROUP_SIZE // LANES
+
+
+@cache
+def moe_lora_kernel(scheme: Scheme, *, portable: bool = False) -> Kernel:
+    """Return the kernel of ``out = d * out + B (A x)``, with what a position's plan has.
+
+    Items are positions; there may be more of them than the order has. ``plain`` keeps to what every
+    processor has.
+    """
+    name = f"routed delta {scheme.value}{' plainly' * portable}"
+    return compile_kernel(name, _moe_lora_function(scheme, portable=portable))
+
+
+def moe_lora_arguments(
+    *,
+    scheme: Scheme,
+    batch: AnyArray,
+    order: MoePermutation,
+    top_k: int,
+    layer: int,
+    first: int,
+    modules: int,
+    width: int,
+    rows: AnyArray,
+    by_token: bool,
+    out: AnyArray,
+) -> AnyArray:
+    """Return its arguments.
+
+    ``layer`` counts routed layers; so many modules from the ``first`` share rows, and write
+    ``width`` columns each, side by side. ``rows`` are float32, one per token or, where not
+    ``of_tokens``, one per position; ``out`` is float32 [positions, at least blocks * 16].
+    """
+    columns = rows.shape[1]
+    assert modules == 1 or width % LANES == 0
+    assert out.shape[1] >= modules * -(-width // LANES) * LANES
+    return encode_operands(
+        *_list_position_operands(batch, order, top_k, layer, first),
+        modules,
+        *row_address(rows),
+        top_k if by_token else 0,
+        columns,
+        scheme.layout.count_vectors(columns),
+        scheme.layout.count_groups(columns),
+        *row_address(out),
+        width,
+    )
+
+
+@cache
+def moe_input_scale_kernel() -> Kernel:
+    """Return the kernel of ``out = u * x``, or of a copy where a plan has no u.
+
+    Items are positions, as above.
+    """
+    return compile_kernel("routed scale", _scale_positions)
+
+
+def moe_input_scale_arguments(
+    *,
+    batch: AnyArray,
+    order: MoePermutation,
+    top_k: int,
+    layer: int,
+    module: int,
+    rows: AnyArray,
+    out: AnyArray,
+) -> AnyArray:
+    """Return its arguments; both are float32 [positions, columns]."""
+    assert rows.shape == out.shape
+    return encode_operands(
+        *_list_position_operands(batch, order, top_k, layer, module),
+        *row_address(rows),
+        *row_address(out),
+        out.shape[1],
+    )
+
+
+def _list_position_operands(
+    batch: AnyArray, order: MoePermutation, top_k: int, layer: int, module: int
+) -> tuple[int, ...]:
+    """Return the arguments that both kernels have."""
+    record = EXPERT_MODULES * layer * order.expert_count + module
+    return (
+        array_address(batch, np.int64),
+        array_address(order.active, np.int64),
+        array_address(order.active_count, np.int64),
+        array_address(order.offsets, np.int64),
+        array_address(order.sources, np.int64),
+        top_k,
+        record * RECORD_BYTES,
+    )
+
+
+def _moe_lora_function(scheme: Scheme, *, portable: bool) -> KernelFunction:
+    add = _make_add_lora(scheme, portable=portable)
+
+    def delta(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+        (
+            batch, active, actives, begins, sources, used, records,
+            modules, rows, stride, of_tokens, columns, vectors, groups, out, out_stride, width,
+        ) = load_int64s(arguments, 17)  # fmt: skip
+        places = allocate_stack_floats(_ADDRESS_WORDS)
+        for number in range(load_int64s(actives, 1)[0]):
+            expert = load_int64s(active + number * 8, 1)[0]
+            begin, end = load_int64s(begins + expert * 8, 2)
+            begin, end = max(begin, first), min(end, last)
+            while begin < end:
+                above = min(end, begin + _ROWS_PER_PASS)
+                plan, count = _find_plan_run(batch, sources, used, begin, above)
+                if plan != 0:
+                    _find_row_addresses(places, rows, stride, sources, of_tokens, begin, count)
+                    for module in range(modules):
+                        add(
+                            plan + records + expert * _EXPERT_BYTES + module * RECORD_BYTES,
+                            places, count, columns, vectors, groups,
+                            out + begin * out_stride + module * width * 4, out_stride, width,
+                        )  # fmt: skip
+                begin += count
+
+    return delta
+
+
+def _scale_positions(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    (
+        batch, active, actives, begins, sources, used, records,
+        rows, stride, out, out_stride, width,
+    ) = load_int64s(arguments, 12)  # fmt: skip
+    for number in range(load_int64s(actives, 1)[0]):
+        expert = load_int64s(active + number * 8, 1)[0]
+        begin, end = load_int64s(begins + expert * 8, 2)
+        for position in range(max(begin, first), min(end, last)):
+            plan, _ = _find_plan_run(batch, sources, used, position, position + 1)
+            factors = 0
+            if plan != 0:
+                record = plan + records + expert * _EXPERT_BYTES
+                factors = load_int64s(record + SCALES_OFFSET, 1)[0]
+            write_scaled_row(
+                float32_view(rows + position * stride, width), factors,
+                float32_view(out + position * out_stride, width), 0, width,
+            )  # fmt: skip
+
+
+@register_jitable
+def _find_plan_run(
+    batch: Any, sources: Any, used: Any, begin: Any, end: Any
+) -> Any:  # pragma: no cover - compiled
+    """Return the plan of a position, or 0, and how many from it on are sure to have the same."""
+    found = int64_view(sources, end)
+    token = found[begin] // used
+    for entry in range(load_int64s(batch, 1)[0]):
+        plan, low, tokens = load_int64s(batch + HEADER_BYTES + entry * ENTRY_BYTES, 3)
+        if low <= token < low + tokens:
+            count = 1
+            while begin + count < end and found[begin + count] // used < low + tokens:
+                count += 1
+            return plan, count
+    return 0, 1
+
+
+@register_jitable
+def _find_row_addresses(
+    places: Any, rows: Any, stride: Any, sources: Any, of_tokens: Any, begin: Any, count: Any
+) -> None:  # pragma: no cover - compiled
+    """Write where the rows of positions are; ``of_tokens``: how many share a token's row, or 0."""
+    found, sourced = int64_view(places, count), int64_view(sources, begin + count)
+    for k in range(count):
+        row = sourced[begin + k] // of_tokens if of_tokens > 0 else begin + k
+        found[k] = rows + row * stride
+
+
+def _make_add_lora(scheme: Scheme, *, portable: bool) -> Any:
+    """Return what changes the rows of one module, of positions that share an expert and a plan."""
+    spans, take = gemm_panel_function(scheme, portable=portable), _make_prepare_row(scheme)
+    layout = scheme.layout
+    each, vector_bytes, row_bytes = layout.columns, layout.vector_bytes, layout.row_bytes
+    stride = GROUP_SIZE * row_bytes
+
+    @register_jitable
+    def adding(
+        record: Any, places: Any, count: Any, columns: Any, vectors: Any, groups: Any,
+        out: Any, out_stride: Any, width: Any,
+    ) -> None:  # fmt: skip # pragma: no cover - compiled
+        (
+            a, a_scales, a_blocks, _, b, b_scales, b_vectors, b_groups, _, factors, _,
+        ) = load_int64s(record, 11)  # fmt: skip
+        if factors != 0:
+            for k in range(count):
+                row = float32_view(out + k * out_stride, width)
+                write_scaled_row(row, factors, row, 0, width)
+        taken, inner = (
+            allocate_stack_floats(_SCRATCH_FLOATS),
+            allocate_stack_floats(_SCRATCH_FLOATS),
+        )
+        scales, sums = allocate_stack_floats(_ROWS_PER_PASS), allocate_stack_floats(_ROWS_PER_PASS)
+        for block in range(0, a_blocks, _BLOCKS_PER_PASS):
+            blocks = min(_BLOCKS_PER_PASS, a_blocks - block)
+            for column in range(0, columns, GROUP_SIZE):
+                wide = min(GROUP_SIZE, columns - column)
+                for k in range(count):
+                    source = int64_view(places, count)[k] + column * 4
+                    take(source, wide, taken + k * stride, scales + k * 4, sums + k * 4)
+                    _zero_bytes(taken + k * stride + wide * row_bytes, -wide % each * row_bytes)
+                spans(
+                    a + (block * vectors + column // each) * vector_bytes,
+                    vectors * vector_bytes,
+                    a_scales + (block * groups + column // GROUP_SIZE) * VECTOR_BYTES,
+                    groups * VECTOR_BYTES,
+                    blocks, (wide + each - 1) // each,
+                    taken, stride, scales, sums, 4,
+                    inner, _SCRATCH_ROW_BYTES, count, column,
+                )  # fmt: skip
+            for k in range(count):
+                source = inner + k * _SCRATCH_ROW_BYTES
+                take(source, blocks * LANES, taken + k * stride, scales + k * 4, sums + k * 4)
+            begin = block * LANES // each
+            spans(
+                b + begin * vector_bytes, b_vectors * vector_bytes,
+                b_scales + block // _BLOCKS_PER_PASS * VECTOR_BYTES, b_groups * VECTOR_BYTES,
+                (width + LANES - 1) // LANES, min(GROUP_SIZE // each, b_vectors - begin),
+                taken, stride, scales, sums, 4,
+                out, out_stride, count, 1,
+            )  # fmt: skip
+
+    return adding
+
+
+@register_jitable
+def _zero_bytes(place: Any, count: Any) -> None:  # pragma: no cover - compiled
+    """Write so many bytes of 0, for what fills a vector must not be NaN."""
+    for k in range(count):
+        int8_view(place, count)[k] = 0
+
+
+def _make_prepare_row(scheme: Scheme) -> Any:
+    """Return what turns some columns of a row into the form that matrices of a scheme take."""
+    if scheme is Scheme.BFLOAT16:
+        return round_row
+    return _copy_row if scheme in FLOAT_SCHEMES else quantise_row
+
+
+@register_jitable
+def _copy_row(
+    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
+) -> None:  # pragma: no cover - compiled
+    found, copied = float32_view(row, columns), float32_view(out, columns)
+    for k in range(columns):
+        copied[k] = found[k]

@@ -1,0 +1,456 @@
+"""A matrix whose rows lie in blocks of sixteen, in one of the schemes.
+
+Float schemes round to the nearest; integers have one float32 scale per row and group of 128
+columns: in int8 a group's largest is 127 steps, in int4 the scale is the one that fits best
+(`nibbles`). A group with a NaN or an infinity in it stands for NaN as a whole; one whose largest is
+below 2^-100 stands for zeros.
+
+A routed expert in one block of memory: gate and up as one matrix, then down.
+
+Of each matrix the numbers come first, then the scales, and both begin at multiples of 64. So an
+expert is one read, and one address says where it is.
+
+The rows of a packed embedding, as float32.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.jit import Kernel, compile_kernel
+from expertctl.engine.kernels.memory import (
+    aligned_zeros,
+    array_address,
+    encode_operands,
+    float32_view,
+    half_bits_to_float32,
+    int64_view,
+    load_int64s,
+    row_address,
+    uint8_view,
+    uint16_view,
+    uint32_view,
+)
+from expertctl.engine.kernels.packed_format import GROUP_SIZE, Scheme
+from expertctl.engine.kernels.quantisation import (
+    activation_arguments,
+    activation_kernel,
+    allocate_activations,
+    int4_kernel,
+)
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+
+ArrayShape = int | tuple[int, ...]
+AllocateArray = Callable[[ArrayShape, Any], "np.ndarray[Any, Any]"]
+"""Gives memory of a shape and dtype that begins where a vector may, such as `aligned_zeros`."""
+_STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
+_AT_ONCE = 1 << 17
+"""Numbers that are packed in one go, so that intermediate data fits a core's cache."""
+_SIGN_BITS = 0x80808080
+"""Flipping the upper bit of a signed byte adds 128 and makes it unsigned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """``data`` uint8, ``scales`` float32 [blocks, groups, 16] (no groups in float schemes)."""
+
+    scheme: Scheme
+    rows: int
+    columns: int
+    data: "np.ndarray[Any, Any]"
+    scales: "np.ndarray[Any, Any]"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of sixteen rows; the last is filled with zeros."""
+        return -(-self.rows // LANES)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.data.nbytes + self.scales.nbytes
+
+    def row_slice(self, first: int, rows: int) -> "PackedMatrix":
+        """Return some of its rows, in the same memory; ``first`` begins a block."""
+        assert first % LANES == 0, f"row {first} is within a block"
+        begin, end = first // LANES, -(-(first + rows) // LANES)
+        data = self.data.reshape(self.blocks, -1)[begin:end].reshape(-1)
+        return PackedMatrix(self.scheme, rows, self.columns, data, self.scales[begin:end])
+
+
+def allocate_matrix(
+    scheme: Scheme, rows: int, columns: int, *, allocate: AllocateArray = aligned_zeros
+) -> PackedMatrix:
+    """Return room into which a matrix, or some of its rows, can be packed."""
+    high, layout = -(-rows // LANES), scheme.layout
+    data = allocate(high * layout.count_vectors(columns) * layout.vector_bytes, np.uint8)
+    scales = allocate((high, layout.count_groups(columns), LANES), np.float32)
+    return PackedMatrix(scheme, rows, columns, data, scales)
+
+
+def pack_matrix(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
+    """Pack ``[rows, columns]`` of float32, float16 or bfloat16, which is given as uint16.
+
+    Beside the result it takes a few megabytes.
+    """
+    matrix = allocate_matrix(scheme, *numbers.shape)
+    pack_rows(matrix, numbers)
+    return matrix
+
+
+def pack_rows(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
+    """Pack numbers into existing room: that of a matrix, or of a part of one."""
+    assert numbers.shape == (matrix.rows, matrix.columns)
+    for first, some in _iter_portions(numbers):
+        part = matrix.row_slice(first, len(some))
+        if matrix.scheme.layout.is_grouped:
+            _pack_quantised_rows(widen_to_float32(some), part)
+        else:
+            _pack_float_rows(_convert_floats(some, matrix.scheme), part)
+
+
+def rows_per_portion(columns: int) -> int:
+    """Return how many rows of so many columns are packed in one go, whole blocks."""
+    return max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
+
+
+def _iter_portions(
+    numbers: "np.ndarray[Any, Any]",
+) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
+    """Return parts of whole blocks with their first row; the last is filled with zeros."""
+    rows, columns = numbers.shape
+    height = rows_per_portion(columns)
+    for first in range(0, rows, height):
+        some = numbers[first : first + height]
+        missing = -len(some) % LANES
+        yield first, np.pad(some, ((0, missing), (0, 0))) if missing else some
+
+
+def _convert_floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
+    """Return rows as a float scheme keeps them; float16 ends at 65504."""
+    if scheme is Scheme.BFLOAT16:
+        return (
+            numbers
+            if numbers.dtype == np.uint16
+            else float32_to_bfloat16(widen_to_float32(numbers))
+        )
+    if numbers.dtype == _STORED[scheme]:
+        return numbers
+    with np.errstate(over="ignore", invalid="ignore"):
+        return widen_to_float32(numbers).astype(_STORED[scheme], copy=False)
+
+
+def widen_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Return float32 of what can be packed."""
+    if numbers.dtype == np.uint16:
+        return bfloat16_to_float32(numbers)
+    return numbers.astype(np.float32, copy=False)
+
+
+def _pack_float_rows(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+    layout = part.scheme.layout
+    missing = -part.columns % layout.columns
+    filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
+    _interleave_rows(_interleave_kernel(part.scheme), filled, part, flipped_bits=0)
+
+
+def _pack_quantised_rows(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+    rows = np.ascontiguousarray(numbers)
+    steps = allocate_activations(part.scheme, len(rows), part.columns)
+    arguments = activation_arguments(rows=rows, columns=part.columns, prepared=steps)
+    kernel = int4_kernel() if part.scheme is Scheme.INT4 else activation_kernel(part.scheme)
+    kernel(0, len(rows), arguments.ctypes.data)
+    part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
+    _interleave_rows(_interleave_kernel(part.scheme), steps.data, part, flipped_bits=_SIGN_BITS)
+
+
+def _interleave_rows(
+    kernel: Kernel, rows: "np.ndarray[Any, Any]", part: PackedMatrix, *, flipped_bits: int
+) -> None:
+    vectors = part.scheme.layout.count_vectors(part.columns)
+    where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data, flipped_bits)
+    arguments = np.array(where, np.int64)
+    kernel(0, part.blocks, arguments.ctypes.data)
+
+
+@cache
+def _interleave_kernel(scheme: Scheme) -> Kernel:
+    """Return the kernel that lays rows beside each other; one item is a block of sixteen."""
+    match scheme:
+        case Scheme.FLOAT16:
+            return compile_kernel("interleave halves", _interleave_halves)
+        case Scheme.INT4:
+            return compile_kernel("interleave nibbles", _interleave_nibbles)
+        case Scheme.FLOAT32 | Scheme.BFLOAT16 | Scheme.INT8:
+            return _interleave_words_kernel()
+
+
+@cache
+def _interleave_words_kernel() -> Kernel:
+    return compile_kernel("interleave words", _interleave_words)
+
+
+def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, turned = load_int64s(arguments, 5)
+    source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 4)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
+
+
+def _interleave_halves(
+    first: int, last: int, arguments: int
+) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
+    source, target = uint16_view(rows, 1 << 40), uint16_view(out, 1 << 40)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 2)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                target[end + vector * LANES] = source[begin + vector]
+
+
+def _interleave_nibbles(
+    first: int, last: int, arguments: int
+) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, _ = load_int64s(arguments, 5)
+    source, target = uint32_view(rows, 1 << 40), uint32_view(out, 1 << 40)
+    nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 4)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                # Flipping the upper one of a step's lower four bits adds 8.
+                low = (source[begin + 2 * vector] & nibbles) ^ zeros
+                high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
+                target[end + vector * LANES] = low | (high << np.uint32(4))
+
+
+def unpack_matrix(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
+    """Return what a packed matrix stands for, float32 [rows, columns].
+
+    Beside the result it takes a few megabytes.
+    """
+    numbers = np.empty((matrix.rows, matrix.columns), np.float32)
+    height = rows_per_portion(matrix.columns)
+    for first in range(0, matrix.rows, height):
+        some = numbers[first : first + height]
+        some[...] = _unpack_rows(matrix.row_slice(first, len(some)))
+    return numbers
+
+
+def _unpack_rows(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
+    layout = matrix.scheme.layout
+    vectors, high = layout.count_vectors(matrix.columns), matrix.blocks
+    apart = matrix.data.view(_STORED.get(matrix.scheme, np.uint8)).reshape(high, vectors, LANES, -1)
+    if matrix.scheme is Scheme.INT4:
+        apart = np.concatenate((apart & 15, apart >> 4), axis=3)
+    flat = apart.transpose(0, 2, 1, 3).reshape(high * LANES, -1)[: matrix.rows, : matrix.columns]
+    if not layout.is_grouped:
+        return widen_to_float32(flat)
+    scales = matrix.scales.transpose(0, 2, 1).reshape(high * LANES, -1)[: matrix.rows]
+    each = np.repeat(scales, GROUP_SIZE, axis=1)[:, : matrix.columns]
+    return (flat.astype(np.float32) - layout.zero_point) * each
+
+
+def float32_to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Round float32 rows to the nearest bfloat16, ties to even, as uint16 of whole vectors."""
+    rows = np.ascontiguousarray(numbers, np.float32)
+    rounded = allocate_activations(Scheme.BFLOAT16, *rows.shape)
+    arguments = activation_arguments(rows=rows, columns=rows.shape[1], prepared=rounded)
+    activation_kernel(Scheme.BFLOAT16)(0, len(rows), arguments.ctypes.data)
+    return rounded.data[:, : rows.shape[1]]
+
+
+def bfloat16_to_float32(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Widen bfloat16, given as uint16, to float32."""
+    wide = numbers.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+AnyArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One matrix of an expert: its shape, and the bytes from the start of the block to it."""
+
+    scheme: Scheme
+    rows: int
+    columns: int
+    offset: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of sixteen rows."""
+        return -(-self.rows // LANES)
+
+    @property
+    def scales_offset(self) -> int:
+        """Bytes from the start of the block to its scales."""
+        return self.offset + _align_to_vector(self._data_bytes)
+
+    @property
+    def end_offset(self) -> int:
+        """Bytes from the start of the block to what comes after it."""
+        return self.scales_offset + _align_to_vector(self._scales_bytes)
+
+    def view(self, memory: AnyArray | memoryview) -> PackedMatrix:
+        """Return the matrix that lies in the memory of a block; it can be written if that can."""
+        octets, groups = (
+            np.frombuffer(memory, np.uint8),
+            self.scheme.layout.count_groups(self.columns),
+        )
+        data = octets[self.offset : self.offset + self._data_bytes]
+        scales = octets[self.scales_offset : self.scales_offset + self._scales_bytes]
+        shape = (self.blocks, groups, LANES)
+        return PackedMatrix(
+            self.scheme, self.rows, self.columns, data, scales.view(np.float32).reshape(shape)
+        )
+
+    @property
+    def _data_bytes(self) -> int:
+        layout = self.scheme.layout
+        return self.blocks * layout.count_vectors(self.columns) * layout.vector_bytes
+
+    @property
+    def _scales_bytes(self) -> int:
+        return self.blocks * self.scheme.layout.count_groups(self.columns) * VECTOR_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What every routed expert of a base looks like."""
+
+    scheme: Scheme
+    hidden: int
+    intermediate: int
+    compact_bytes: int = 0
+    """Bytes of the block of a compact expert; 0: experts lie there as they are computed."""
+
+    @property
+    def gate_up_matrix(self) -> ExpertMatrix:
+        """Return its first matrix: the rows of gate, then those of up."""
+        return ExpertMatrix(self.scheme, 2 * self.intermediate, self.hidden, 0)
+
+    @property
+    def down_matrix(self) -> ExpertMatrix:
+        """Return its second matrix."""
+        return ExpertMatrix(
+            self.scheme, self.hidden, self.intermediate, self.gate_up_matrix.end_offset
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an expert as it is computed."""
+        return self.down_matrix.end_offset
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.compact_bytes or self.nbytes
+
+    def view_gate_up(self, memory: AnyArray | memoryview) -> PackedMatrix:
+        """Return the gate and up that lie in the memory of a block."""
+        return self.gate_up_matrix.view(memory)
+
+    def view_down(self, memory: AnyArray | memoryview) -> PackedMatrix:
+        """Return the down that lies in the memory of a block."""
+        return self.down_matrix.view(memory)
+
+
+def _align_to_vector(count: int) -> int:
+    return -(-count // VECTOR_BYTES) * VECTOR_BYTES
+
+
+@cache
+def embedding_kernel(scheme: Scheme) -> Kernel:
+    """Return the kernel for an embedding of one scheme; one item is one token."""
+    function = {
+        Scheme.FLOAT32: _embed_float32,
+        Scheme.FLOAT16: _embed_float16,
+        Scheme.BFLOAT16: _embed_bfloat16,
+        Scheme.INT8: _embed_int8,
+        Scheme.INT4: _embed_int4,
+    }[scheme]
+    return compile_kernel(f"embed {scheme.value}", function)
+
+
+def embedding_arguments(*, matrix: PackedMatrix, tokens: AnyArray, out: AnyArray) -> AnyArray:
+    """Return the arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
+    layout = matrix.scheme.layout
+    return encode_operands(
+        array_address(matrix.data, matrix.data.dtype),
+        array_address(matrix.scales),
+        matrix.columns,
+        layout.count_vectors(matrix.columns),
+        layout.count_groups(matrix.columns),
+        array_address(tokens, np.int64),
+        *row_address(out),
+    )
+
+
+def _embed_float32(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
+    for item in range(first, last):
+        token = int64_view(tokens, item + 1)[item]
+        block = float32_view(data + token // LANES * vectors * 64, vectors * LANES)
+        row = float32_view(out + item * stride, columns)
+        for k in range(columns):
+            row[k] = block[k * LANES + token % LANES]
+
+
+def _embed_float16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
+    for item in range(first, last):
+        token = int64_view(tokens, item + 1)[item]
+        block = uint16_view(data + token // LANES * vectors * 32, vectors * LANES)
+        row = float32_view(out + item * stride, columns)
+        for k in range(columns):
+            row[k] = half_bits_to_float32(block[k * LANES + token % LANES])
+
+
+def _embed_bfloat16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, _, columns, vectors, _, tokens, out, stride = load_int64s(arguments, 8)
+    for item in range(first, last):
+        token = int64_view(tokens, item + 1)[item]
+        block = uint16_view(data + token // LANES * vectors * 64, vectors * 2 * LANES)
+        bits = uint32_view(out + item * stride, columns)
+        for k in range(columns):
+            bits[k] = np.uint32(block[(k // 2 * LANES + token % LANES) * 2 + k % 2]) << np.uint32(
+                16
+            )
+
+
+def _embed_int8(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
+    for item in range(first, last):
+        token = int64_view(tokens, item + 1)[item]
+        block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
+        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
+        row = float32_view(out + item * stride, columns)
+        for k in range(columns):
+            step = np.int32(block[(k // 4 * LANES + token % LANES) * 4 + k % 4]) - 128
+            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]
+
+
+def _embed_int4(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, scales, columns, vectors, groups, tokens, out, stride = load_int64s(arguments, 8)
+    for item in range(first, last):
+        token = int64_view(tokens, item + 1)[item]
+        block = uint8_view(data + token // LANES * vectors * 64, vectors * 64)
+        scale = float32_view(scales + token // LANES * groups * 64, groups * LANES)
+        row = float32_view(out + item * stride, columns)
+        for k in range(columns):
+            pair = block[(k // 8 * LANES + token % LANES) * 4 + k % 4]
+            step = np.int32((pair >> np.uint8(4 * (k % 8 // 4))) & np.uint8(15)) - 8
+            row[k] = np.float32(step) * scale[k // GROUP_SIZE * LANES + token % LANES]

@@ -1,0 +1,329 @@
+"""Attention over pages of keys and values, with a softmax that is corrected chunk by chunk.
+
+A chunk is four pages whose place in the text is fixed, so a token's bits do not depend on the
+tokens it was read with. (The running softmax is that of FlashAttention, Dao et al. 2022.) For the
+tokens of a prompt a chunk is gathered first, for many queries; a token on its own reads pages.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from expertctl.engine.kernels.attention_tiles import (
+    CHUNK_BYTES,
+    CHUNK_TOKENS,
+    GATHER_PAGE_BYTES,
+    GATHER_VECTORS,
+    MIN_SCORE,
+    PAGES_PER_CHUNK,
+    emit_page_gather,
+    emit_page_scores,
+    emit_page_values,
+    softmax_scores,
+    vector_sum,
+)
+from expertctl.engine.kernels.jit import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS, AttentionShape
+from expertctl.engine.kernels.memory import (
+    allocate_stack_floats,
+    array_address,
+    encode_operands,
+    float32_view,
+    int64_view,
+    load_int64s,
+    row_address,
+)
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.simd import LANES, VECTOR_BYTES
+
+TOKENS_PER_ITEM, HEADS_PER_ITEM = 36, 4
+"""Tokens of a prompt, and query heads of one KV head, that read a page together."""
+
+AnyArray = np.ndarray[Any, Any]
+
+_MAX_QUERY_HEADS = 24
+"""Query heads of one KV head that read a page together for a token on its own."""
+_QUERIES = TOKENS_PER_ITEM * HEADS_PER_ITEM
+_GATHERED = PAGES_PER_CHUNK * GATHER_VECTORS * LANES
+_ALL_SCORES, _ALL_TOTALS = _QUERIES * CHUNK_TOKENS, _QUERIES * LANES
+_HEAD_SCORES, _HEAD_TOTALS = TOKENS_PER_ITEM * CHUNK_BYTES, TOKENS_PER_ITEM * VECTOR_BYTES
+"""Bytes of what all tokens of an item have for one head."""
+_SCORES, _TOTALS, _PAGES = (
+    _MAX_QUERY_HEADS * CHUNK_TOKENS,
+    _MAX_QUERY_HEADS * LANES,
+    2 * 2 * PAGES_PER_CHUNK,
+)
+_BLOCKS = 4
+"""Blocks of values that are gathered at once."""
+_NO_WINDOW = -(1 << 30)
+"""Before every token of a text."""
+_MIN_SCORE, _ZERO, _ONE = np.float32(MIN_SCORE), np.float32(0), np.float32(1)
+
+
+@cache
+def prefill_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
+    """Return the kernel for consecutive tokens of one text; see `prefill_attention_items`."""
+    function = _prefill_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"attend prompt {numbers.value}", function)
+
+
+@cache
+def decode_attention_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
+    """Return the kernel for one token each of several texts; one item is a token and a KV head."""
+    function = _decode_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"attend step {numbers.value}", function)
+
+
+def prefill_attention_items(tokens: int, shape: AttentionShape) -> int:
+    """Return how many items a prompt has: some tokens and some query heads of one KV head each.
+
+    All heads of the first tokens come first.
+    """
+    heads = -(-(shape.query_heads // shape.kv_heads) // HEADS_PER_ITEM)
+    return -(-tokens // TOKENS_PER_ITEM) * shape.kv_heads * heads
+
+
+def attention_arguments(
+    *,
+    rows: AnyArray,
+    shape: AttentionShape,
+    positions: AnyArray,
+    tables: AnyArray,
+    offsets: tuple[int, int],
+    out: AnyArray,
+    window: int | None,
+    scale: AnyArray,
+    count: AnyArray,
+) -> AnyArray:
+    """Return the arguments of either kernel; most are those of `rope_kv_write_arguments`.
+
+    ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
+    tokens of the run; without a window all earlier tokens are seen.
+    """
+    return encode_operands(
+        *row_address(rows),
+        shape.query_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        array_address(positions, np.int64),
+        array_address(tables, np.int64),
+        *offsets,
+        *row_address(out),
+        window or 0,
+        array_address(scale),
+        array_address(count, np.int64),
+        shape.head_bytes,
+    )
+
+
+def _prefill_function(half: int) -> KernelFunction:
+    def prompt(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+        (
+            rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
+            out, out_stride, window, scale, count, head_bytes,
+        ) = load_int64s(arguments, 15)  # fmt: skip
+        tokens, group = load_int64s(count, 1)[0], queries // keys
+        sets = (group + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
+        for item in range(first, last):
+            token, place = item // (keys * sets) * TOKENS_PER_ITEM, item % (keys * sets)
+            begin = place % sets * HEADS_PER_ITEM
+            head, page = place // sets * group + begin, place // sets * head_bytes
+            _attend_tokens(
+                half, rows + token * stride + head * dim * 4, stride,
+                min(tokens - token, TOKENS_PER_ITEM), min(group - begin, HEADS_PER_ITEM),
+                int64_view(positions, tokens)[token], int64_view(tables, tokens)[token],
+                key_offset + page, value_offset + page,
+                out + token * out_stride + head * dim * 4, out_stride, dim, window,
+                float32_view(scale, 1)[0],
+            )  # fmt: skip
+
+    return prompt
+
+
+def _decode_function(half: int) -> KernelFunction:
+    def step(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+        (
+            rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
+            out, out_stride, window, scale, count, head_bytes,
+        ) = load_int64s(arguments, 15)  # fmt: skip
+        tokens, group = load_int64s(count, 1)[0], queries // keys
+        for item in range(first, last):
+            token, head = item // keys, item % keys
+            page = head * head_bytes
+            for begin in range(head * group, (head + 1) * group, _MAX_QUERY_HEADS):
+                _attend_token(
+                    half, rows + token * stride + begin * dim * 4,
+                    min((head + 1) * group - begin, _MAX_QUERY_HEADS),
+                    int64_view(positions, tokens)[token], int64_view(tables, tokens)[token],
+                    key_offset + page, value_offset + page,
+                    out + token * out_stride + begin * dim * 4, dim, window,
+                    float32_view(scale, 1)[0],
+                )  # fmt: skip
+
+    return step
+
+
+@register_jitable
+def _attend_tokens(
+    half: Any, rows: Any, stride: Any, count: Any, heads: Any, position: Any, table: Any,
+    keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """Attend with some heads of ``count`` tokens at consecutive positions."""
+    pages, near = allocate_stack_floats(_PAGES), allocate_stack_floats(_PAGES)
+    gathered, scores, totals = (
+        allocate_stack_floats(_GATHERED), allocate_stack_floats(_ALL_SCORES), allocate_stack_floats(_ALL_TOTALS),
+    )  # fmt: skip
+    largest, corrections = allocate_stack_floats(_QUERIES), allocate_stack_floats(_QUERIES)
+    _reset_softmax(float32_view(largest, _QUERIES), float32_view(totals, _ALL_TOTALS))
+    for page in range(2 * PAGES_PER_CHUNK):
+        int64_view(near, 2 * PAGES_PER_CHUNK)[page] = (
+            gathered + page % PAGES_PER_CHUNK * GATHER_PAGE_BYTES
+        )
+    for query in range(count):
+        _fill_zeros(float32_view(out + query * out_stride, heads * dim))
+    first = max(position - window + 1, 0) // KV_PAGE_TOKENS if window > 0 else 0
+    end = position + count
+    last = (end - 1) // KV_PAGE_TOKENS
+    for chunk in range(first // PAGES_PER_CHUNK, last // PAGES_PER_CHUNK + 1):
+        _find_pages(
+            int64_view(pages, 2 * PAGES_PER_CHUNK), int64_view(table, last + 1), chunk, first, last
+        )
+        _score_chunk(half, pages, near, keys, values, rows, stride, scores, dim, count, heads)
+        high = position - chunk * CHUNK_TOKENS
+        low = high - window + 1 if window > 0 else _NO_WINDOW
+        for head in range(heads):
+            _softmax_chunk(
+                scores + head * _HEAD_SCORES, low, high, 1, scale,
+                largest + head * TOKENS_PER_ITEM * 4, totals + head * _HEAD_TOTALS,
+                corrections + head * TOKENS_PER_ITEM * 4, count,
+            )  # fmt: skip
+        skipped = max(first - chunk * PAGES_PER_CHUNK, 0)
+        _add_chunk(
+            half, pages, near, skipped, min(end - chunk * CHUNK_TOKENS, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
+            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, keys, values, scores, corrections,
+            out, out_stride, dim, count, heads,
+        )  # fmt: skip
+    for head in range(heads):
+        _divide_by_totals(
+            out + head * dim * 4, out_stride, dim, totals + head * _HEAD_TOTALS, count
+        )
+
+
+@register_jitable
+def _score_chunk(
+    half: Any, pages: Any, near: Any, keys: Any, values: Any, rows: Any, stride: Any, scores: Any,
+    dim: Any, count: Any, heads: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """Write the scores of a chunk for some heads; the keys are gathered once."""
+    for begin in range(0, dim, GATHER_VECTORS):
+        numbers = min(dim - begin, GATHER_VECTORS)
+        emit_page_gather(half, pages, keys, pages, values, int64_view(near, 1)[0], begin, numbers)
+        for head in range(heads):
+            emit_page_scores(
+                0, near, 0, 0, rows + (head * dim + begin) * 4, stride,
+                scores + head * _HEAD_SCORES, numbers, count, begin,
+            )  # fmt: skip
+
+
+@register_jitable
+def _add_chunk(
+    half: Any, pages: Any, near: Any, skipped: Any, tokens: Any, low: Any, high: Any, keys: Any,
+    values: Any, scores: Any, corrections: Any, out: Any, out_stride: Any, dim: Any, count: Any,
+    heads: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """Add the weighted values of a chunk for some heads; they are gathered once."""
+    for begin in range(0, dim // LANES, _BLOCKS):
+        blocks = min(dim // LANES - begin, _BLOCKS)
+        emit_page_gather(
+            half, pages, values, pages + PAGES_PER_CHUNK * 8, keys, int64_view(near, 1)[0],
+            begin * KV_PAGE_TOKENS, blocks * KV_PAGE_TOKENS,
+        )  # fmt: skip
+        for head in range(heads):
+            emit_page_values(
+                0, near + skipped * 8, tokens, low, high, 1, 0, 0,
+                scores + head * _HEAD_SCORES + skipped * VECTOR_BYTES,
+                corrections + head * TOKENS_PER_ITEM * 4,
+                out + head * dim * 4 + begin * VECTOR_BYTES, out_stride, blocks, count,
+            )  # fmt: skip
+
+
+@register_jitable
+def _attend_token(
+    half: Any, rows: Any, count: Any, position: Any, table: Any,
+    keys: Any, values: Any, out: Any, dim: Any, window: Any, scale: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """Attend with ``count`` heads of one token."""
+    scores, pages = allocate_stack_floats(_SCORES), allocate_stack_floats(_PAGES)
+    largest, totals, corrections = (
+        allocate_stack_floats(_MAX_QUERY_HEADS),
+        allocate_stack_floats(_TOTALS),
+        allocate_stack_floats(_MAX_QUERY_HEADS),
+    )
+    _reset_softmax(float32_view(largest, count), float32_view(totals, count * LANES))
+    _fill_zeros(float32_view(out, count * dim))
+    first = max(position - window + 1, 0) // KV_PAGE_TOKENS if window > 0 else 0
+    last = position // KV_PAGE_TOKENS
+    for chunk in range(first // PAGES_PER_CHUNK, last // PAGES_PER_CHUNK + 1):
+        skipped = max(first - chunk * PAGES_PER_CHUNK, 0)
+        _find_pages(
+            int64_view(pages, 2 * PAGES_PER_CHUNK), int64_view(table, last + 1), chunk, first, last
+        )
+        emit_page_scores(half, pages, keys, values - keys, rows, dim * 4, scores, dim, count, 0)
+        high = position - chunk * CHUNK_TOKENS
+        low = high - window + 1 if window > 0 else _NO_WINDOW
+        _softmax_chunk(scores, low, high, 0, scale, largest, totals, corrections, count)
+        emit_page_values(
+            half, pages + skipped * 8, min(high + 1, CHUNK_TOKENS) - skipped * KV_PAGE_TOKENS,
+            low - skipped * KV_PAGE_TOKENS, high - skipped * KV_PAGE_TOKENS, 0, values, keys - values,
+            scores + skipped * VECTOR_BYTES, corrections, out, dim * 4, dim // LANES, count,
+        )  # fmt: skip
+    _divide_by_totals(out, dim * 4, dim, totals, count)
+
+
+@register_jitable
+def _softmax_chunk(
+    scores: Any, low: Any, high: Any, ahead: Any, scale: Any, largest: Any, totals: Any,
+    corrections: Any, count: Any,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """Weigh the scores of queries, each ``ahead`` positions after the one before."""
+    for query in range(count):
+        float32_view(corrections, count)[query] = softmax_scores(
+            scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
+            largest + query * 4, totals + query * VECTOR_BYTES,
+        )  # fmt: skip
+
+
+@register_jitable
+def _divide_by_totals(
+    out: Any, stride: Any, dim: Any, totals: Any, count: Any
+) -> None:  # pragma: no cover - compiled
+    """Divide what queries have summed by the sums of their weights."""
+    for query in range(count):
+        factor = _ONE / vector_sum(totals + query * VECTOR_BYTES)
+        row = float32_view(out + query * stride, dim)
+        for k in range(dim):
+            row[k] *= factor
+
+
+@register_jitable
+def _reset_softmax(largest: Any, totals: Any) -> None:  # pragma: no cover - compiled
+    for query in range(len(largest)):
+        largest[query] = _MIN_SCORE
+    _fill_zeros(totals)
+
+
+@register_jitable
+def _fill_zeros(row: Any) -> None:  # pragma: no cover - compiled
+    for k in range(len(row)):
+        row[k] = _ZERO
+
+
+@register_jitable
+def _find_pages(
+    pages: Any, table: Any, chunk: Any, first: Any, last: Any
+) -> None:  # pragma: no cover - compiled
+    """Find the pages of a chunk and the next; for one that is unread, the nearest that is read."""
+    for number in range(2 * PAGES_PER_CHUNK):
+        pages[number] = table[min(max(chunk * PAGES_PER_CHUNK + number, first), last)]

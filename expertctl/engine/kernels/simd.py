@@ -1,0 +1,432 @@
+"""Sixteen lanes at a time: the LLVM vector operations that the kernels are made of.
+
+numba compiles loops over scalars; how a tile of accumulators stays in registers has to be said in
+LLVM's own terms. `Lanes` says it, for vectors of sixteen that LLVM splits where registers are
+narrower. It lives only while an intrinsic is compiled.
+
+Loops over stretches of a count; where code is emitted for one, its size is a constant.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from expertctl.engine.kernels.jit import get_host_cpu
+from expertctl.engine.kernels.llvm_math import (
+    emit_exponential,
+    emit_float_to_half,
+    emit_half_to_float,
+)
+
+LANES = 16
+VECTOR_BYTES = 64
+
+INT = ir.IntType(64)
+_I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_HALVES, _BYTES = ir.VectorType(_I16, LANES), ir.VectorType(_I8, VECTOR_BYTES)
+_FEW_BYTES = ir.VectorType(_I8, LANES)
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
+_HALF_SHORTS, _HALF_INTS = ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES // 2)
+
+
+class _Bfloat16Type(ir.Type):
+    """LLVM's ``bfloat``, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16Type)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16Type)
+
+
+_BFLOATS = ir.VectorType(_Bfloat16Type(), 2 * LANES)
+Choice = TypeVar("Choice")
+Value: TypeAlias = Any
+"""A value of LLVM's intermediate representation, known when the kernel runs."""
+
+
+class SimdBuilder:
+    """Emits vector code where a builder stands; addresses and indices are int64 values."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        """Emit with that builder."""
+        self._b = builder
+
+    def int_constant(self, number: int) -> Value:
+        """Return an int64 constant."""
+        return ir.Constant(INT, number)
+
+    def offset(self, address: Value, index: Value, stride: Value | int) -> Value:
+        """Return ``address + index * stride``, in bytes."""
+        step = self.int_constant(stride) if isinstance(stride, int) else stride
+        return self._b.add(address, self._b.mul(index, step))
+
+    def load_floats(self, address: Value) -> Value:
+        """Load sixteen float32."""
+        return self._load(address, _FLOATS)
+
+    def load_ints(self, address: Value) -> Value:
+        """Load sixteen int32, or sixty-four bytes as such."""
+        return self._load(address, _INTS)
+
+    def load_halves(self, address: Value) -> Value:
+        """Load sixteen float16, widened."""
+        return emit_half_to_float(
+            self._b, self._load(address, _HALVES), native=get_host_cpu().has_float16
+        )
+
+    def store_floats(self, floats: Value, address: Value) -> None:
+        """Store sixteen float32."""
+        self._b.store(floats, self._b.inttoptr(address, _FLOATS.as_pointer()), align=4)
+
+    def store_first_float(self, floats: Value, address: Value) -> None:
+        """Store the first of sixteen float32."""
+        self._b.store(self.extract_first(floats), self._b.inttoptr(address, _FLOAT.as_pointer()))
+
+    def load_int64(self, address: Value) -> Value:
+        """Load one int64."""
+        return self._load(address, INT)
+
+    def prefetch(self, address: Value, *, cache: int = 1) -> None:
+        """Prefetch what lies there into the first cache, or the second; there may be nothing."""
+        pointer = self._b.inttoptr(address, _I8.as_pointer())
+        hints = (ir.Constant(_I32, number) for number in (0, 4 - cache, 1))
+        self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
+    def store_halves(self, floats: Value, address: Value) -> None:
+        """Store sixteen float32 as float16; what is too large becomes infinite."""
+        halves = emit_float_to_half(self._b, floats, native=get_host_cpu().has_float16)
+        self._b.store(halves, self._b.inttoptr(address, _HALVES.as_pointer()), align=2)
+
+    def store_bytes(self, ints: Value, address: Value) -> None:
+        """Store sixteen int32 as bytes."""
+        few = self._b.trunc(ints, _FEW_BYTES)
+        self._b.store(few, self._b.inttoptr(address, _FEW_BYTES.as_pointer()), align=1)
+
+    def broadcast_float(self, address: Value) -> Value:
+        """Load one float32 into every lane."""
+        return self._splat(self._load(address, _FLOAT), _FLOATS)
+
+    def broadcast_int(self, address: Value) -> Value:
+        """Load one int32, or four bytes as such, into every lane."""
+        return self._splat(self._load(address, _I32), _INTS)
+
+    def zero_floats(self) -> Value:
+        """Return sixteen float32 zeros."""
+        return ir.Constant(_FLOATS, [0.0] * LANES)
+
+    def zero_ints(self) -> Value:
+        """Return sixteen int32 zeros."""
+        return ir.Constant(_INTS, [0] * LANES)
+
+    def add_ints(self, a: Value, b: Value) -> Value:
+        """Add sixteen int32."""
+        return self._b.add(a, b)
+
+    def scale_ints(self, ints: Value, factor: int) -> Value:
+        """Multiply sixteen int32 by a constant."""
+        return self._b.mul(ints, ir.Constant(_INTS, [factor] * LANES))
+
+    def mask_ints(self, ints: Value, mask: int) -> Value:
+        """Keep the bits of a 32-bit mask."""
+        signed = mask - (1 << 32) if mask >> 31 else mask
+        return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
+
+    def xor_ints(self, a: Value, b: Value) -> Value:
+        """Return the bits that only one of two int32 has."""
+        return self._b.xor(a, b)
+
+    def shift_right(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
+        """Shift right; with the sign where asked."""
+        by = ir.Constant(_INTS, [bits] * LANES)
+        return self._b.ashr(ints, by) if signed else self._b.lshr(ints, by)
+
+    def shift_left(self, ints: Value, bits: int) -> Value:
+        """Shift left."""
+        return self._b.shl(ints, ir.Constant(_INTS, [bits] * LANES))
+
+    def bitcast_to_floats(self, ints: Value) -> Value:
+        """Take the bits of int32 as float32."""
+        return self._b.bitcast(ints, _FLOATS)
+
+    def convert_to_floats(self, ints: Value) -> Value:
+        """Convert sixteen int32 to float32."""
+        return self._b.sitofp(ints, _FLOATS)
+
+    def round_to_ints(self, floats: Value) -> Value:
+        """Return the nearest int32, ties to even; what has none may become anything."""
+        whole = self._call("llvm.rint.v16f32", _FLOATS, floats)
+        return self._b.fptosi(whole, _INTS)
+
+    def max_ints(self, a: Value, b: Value) -> Value:
+        """Return the larger of int32."""
+        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
+
+    def clamp_ints(self, ints: Value, low: int, high: int) -> Value:
+        """Return int32 within two constants."""
+        least, most = (ir.Constant(_INTS, [end] * LANES) for end in (low, high))
+        small = self._b.icmp_signed("<", ints, most)
+        return self.max_ints(self._b.select(small, ints, most), least)
+
+    def reduce_max_ints(self, ints: Value) -> Value:
+        """Return the largest of sixteen int32."""
+        return self._call("llvm.vector.reduce.smax.v16i32", _I32, ints)
+
+    def reduce_add_ints(self, ints: Value) -> Value:
+        """Return the sum of sixteen int32."""
+        return self._call("llvm.vector.reduce.add.v16i32", _I32, ints)
+
+    def add_floats(self, a: Value, b: Value) -> Value:
+        """Add float32."""
+        return self._b.fadd(a, b)
+
+    def multiply_floats(self, a: Value, b: Value) -> Value:
+        """Multiply float32."""
+        return self._b.fmul(a, b)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """Return ``a * b + c``, rounded once."""
+        return self._call("llvm.fma.v16f32", _FLOATS, a, b, c)
+
+    def subtract_floats(self, a: Value, b: Value) -> Value:
+        """Subtract float32."""
+        return self._b.fsub(a, b)
+
+    def divide_floats(self, a: Value, b: Value) -> Value:
+        """Divide float32."""
+        return self._b.fdiv(a, b)
+
+    def exp_floats(self, a: Value) -> Value:
+        """Return e^a of sixteen float32; see `exponential`."""
+        return emit_exponential(self._b, a)
+
+    def float_constant(self, number: float) -> Value:
+        """Return a constant float32 in every lane."""
+        return ir.Constant(_FLOATS, [float(number)] * LANES)
+
+    def splat_float(self, number: Value) -> Value:
+        """Return one float32 in every lane."""
+        return self._splat(number, _FLOATS)
+
+    def extract_first(self, floats: Value) -> Value:
+        """Return the first of sixteen float32."""
+        return self._b.extract_element(floats, ir.Constant(_I32, 0))
+
+    def less_than(self, a: Value, b: Value) -> Value:
+        """Return a mask of the lanes where a float32 is less; NaN is not."""
+        return self._b.fcmp_ordered("<", a, b)
+
+    def range_mask(self, low: Value, high: Value, begin: int) -> Value:
+        """Return a mask of the lanes whose number, counted from ``begin``, is in [low, high]."""
+        numbers = ir.Constant(_INTS, list(range(begin, begin + LANES)))
+        low, high = (self._splat(self._b.trunc(end, _I32), _INTS) for end in (low, high))
+        above = self._b.icmp_signed(">=", numbers, low)
+        return self._b.and_(above, self._b.icmp_signed("<=", numbers, high))
+
+    def select_lanes(self, mask: Value, yes: Value, no: Value) -> Value:
+        """Return lanes of ``yes`` where the mask is set, else of ``no``."""
+        return self._b.select(mask, yes, no)
+
+    def reduce_max_floats(self, floats: Value) -> Value:
+        """Return the largest of sixteen float32."""
+        return self._call("llvm.vector.reduce.fmax.v16f32", _FLOAT, floats)
+
+    def reduce_add_floats(self, floats: Value) -> Value:
+        """Return the sum of sixteen float32, from first to last."""
+        zero = ir.Constant(_FLOAT, 0.0)
+        return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
+
+    def reduce_add_pairwise(self, floats: Value) -> Value:
+        """Return the sum of sixteen float32: half onto half, so in four steps, always alike."""
+        undefined = ir.Constant(_FLOATS, ir.Undefined)
+        for size in (8, 4, 2, 1):
+            moved = ir.Constant(_INTS, [(lane + size) % LANES for lane in range(LANES)])
+            floats = self._b.fadd(floats, self._b.shuffle_vector(floats, undefined, moved))
+        return self.extract_first(floats)
+
+    def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
+        """Add to each lane two products of bfloat16 pairs."""
+        pairs = (self._b.bitcast(a, _BFLOATS), self._b.bitcast(b, _BFLOATS))
+        return self._call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, floats, *pairs)
+
+    def byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
+        """Add to each lane four products of bytes, unsigned by signed."""
+        fours = (self._b.bitcast(unsigned, _BYTES), self._b.bitcast(signed, _BYTES))
+        return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, ints, *fours)
+
+    def shift_right_shorts(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
+        """Shift the int16 in int32 right; with the sign where asked."""
+        by, shorts = ir.Constant(_SHORTS, [bits] * 2 * LANES), self._b.bitcast(ints, _SHORTS)
+        moved = self._b.ashr(shorts, by) if signed else self._b.lshr(shorts, by)
+        return self._b.bitcast(moved, _INTS)
+
+    def shift_left_shorts(self, ints: Value, bits: int) -> Value:
+        """Shift the int16 in int32 left."""
+        by, shorts = ir.Constant(_SHORTS, [bits] * 2 * LANES), self._b.bitcast(ints, _SHORTS)
+        return self._b.bitcast(self._b.shl(shorts, by), _INTS)
+
+    def short_dot(self, ints: Value, a: Value, b: Value) -> Value:
+        """Add to each lane two products of int16."""
+        pairs = (self._b.bitcast(each, _SHORTS) for each in (a, b))
+        halves = zip(*(self._split_halves(each) for each in pairs), strict=True)
+        name = "llvm.x86.avx2.pmadd.wd"
+        return self.add_ints(
+            ints, self._join_halves([self._call(name, _HALF_INTS, *h) for h in halves])
+        )
+
+    def small_byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
+        """Add to each lane four products of bytes, unsigned by signed; pairs fit into int16."""
+        fours = (self._b.bitcast(each, _BYTES) for each in (unsigned, signed))
+        halves = zip(*(self._split_halves(each) for each in fours), strict=True)
+        ones = ir.Constant(_HALF_SHORTS, [1] * LANES)
+        found = []
+        for pair in halves:
+            shorts = self._call("llvm.x86.avx2.pmadd.ub.sw", _HALF_SHORTS, *pair)
+            found.append(self._call("llvm.x86.avx2.pmadd.wd", _HALF_INTS, shorts, ones))
+        return self.add_ints(ints, self._join_halves(found))
+
+    def select_int(self, flag: Value, yes: Value, no: Value) -> Value:
+        """Return ``yes`` where an int64 is not 0, else ``no``."""
+        return self._b.select(self._b.icmp_signed("!=", flag, self.int_constant(0)), yes, no)
+
+    def min_int(self, a: Value, b: Value) -> Value:
+        """Return the smaller of two int64."""
+        return self._b.select(self._b.icmp_signed("<", a, b), a, b)
+
+    def max_int(self, a: Value, b: Value) -> Value:
+        """Return the larger of two int64."""
+        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
+
+    def is_range_within(self, begin: Value, end: Value, low: Value, high: Value) -> Value:
+        """Return a flag: whether all int64 in [begin, end) are in [low, high]."""
+        above = self._b.icmp_signed(">=", begin, low)
+        return self._b.and_(
+            above, self._b.icmp_signed("<=", end, self.add_int(high, self.int_constant(1)))
+        )
+
+    def add_int(self, a: Value, b: Value) -> Value:
+        """Add int64."""
+        return self._b.add(a, b)
+
+    def subtract_int(self, a: Value, b: Value) -> Value:
+        """Subtract int64."""
+        return self._b.sub(a, b)
+
+    def multiply_int(self, a: Value, b: Value) -> Value:
+        """Multiply int64."""
+        return self._b.mul(a, b)
+
+    def divide_int(self, a: Value, b: Value) -> Value:
+        """Divide int64, rounded down; neither is negative."""
+        return self._b.udiv(a, b)
+
+    def ceil_divide_int(self, count: Value, size: Value) -> Value:
+        """Return how many parts of a size a count has; the last may be smaller."""
+        return self.divide_int(
+            self.add_int(count, self.subtract_int(size, self.int_constant(1))), size
+        )
+
+    def allocate_vectors(self, vectors: int) -> Value:
+        """Return the address of room for so many vectors, on the stack of the kernel."""
+        with self._b.goto_entry_block():
+            place = self._b.alloca(ir.ArrayType(_FLOAT, vectors * LANES))
+            place.align = VECTOR_BYTES
+            return self._b.ptrtoint(place, INT)
+
+    def create_variable(self, value: Value) -> Value:
+        """Return a place that holds a value; LLVM turns it into a register."""
+        return cgutils.alloca_once_value(self._b, value)
+
+    def load_variable(self, variable: Value) -> Value:
+        """Return what a variable holds."""
+        return self._b.load(variable)
+
+    def store_variable(self, value: Value, variable: Value) -> None:
+        """Set what a variable holds."""
+        self._b.store(value, variable)
+
+    @contextmanager
+    def loop(self, times: Value) -> Iterator[Value]:
+        """Emit a loop; its body gets the index, from 0."""
+        with cgutils.for_range(self._b, times) as loop:
+            yield loop.index
+
+    def emit_branches(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
+        """Emit what the caller emits: with ``yes`` where the flag is set, and with ``no`` else."""
+        with self._b.if_else(flag) as (then, otherwise):
+            with then:
+                yield yes
+            with otherwise:
+                yield no
+
+    def _split_halves(self, vector: Value) -> list[Value]:
+        """Return the first and the second half of a vector."""
+        count = vector.type.count // 2
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        parts = ([first + lane for lane in range(count)] for first in (0, count))
+        kind = ir.VectorType(_I32, count)
+        return [
+            self._b.shuffle_vector(vector, undefined, ir.Constant(kind, part)) for part in parts
+        ]
+
+    def _join_halves(self, halves: list[Value]) -> Value:
+        """Return sixteen int32 of two halves."""
+        return self._b.shuffle_vector(*halves, ir.Constant(_INTS, list(range(LANES))))
+
+    def _load(self, address: Value, kind: ir.Type) -> Value:
+        return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=1)
+
+    def _splat(self, value: Value, kind: ir.VectorType) -> Value:
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self._b.insert_element(undefined, value, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+        return self._b.shuffle_vector(first, undefined, zeros)
+
+    def _call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self._b.module, kind, name)
+        return self._b.call(function, arguments)
+
+
+def emit_tiles(
+    lanes: SimdBuilder, count: Value, sizes: tuple[int, ...]
+) -> Iterator[tuple[Value, int]]:
+    """Emit what the caller emits for each size in turn, as often as it fits in what is left.
+
+    Yields where the stretch begins, and its size; the last size is 1.
+    """
+    done = lanes.int_constant(0)
+    for size in sizes:
+        times = lanes.divide_int(lanes.subtract_int(count, done), lanes.int_constant(size))
+        with lanes.loop(times) as turn:
+            yield lanes.add_int(done, lanes.multiply_int(turn, lanes.int_constant(size))), size
+        done = lanes.add_int(done, lanes.multiply_int(times, lanes.int_constant(size)))
+
+
+def emit_even_tiles(
+    lanes: SimdBuilder, count: Value, *, parts: Value, largest: int
+) -> Iterator[tuple[Value, Value, int]]:
+    """Emit what the caller emits for ``several`` stretches in turn, none longer than ``most``.
+
+    Some may be one longer than the others, and come first. Yields the number of a stretch, where it
+    begins, and its size.
+    """
+    size = lanes.divide_int(count, lanes.max_int(parts, lanes.int_constant(1)))
+    longer = lanes.subtract_int(count, lanes.multiply_int(parts, size))
+    done = turns = lanes.int_constant(0)
+    for here in range(largest, 0, -1):
+        above = lanes.subtract_int(lanes.int_constant(here), size)
+        times = lanes.select_int(above, lanes.int_constant(0), lanes.subtract_int(parts, longer))
+        times = lanes.select_int(lanes.subtract_int(above, lanes.int_constant(1)), times, longer)
+        with lanes.loop(times) as turn:
+            first = lanes.add_int(done, lanes.multiply_int(turn, lanes.int_constant(here)))
+            yield lanes.add_int(turns, turn), first, here
+        done = lanes.add_int(done, lanes.multiply_int(times, lanes.int_constant(here)))
+        turns = lanes.add_int(turns, times)

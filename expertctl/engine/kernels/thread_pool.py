@@ -1,0 +1,442 @@
+"""Threads that sleep until they are called, in compiled code, without the interpreter.
+
+A post is four cache lines of memory: the number that was posted last, a lock, and the condition
+variable of its one sleeping thread. Nothing here takes the interpreter's lock, so a sleeper wakes
+up at once even where Python is busy.
+
+How workers share out the items of a program, in compiled code.
+
+The state is one number, the ticket: which run, which operation, which item is next. It does not
+come back to an earlier value (within 2^25 runs), so a claim, which is a compare-and-swap, fails for
+a worker that looked at a run that is over. What workers read before they claim is the crew's own
+memory, which stays: `SHARED_WORDS` int64 and room for the operations. The next operation begins
+when all items of the last one are done, not when all workers have said so: a worker that the system
+delays is waited for only while it has claimed items. So it may look at any moment of a later run:
+the length that is written there names its run, as the ticket does.
+
+A claim takes half of the worker's fair share of what is left, so each worker reads long stretches
+of memory and claims are few, while the last ones are small enough that all workers end together.
+
+The crew: threads that run a program's operations together, the caller's among them.
+
+A worker that is free claims the next items of an operation (`load_pool_functions`); which worker does an item
+changes no bit of it. Between runs the threads sleep (`waiting`). A run is one call of compiled
+code: no signal interrupts it, and it does not hold the interpreter's lock.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from expertctl.engine.kernels.jit import Program, load_or_compile
+from expertctl.engine.kernels.memory import (
+    aligned_zeros,
+    atomic_compare_exchange,
+    atomic_fetch_add,
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    load_int64s,
+    pause_cpu,
+    yield_thread,
+)
+
+MAILBOX_BYTES = 256
+CLOSED = -1
+"""Posted to threads that are to end."""
+_LOCK, _CONDITION = 64, 128
+_SPIN_COUNT = 1000
+"""How often a thread looks before it sleeps: some 30 µs, the time between two programs."""
+
+_init_lock = types.ExternalFunction("pthread_mutex_init", types.int32(types.int64, types.int64))
+_init_condition = types.ExternalFunction("pthread_cond_init", types.int32(types.int64, types.int64))
+_lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
+_unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
+_wait_condition = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))
+_notify_condition = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.int64))
+
+
+@numba.njit
+def initialise_mailbox(post: Any) -> None:  # pragma: no cover (compiled)
+    """Make a post of memory that is all zeros."""
+    _init_lock(post + _LOCK, 0)
+    _init_condition(post + _CONDITION, 0)
+
+
+@numba.njit
+def post_message(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
+    """Post a number and wake the thread that sleeps there; a closed post stays closed."""
+    _lock(post + _LOCK)
+    if atomic_load(post) != CLOSED:
+        atomic_store(post, number)
+    _notify_condition(post + _CONDITION)
+    _unlock(post + _LOCK)
+
+
+@numba.njit
+def wait_for_message(post: Any, seen: Any) -> Any:  # pragma: no cover (compiled)
+    """Wait until another number than ``seen`` is posted; return it."""
+    for _ in range(_SPIN_COUNT):
+        if atomic_load(post) != seen:
+            return atomic_load(post)
+        pause_cpu()
+    _lock(post + _LOCK)
+    while atomic_load(post) == seen:
+        _wait_condition(post + _CONDITION, post + _LOCK)
+    _unlock(post + _LOCK)
+    return atomic_load(post)
+
+
+AnyArray = np.ndarray[Any, Any]
+
+_LINE = 64
+_TICKET, _DONE, _LENGTH, _BUFFER, _TIMES, _LAST_TIME, _CLOCK, _SHARE = (k * _LINE for k in range(8))
+"""Offsets in the shared memory; each number that all workers write has a cache line of its own.
+
+The length is what the ticket ends at, without items: the run, and how many operations it has. The
+share is of what is left of an operation: a claim takes one in so many items.
+"""
+SHARED_WORDS = 8 * _LINE // 8
+TABLE_BYTES, OPERATION_BYTES = 32, 64
+_KERNEL, _ARGUMENTS, _ITEMS, _MIN_CLAIM, _PLACE = (k * 8 for k in range(5))
+_RUN_SHIFT, _OPERATION_SHIFT = 38, 24
+_LENGTH_SHIFT = _RUN_SHIFT - _OPERATION_SHIFT
+MAX_ITEMS, MAX_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
+_RUN_MASK = (1 << 25) - 1
+_SPINS = 500
+"""How often to look whether other workers are done before giving way to other threads."""
+_CLOCK_NUMBER = time.CLOCK_MONOTONIC
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+
+
+_LONG = types.int64
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFunctions:
+    """The compiled functions, called without the interpreter's lock.
+
+    They get addresses, for numba would allocate something for each array.
+    """
+
+    run_single_threaded: Callable[[int, int, int, int], None]
+    """Run a table on this thread: table, operations, shared memory, times (or 0)."""
+    run_threaded: Callable[[int, int, int, int, int, int], bool]
+    """The same with other workers: ..., shared memory, posts, how many of them, times (or 0)."""
+    serve_worker: Callable[[int, int], None]
+    """Take part in every run that is posted until the post is closed: shared memory, post."""
+    initialise_mailbox: Callable[[int], None]
+    post_message: Callable[[int, int], None]
+
+
+@cache
+def load_pool_functions() -> PoolFunctions:
+    """Return the functions, compiled or loaded."""
+    return load_or_compile("sharing", _compile)
+
+
+def _compile(cached: bool) -> PoolFunctions:
+    def compile_one(signature: Any, function: Any) -> Any:
+        return numba.njit(signature, nogil=True, cache=cached)(function)
+
+    return PoolFunctions(
+        compile_one(types.void(*[_LONG] * 4), _run_single_threaded),
+        compile_one(types.boolean(*[_LONG] * 6), _run_threaded),
+        compile_one(types.void(_LONG, _LONG), _serve_worker),
+        compile_one(types.void(_LONG), initialise_mailbox.py_func),
+        compile_one(types.void(_LONG, _LONG), post_message.py_func),
+    )
+
+
+def set_operation_buffer(shared: AnyArray, buffer: int) -> None:
+    """Say, between two runs, where the operations of the next ones are written."""
+    shared[_BUFFER // 8] = buffer
+
+
+def is_idle(shared: AnyArray) -> bool:
+    """Return whether every operation of the last run is done."""
+    reached = int(shared[_TICKET // 8]) >> _OPERATION_SHIFT
+    return bool(shared[_DONE // 8] == 0 and reached == shared[_LENGTH // 8])
+
+
+def _run_single_threaded(
+    table: int, operations: int, shared: int, times: int
+) -> None:  # pragma: no cover (compiled)
+    """Run every operation on this thread."""
+    _start_clock(shared, times)
+    for place in range(operations):
+        kernel, arguments, counted, _portion = load_int64s(table + place * TABLE_BYTES, 4)
+        items = load_int64s(counted, 1)[0]
+        if items > 0:
+            call_kernel(kernel, 0, items, arguments)
+            _record_operation_time(shared, place)
+
+
+def _run_threaded(
+    table: int, operations: int, shared: int, posts: int, others: int, times: int
+) -> bool:  # pragma: no cover (compiled)
+    """Run every operation with the first ``others`` of the workers that wait at posts.
+
+    Returns False, and runs nothing, where there is more than a ticket can count.
+    """
+    run = ((atomic_load(shared + _TICKET) >> _RUN_SHIFT) + 1) & _RUN_MASK
+    length = _write_operations(table, operations, atomic_load(shared + _BUFFER))
+    if length < 0 or length > MAX_OPERATIONS:
+        return False
+    _start_clock(shared, times)
+    atomic_store(shared + _SHARE, 2 * (others + 1))
+    atomic_store(shared + _LENGTH, run << _LENGTH_SHIFT | length)
+    atomic_store(shared + _TICKET, run << _RUN_SHIFT)
+    if length > 0:
+        for number in range(others):
+            post_message(load_int64s(posts + number * 8, 1)[0], run)
+        _claim_items(shared, run)
+    return True
+
+
+def _serve_worker(shared: int, post: int) -> None:  # pragma: no cover (compiled)
+    """Take part in every run that is posted, until the post is closed."""
+    run = 0
+    while run != CLOSED:
+        run = wait_for_message(post, run)
+        if run != CLOSED:
+            _claim_items(shared, run)
+
+
+@numba.njit
+def _write_operations(
+    table: int, operations: int, buffer: int
+) -> int:  # pragma: no cover (compiled)
+    """Write the operations that have items; return how many, or -1 where one has too many."""
+    length = 0
+    for place in range(operations):
+        kernel, arguments, counted, portion = load_int64s(table + place * TABLE_BYTES, 4)
+        items = load_int64s(counted, 1)[0]
+        if items > MAX_ITEMS:
+            return -1
+        if items > 0:
+            row = buffer + length * OPERATION_BYTES
+            atomic_store(row + _KERNEL, kernel)
+            atomic_store(row + _ARGUMENTS, arguments)
+            atomic_store(row + _ITEMS, items)
+            atomic_store(row + _MIN_CLAIM, max(portion, 1))
+            atomic_store(row + _PLACE, place)
+            length += 1
+    return length
+
+
+@numba.njit(error_model="numpy")  # nothing is divided by 0, and nothing raised
+def _claim_items(shared: int, run: int) -> None:  # pragma: no cover (compiled)
+    """Claim and do items until the run is over."""
+    spins = 0
+    while True:
+        ticket = atomic_load(shared + _TICKET)
+        if ticket >> _RUN_SHIFT != run or _is_finished(ticket, atomic_load(shared + _LENGTH)):
+            return
+        operation = (ticket >> _OPERATION_SHIFT) & MAX_OPERATIONS
+        row = atomic_load(shared + _BUFFER) + operation * OPERATION_BYTES
+        first, items = ticket & MAX_ITEMS, atomic_load(row + _ITEMS)
+        portion = max(
+            atomic_load(row + _MIN_CLAIM), (items - first) // atomic_load(shared + _SHARE)
+        )
+        last = min(first + portion, items)
+        if first >= items:
+            spins = _spin_or_yield(spins)
+        elif atomic_compare_exchange(shared + _TICKET, ticket, ticket - first + last):
+            call_kernel(atomic_load(row + _KERNEL), first, last, atomic_load(row + _ARGUMENTS))
+            if atomic_fetch_add(shared + _DONE, last - first) + last - first == items:
+                _record_operation_time(shared, atomic_load(row + _PLACE))
+                atomic_store(shared + _DONE, 0)
+                next_operation = ((ticket >> _OPERATION_SHIFT) + 1) << _OPERATION_SHIFT
+                atomic_store(shared + _TICKET, next_operation)
+            spins = 0
+
+
+@numba.njit
+def _is_finished(ticket: int, length: int) -> bool:  # pragma: no cover (compiled)
+    """Return whether the ticket's run has no more operations.
+
+    The length of the next run is written before its ticket, so a worker that sees it looked at an
+    old ticket.
+    """
+    return length >> _LENGTH_SHIFT != ticket >> _RUN_SHIFT or ticket >> _OPERATION_SHIFT >= length
+
+
+@numba.njit
+def _spin_or_yield(spins: int) -> int:  # pragma: no cover (compiled)
+    if spins < _SPINS:
+        pause_cpu()
+        return spins + 1
+    yield_thread()
+    return spins
+
+
+@numba.njit
+def _start_clock(shared: int, times: int) -> None:  # pragma: no cover (compiled)
+    atomic_store(shared + _TIMES, times)
+    if times != 0:
+        atomic_store(shared + _LAST_TIME, _read_clock(shared))
+
+
+@numba.njit
+def _record_operation_time(shared: int, place: int) -> None:  # pragma: no cover (compiled)
+    """Note how long the operation that has just ended took, where that was asked for."""
+    times = atomic_load(shared + _TIMES)
+    if times != 0:
+        now = _read_clock(shared)
+        atomic_store(times + place * 8, now - atomic_load(shared + _LAST_TIME))
+        atomic_store(shared + _LAST_TIME, now)
+
+
+@numba.njit
+def _read_clock(shared: int) -> int:  # pragma: no cover (compiled)
+    _clock_gettime(_CLOCK_NUMBER, shared + _CLOCK)
+    seconds, nanoseconds = load_int64s(shared + _CLOCK, 2)
+    return seconds * 1_000_000_000 + nanoseconds
+
+
+_INITIAL_OPERATIONS = 512
+
+
+class ThreadPool:
+    """So many workers at most. The runs of several callers take turns.
+
+    The threads start when they are first needed, and anew in a process forked from this one;
+    they end with `close`, with the crew, or with the interpreter.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """Use at most so many threads, the caller's among them."""
+        self.workers = max(workers, 1)
+        self._teams: dict[int, _WorkerGroup] = {}
+        """By process: a fork leaves its parent's threads behind."""
+        self._closed = False
+
+    def run(self, program: Program, *, workers: int | None = None) -> None:
+        """Run a program.
+
+        Raises:
+            ValueError: the crew was closed, or there is more than a ticket can count.
+        """
+        self._run_table(program.table, workers, 0)
+
+    def run_timed(self, program: Program, *, workers: int | None = None) -> AnyArray:
+        """Run a program like `run`; return float64 [operations], the seconds that each took."""
+        spent = np.zeros(len(program.table), np.int64)
+        self._run_table(program.table, workers, spent.ctypes.data)
+        return spent / 1e9
+
+    def close(self) -> None:
+        """End the threads; no run is possible after that."""
+        self._closed = True
+        team = self._teams.get(os.getpid())
+        if team is not None:
+            team.stop()
+
+    def check_integrity(self) -> None:
+        """Check that no run was left halfway."""
+        team = self._teams.get(os.getpid())
+        if team is not None:
+            team.check_integrity()
+
+    def _run_table(self, table: AnyArray, workers: int | None, times: int) -> None:
+        self._check_open()
+        team = self._current_workers()
+        with team.lock:
+            self._check_open()  # again, for another caller may have closed it in between
+            team.run(table, max(min(workers or self.workers, self.workers), 1), times)
+
+    def _current_workers(self) -> "_WorkerGroup":
+        """Return the team of this process; of two that callers make at once, one stays."""
+        process = os.getpid()
+        return self._teams.get(process) or self._teams.setdefault(process, _WorkerGroup(process))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the crew was closed")
+
+
+class _WorkerGroup:
+    """The threads of one crew in one process, and the memory that they share.
+
+    The caller that runs something holds the lock.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._sharing = load_pool_functions()
+        self.lock = threading.Lock()
+        self._shared = aligned_zeros(SHARED_WORDS, np.int64)
+        self._address = self._shared.ctypes.data
+        self._rooms: list[AnyArray] = []
+        """Room for operations; all of it stays, for a worker that is late may look there."""
+        self._posts: list[AnyArray] = []
+        self._addresses = np.zeros(0, np.int64)
+        self._threads: list[threading.Thread] = []
+        ends = (self._process, self._sharing, self._posts, self._threads)
+        self._end = weakref.finalize(self, _stop_workers, *ends)
+
+    def run(self, table: AnyArray, workers: int, times: int) -> None:
+        what = table.ctypes.data, len(table), self._address
+        if workers == 1:
+            self._sharing.run_single_threaded(*what, times)
+            return
+        self._start_workers(workers - 1)
+        self._grow_buffer(len(table))
+        posts = self._addresses.ctypes.data
+        if not self._sharing.run_threaded(*what, posts, workers - 1, times):
+            raise ValueError(f"over {MAX_ITEMS} items or {MAX_OPERATIONS} operations in a run")
+
+    def stop(self) -> None:
+        with self.lock:
+            self._end()
+
+    def check_integrity(self) -> None:
+        with self.lock:
+            assert is_idle(self._shared), "a run was left halfway"
+
+    def _start_workers(self, others: int) -> None:
+        while len(self._threads) < others:
+            post = aligned_zeros(MAILBOX_BYTES, np.uint8)
+            self._sharing.initialise_mailbox(post.ctypes.data)
+            self._posts.append(post)
+            self._addresses = np.array([post.ctypes.data for post in self._posts], np.int64)
+            work = (self._sharing, self._shared, post, self._rooms)
+            thread = threading.Thread(target=_run_worker, args=work, name="crew", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _grow_buffer(self, operations: int) -> None:
+        room = self._rooms[-1].nbytes if self._rooms else 0
+        if operations * OPERATION_BYTES > room:
+            size = max(
+                operations * OPERATION_BYTES, 2 * room, _INITIAL_OPERATIONS * OPERATION_BYTES
+            )
+            self._rooms.append(aligned_zeros(size, np.uint8))
+            set_operation_buffer(self._shared, self._rooms[-1].ctypes.data)
+
+
+def _run_worker(
+    sharing: PoolFunctions, shared: AnyArray, post: AnyArray, _rooms: list[AnyArray]
+) -> None:
+    """Work, on a thread that keeps alive what it reads."""
+    sharing.serve_worker(shared.ctypes.data, post.ctypes.data)
+
+
+def _stop_workers(
+    process: int, sharing: PoolFunctions, posts: list[AnyArray], threads: list[threading.Thread]
+) -> None:
+    if os.getpid() == process:
+        for post in posts:
+            sharing.post_message(post.ctypes.data, CLOSED)
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,1 @@
+"""Keys and values of attention: blocks, pools and the prefix cache."""

@@ -1,0 +1,222 @@
+"""Which pages hold what, so that a text finds the rows of earlier ones that began as it does.
+
+A *block* is a page and the tokens of the rows in it: sixteen, or fewer where a text ended. It
+follows another block, or, at the beginning of a text, an *origin*: the owner of the text and the
+plan that computed it. A block is found by its origin and all tokens up to its end, never by a hash
+alone, so no text gets the rows of another text, plan or owner. Rows of soft prompts stand before
+the first token; they are the same for one plan, and `VIRTUAL` is the token that stands for one.
+
+Blocks that are rented stay, and so do those before them. Of the others, the one that was given back
+longest ago goes first; the last block of a text is given back first, so a block that goes has none
+after it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
+from expertctl.engine.kv.sequence_cache import PrefixKey, count_common_prefix
+
+Numbers = np.ndarray[Any, Any]
+Tokens = tuple[int, ...]
+VIRTUAL = -1
+"""Stands for a row of a soft prompt; no token of a vocabulary is negative."""
+
+
+@dataclass(slots=True, eq=False)
+class KVBlock:
+    """A page and the tokens of its filled rows."""
+
+    origin: PrefixKey
+    parent: "KVBlock | None"
+    tokens: Tokens
+    page: Numbers
+    children: dict[Tokens, "KVBlock"] = field(default_factory=dict)
+    ref_count: int = 0
+    is_detached: bool = False
+    """It is not found any more, and goes when it is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How a text begins: blocks that agree whole, and one that agrees for some tokens more."""
+
+    blocks: tuple[KVBlock, ...] = ()
+    partial_block: KVBlock | None = None
+    partial_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens agree."""
+        return len(self.blocks) * KV_PAGE_TOKENS + self.partial_tokens
+
+    @property
+    def all_blocks(self) -> tuple[KVBlock, ...]:
+        """All of them, in order."""
+        return self.blocks if self.partial_block is None else (*self.blocks, self.partial_block)
+
+    def keep_if_longer(self, tokens: int) -> "PrefixMatch":
+        """Return what was found if more tokens agree than so many, else nothing."""
+        return self if self.tokens > tokens else PrefixMatch()
+
+
+class RadixCache:
+    """The owner of the blocks that are kept."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._origins: dict[PrefixKey, dict[Tokens, KVBlock]] = {}
+        self._idle: OrderedDict[KVBlock, None] = OrderedDict()
+        self.nbytes = 0
+        """Bytes of all pages, with those that are lost but rented."""
+        self.idle_bytes = 0
+        """Bytes of the pages that may go."""
+
+    def find(self, origin: PrefixKey, tokens: Sequence[int]) -> PrefixMatch:
+        """Return what agrees with the beginning of a text, as far as it goes."""
+        siblings, blocks = self._origins.get(origin, {}), list[KVBlock]()
+        for begin in range(0, len(tokens), KV_PAGE_TOKENS):
+            block = siblings.get(tuple(tokens[begin : begin + KV_PAGE_TOKENS]))
+            if block is None or len(block.tokens) < KV_PAGE_TOKENS:
+                break
+            blocks.append(block)
+            siblings = block.children
+        rest = tokens[len(blocks) * KV_PAGE_TOKENS : (len(blocks) + 1) * KV_PAGE_TOKENS]
+        part = max(
+            siblings.values(),
+            key=lambda block: count_common_prefix(block.tokens, rest),
+            default=None,
+        )
+        count = 0 if part is None else count_common_prefix(part.tokens, rest)
+        return PrefixMatch(tuple(blocks), part if count else None, count)
+
+    def retain(self, blocks: Sequence[KVBlock]) -> None:
+        """Keep blocks from going until they are given back."""
+        for block in blocks:
+            if block in self._idle:
+                del self._idle[block]
+                self.idle_bytes -= block.page.nbytes
+            block.ref_count += 1
+
+    def release(self, blocks: Sequence[KVBlock]) -> None:
+        """End a rent; ``blocks`` are in the order of the text."""
+        for block in reversed(blocks):
+            block.ref_count -= 1
+            assert block.ref_count >= 0, "a block is given back as often as it is rented"
+            if block.ref_count:
+                continue
+            if block.is_detached:
+                self.nbytes -= block.page.nbytes
+            else:
+                self._idle[block] = None
+                self.idle_bytes += block.page.nbytes
+
+    def insert(self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]) -> None:
+        """Keep the pages of a text, as far as what they hold is not there yet."""
+        self.release(self.insert_and_retain(origin, tokens, pages))
+
+    def insert_and_retain(
+        self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]
+    ) -> tuple[KVBlock, ...]:
+        """Keep the pages of a text and rent the blocks that hold its tokens."""
+        siblings, path = self._origins.setdefault(origin, {}), list[KVBlock]()
+        for page, begin in zip(pages, range(0, len(tokens), KV_PAGE_TOKENS), strict=False):
+            part = tuple(tokens[begin : begin + KV_PAGE_TOKENS])
+            block = _find_longer(siblings, part)
+            if block is None:
+                block = siblings[part] = KVBlock(origin, path[-1] if path else None, part, page)
+                self.nbytes += page.nbytes
+                self._drop_shorter(siblings, part)
+            self.retain([block])
+            path.append(block)
+            siblings = block.children
+        return tuple(path)
+
+    def evict(self, size: int) -> int:
+        """Let go of blocks until so many bytes are free or all are rented; return how many went."""
+        before = self.nbytes
+        while self._idle and before - self.nbytes < size:
+            block = next(iter(self._idle))
+            assert not block.children, "what goes has nothing behind it"
+            self._remove(block)
+        return before - self.nbytes
+
+    def forget(self, owner: str) -> None:
+        """Let go of all blocks of an owner; rented ones go when they are given back."""
+        for origin in [origin for origin in self._origins if origin.owner == owner]:
+            for block in list(_walk(self._origins.pop(origin))):
+                block.children = {}
+                if block.ref_count:
+                    block.is_detached = True
+                else:
+                    self._drop(block)
+
+    def iterate_blocks(self) -> Iterator[KVBlock]:
+        """Yield all blocks that can be found."""
+        for siblings in self._origins.values():
+            yield from _walk(siblings)
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        found = list(self.iterate_blocks())
+        assert all(self._origins.values())
+        assert {block for block in found if not block.ref_count} == set(self._idle)
+        assert self.idle_bytes == sum(block.page.nbytes for block in self._idle)
+        assert len({block.page.ctypes.data for block in found}) == len(found)
+        assert sum(block.page.nbytes for block in found) <= self.nbytes
+        order = {block: place for place, block in enumerate(self._idle)}
+        for block in found:
+            assert not block.is_detached
+            assert 0 < len(block.tokens) <= KV_PAGE_TOKENS
+            assert len(block.tokens) == KV_PAGE_TOKENS or not block.children
+            for tokens, behind in block.children.items():
+                assert (behind.parent, behind.tokens, behind.origin) == (
+                    block,
+                    tokens,
+                    block.origin,
+                )
+                assert block.ref_count or order[behind] < order[block]
+            assert block.ref_count >= sum(behind.ref_count for behind in block.children.values())
+
+    def _drop_shorter(self, siblings: dict[Tokens, KVBlock], tokens: Tokens) -> None:
+        """Let go of shorter blocks that these tokens begin with, unless they are rented."""
+        for shorter in [block for block in siblings.values() if len(block.tokens) < len(tokens)]:
+            if _starts_with(tokens, shorter.tokens) and not shorter.ref_count:
+                self._remove(shorter)
+
+    def _remove(self, block: KVBlock) -> None:
+        siblings = block.parent.children if block.parent else self._origins[block.origin]
+        del siblings[block.tokens]
+        if not self._origins[block.origin]:
+            del self._origins[block.origin]
+        self._drop(block)
+
+    def _drop(self, block: KVBlock) -> None:
+        del self._idle[block]
+        self.idle_bytes -= block.page.nbytes
+        self.nbytes -= block.page.nbytes
+
+
+def _starts_with(tokens: Tokens, beginning: Tokens) -> bool:
+    return tokens[: len(beginning)] == beginning
+
+
+def _find_longer(siblings: dict[Tokens, KVBlock], tokens: Tokens) -> KVBlock | None:
+    """Return the block that holds these tokens, and maybe more."""
+    if tokens in siblings:
+        return siblings[tokens]
+    longer = (block for block in siblings.values() if _starts_with(block.tokens, tokens))
+    return next(longer, None)
+
+
+def _walk(siblings: dict[Tokens, KVBlock]) -> Iterator[KVBlock]:
+    """Yield blocks and what stands behind them."""
+    waiting = list(siblings.values())
+    while waiting:
+        block = waiting.pop()
+        waiting.extend(block.children.values())
+        yield block

@@ -1,0 +1,365 @@
+"""`Engine`: from a request to its text, with one budget over all memory that it takes.
+
+Route, load what is absent, compile, prefill, decode. Every step is timed, whatever a person should
+know becomes a warning, and the result is the document of ``run --json``.
+"""
+
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.adapters.experts import open_local_expert
+from expertctl.engine.devices import choose_thread_count, use_torch_threads
+from expertctl.engine.generation import CancelCheck, never_cancelled
+from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
+from expertctl.engine.memory.budget import PURPOSES, MemoryBudget
+from expertctl.engine.memory.host import find_budget_limit, find_default_budget
+from expertctl.engine.memory.process_registry import (
+    EngineRegistration,
+    MemoryAdmission,
+    MemoryLease,
+    sleep_before_retry,
+)
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, read_local_outline
+from expertctl.engine.moe.usage_store import SAVE_INTERVAL as HABIT_SECONDS
+from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
+from expertctl.engine.preparation import (
+    Files,
+    PreparedRequest,
+    check_budget,
+    find_missing_headroom,
+    hint_minimum_memory,
+    list_base_needs,
+    list_expert_files,
+    list_needs,
+    plan_request,
+    prepare_request,
+    prepare_with_fewer_experts,
+)
+from expertctl.engine.request import RunRequest
+from expertctl.engine.resources import ResourceManager
+from expertctl.engine.result import GenerationTrace, MemoryUsage, RunResult
+from expertctl.engine.result_builder import (
+    GenerationContext,
+    ResultBuilder,
+    StageTimer,
+    check_answer,
+    record_failures,
+)
+from expertctl.errors import DigestError, UsageError
+from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import DeviceName
+from expertctl.routing.session import PlanningSession
+
+
+class LocalEngine:
+    """The one owner of what is in memory: one base, the tiers of experts, what texts left.
+
+    To stop an answer, say so by ``cancelled``: what is in memory stays. An exception that a signal
+    raises may come in the middle of bookkeeping; the next run looks whether all adds up, and where
+    it does not, begins with nothing loaded. While the traceback of such an exception is kept, what
+    it refers to may be kept, too: the engine stays busy if it was raised as a ``with`` block ended.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        budget: int | None = None,
+        progress: Progress = ignore_progress,
+        tell: Notify = ignore_notification,
+        torch_below: int = TORCH_MAX_BYTES,
+        device: DeviceName = "cpu",
+        moe: WarmupConfig = DEFAULT_WARMUP,
+    ) -> None:
+        """Begin with nothing loaded; ``budget`` is that of the memory of ``device``.
+
+        ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
+        ends the run. ``tell`` gets what a person should know while they wait. Bases of fewer bytes
+        than ``torch_below`` are run by torch. ``moe`` says how routed experts begin.
+
+        Raises:
+            NotFoundError: when there is no such device.
+        """
+        self._device = device
+        self.budget = MemoryBudget(find_budget_limit(budget, device))
+        self._torch_below, self._warmup = torch_below, moe
+        self._turn = threading.Lock()
+        self._current_answer: object | None = None
+        """The answer that is not at its end."""
+        self._needs_check = False
+        self._headroom = 0
+        """What a run took besides its base, when slots of routed experts left too little for it."""
+        self._registration = EngineRegistration(planner.home.engines, self.budget)
+        self._admission = MemoryAdmission(planner.store.paths.running, pause=self._pause)
+        self._planner, self._progress, self._tell = planner, progress, tell
+        self._session = PlanningSession(planner)
+        self._resources = self._create_resources()
+
+    def run(
+        self, request: RunRequest, *, cancelled: CancelCheck = never_cancelled
+    ) -> Generator[str, None, RunResult]:
+        """Answer one prompt: yield pieces of text as they become certain, return the result.
+
+        An answer that is ``cancelled`` ends where it is. What it needed is not kept then.
+
+        Raises:
+            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+        """
+        with self.open_context(request) as lent:
+            plan, prompt = lent.prepared.planned.result.plan, lent.prepared.prompt
+            trace = GenerationTrace() if request.trace else None
+            generated = yield from lent.loaded.generate(prompt, plan, cancelled, trace=trace)
+            memory = self._measure_memory()
+        form = check_answer(generated, lent.prepared.planned, request.route.prompt)
+        outcome = ResultBuilder(request, lent, generated, form, memory, trace=trace)
+        return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
+
+    @contextmanager
+    def open_context(self, request: RunRequest) -> Iterator[GenerationContext]:
+        """Borrow all that the answer to a request needs: all of `run` but the generation.
+
+        Raises:
+            UsageError: while another answer is not at its end.
+            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+        """
+        clock = StageTimer()
+        with ExitStack() as stack:
+            self._check_device(request)
+            stack.enter_context(self._claim_turn())
+            stack.enter_context(self._registration.mark_answering())
+            stack.enter_context(self._report_notes_on_error())
+            stack.enter_context(_translate_device_errors(self._device))
+            self.tiers.begin_request()
+            loads, moved = self.tiers.traffic[Tier.RAM].loads, self._resources.bytes_moved
+            files = self._open_files(request, stack)
+            planned = plan_request(self._session, request, files)
+            clock.end_stage("route")
+            stack.enter_context(record_failures(planned, self._planner.catalogue))
+            prepared = self._prepare(request, planned, files)
+            stack.enter_context(hint_minimum_memory(prepared))
+            seat = stack.enter_context(self._acquire_lease(request, prepared, files))
+            if seat.queued:
+                clock.end_stage("queue")
+            files = self._load_files(request, prepared.planned, files, stack)
+            count = choose_thread_count(prepared.base.weight_bytes)
+            packed = prepared.numerics.backend == "packed"
+            stack.enter_context(use_torch_threads(1 if packed else count))  # kernels have their own
+            borrowed = self._resources.load_for(
+                prepared, files, cache_key=request.cache_key, threads=count
+            )
+            stack.callback(self._resources.habits.save, every=HABIT_SECONDS)  # when all is at rest
+            ready = stack.enter_context(borrowed)
+            seat.resize(self.budget.used)
+            self._publish_holdings(prepared)
+            clock.end_stage("load")
+            routed = ready.routed
+            loads = self.tiers.traffic[Tier.RAM].loads - loads
+            moved = self._resources.bytes_moved.subtract(moved)
+            moved = replace(moved, ssd=moved.ssd + _count_file_bytes(files))
+            yield GenerationContext(prepared, ready, loads, moved, count, clock, routed)
+
+    def plan(self, request: RunRequest) -> PlannedPrompt:
+        """Return the plan that a request would have; nothing but its files is read.
+
+        Raises:
+            ExpertError: whatever is wrong with the request or the experts.
+        """
+        return plan_request(self._session, request, self._read_outlines(request))
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what was kept for the next request of this key."""
+        doubtful, self._needs_check = self._needs_check, True
+        self._resources.forget(cache_key)
+        self._needs_check = doubtful
+
+    def close(self) -> None:
+        """Let go of everything in memory; the engine can be used again.
+
+        Raises:
+            UsageError: while an answer is not at its end; nothing is let go of then.
+        """
+        with self._claim_turn():
+            self._resources.close()
+            self._registration.close()
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what could not be kept on the disk; a result has it among its warnings."""
+        return self._resources.take_notes()
+
+    @property
+    def tiers(self) -> AdapterCache:
+        """Which experts and plans are in memory."""
+        return self._resources.tiers
+
+    def check_integrity(self) -> None:
+        """Assert what holds between runs."""
+        self._resources.check_integrity()
+
+    @contextmanager
+    def _claim_turn(self) -> Iterator[None]:
+        """Refuse to begin an answer before another one is at its end, in whatever thread."""
+        answer = object()
+        try:
+            with self._turn:
+                if self._current_answer is not None:
+                    raise UsageError(
+                        "this engine is in the middle of another answer",
+                        hint="take the answer to its end or close it, or have one engine for each "
+                        "thread",
+                    )
+                self._current_answer = answer
+            if self._needs_check and not self._resources.is_consistent:
+                self._reset()
+            self._needs_check = True
+            yield
+            self._needs_check = False
+        finally:
+            if self._current_answer is answer:
+                self._current_answer = None
+
+    @contextmanager
+    def _report_notes_on_error(self) -> Iterator[None]:
+        """If the run fails, tell what could not be kept, for then no result tells it."""
+        try:
+            yield
+        except Exception:
+            for told in self.take_notes():
+                self._tell(f"{WARNING_PREFIX}{told}")
+            raise
+
+    def _create_resources(self) -> ResourceManager:
+        ram = None if self._device == "cpu" else MemoryBudget(find_default_budget())
+        return ResourceManager(
+            self._planner,
+            self.budget,
+            ram=ram,
+            progress=self._progress,
+            tell=self._tell,
+            warmup=self._warmup,
+        )
+
+    def _check_device(self, request: RunRequest) -> None:
+        if request.route.device != self._device:
+            raise UsageError(
+                f"this engine computes on {self._device}, not on {request.route.device}",
+                hint="make an engine for that device",
+            )
+
+    def _reset(self) -> None:
+        """Let go of what can be found, and have another ledger and owners that hold nothing."""
+        with suppress(AssertionError, KeyError, ValueError, RuntimeError):  # of a device, too
+            self._resources.close()
+        self.budget = self._registration.budget = MemoryBudget(self.budget.limit)
+        self._resources = self._create_resources()
+
+    def _open_files(self, request: RunRequest, stack: ExitStack) -> Files:
+        """Read the files that a request names, or outlines where loading may have to wait."""
+        if request.on_budget == "refuse":
+            return self._read_files(list_expert_files(request), stack)
+        return self._read_outlines(request)
+
+    def _read_outlines(self, request: RunRequest) -> Files:
+        trust = self._planner.trust
+        return {path: read_local_outline(path, trust=trust) for path in list_expert_files(request)}
+
+    def _read_files(self, paths: Iterable[Path], stack: ExitStack) -> Files:
+        trust, progress = self._planner.trust, self._progress
+        return {
+            path: stack.enter_context(
+                open_local_expert(path, trust=trust, tiers=self.tiers, progress=progress)
+            )
+            for path in paths
+        }
+
+    def _prepare(
+        self, request: RunRequest, planned: PlannedPrompt, files: Files
+    ) -> PreparedRequest:
+        """Prepare a run; where slots of routed experts leave too little for it, with fewer slots.
+
+        Later runs keep as few slots, else each would read the base anew. Where even the fewest
+        leave too little, there are as many as before.
+        """
+        planner, limit = self._planner, self.budget.limit
+        prepared = self._prepare_with_headroom(request, planned, files, headroom=self._headroom)
+        beside = find_missing_headroom(planner, prepared, files, limit=limit)
+        if beside > self._headroom:
+            fewer = self._prepare_with_headroom(request, planned, files, headroom=beside)
+            if not find_missing_headroom(planner, fewer, files, limit=limit):
+                self._headroom, prepared = beside, fewer
+        if request.on_budget == "fewer":
+            return prepare_with_fewer_experts(
+                prepared.base, planner, request, planned, files, limit=limit
+            )
+        return prepared
+
+    def _prepare_with_headroom(
+        self, request: RunRequest, planned: PlannedPrompt, files: Files, *, headroom: int
+    ) -> PreparedRequest:
+        return prepare_request(
+            self._planner,
+            request,
+            planned,
+            files,
+            torch_below=self._torch_below,
+            memory_limit=self.budget.limit,
+            headroom=headroom,
+            habits=self._resources.habits,
+        )
+
+    def _acquire_lease(
+        self, request: RunRequest, prepared: PreparedRequest, files: Files
+    ) -> AbstractContextManager[MemoryLease]:
+        """Take a place among the runs of this home, waiting for it when that is asked for."""
+        if request.on_budget != "queue":
+            return self._admission.acquire(sum(need.size for need in list_base_needs(prepared)))
+        limit = self.budget.limit
+        size = check_budget(list_needs(self._planner, prepared, files), limit)
+        return self._admission.wait_in_queue(size, limit=limit, tell=self._tell)
+
+    def _pause(self) -> None:
+        """Let some time pass in the queue, unless the answer is not wanted any more."""
+        self._progress(0)
+        sleep_before_retry()
+
+    def _load_files(
+        self, request: RunRequest, planned: PlannedPrompt, files: Files, stack: ExitStack
+    ) -> Files:
+        """Bring the files of which there are outlines into memory, as far as they are needed."""
+        if request.on_budget == "refuse":
+            return files
+        used = {expert.digest for expert in planned.experts}
+        digests = {path: file.source.content_digest for path, file in files.items()}
+        now = self._read_files([path for path, digest in digests.items() if digest in used], stack)
+        for path, file in now.items():
+            if file.source.content_digest != digests[path]:
+                raise DigestError(f"{path} changed while it was read", hint="run it again")
+        return now
+
+    def _publish_holdings(self, prepared: PreparedRequest) -> None:
+        """Let `doctor --memory` know."""
+        refs = (expert.ref for expert in prepared.planned.result.plan.experts)
+        self._registration.publish(base=prepared.base.stored.name, experts=tuple(refs))
+
+    def _measure_memory(self) -> MemoryUsage:
+        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
+        return MemoryUsage(self.budget.limit, self.budget.peak, held)
+
+
+def _translate_device_errors(device: DeviceName) -> AbstractContextManager[None]:
+    """Give an error of a device that is full its way out."""
+    if device == "cpu":
+        return nullcontext()
+    from expertctl.engine.devices import translate_device_errors
+
+    return translate_device_errors()
+
+
+def _count_file_bytes(files: Files) -> int:
+    """Return how many bytes of packages were read that are used from their files."""
+    experts = files.values()
+    return sum(file.size for expert in experts for file in expert.files.digests.values())

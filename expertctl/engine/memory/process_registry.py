@@ -1,0 +1,474 @@
+"""Runs that share one memory: which runs of a home are in, which wait, with how many bytes.
+
+Every run has a seat: a folder in which its process holds a lock, so a killed process frees its
+seat. A run that waits is let in when all that have waited longer are in, and its bytes fit into its
+limit beside those of the runs that are in. A run that does not wait is never kept out.
+
+::
+
+    running/lock                     held while seats are read or changed
+    running/<number>-<token>/lock    held by the process of one run
+    running/<number>-<token>/seat    how many bytes, and whether it waits
+
+What the engines of one home hold, said for other processes: `doctor --memory` reads it.
+
+An engine that has loaded something has a folder in which its process holds a lock, so what a killed
+process said is not believed, and the next engine removes it. No run fails for it: where nothing can
+be written, an engine is not seen.
+
+::
+
+    engines/lock               held while a folder is made, or those of dead processes removed
+    engines/<token>/lock       held by the process of one engine
+    engines/<token>/holds      what it holds, as JSON
+
+What holds memory, and what things would take: what `doctor --memory` tells.
+
+Only sizes of bases and experts in memory need the engine: they are left out where something that it
+needs is not installed.
+
+What the extra ``engine`` brings: without all of it nothing is generated, nor measured.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from expertctl.engine.memory.budget import PURPOSES, MemoryBudget
+from expertctl.engine.memory.host import (
+    find_container_limit,
+    find_default_budget,
+    find_unused_bytes,
+    get_machine_bytes,
+)
+from expertctl.errors import StoreError
+from expertctl.files import make_folders, remove_tree
+from expertctl.messages import Notify
+from expertctl.settings import Home, format_limit, format_size
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.locks import claim_folder, exclusive_lock, is_claimed, list_claimed_folders
+from expertctl.store.store import Store
+
+PAUSE_SECONDS = 0.1
+_LEASE_FOLDER = re.compile(r"[0-9]{12}-[0-9a-f]+")
+_LEASE_LINE = re.compile(r"(?P<size>[0-9]{1,18}) (?P<state>in|waits)")
+
+
+def sleep_before_retry() -> None:
+    """Let some time pass before looking again."""
+    time.sleep(PAUSE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """The seat of a run that is alive."""
+
+    number: int
+    size: int
+    is_waiting: bool
+
+
+class MemoryLease:
+    """The place of one run among the others; ``queued`` when it had to wait for it."""
+
+    def __init__(self, folder: Path | None, *, queued: bool = False) -> None:
+        """Belong to a folder, or to none where nothing can be written."""
+        self.queued = queued
+        self._folder = folder
+
+    def resize(self, size: int) -> None:
+        """Say how many bytes the run takes now."""
+        if self._folder is None:
+            return
+        with suppress(OSError, StoreError), _lock_leases(self._folder.parent):  # not worth an error
+            _write_lease(self._folder, size, waits=False)
+
+
+class MemoryAdmission:
+    """The seats of one home."""
+
+    def __init__(self, folder: Path, *, pause: Callable[[], None] = sleep_before_retry) -> None:
+        """Name the folder, made for the first seat; what ``pause`` raises ends the waiting."""
+        self._folder, self._pause = folder, pause
+
+    @contextmanager
+    def acquire(self, size: int) -> Iterator[MemoryLease]:
+        """Take a seat at once; where nothing can be written, one that others do not see."""
+        with ExitStack() as stack:
+            try:
+                seat = MemoryLease(self._create_lease(size, stack, waits=False))
+            except (OSError, StoreError):
+                seat = MemoryLease(None)  # a read-only home can be run from all the same
+            yield seat
+
+    @contextmanager
+    def wait_in_queue(self, size: int, *, limit: int, tell: Notify) -> Iterator[MemoryLease]:
+        """Take a seat when the bytes fit into the limit beside the others, waiting for that.
+
+        ``tell`` gets a sentence on what is waited for, or why that is impossible. The caller has
+        checked that the bytes fit into the limit.
+        """
+        with ExitStack() as stack:
+            try:
+                folder = self._create_lease(size, stack, waits=True)
+            except (OSError, StoreError) as error:
+                tell(f"other runs cannot be waited for: {error}")
+                yield MemoryLease(None)
+                return
+            yield MemoryLease(folder, queued=self._wait(folder, size, limit, tell))
+
+    def _create_lease(self, size: int, stack: ExitStack, *, waits: bool) -> Path:
+        make_folders(self._folder, mode=0o700)
+        with ExitStack() as made, _lock_leases(self._folder):
+            number = max((other.number for other in self._read_others()), default=0) + 1
+            own = made.enter_context(claim_folder(self._folder, prefix=f"{number:012d}-"))
+            _write_lease(own, size, waits=waits)
+            stack.enter_context(made.pop_all())
+        return own
+
+    def _wait(self, own_folder: Path, size: int, limit: int, tell: Notify) -> bool:
+        """Wait until the run is in, and tell once what for; return whether it waited."""
+        told = False
+        while why := self._try_admit(own_folder, size, limit):
+            if not told:
+                tell(why)
+            told = True
+            self._pause()
+        return told
+
+    def _try_admit(self, own_folder: Path, size: int, limit: int) -> str:
+        """Let a run in if it is its turn and there is room; else say what it waits for."""
+        with _lock_leases(self._folder):
+            others = self._read_others(own_folder)
+            ahead = [
+                other
+                for other in others
+                if other.is_waiting and other.number < _parse_lease_number(own_folder)
+            ]
+            inside = [other for other in others if not other.is_waiting]
+            if ahead or sum(other.size for other in inside) + size > limit:
+                return _describe_wait(size, limit, inside, ahead)
+            _write_lease(own_folder, size, waits=False)
+            return ""
+
+    def _read_others(self, own_folder: Path | None = None) -> list[LeaseRecord]:
+        """Read the seats of live runs; remove what dead ones left."""
+        others = []
+        for folder in list_claimed_folders(self._folder):
+            if folder == own_folder or not _LEASE_FOLDER.fullmatch(folder.name):
+                continue
+            if not is_claimed(folder):
+                remove_tree(folder)
+            elif (other := _read_lease(folder)) is not None:
+                others.append(other)
+        return others
+
+
+def list_leases(folder: Path) -> list[LeaseRecord]:
+    """Return the seats of the live runs of a home, the oldest first; changes nothing."""
+    found = []
+    for own in list_claimed_folders(folder):
+        if _LEASE_FOLDER.fullmatch(own.name) and is_claimed(own):
+            with suppress(OSError, StoreError):  # being made, removed, or damaged: none to count
+                found.append(_read_lease(own))
+    return [seat for seat in found if seat is not None]
+
+
+def _lock_leases(folder: Path) -> AbstractContextManager[None]:
+    return exclusive_lock(folder / "lock")
+
+
+def _write_lease(folder: Path, size: int, *, waits: bool) -> None:
+    (folder / "seat").write_text(f"{size} {'waits' if waits else 'in'}", encoding="ascii")
+
+
+def _read_lease(folder: Path) -> LeaseRecord | None:
+    """Read a seat; None when its run has just ended and is removing it."""
+    try:
+        text = (folder / "seat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        return None
+    match = _LEASE_LINE.fullmatch(text)
+    if match is None:
+        hint = f"remove {folder} when no run needs it"
+        raise StoreError(f"{folder}: this is not the seat of a run", hint=hint)
+    return LeaseRecord(_parse_lease_number(folder), int(match["size"]), match["state"] == "waits")
+
+
+def _parse_lease_number(folder: Path) -> int:
+    return int(folder.name.partition("-")[0])
+
+
+def _describe_wait(
+    size: int, limit: int, running: Sequence[LeaseRecord], waiting: Sequence[LeaseRecord]
+) -> str:
+    taken = format_size(sum(other.size for other in running))
+    others = "1 other run holds" if len(running) == 1 else f"{len(running)} other runs hold"
+    turn = f"; {len(waiting)} {'waits' if len(waiting) == 1 else 'wait'} longer" if waiting else ""
+    return (
+        f"waiting for memory: {format_size(size)} of {format_limit(limit)} are needed, "
+        f"{others} {taken}{turn}"
+    )
+
+
+_RECORD_FILE = "holds"
+_MAX_RECORD_BYTES = 1 << 20
+_START_FIELD = 19
+"""When a process began, among the fields behind its name in ``/proc/<pid>/stat``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """What one engine said of itself last; sizes in bytes, ``experts`` are those used last."""
+
+    pid: int
+    began: int | None
+    """When its process began, in the system's ticks: numbers of processes are used again."""
+    answering: bool
+    limit: int
+    held: Mapping[str, int]
+    base: str
+    experts: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """All that it holds by its ledger."""
+        return sum(self.held.values())
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """What the system counts for its process, where the system tells."""
+        if self.began is None or _read_process_start(self.pid) != self.began:
+            return None
+        return _read_resident_set(self.pid)
+
+
+class EngineRegistration:
+    """The owner of what one engine says; nothing is written before it has loaded something."""
+
+    def __init__(self, folder: Path, budget: MemoryBudget) -> None:
+        """Speak of a budget, below a folder that is made when there is something to say."""
+        self._folder, self.budget = folder, budget
+        self._claimed = ExitStack()
+        self._own: Path | None = None
+        self._maker = 0
+        self._base, self._experts = "", tuple[str, ...]()
+
+    @contextmanager
+    def mark_answering(self) -> Iterator[None]:
+        """Say at the end what is still held."""
+        try:
+            yield
+        finally:
+            if self._own is not None:
+                self._write_record(answering=False)
+
+    def publish(self, *, base: str, experts: tuple[str, ...]) -> None:
+        """Say what is held for an answer that begins now."""
+        self._base, self._experts = base, experts
+        if not self._is_registered:
+            self.close()
+            with suppress(OSError, StoreError):
+                self._own, self._maker = self._register(), os.getpid()
+        self._write_record(answering=True)
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self._claimed.close()
+        self._own = None
+
+    @property
+    def _is_registered(self) -> bool:
+        """Whether there is a folder of this very process, not of one that it was forked from."""
+        return self._own is not None and self._maker == os.getpid() and self._own.is_dir()
+
+    def _register(self) -> Path:
+        make_folders(self._folder, mode=0o700)
+        with exclusive_lock(self._folder / "lock"):
+            for folder in list_claimed_folders(self._folder):
+                if not is_claimed(folder):
+                    remove_tree(folder)
+            return self._claimed.enter_context(claim_folder(self._folder))
+
+    def _write_record(self, *, answering: bool) -> None:
+        if self._own is None or self._maker != os.getpid():
+            return
+        pid = os.getpid()
+        held: dict[str, int] = {
+            purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES
+        }
+        limit, named = self.budget.limit, (self._base, self._experts)
+        said = msgspec.json.encode(
+            EngineRecord(pid, _read_process_start(pid), answering, limit, held, *named)
+        )
+        with suppress(OSError):
+            new = self._own / f"{_RECORD_FILE}.new"
+            new.write_bytes(said)
+            new.replace(self._own / _RECORD_FILE)
+
+
+def list_engines(folder: Path) -> list[EngineRecord]:
+    """Return what the live engines of a home say; changes nothing."""
+    said = [
+        _read_record(own / _RECORD_FILE) for own in list_claimed_folders(folder) if is_claimed(own)
+    ]
+    return sorted((one for one in said if one is not None), key=lambda one: one.pid)
+
+
+def _read_record(path: Path) -> EngineRecord | None:
+    """Read what an engine says; None where it has said nothing yet, or is just ending."""
+    with suppress(OSError, msgspec.MsgspecError), path.open("rb") as stream:
+        return msgspec.json.decode(stream.read(_MAX_RECORD_BYTES), type=EngineRecord)
+    return None
+
+
+def _read_process_start(pid: int) -> int | None:
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(fields.rpartition(")")[2].split()[_START_FIELD])
+    return None
+
+
+def _read_resident_set(pid: int) -> int | None:
+    with suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        found = [line for line in lines.splitlines() if line.startswith("VmRSS:")]
+        return int(found[0].split()[1]) * 1024 if found else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What memory there is, in bytes; None where the system does not tell, or sets no limit."""
+
+    machine: int
+    container: int | None
+    unused: int | None
+    budget: int
+    """Of each engine."""
+    chosen: bool
+    """Whether the user chose the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSize:
+    """What a base takes: on the disk, and in memory in each dtype that it can be held in."""
+
+    name: str
+    on_disk: int
+    weights: Mapping[str, int]
+    token: int | None
+    """Bytes of the keys and values of one token in a run that is told no dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSize:
+    """What the weights of an expert take in memory."""
+
+    ref: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCache:
+    """What is on the disk so that it need not be made again; it may be deleted at any time."""
+
+    what: str
+    path: Path
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All of it; ``experts`` begin with the largest."""
+
+    limits: MemoryLimits
+    engines: tuple[EngineRecord, ...]
+    runs: tuple[LeaseRecord, ...]
+    bases: tuple[BaseSize, ...]
+    experts: tuple[ExpertSize, ...]
+    caches: tuple[DiskCache, ...]
+    has_sizes: bool
+
+
+def build_memory_report(home: Home, *, budget: int | None) -> MemoryReport:
+    """Look at a home and at this machine; changes nothing.
+
+    Raises:
+        StoreError: when the record of a base is damaged.
+    """
+    store, bases = Store(home.store), BaseStore(home.bases)
+    chosen = budget is not None
+    limit = find_default_budget() if budget is None else budget
+    known, has_sizes = bases.list_bases(), has_engine()
+    return MemoryReport(
+        limits=MemoryLimits(
+            get_machine_bytes(), find_container_limit(), find_unused_bytes(), limit, chosen
+        ),
+        engines=tuple(list_engines(home.engines)),
+        runs=tuple(list_leases(store.paths.running)),
+        bases=tuple(_measure_base(base, has_sizes=has_sizes) for base in known),
+        experts=tuple(_measure_experts(store)) if has_sizes else (),
+        caches=tuple(cache for cache in _list_caches(home, store, bases, known) if cache.nbytes),
+        has_sizes=has_sizes,
+    )
+
+
+def _measure_base(base: StoredBase, *, has_sizes: bool) -> BaseSize:
+    if not has_sizes or base.foreign:
+        return BaseSize(base.name, base.size, {}, None)
+    from expertctl.engine.memory.weight_sizes import estimate_base_sizes
+
+    weights, token = estimate_base_sizes(base)
+    return BaseSize(base.name, base.size, {str(d): size for d, size in weights.items()}, token)
+
+
+def _measure_experts(store: Store) -> list[ExpertSize]:
+    experts = store.list_experts()
+    if not experts:
+        return []
+    from expertctl.engine.memory.weight_sizes import estimate_expert_size
+
+    sizes = [ExpertSize(expert.ref, estimate_expert_size(store, expert)) for expert in experts]
+    return sorted(sizes, key=lambda one: (-(one.nbytes or 0), one.ref))
+
+
+def _list_caches(
+    home: Home, store: Store, bases: BaseStore, known: list[StoredBase]
+) -> Iterator[DiskCache]:
+    folders = {
+        "compiled kernels": home.kernels,
+        "gains of DoRA": store.paths.derived,
+        "vectors of the encoder static": home.static_encoder,
+        **{f"{base.name}, quantised": bases.copies_folder(base) for base in known},
+    }
+    for what, path in folders.items():
+        yield DiskCache(
+            what, path, sum(map(_measure_folder, path.rglob("*"))) if path.is_dir() else 0
+        )
+
+
+def _measure_folder(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:  # removed meanwhile
+        return 0
+
+
+ENGINE_MODULES = ("torch", "jinja2", "numba", "llvmlite")
+
+
+def has_engine() -> bool:
+    """Tell whether all of it is installed; imports nothing."""
+    return all(find_spec(name) is not None for name in ENGINE_MODULES)

@@ -1,0 +1,1 @@
+"""The decoder in torch: weights, layers, CUDA graphs and LoRA slots."""

@@ -1,0 +1,424 @@
+"""A base that torch holds and runs on a CUDA device, with captured steps.
+
+Weights are float32 or bfloat16, keys and values the same, activations and experts float32. Routed
+experts are in a stack, all of them or as many as fit. Nothing else here depends on the device,
+so tests run the same classes on a processor.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine import devices
+from expertctl.engine.adapters.compile import CompiledPlan, CompileSpec
+from expertctl.engine.devices import translate_device_errors
+from expertctl.engine.generation import DecoderSession, DecodeSession, step_sequentially
+from expertctl.engine.kv.sequence_cache import (
+    KVCacheBase,
+    KVCacheFactory,
+    KVRequest,
+    SequenceKVCache,
+)
+from expertctl.engine.memory.adapter_cache import AdapterCache
+from expertctl.engine.model.backends import (
+    BackendName,
+    LoadContext,
+    TorchBackend,
+    parse_torch_dtype,
+)
+from expertctl.engine.model.cuda_graph_decoder import (
+    CudaGraphDecoder,
+    estimate_buffer_bytes,
+    estimate_step_buffer_bytes,
+)
+from expertctl.engine.model.cuda_graph_step import (
+    StaticKVCache,
+    StaticKVRow,
+    estimate_static_kv_bytes,
+)
+from expertctl.engine.model.cuda_graphs import (
+    PERMANENT_ROWS,
+    estimate_graph_memory,
+    estimate_permanent_bytes,
+)
+from expertctl.engine.model.decoder import LayerTimer, PrefillResult
+from expertctl.engine.model.weights import BaseWeights, is_routed_expert, load_base_weights
+from expertctl.engine.moe.cache_plan import (
+    CachePlan,
+    estimate_cache_metadata_bytes,
+    estimate_resident_bookkeeping_bytes,
+    fits_in_memory,
+    plan_cache,
+)
+from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_stack import (
+    StackShape,
+    estimate_stack_bytes,
+    estimate_staging_bytes,
+)
+from expertctl.engine.moe.routed_mlp import estimate_host_selection_bytes
+from expertctl.engine.moe.stacked_experts import (
+    DeviceExpertCounts,
+    StackedExperts,
+    estimate_counter_bytes,
+    estimate_lookup_bytes,
+    open_stacked_experts,
+)
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.warmup import PlanWarmup, WarmupPlan, warm_up_cache
+from expertctl.engine.text.prompt import RecordLogits
+from expertctl.package.base_tensors import read_base_tensors
+from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import MoeMiss
+
+_FLOAT_BYTES = 4
+_CAPTURE_STREAMS, _PIECEWISE_STREAMS = 2, 3
+"""Products are computed on the usual stream, and on one for each owner of graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBackend:
+    """A base that `CudaGraphDecoder` runs; its memory is that of the device."""
+
+    config: ModelConfig
+    dtype: str
+    cache: CachePlan | None = None
+    """How its routed experts are held where not all of them are on the device."""
+    start: WarmupPlan = field(default=WarmupPlan(), compare=False)
+    """Which of them it begins with."""
+
+    @classmethod
+    def choose(
+        cls,
+        config: ModelConfig,
+        dtype: str,
+        *,
+        memory_limit: int | None = None,
+        miss: MoeMiss = "exact",
+        cap: float = 1.0,
+        headroom: int = 0,
+    ) -> "CudaBackend":
+        """Return what runs a base in ``room`` bytes of the device; None: unlimited.
+
+        Of these, ``beside`` bytes are left for what a run takes besides the base.
+        """
+        whole = cls(config, dtype)
+        if config.experts is None or memory_limit is None:
+            return whole
+        if fits_in_memory(whole.weight_bytes, memory_limit, sequence_bytes=headroom):
+            return whole
+        workspaces = _PIECEWISE_STREAMS * devices.get_workspace_bytes()
+        plan = plan_cache(
+            layers=len(config.experts.layers),
+            experts=config.experts.count,
+            block_bytes=whole.stack_shape.nbytes,
+            other_bytes=whole.min_weight_bytes + whole.piecewise_bytes + workspaces,
+            limit=memory_limit,
+            miss=miss,
+            cap=cap,
+            sequence_bytes=headroom,
+        )
+        return replace(whole, cache=plan)
+
+    def with_warmup(self, start: PlanWarmup) -> "CudaBackend":
+        """Return the same with slots and pins by what is known, where not all experts fit.
+
+        Raises:
+            ExpertError: when a profile is of another base, or cannot be used.
+        """
+        routed = self.config.experts
+        if self.cache is None or routed is None:
+            return self
+        begins = start(routed)
+        return replace(self, cache=begins.adapt_cache_plan(self.cache, routed.layers), start=begins)
+
+    @property
+    def name(self) -> BackendName:
+        """Which of them it is."""
+        return "cuda"
+
+    @property
+    def weight_bytes(self) -> int:
+        """What its weights and workspaces take in memory, with as many routed experts as fit."""
+        routed, workspaces = self.config.experts, self.workspace_bytes
+        if routed is None:
+            return self._torch_backend.weight_bytes + workspaces
+        each, rest = self.stack_shape.nbytes, self.min_weight_bytes + workspaces
+        if self.cache is None:
+            blocks = len(routed.layers) * routed.count
+            return rest + estimate_counter_bytes(routed) + blocks * each
+        return rest + self.piecewise_bytes + self.cache.blocks * each
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What libraries keep for the streams that it computes on, in one thread."""
+        streams = _CAPTURE_STREAMS if self.cache is None else _PIECEWISE_STREAMS
+        return streams * devices.get_workspace_bytes()
+
+    @property
+    def piecewise_bytes(self) -> int:
+        """What steps in stages hold between texts: their room, and the pool of their graphs."""
+        graphs = estimate_graph_memory(self.config, self.stack_shape)
+        return estimate_permanent_bytes(self.config) + graphs
+
+    @property
+    def min_weight_bytes(self) -> int:
+        """What all but routed experts takes, the dummy and the lookup included; see `Backend`."""
+        routed, itemsize = self.config.experts, parse_torch_dtype(self.dtype).itemsize
+        if routed is None:
+            return self.weight_bytes
+        total = estimate_lookup_bytes(routed) + estimate_stack_bytes(self.stack_shape, blocks=0)
+        for name, shape in self.config.tensor_shapes().items():
+            if not is_routed_expert(name):
+                total += torch.Size(shape).numel() * (itemsize if len(shape) == 2 else _FLOAT_BYTES)
+        return total
+
+    @property
+    def stack_shape(self) -> StackShape:
+        """What a routed expert looks like."""
+        return StackShape.from_config(self.config, parse_torch_dtype(self.dtype))
+
+    @property
+    def host_bytes(self) -> int:
+        """The buffers that routed experts come through, and what is known of them."""
+        if self.config.experts is None:
+            return 0
+        buffers = estimate_staging_bytes(self.stack_shape)
+        if self.cache is None:
+            return buffers + estimate_resident_bookkeeping_bytes(self.config.experts)
+        return (
+            estimate_cache_metadata_bytes(self.config.experts)
+            + buffers
+            + estimate_host_selection_bytes(self.config, rows=PERMANENT_ROWS)
+        )
+
+    @property
+    def loading_bytes(self) -> int:
+        """What reading them takes besides: they are converted before they come to the device."""
+        return 0
+
+    @property
+    def compile_spec(self) -> CompileSpec:
+        """What plans are compiled for."""
+        return self._torch_backend.compile_spec
+
+    def kv_bytes(self, tokens: int) -> int:
+        """What the keys and values of so many tokens take."""
+        return estimate_static_kv_bytes(
+            self.config, capacity=tokens, dtype=parse_torch_dtype(self.dtype)
+        )
+
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+        """What a pass over so many tokens needs besides weights and cache, at most about.
+
+        Texts of a batch are read one after the other. A step may be called while the graphs of
+        another kind hold as much; stages that copy experts have graphs in `piecewise_bytes`.
+        """
+        experts = None if self.config.experts is None else self.stack_shape
+        captured = experts if self.cache is None else None
+        graphs = estimate_step_buffer_bytes(
+            self.config, capacity=tokens, width=width, experts=captured
+        )
+        return graphs + estimate_buffer_bytes(
+            self.config, capacity=tokens, width=width, experts=experts
+        )
+
+    @property
+    def kv_layout(self) -> str:
+        """Equal where one keeper serves."""
+        return f"cuda, {self.dtype}"
+
+    def create_kv_store(
+        self, tiers: AdapterCache, *, kept_limit: int | None = None
+    ) -> SequenceKVCache:
+        """Return an owner of arenas of one row."""
+        kind = KVCacheFactory(self._create_row, lambda wanted: self.kv_bytes(wanted.capacity))
+        return SequenceKVCache(tiers, kind, cached_limit=kept_limit)
+
+    @translate_device_errors()
+    def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "CudaModel":
+        """Read the weights onto the device.
+
+        Raises:
+            InvalidPackageError: when its tensors are not those of its configuration.
+            BudgetError: when the device is full.
+        """
+        weights = load_base_weights(
+            context.directory,
+            self.config,
+            dtype=parse_torch_dtype(self.dtype),
+            device=devices.CUDA,
+            experts=False,
+            progress=progress,
+        )
+        workspaces = self.workspace_bytes
+        if self.config.experts is None:
+            decoder = CudaGraphDecoder(self.config, weights)
+            return CudaModel(decoder, weights, weights.nbytes, workspaces)
+        experts = open_stacked_experts(
+            self.config,
+            read_base_tensors(context.directory, self.config),
+            self.stack_shape,
+            plan=self.cache,
+            device=devices.CUDA,
+        )
+        try:
+            read = self._load_experts(experts, context, progress)
+        except BaseException:
+            experts.close()
+            raise
+        decoder = CudaGraphDecoder(self.config, weights, experts=experts)
+        return CudaModel(decoder, weights, weights.nbytes + read, workspaces, experts)
+
+    def _load_experts(
+        self, experts: StackedExperts, context: LoadContext, progress: Progress
+    ) -> int:
+        """Bring all experts, or begin with those that are known; return how much was read.
+
+        A cache counts what it reads itself. Habits are learnt either way.
+        """
+        cache, routed = experts.cache, experts.config
+        if cache is None:
+            assert experts.device_counts is not None
+            context.watch(routed, experts.device_counts)
+            return experts.load_all(progress)
+        warm_up_cache(cache, self.start, dict(zip(routed.layers, cache.slots, strict=True)))
+        context.watch(routed, cache)
+        return 0
+
+    @property
+    def _torch_backend(self) -> TorchBackend:
+        return TorchBackend(self.config, self.dtype, devices.CUDA)
+
+    @translate_device_errors()
+    def _create_row(self, request: KVRequest) -> StaticKVRow:
+        arena = StaticKVCache(
+            self.config,
+            rows=1,
+            capacity=request.capacity,
+            dtype=parse_torch_dtype(self.dtype),
+            device=devices.CUDA,
+        )
+        return arena.get_row(0)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaModel:
+    """A base in the memory of the device."""
+
+    decoder: CudaGraphDecoder
+    weights: BaseWeights
+    read_bytes: int
+    """How many bytes of files were read for them."""
+    workspace_bytes: int
+    """What libraries keep for the streams that it is run on."""
+    stacked_experts: StackedExperts | None = None
+    """Its routed experts, if it has any."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights, and of all that stays with them."""
+        held = self.weights.nbytes + self.workspace_bytes
+        if self.stacked_experts is None:
+            return held
+        graphs = 0
+        if not self.stacked_experts.is_whole:
+            graphs = estimate_graph_memory(self.decoder.config, self.stacked_experts.stack.shape)
+        return held + self.stacked_experts.nbytes + self.decoder.permanent_bytes + graphs
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of them."""
+        return self.weights.warnings
+
+    @property
+    def routed(self) -> RoutedExpertStats | None:
+        """What became of routed experts so far, fetched from the device; None without them."""
+        self.decoder.fetch_routed_counts()
+        experts = self._expert_counter
+        return None if experts is None else experts.report()
+
+    @property
+    def counters(self) -> Counters | None:
+        """What is counted of routed experts; where all are there, only when an answer is over."""
+        return None if self._expert_counter is None else self._expert_counter.counters
+
+    @property
+    def experts(self) -> ExpertCache | None:
+        """The owner of their slots, which applies profiles; None where all are there."""
+        return None if self.stacked_experts is None else self.stacked_experts.cache
+
+    @property
+    def _expert_counter(self) -> ExpertCache | DeviceExpertCounts | None:
+        return (
+            None
+            if self.stacked_experts is None
+            else self.stacked_experts.cache or self.stacked_experts.device_counts
+        )
+
+    def prepare(
+        self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
+    ) -> None:
+        """Take the memory of steps and put the plan into its slot; graphs come with the steps."""
+        assert isinstance(cache, StaticKVRow)
+        self.decoder.prepare(cache, plan.deltas)
+
+    def start_session(
+        self,
+        cache: KVCacheBase,
+        plan: CompiledPlan,
+        *,
+        progress: Progress = ignore_progress,
+        scores: RecordLogits | None = None,
+    ) -> DecodeSession:
+        """Begin or go on with a text."""
+        assert isinstance(cache, StaticKVRow)
+        return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
+
+    @property
+    def prefill_parts(self) -> int:
+        """1: a pass is not cut."""
+        return 1
+
+    def prefill(
+        self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
+    ) -> PrefillResult:
+        """Read a part of a prompt at once."""
+        return reading.prefill(ids)
+
+    def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
+        """Read one more token of each of several texts, one after the other."""
+        return step_sequentially(texts)
+
+    def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
+        """Add to ``times`` how long each part of what is read takes; no step is captured then."""
+        return self.decoder.time_layers(times)
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer, copied to where experts are compiled."""
+        return self.decoder.matrix(module).cpu()
+
+    def free_buffers(self) -> None:
+        """Let go of buffers and slots, and of graphs that read a text."""
+        self.decoder.free_buffers()
+
+    @property
+    def holds_only_weights(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self.decoder.holds_only_weights
+
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+        if self.stacked_experts is not None:
+            self.stacked_experts.check_integrity()
+
+    def close(self) -> None:
+        """End what is being read, and let go of all graphs."""
+        if self.stacked_experts is not None:
+            self.stacked_experts.close()
+        self.decoder.close()

@@ -1,0 +1,381 @@
+"""A decoder whose steps can be captured: the batch is padded to a bucket, memory never moves.
+
+Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a `StaticKVCache`. A
+step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
+looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
+first; on a processor the same function is called. Graphs of up to `KINDS` kinds are kept.
+
+Where routed experts may be missing, a step is done in stages, and some of their graphs stay. A text
+whose plan changes routed experts is read by the decoder of prompts, token by token: its plan has no
+slots.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.devices import translate_device_errors
+from expertctl.engine.kv.sequence_cache import rewind_on_error
+from expertctl.engine.model.cuda_graph_step import (
+    GraphedStep,
+    StaticInputs,
+    StaticKVCache,
+    StaticKVRow,
+    estimate_input_bytes,
+    estimate_step_bytes,
+)
+from expertctl.engine.model.cuda_graphs import CUDAGraphPool, PiecewiseStep, StepBucket
+from expertctl.engine.model.decoder import (
+    PREFILL_CHUNK,
+    Decoder,
+    DecodeResult,
+    LayerTimer,
+    PrefillResult,
+    check_modules,
+    check_tokens,
+    estimate_pass_bytes,
+)
+from expertctl.engine.model.functional import EMPTY_DELTAS, Deltas
+from expertctl.engine.model.lora_slots import (
+    NO_SLOT,
+    LoRASlots,
+    estimate_slots_bytes,
+    find_shape,
+    merge_shapes,
+    round_up_rank,
+)
+from expertctl.engine.model.weights import BaseWeights, is_routed_expert
+from expertctl.engine.moe.expert_stack import StackShape
+from expertctl.engine.moe.routed_mlp import (
+    build_stacked_layers,
+    estimate_prompt_floats,
+    estimate_stacked_step_bytes,
+)
+from expertctl.engine.moe.stacked_experts import StackedExperts
+from expertctl.engine.text.prompt import RecordLogits
+from expertctl.package.model_config import ModelConfig
+
+MAX_GRAPH_KEYS = 8
+"""Graphs of so many kinds of steps are kept: an answer that grows leaves its short ones behind."""
+MIN_CAPACITY = 256
+"""Steps look at no fewer positions than this, if there are as many."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphStepRow:
+    """One more token of one text, with the plan of that text."""
+
+    token: int
+    cache: StaticKVRow
+    deltas: Deltas = field(default_factory=dict)
+
+
+class CudaGraphDecoder:
+    """A base that can be run by captured steps; its weights are only read."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: BaseWeights,
+        *,
+        experts: StackedExperts | None = None,
+        captures: bool = True,
+        min_capacity: int = MIN_CAPACITY,
+    ) -> None:
+        """Run a base where its weights are; without ``captures`` steps are called as they are.
+
+        ``experts`` has the routed experts, which the weights do not have.
+        """
+        self.config, self.device = config, weights.device
+        self.modules = frozenset(config.linear_shapes())
+        stacked = (
+            None if experts is None else build_stacked_layers(config, weights.tensors, experts)
+        )
+        self._prompts = Decoder(config, weights, stacked=stacked)
+        self._one_more = GraphedStep(config, weights, stacked=stacked)
+        self._staged: PiecewiseStep | None = None
+        if stacked is not None and not stacked.experts.is_whole:
+            self._staged = PiecewiseStep(config, self._one_more, stacked, captures=captures)
+        stages = 1 if self._staged is None else 2 * config.layers + 1  # at most
+        self.graphs = CUDAGraphPool(
+            weights.device, captures=captures, max_graphs=MAX_GRAPH_KEYS * stages
+        )
+        self._of_experts = frozenset(filter(is_routed_expert, self.modules))
+        self._shortest = min_capacity
+        self._lock = threading.Lock()
+        self._room: StaticInputs | None = None
+        self._plans: LoRASlots | None = None
+
+    @translate_device_errors()
+    def prefill(
+        self,
+        ids: Sequence[int] | Tensor,
+        cache: StaticKVRow,
+        deltas: Deltas = EMPTY_DELTAS,
+        *,
+        soft_prompt: Tensor | None = None,
+        chunk: int = PREFILL_CHUNK,
+        progress: Progress = ignore_progress,
+        scores: RecordLogits | None = None,
+    ) -> PrefillResult:
+        """Read a prompt, as `Decoder.prefill` does and with its errors."""
+        before = None if soft_prompt is None else soft_prompt.to(self.device)
+        with self._lock:
+            return self._prompts.prefill(
+                ids,
+                cache,
+                deltas,
+                soft_prompt=before,
+                chunk=chunk,
+                progress=progress,
+                scores=scores,
+            )
+
+    def decode(self, token: int, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
+        """Read one more token.
+
+        Raises:
+            BudgetError: when the cache is full.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        position, started = cache.length, time.perf_counter()
+        logits = self.step([GraphStepRow(token, cache, deltas)])[0]
+        return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)
+
+    @translate_device_errors()
+    def step(self, rows: Sequence[GraphStepRow], *, out: Tensor | None = None) -> Tensor:
+        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+
+        They are in the machine's memory, in ``out`` where it is given. All texts are rows of one
+        arena; the batch goes up to the last of them, and what lies between stays as it is. Where
+        it fails, none of them has read a token.
+
+        Raises:
+            BudgetError: when a cache is full.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        for plan in {id(row.deltas): row.deltas for row in rows}.values():
+            check_modules(plan, self.modules)
+        tokens = check_tokens([row.token for row in rows], self.config.vocab_size).tolist()
+        arena = rows[0].cache.arena
+        assert all(row.cache.arena is arena for row in rows), "texts of a batch share an arena"
+        assert len({row.cache.number for row in rows}) == len(rows), "each text has its own row"
+        shape = (len(rows), self.config.vocab_size)
+        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
+        for row in rows:
+            row.cache.ensure_capacity(1)
+        logits = torch.empty(shape) if out is None else out
+        with self._lock, rewind_on_error([row.cache for row in rows]):
+            beside = []
+            for row, token, scores in zip(rows, tokens, logits, strict=True):
+                if self._has_expert_deltas(row.deltas):
+                    scores.copy_(self._prompts.decode(token, row.cache, row.deltas).logits)
+                else:
+                    beside.append((row, token, scores))
+            if beside:
+                self._step(beside, arena)
+        return logits
+
+    @contextmanager
+    def time_layers(self, times: LayerTimer) -> Iterator[None]:
+        """Add to ``times`` how long each part takes; no step is captured or replayed meanwhile."""
+        self._one_more.times = times
+        try:
+            with self._prompts.time_layers(times):
+                yield
+        finally:
+            self._one_more.times = None
+
+    @translate_device_errors()
+    def prepare(self, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> None:
+        """Make beforehand what the steps of one text need.
+
+        Raises:
+            BudgetError: when the device is full.
+        """
+        with self._lock:
+            self._prepare_inputs(cache.arena, rows=1)
+            if not self._has_expert_deltas(deltas):
+                self._assign_slots([deltas])
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer, by its module name."""
+        return self._prompts.matrix(module)
+
+    @translate_device_errors()
+    def free_buffers(self) -> None:
+        """Let go of all but the weights."""
+        with self._lock:
+            self.graphs.clear()
+            self._room = self._plans = None
+            self._prompts.free_shared_tensors()
+            if self._staged is not None:
+                self._staged.free_extra_buffers()
+            self._one_more.fetch_routed_counts()
+
+    @translate_device_errors()
+    def fetch_routed_counts(self) -> None:
+        """Fetch from the device which experts were asked for; between two steps."""
+        with self._lock:
+            self._one_more.fetch_routed_counts()
+
+    @property
+    def holds_only_weights(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self._room is None and self._plans is None and self._prompts.holds_only_weights
+
+    def close(self) -> None:
+        """Let go of all graphs; nothing is read any more."""
+        self.graphs.clear()
+        if self._staged is not None:
+            self._staged.close()
+
+    @property
+    def permanent_bytes(self) -> int:
+        """Bytes on the device that stay between texts, without those of graphs."""
+        return 0 if self._staged is None else self._staged.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device besides `staying_bytes`, weights, arenas, graphs and passes."""
+        held = (self._room, self._plans)
+        return sum(each.nbytes for each in held if each is not None)
+
+    def _has_expert_deltas(self, deltas: Deltas) -> bool:
+        return not self._of_experts.isdisjoint(deltas)
+
+    @torch.inference_mode()
+    def _step(
+        self, texts: Sequence[tuple[GraphStepRow, int, Tensor]], arena: StaticKVCache
+    ) -> None:
+        """Read a token of each text in one step, and write its scores."""
+        rows = [row for row, _, _ in texts]
+        count = round_up_to_bucket(1 + max(row.cache.number for row in rows), maximum=arena.rows)
+        longest = 1 + max(row.cache.length for row in rows)
+        length = round_up_to_bucket(longest, minimum=self._shortest, maximum=arena.capacity)
+        room = self._prepare_inputs(arena, rows=count)
+        slots = self._assign_slots([row.deltas for row in rows])
+        room.clear_rows()
+        for (row, token, _), slot in zip(texts, slots, strict=True):
+            room.set_row(row.cache.number, token=token, position=row.cache.length, slot=slot)
+        room.copy_to_device()
+        plans = self._plans if any(slots) else None
+        self._run_step(StepBucket(room, count, length, plans), [row.cache.number for row in rows])
+        scores = room.wait_for_scores(count)
+        for row, _, out in texts:
+            out.copy_(scores[row.cache.number])
+        for row in rows:
+            row.cache.advance(1)
+
+    def _run_step(self, step: StepBucket, texts: Sequence[int]) -> None:
+        """Do a step, in one piece or in stages, captured unless it is timed."""
+        run = self.graphs.run if self._one_more.times is None else _call_directly
+        if self._staged is not None:
+            self._staged(step, texts, run=run)
+            return
+        read = partial(
+            self._one_more, step.inputs, rows=step.rows, length=step.length, plans=step.plans
+        )
+        run(step.key, read)
+        self._one_more.count_routed(step.inputs, texts)
+
+    def _prepare_inputs(self, arena: StaticKVCache, *, rows: int) -> StaticInputs:
+        """Return a large enough room over an arena; graphs of another room are let go of."""
+        room = self._room
+        if room is None or room.arena is not arena or room.rows < rows:
+            self.graphs.clear()
+            self._room = None
+            self._room = room = StaticInputs(self.config, arena, rows=rows)
+        return room
+
+    @torch.inference_mode()
+    def _assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
+        """Return the slot of each plan, making larger slots where they do not fit."""
+        different = {id(plan): plan for plan in plans if plan}
+        held = self._plans
+        if different and (held is None or not held.contains(different.values())):
+            shape, count = find_shape(different.values()), round_up_to_bucket(len(different))
+            if held is not None:
+                shape, count = merge_shapes(held.shape, shape), max(held.slots, count)
+            if held is None or (held.shape, held.slots) != (shape, count):
+                self.graphs.clear()
+                self._plans = held = None
+                self._plans = LoRASlots(self.config, shape, slots=count, device=self.device)
+        return [NO_SLOT] * len(plans) if self._plans is None else self._plans.assign_slots(plans)
+
+
+def estimate_buffer_bytes(
+    config: ModelConfig,
+    *,
+    capacity: int,
+    rows: int = 1,
+    plans: int = 1,
+    width: int = 0,
+    chunk: int = PREFILL_CHUNK,
+    experts: StackShape | None = None,
+) -> int:
+    """Return what a decoder takes on the device beside weights and arena, at most about.
+
+    Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
+    plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
+    ``experts`` is the shape of routed experts in the stack.
+    """
+    count, slots = round_up_to_bucket(rows), round_up_to_bucket(plans) if width else 0
+    held = estimate_input_bytes(config, capacity=capacity, rows=count)
+    held += estimate_slots_bytes(config, slots=slots, rank=width) if slots else 0
+    step = estimate_step_buffer_bytes(
+        config, capacity=capacity, rows=rows, plans=plans, width=width, experts=experts
+    )
+    return held + step + estimate_prompt_bytes(config, capacity, chunk=chunk)
+
+
+def estimate_step_buffer_bytes(
+    config: ModelConfig,
+    *,
+    capacity: int,
+    rows: int = 1,
+    plans: int = 1,
+    width: int = 0,
+    experts: StackShape | None = None,
+) -> int:
+    """Return what of `buffer_bytes` one step makes and forgets; the pool of graphs has as much."""
+    columns = round_up_to_bucket(plans) * round_up_rank(width) if width else 0
+    made = 0
+    if experts is not None and config.experts is not None:
+        made = estimate_stacked_step_bytes(config.experts, experts)
+    return estimate_step_bytes(
+        config, capacity=capacity, rows=round_up_to_bucket(rows), columns=columns, experts=made
+    )
+
+
+def estimate_prompt_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
+    """Return what reading a prompt takes, at most about: masks are widened for heads that share."""
+    tokens, shares = min(chunk, capacity), config.heads // config.kv_heads
+    masks = shares * tokens * capacity * (1 + _FLOAT_BYTES)
+    narrowed = tokens * (config.hidden_size + 2 * config.intermediate_size)  # for products in bf16
+    routed = 0
+    if config.experts is not None:
+        routed = tokens * estimate_prompt_floats(config.experts, hidden=config.hidden_size)
+    return (
+        estimate_pass_bytes(config, capacity, chunk=chunk)
+        + masks
+        + _FLOAT_BYTES * (narrowed + routed)
+    )
+
+
+def _call_directly(_: Hashable, function: Callable[[], None]) -> None:
+    function()
+
+
+def round_up_to_bucket(count: int, *, minimum: int = 1, maximum: int | None = None) -> int:
+    """Return the power of two that serves a count, within ``least`` and ``most``."""
+    size = max(minimum, 1 << (count - 1).bit_length())
+    return size if maximum is None else min(size, maximum)

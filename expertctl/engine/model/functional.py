@@ -1,0 +1,428 @@
+"""What a plan does to one linear layer: ``y = d * (W (u * x)) + B (A x) + e * b``.
+
+Any ordered chain of experts has this form (decision 10). ``W`` and ``b`` are the base's and are
+never written to; a part that is None is neutral. Activations keep their dtype: they are
+cast only for a product with a weight of another one, and adapters are cast to theirs.
+
+A gated feed-forward network: that of a dense layer, or one expert of a layer that has many.
+
+Attention of new tokens to themselves and to what the cache holds, causal and windowed.
+
+A window of W lets a token see W tokens, itself included. What a step may see is worked out once per
+kind of layer (`make_attention_mask`), not once per layer.
+
+Rotary positions: the tables of cosines and sines, and turning vectors by them.
+
+LoRA by its plain formula.
+
+Decision 10: ``f <- f + w * s * B A x``. The order of LoRAs does not change the result.
+
+DoRA by its plain formula, and the gains that it has on one base.
+
+Decision 10: ``f <- f + w * (c * (g + s * B A x) - g)`` with g = f without bias and
+``c = m / rownorm(W + s * B A)``. The norm is that of the base's own W in the dtype that is used,
+whatever stands before DoRA in the chain, so c belongs to one expert on one base.
+
+IA³ by its plain formula: one learned factor for every input, or every output, of a layer.
+
+Decision 10: on the output ``f <- l_w * f``, bias included as PEFT has it, on the input
+``f(x) <- f(l_w * x)``, with ``l_w = 1 + w * (l - 1)``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from expertctl.errors import IncompatibleError
+from expertctl.package.attention_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LinearDelta:
+    """The difference that a plan makes to one linear layer with ``[out, in]`` weights.
+
+    ``a`` and ``b`` come together; they are the adapters' blocks, concatenated by rank. Either may
+    lie in memory by rows or by columns.
+    """
+
+    a: Tensor | None = None  # [rank, in]
+    b: Tensor | None = None  # [out, rank]
+    input_scale: Tensor | None = None  # u, [in]
+    output_scale: Tensor | None = None  # d, [out]
+    bias_scale: Tensor | None = None  # e, [out]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parts that are there."""
+        parts = (self.a, self.b, self.input_scale, self.output_scale, self.bias_scale)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.tensors)
+
+    def find_shape_problems(self, *, out_features: int, in_features: int) -> list[str]:
+        """Say why this cannot belong to a layer of that shape; empty when it can."""
+        rank = self.a.shape[0] if self.a is not None and self.a.ndim else 0
+        wanted = {
+            "a": (self.a, (rank, in_features)),
+            "b": (self.b, (out_features, rank)),
+            "input_scale": (self.input_scale, (in_features,)),
+            "output_scale": (self.output_scale, (out_features,)),
+            "bias_scale": (self.bias_scale, (out_features,)),
+        }
+        found = [
+            f"{name} is {list(part.shape)}, the layer takes {list(shape)}"
+            for name, (part, shape) in wanted.items()
+            if part is not None and tuple(part.shape) != shape
+        ]
+        if (self.a is None) != (self.b is None):
+            found.append("a and b come together")
+        return found
+
+
+Deltas = Mapping[str, LinearDelta]
+"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
+
+EMPTY_DELTAS: Deltas = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """One linear layer: its module name, weights [out, in] and bias [out]."""
+
+    module: str
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        """Apply it, with what a plan changes: [tokens, in] -> [tokens, out]."""
+        return apply_linear(x, self.weight, self.bias, deltas.get(self.module))
+
+
+def make_linear(tensors: Mapping[str, Tensor], module: str) -> Linear:
+    """Return a linear layer of a base by its module name."""
+    return Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
+
+
+def apply_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta | None
+) -> Tensor:
+    """Apply one linear layer with what the plan changes in it: [tokens, in] -> [tokens, out]."""
+    if delta is None:
+        return _matmul(x, weight, bias)
+    y = _apply_scaled(x, weight, bias, delta)
+    if delta.a is None or delta.b is None:
+        return y
+    inner = F.linear(x, delta.a.to(x.dtype))  # [tokens, rank]
+    return torch.addmm(y, inner, delta.b.to(x.dtype).T)
+
+
+def _apply_scaled(x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta) -> Tensor:
+    scaled = x if delta.input_scale is None else x * delta.input_scale
+    if bias is not None and delta.bias_scale is not None:
+        bias = bias * delta.bias_scale
+    if delta.output_scale is None:
+        return _matmul(scaled, weight, bias)
+    y = _matmul(scaled, weight, None) * delta.output_scale
+    return y if bias is None else y + bias
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    y = F.linear(x.to(weight.dtype), weight).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedForward:
+    """``down(silu(gate(x)) * up(x))``."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
+        gated = F.silu(self.gate(x, deltas)) * self.up(x, deltas)  # [tokens, intermediate]
+        return self.down(gated, deltas)
+
+
+def make_feed_forward(tensors: Mapping[str, Tensor], module: str) -> FeedForward:
+    """Return the network whose three matrices lie below a module name."""
+    gate, up, down = (
+        make_linear(tensors, f"{module}.{name}") for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    return FeedForward(gate, up, down)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMask:
+    """Which keys a step looks at: those from ``first`` on, and of them what ``mask`` allows."""
+
+    first: int
+    mask: Tensor | None  # bool [tokens, keys], None: all, or what is causal
+    causal: bool
+
+
+def make_attention_mask(
+    start: int, tokens: int, window: int | None, *, device: torch.device | str = "cpu"
+) -> AttentionMask:
+    """Return what ``tokens`` new tokens see when ``start`` stand before them."""
+    first = 0 if window is None else max(0, start + 1 - window)
+    if tokens == 1:
+        return AttentionMask(first, None, causal=False)
+    keys = torch.arange(first, start + tokens, device=device)
+    queries = torch.arange(start, start + tokens, device=device)[:, None]
+    if window is not None and window < start + tokens:
+        return AttentionMask(first, (keys <= queries) & (keys > queries - window), causal=False)
+    if start == 0:
+        return AttentionMask(0, None, causal=True)
+    return AttentionMask(first, keys <= queries, causal=False)
+
+
+def scaled_dot_product_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask
+) -> Tensor:
+    """Return [tokens, heads * dim] from queries [heads, tokens, dim], keys [kv_heads, length, dim].
+
+    Several query heads share one key head; keys are not copied for that.
+    """
+    if queries.is_cuda:
+        return grouped_query_attention(queries, keys, values, view)
+    out = F.scaled_dot_product_attention(
+        queries.to(keys.dtype)[None],
+        keys[None, :, view.first :],
+        values[None, :, view.first :],
+        attn_mask=view.mask,
+        is_causal=view.causal,
+        enable_gqa=queries.shape[0] != keys.shape[0],
+    )
+    return out[0].transpose(0, 1).flatten(1).to(queries.dtype)
+
+
+def grouped_query_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask
+) -> Tensor:
+    """Return the same as `attend`, with the heads that share keys as more tokens of one head.
+
+    No fused kernel of CUDA takes both a mask and shared heads; without one, torch would copy the
+    keys for each head and keep all scores. In what order a kernel leaves heads and tokens in memory
+    differs.
+    """
+    heads, tokens, width = queries.shape
+    shares = heads // keys.shape[0]
+    mask = view.mask
+    if view.causal:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril()
+    out = F.scaled_dot_product_attention(
+        queries.to(keys.dtype).reshape(1, keys.shape[0], shares * tokens, width),
+        keys[None, :, view.first :],
+        values[None, :, view.first :],
+        attn_mask=None if mask is None else mask.repeat(shares, 1),
+    )
+    split = out.view(-1, shares, tokens, width)  # by key head; a view whatever their order
+    return split.permute(2, 0, 1, 3).flatten(1).to(queries.dtype)
+
+
+def reference_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None
+) -> Tensor:
+    """Return the same as `attend` by the textbook formula; the oracle of its tests."""
+    groups, tokens, length = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))
+    scores = torch.matmul(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[2])
+    for row, position in enumerate(range(length - tokens, length)):
+        scores[:, row, position + 1 :] = -torch.inf
+        if window is not None:
+            scores[:, row, : max(0, position + 1 - window)] = -torch.inf
+    out = scores.softmax(-1) @ values  # [heads, tokens, dim]
+    return out.transpose(0, 1).flatten(1)
+
+
+def compute_inverse_frequencies(
+    config: RopeConfig, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the angle per position of each pair of dimensions: float32, [dims / 2]."""
+    exponents = torch.arange(0, config.dims, 2, dtype=torch.float32, device=device) / config.dims
+    plain = 1.0 / (config.theta**exponents)
+    match config.scaling:
+        case None:
+            return plain
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _scale_llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _scale_yarn(plain, scaling, config)
+
+
+def compute_rope_table(config: RopeConfig, positions: int, *, device: torch.device | str) -> Tensor:
+    """Return cosines and sines, float32 [2, positions, dims], each half of the dims repeated."""
+    angles = torch.outer(
+        torch.arange(positions, dtype=torch.float32, device=device),
+        compute_inverse_frequencies(config, device=device),
+    )
+    half = config.dims // 2
+    table = torch.empty(2, positions, config.dims, device=device)
+    for rows, function in zip(table, (torch.cos, torch.sin), strict=True):
+        rows[:, :half] = function(angles)
+        rows[:, half:] = rows[:, :half]
+    return table.mul_(config.attention)
+
+
+def round_up_positions(length: int) -> int:
+    """Return how many positions a table has that must reach ``length``."""
+    return 1 << (length - 1).bit_length()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn vectors by their positions: [heads, tokens, dims] with tables of [tokens, dims]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """As in Llama 3.1's reference code."""
+    wavelength = 2 * math.pi / plain
+    scaled = torch.where(wavelength > scaling.original / scaling.low, plain / scaling.factor, plain)
+    smooth = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+    medium = (wavelength >= scaling.original / scaling.high) & (
+        wavelength <= scaling.original / scaling.low
+    )
+    return torch.where(medium, (1 - smooth) * scaled / scaling.factor + smooth * scaled, scaled)
+
+
+def _scale_yarn(plain: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
+    """As in the YaRN paper (arXiv:2309.00071), section 3."""
+    low, high = (
+        config.dims
+        * math.log(scaling.original / (rotations * 2 * math.pi))
+        / (2 * math.log(config.theta))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dims - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(config.dims // 2, dtype=torch.float32, device=plain.device)
+    ramp = ((steps - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensors:
+    """One adapted module: ``a`` [rank, in], ``b`` [out, rank], as published."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The width between A and B."""
+        return self.a.shape[0]
+
+
+def compute_lora_delta(x: Tensor, lora: LoraTensors) -> Tensor:
+    """Return what one LoRA adds to the output of a linear layer, in the type of ``x``."""
+    a, b = lora.a.to(x.dtype), lora.b.to(x.dtype)
+    return (x @ a.T) @ b.T * lora.scale  # [tokens, in] @ [in, rank] @ [rank, out]
+
+
+def merge_lora_weight(weight: Tensor, lora: LoraTensors) -> Tensor:
+    """Return ``W + s * B A``, in float32 at least: the same layer written another way."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(dtype) + lora.scale * (lora.b.to(dtype) @ lora.a.to(dtype))
+
+
+SCRATCH = 2 << 20
+"""Bytes of merged rows that are in memory at one time."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DoraTensors:
+    """One adapted module: ``a`` [rank, in], ``b`` [out, rank] and ``magnitude`` [out]."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The width between A and B."""
+        return self.a.shape[0]
+
+    @property
+    def as_lora(self) -> LoraTensors:
+        """The part of it that is a LoRA."""
+        return LoraTensors(self.a, self.b, self.scale)
+
+
+def reference_dora_scales(weight: Tensor, dora: DoraTensors) -> Tensor:
+    """Return ``c`` by its formula, [out], with a whole merged matrix in memory: for tests."""
+    norms: Tensor = torch.linalg.vector_norm(merge_lora_weight(weight, dora.as_lora), dim=1)
+    return dora.magnitude.to(norms.dtype) / norms
+
+
+def compute_dora_scales(weight: Tensor, dora: DoraTensors, *, what: str) -> Tensor:
+    """Return ``c``, float32 [out], merging a few rows at a time in `scratch_bytes`.
+
+    Raises:
+        IncompatibleError: when a merged row is all zeros, or something in it is no number.
+    """
+    step = _rows_per_step(dora)
+    a = dora.a.to(torch.float32)
+    merged = torch.empty(step, a.shape[1])
+    norms = torch.empty(len(weight))
+    for begin in range(0, len(weight), step):
+        part = merged[: min(step, len(weight) - begin)].copy_(weight[begin : begin + step])
+        part.addmm_(dora.b[begin : begin + step].to(torch.float32), a, alpha=dora.scale)
+        torch.linalg.vector_norm(part, dim=1, out=norms[begin : begin + step])
+    return _check_scales(torch.div(dora.magnitude, norms, out=norms), what)
+
+
+def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
+    """Return what `gains` needs besides its result, at most."""
+    rows, rank, inputs = _rows_per_step(dora), dora.rank, dora.a.shape[1]
+    return _FLOAT_BYTES * (rows * inputs + rank * (inputs + rows))
+
+
+def _rows_per_step(dora: DoraTensors) -> int:
+    return max(1, min(SCRATCH // (_FLOAT_BYTES * dora.a.shape[1]), len(dora.b)))
+
+
+def _check_scales(found: Tensor, what: str) -> Tensor:
+    bad = torch.nonzero(~torch.isfinite(found)).flatten().tolist()
+    if bad:
+        raise IncompatibleError(
+            f"{what}: row {bad[0]} of the base's matrix with the expert's change has no direction: "
+            "its norm is zero or no number",
+            hint="the expert was made for another base, or one of the two is damaged",
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ia3Tensors:
+    """One adapted module: ``vector`` [in] or [out], as published."""
+
+    vector: Tensor
+    on_input: bool
+
+
+def weighted_ia3_vector(
+    ia3: Ia3Tensors, weight: float, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return ``l_w``: what the layer's input or output is multiplied with."""
+    vector = ia3.vector.to(dtype)
+    return vector if weight == 1.0 else 1 + weight * (vector - 1)

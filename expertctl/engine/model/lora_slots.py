@@ -1,0 +1,268 @@
+"""`LoRASlots`: the plans of a batch, stacked at addresses that never change.
+
+For each linear layer all A stand below each other and all B too, slot after slot; the factors of
+all slots are the rows of tables. A row of a batch names the slot of its plan, 0 for none. All
+low-rank products of a layer are two products; in between, every row keeps its own plan's columns.
+So nothing is gathered, and which plan a row has is a number that a captured step reads.
+
+Ranks are rounded up to powers of two, by kind of layer; what a plan does not fill is zero. When a
+plan needs more, the slots are made anew, and so is what was captured with them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from expertctl.engine.model.functional import Deltas, Linear, LinearDelta, apply_linear
+from expertctl.engine.model.weights import is_routed_expert
+from expertctl.errors import IncompatibleError
+from expertctl.package.model_config import ModelConfig
+
+NO_SLOT = 0
+"""What a row without a plan names."""
+MIN_RANK = 8
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoRASpec:
+    """What the slots of one kind of layer must have: a rank, and which factors."""
+
+    rank: int = 0
+    inputs: bool = False
+    outputs: bool = False
+    bias: bool = False
+
+    @classmethod
+    def from_delta(cls, delta: LinearDelta) -> "LoRASpec":
+        """Return what one layer of a plan needs."""
+        return cls(
+            0 if delta.a is None else round_up_rank(len(delta.a)),
+            delta.input_scale is not None,
+            delta.output_scale is not None,
+            delta.bias_scale is not None,
+        )
+
+    def merge(self, other: "LoRASpec") -> "LoRASpec":
+        """Return what serves both."""
+        return LoRASpec(
+            max(self.rank, other.rank),
+            self.inputs or other.inputs,
+            self.outputs or other.outputs,
+            self.bias or other.bias,
+        )
+
+
+LoRAShape = Mapping[str, LoRASpec]
+"""What slots are made for, by kind of layer: ``self_attn.q_proj``, …, ``lm_head``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedLoRA:
+    """What all slots change in one layer."""
+
+    rank: int
+    a: Tensor | None  # [slots * rank, in]
+    b: Tensor | None  # [slots * rank, out]
+    inputs: Tensor | None  # u, [slots + 1, in]
+    outputs: Tensor | None  # d, [slots + 1, out]
+    bias: Tensor | None  # e, [slots + 1, out]
+
+    @classmethod
+    def create_empty(
+        cls, need: LoRASpec, slots: int, shape: tuple[int, int], device: torch.device
+    ) -> "StackedLoRA":
+        """Return slots that change nothing in a layer of a shape (out, in)."""
+        out, width = shape
+        rows = slots * need.rank
+
+        def zeros(columns: int) -> Tensor | None:
+            return torch.zeros(rows, columns, device=device) if rows else None
+
+        def ones(columns: int, *, wanted: bool) -> Tensor | None:
+            return torch.ones(slots + 1, columns, device=device) if wanted else None
+
+        return cls(
+            need.rank,
+            a=zeros(width),
+            b=zeros(out),
+            inputs=ones(width, wanted=need.inputs),
+            outputs=ones(out, wanted=need.outputs),
+            bias=ones(out, wanted=need.bias),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parts that are there."""
+        parts = (self.a, self.b, self.inputs, self.outputs, self.bias)
+        return tuple(part for part in parts if part is not None)
+
+    def write_slot(self, slot: int, delta: LinearDelta | None) -> None:
+        """Write what a plan changes, or nothing, into a slot from 1 on."""
+        begin, end = (slot - 1) * self.rank, slot * self.rank
+        low_rank = (None, None) if delta is None else (delta.a, delta.b)
+        for place, part in ((self.a, low_rank[0]), (self.b, _transpose_rows(low_rank[1]))):
+            if place is not None:
+                filled = 0 if part is None else len(part)
+                if part is not None:
+                    place[begin : begin + filled].copy_(part)
+                place[begin + filled : end].zero_()
+        factors = delta or LinearDelta()
+        for table, factor in (
+            (self.inputs, factors.input_scale),
+            (self.outputs, factors.output_scale),
+            (self.bias, factors.bias_scale),
+        ):
+            if table is not None:
+                table[slot].fill_(1.0) if factor is None else table[slot].copy_(factor)
+
+
+class LoRASlots:
+    """Room for ``slots`` plans at once; plans stay referred to while they are in one."""
+
+    def __init__(
+        self, config: ModelConfig, shape: LoRAShape, *, slots: int, device: torch.device
+    ) -> None:
+        """Take the memory, once."""
+        self.shape, self.slots = shape, slots
+        self.stacks = {
+            module: StackedLoRA.create_empty(shape[get_module_kind(module)], slots, sizes, device)
+            for module, sizes in config.linear_shapes().items()
+            if get_module_kind(module) in shape
+        }
+        self.columns = {  # which slot a column between A and B belongs to, by rank
+            rank: torch.arange(1, slots + 1, device=device).repeat_interleave(rank)
+            for rank in {need.rank for need in shape.values() if need.rank}
+        }
+        self._plans: dict[int, Deltas] = {}  # by slot, the one used last at the end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stacks and tables."""
+        stacks = sum(part.nbytes for stack in self.stacks.values() for part in stack.tensors)
+        return stacks + sum(columns.nbytes for columns in self.columns.values())
+
+    def contains(self, plans: Iterable[Deltas]) -> bool:
+        """Tell whether all these plans are in slots."""
+        there = {id(plan) for plan in self._plans.values()}
+        return there >= {id(plan) for plan in plans}
+
+    def assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
+        """Return the slots of plans, `NO_SLOT` for one that changes nothing.
+
+        Raises:
+            IncompatibleError: when numbers of a plan are not finite: multiplied by zero, they would
+                reach rows of other plans.
+        """
+        there = {id(plan): slot for slot, plan in self._plans.items()}
+        wanted = {id(plan): plan for plan in plans if plan}
+        for key in wanted.keys() & there.keys():
+            self._plans[there[key]] = self._plans.pop(there[key])
+        for key in wanted.keys() - there.keys():
+            there[key] = self._write_plan(wanted[key])
+        return [there[id(plan)] if plan else NO_SLOT for plan in plans]
+
+    def mask_foreign_columns(self, slots: Tensor) -> dict[int, Tensor]:
+        """Return which columns are not of each row's plan, bool [rows, slots * rank] by rank."""
+        return {rank: columns != slots[:, None] for rank, columns in self.columns.items()}
+
+    def _write_plan(self, plan: Deltas) -> int:
+        """Write a plan into a slot that is free, or that of the plan used longest ago."""
+        _check_finite(plan)
+        free = (slot for slot in range(1, self.slots + 1) if slot not in self._plans)
+        slot = next(free, None) or next(iter(self._plans))
+        self._plans.pop(slot, None)  # it has no plan, should writing fail
+        for module, stack in self.stacks.items():
+            stack.write_slot(slot, plan.get(module))
+        self._plans[slot] = plan
+        return slot
+
+
+def apply_stacked_lora(
+    x: Tensor,
+    layer: Linear,
+    stacked: StackedLoRA | None,
+    slots: Tensor,
+    foreign: Mapping[int, Tensor],
+) -> Tensor:
+    """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out].
+
+    ``foreign`` is what `PlanSlots.foreign` made of ``slots``, int64 [rows].
+    """
+    if stacked is None:
+        return apply_linear(x, layer.weight, layer.bias, None)
+    y = _scaled_product(x, layer, stacked, slots)
+    if stacked.a is None or stacked.b is None:
+        return y
+    inner = torch.mm(x, stacked.a.T)  # [rows, slots * rank]
+    return torch.addmm(y, inner.masked_fill(foreign[stacked.rank], 0.0), stacked.b)
+
+
+def find_shape(plans: Iterable[Deltas]) -> LoRAShape:
+    """Return what slots must be made for, so that each of these plans fits into each."""
+    needs = (
+        {get_module_kind(module): LoRASpec.from_delta(delta)}
+        for plan in plans
+        for module, delta in plan.items()
+    )
+    return reduce(merge_shapes, needs, {})
+
+
+def merge_shapes(one: LoRAShape, other: LoRAShape) -> LoRAShape:
+    """Return what serves both."""
+    kinds = one.keys() | other.keys()
+    return {kind: one.get(kind, LoRASpec()).merge(other.get(kind, LoRASpec())) for kind in kinds}
+
+
+def round_up_rank(rank: int) -> int:
+    """Return the rank that slots are made for."""
+    return max(MIN_RANK, 1 << (rank - 1).bit_length())
+
+
+def get_module_kind(module: str) -> str:
+    """Return what layers of a base have in common: ``mlp.up_proj``."""
+    return module.split(".", 3)[-1]
+
+
+def estimate_slots_bytes(config: ModelConfig, *, slots: int, rank: int) -> int:
+    """Return what slots take at most, for plans of up to a rank that change every layer.
+
+    Plans that change routed experts get none.
+    """
+    rows, total = slots * round_up_rank(rank), 0
+    shapes = {n: shape for n, shape in config.linear_shapes().items() if not is_routed_expert(n)}
+    for out, width in shapes.values():
+        total += rows * (out + width) + (slots + 1) * (width + 2 * out)
+    kinds = len({get_module_kind(module) for module in shapes})
+    return _FLOAT_BYTES * (total + 2 * kinds * rows)
+
+
+def _scaled_product(x: Tensor, layer: Linear, stack: StackedLoRA, slots: Tensor) -> Tensor:
+    """Return ``d * (W (u * x)) + e * b``."""
+    scaled = x if stack.inputs is None else x * stack.inputs.index_select(0, slots)
+    if stack.outputs is None and (stack.bias is None or layer.bias is None):
+        return apply_linear(scaled, layer.weight, layer.bias, None)
+    y = apply_linear(scaled, layer.weight, None, None)
+    if stack.outputs is not None:
+        y = y * stack.outputs.index_select(0, slots)
+    if layer.bias is None:
+        return y
+    if stack.bias is None:
+        return y + layer.bias
+    return y + layer.bias * stack.bias.index_select(0, slots)
+
+
+def _transpose_rows(b: Tensor | None) -> Tensor | None:
+    return None if b is None else b.T
+
+
+def _check_finite(plan: Deltas) -> None:
+    finite = [torch.isfinite(part).all() for delta in plan.values() for part in delta.tensors]
+    if not bool(torch.stack(finite).all()):
+        raise IncompatibleError(
+            "a number of an expert is infinite or not a number at all",
+            hint="the weights of an expert are damaged",
+        )

@@ -1,0 +1,145 @@
+"""The tensors of a base model: read from safetensors, exactly the ones its configuration names.
+
+Files may be mapped into memory, they are never written to, and nothing here or in the decoder
+changes a tensor. Matrices get the dtype of the run; norms and biases are always float32.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.base_tensors import StoredTensor, read_base_tensors
+from expertctl.package.model_config import EMBEDDING_TENSOR, HEAD_TENSOR, ModelConfig
+
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BaseWeights:
+    """Every tensor of a base by name; a tied head is not there, the embedding serves."""
+
+    tensors: dict[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each once."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def get_output_matrix(self) -> Tensor:
+        """Return the output matrix, tied or not."""
+        return self.tensors.get(HEAD_TENSOR, self.tensors[EMBEDDING_TENSOR])
+
+
+def load_base_weights(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    experts: bool = True,
+    progress: Progress = ignore_progress,
+) -> BaseWeights:
+    """Read a base, with its routed experts or without; ``progress`` counts the bytes of tensors.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when tensors are missing, unexpected or of another shape.
+        IncompatibleError: for a dtype that is not a float, or a tied head that is another matrix.
+    """
+    stored = read_base_tensors(directory, config)
+    wanted = [name for name in config.tensor_shapes() if experts or not is_routed_expert(name)]
+    beside = [HEAD_TENSOR] if config.tied and HEAD_TENSOR in stored else []
+    with torch.inference_mode():
+        found = dict(_read({name: stored[name] for name in (*wanted, *beside)}))
+        if config.tied:
+            _drop_duplicate_head(directory, found)
+        for name in wanted:
+            found[name] = _convert(found[name], dtype, torch.device(device))
+            progress(found[name].nbytes)
+    tensors = {name: found[name] for name in wanted}
+    warnings = list_rounding_warnings(
+        [stored[n] for n in config.tensor_shapes()], _get_dtype_name(dtype)
+    )
+    return BaseWeights(tensors, dtype, torch.device(device), warnings)
+
+
+def is_routed_expert(name: str) -> bool:
+    """Tell whether a tensor or a module is one of a routed expert."""
+    return ".mlp.experts." in name
+
+
+def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
+    """Say what matrices lose when held in a float type; float32 holds everything."""
+    types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
+    rounded = types - {target} if target != "float32" else set()
+    return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
+
+
+def make_tied_head_error(directory: Path) -> IncompatibleError:
+    """Return the error for a tied head that is stored too, as another matrix."""
+    return IncompatibleError(
+        f"{directory}: config.json ties the head to the embedding, but {HEAD_TENSOR} differs from it",
+        hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
+    )
+
+
+def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
+    """Return the error for a file that cannot be read to its end."""
+    return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
+
+
+def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted({tensor.path for tensor in tensors.values()}):
+        try:
+            with _open(path) as file:
+                here = {name: tensor for name, tensor in tensors.items() if tensor.path == path}
+                yield from _read_file(file, here)
+        except (SafetensorError, OSError) as error:
+            raise make_unreadable_error(path, error) from error
+
+
+def _read_file(file: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Read each stored tensor of a file once; tensors that are rows of it are views."""
+    parts: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(tensor.stored, []).append(name)
+    for stored, names in parts.items():
+        whole = file.get_tensor(stored)
+        for name in names:
+            yield name, _slice_rows(whole, tensors[name])
+
+
+def _slice_rows(whole: Tensor, tensor: StoredTensor) -> Tensor:
+    shape = tensor.info.shape
+    if tuple(whole.shape) == shape:
+        return whole
+    return whole.reshape(-1, shape[1])[tensor.row : tensor.row + shape[0]]
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, framework="pt", device="cpu")
+
+
+def _drop_duplicate_head(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Some files hold a tied head as well; it counts once and must be the same matrix."""
+    head = tensors.pop(HEAD_TENSOR, None)
+    if head is not None and not torch.equal(head, tensors[EMBEDDING_TENSOR]):
+        raise make_tied_head_error(directory)
+
+
+def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return tensor.to(device, dtype if tensor.ndim == 2 else torch.float32)
+
+
+def _get_dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,380 @@
+"""How the routed experts of a base would be held in a memory: what `base plan` shows.
+
+The slots and the pool are those of a run. What is known of the base, from a profile or from its
+habits, says how much of what was asked for they serve. The lanes are memories of devices: this
+engine runs one, on a processor, and plans up to three.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
+from expertctl.engine.cpu.packed_base import make_expert_shape
+from expertctl.engine.moe.cache_plan import CachePlan, fits_in_memory, plan_cache
+from expertctl.engine.moe.placement import (
+    DEFAULT_CURVE,
+    WEIGHTINGS,
+    Placement,
+    Sizes,
+    Strategy,
+    Weighting,
+    append_unobserved,
+    list_observed,
+    place_experts,
+    score_experts,
+)
+from expertctl.engine.moe.usage_profile import ExpertUsage
+from expertctl.engine.moe.warmup import WarmupPlan
+from expertctl.errors import IncompatibleError
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import Dtype
+from expertctl.schema.strict_json import JsonObject
+
+NamedLanes = Mapping[str, int]
+"""The bytes of each lane, by a name for a person; in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One layer: its slots, in an even plan and in this one, and what they serve."""
+
+    layer: int
+    even_slots: int
+    slots: int
+    pinned: int
+    requested_experts: int
+    """How many of its experts were asked for at all."""
+    even_served_share: float | None
+    served_share: float | None
+    """The share of what was asked for; None where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePlan:
+    """One lane under one weighting."""
+
+    name: str
+    budget: int
+    used: int
+    experts: int
+    dummy_bytes: int
+    """Bytes of the zeros that each layer which has experts there needs besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedPlan:
+    """Which experts lie in which lane by one weighting."""
+
+    weighting: Weighting
+    lanes: tuple[LanePlan, ...]
+    served_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseMemoryPlan:
+    """How one base would be held; sizes in bytes."""
+
+    base: str
+    dtype: Dtype
+    limit: int
+    whole: bool
+    """Whether all of it fits, so that nothing has to be planned."""
+    other_bytes: int
+    """What is no routed expert."""
+    expert_bytes: int
+    compact_bytes: int | None
+    """Bytes of one in the copy that is read, see `expert_copies.compact_bytes`."""
+    plan: CachePlan
+    usage_source: str | None
+    """Where what is known comes from."""
+    sequence_bytes: int
+    """What a text that is asked for without further wishes takes besides."""
+    layers: tuple[LayerPlan, ...]
+    requests_in_slots: int
+    """How often experts in slots were asked for, all together."""
+    requests_beyond_slots: tuple[int, ...]
+    """How often each of the others was, the largest count first."""
+    weightings: tuple[WeightedPlan, ...]
+    has_lanes: bool = False
+    """Whether lanes were asked for: else one is as large as all slots."""
+
+    @property
+    def planned_bytes(self) -> int:
+        """What is no routed expert, and all blocks: what a run takes before any text."""
+        return self.other_bytes + self.plan.blocks * self.expert_bytes
+
+    @property
+    def min_bytes(self) -> int:
+        """What a run takes so, with a text and without experts that are installed."""
+        return self.planned_bytes + self.sequence_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a run can begin."""
+        return self.whole or self.min_bytes <= self.limit
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of an expert in memory."""
+        return self.compact_bytes or self.expert_bytes
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether more fit once a run has kept a copy, in which experts are shorter."""
+        return not self.whole and self.compact_bytes is None
+
+    @property
+    def pool_blocks(self) -> int:
+        """How many blocks are for experts without a slot: all that the planned bytes hold."""
+        held = min(self.plan.blocks * self.expert_bytes // self.block_bytes, self._total_experts)
+        return held - sum(self.plan.capacities)
+
+    @property
+    def served_share(self) -> float | None:
+        """The share of what was asked for that the slots of all layers serve."""
+        return _ratio(self.requests_in_slots, self._total_requests)
+
+    @property
+    def served_with_pool(self) -> float | None:
+        """The same where the pool holds those that are asked for most among the others.
+
+        A run keeps in it what is worth most to it at the time, which may serve more or less.
+        """
+        return _ratio(
+            self.requests_in_slots + sum(self.requests_beyond_slots[: self.pool_blocks]),
+            self._total_requests,
+        )
+
+    @property
+    def _total_requests(self) -> int:
+        return self.requests_in_slots + sum(self.requests_beyond_slots)
+
+    @property
+    def _total_experts(self) -> int:
+        return self.plan.layers * self.plan.experts
+
+    def to_json(self) -> JsonObject:
+        """Return the document of ``base plan --json``."""
+        return {
+            "base": self.base,
+            "dtype": self.dtype,
+            "memory": self.limit,
+            "whole": self.whole,
+            "fits": self.fits,
+            "rest_bytes": self.other_bytes,
+            "expert_bytes": self.expert_bytes,
+            "block_bytes": self.block_bytes,
+            "slots": sum(self.plan.capacities),
+            "pool": self.pool_blocks,
+            "planned_bytes": self.planned_bytes,
+            "texts_bytes": self.sequence_bytes,
+            "least_bytes": self.min_bytes,
+            "known": self.usage_source,
+            "served": _round_share(self.served_share),
+            "served_with_pool": _round_share(self.served_with_pool),
+            "layers": [_layer_json(layer) for layer in self.layers],
+            "weightings": [_weighted_json(each) for each in self.weightings],
+        }
+
+
+def plan_base(
+    config: ModelConfig,
+    dtype: Dtype,
+    *,
+    base: str,
+    limit: int,
+    start: WarmupPlan,
+    lanes: NamedLanes,
+    compact: int | None = None,
+    strategy: Strategy = "warm",
+    curve: float = DEFAULT_CURVE,
+) -> BaseMemoryPlan:
+    """Plan a base in a memory; without lanes, one is as large as all slots.
+
+    ``compact`` is what an expert takes in the copy of the base, see `expert_copies.compact_bytes`.
+
+    Raises:
+        IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
+        UsageError: when there are too many lanes, or more pins than slots.
+    """
+    routed, scheme = config.experts, SCHEMES[dtype]
+    if routed is None:
+        raise IncompatibleError(
+            f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
+        )
+    held = PackedBackend.choose(config, dtype)
+    block, texts = make_expert_shape(config, scheme).nbytes, held.sequence_bytes()
+    layers, rest, guide = len(routed.layers), held.min_weight_bytes, start.usage
+    whole = fits_in_memory(held.weight_bytes, limit, sequence_bytes=texts)
+    if whole:
+        rest = held.weight_bytes - layers * routed.count * block
+        even = CachePlan(
+            layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
+        )
+        plan, compact = even, None  # no copy is read, and no expert is pinned
+    else:
+        even = plan_cache(
+            layers=layers,
+            experts=routed.count,
+            block_bytes=block,
+            other_bytes=rest,
+            limit=limit,
+            miss="exact",
+            cap=1.0,
+            sequence_bytes=texts,
+        )
+        plan = start.adapt_cache_plan(even, routed.layers)
+    each = compact or block
+    in_slots, beyond = _count_requests(routed, plan, guide)
+    budgets = lanes or {"ram": sum(plan.capacities) * each}
+    return BaseMemoryPlan(
+        base=base,
+        dtype=dtype,
+        limit=limit,
+        whole=whole,
+        other_bytes=rest,
+        expert_bytes=block,
+        compact_bytes=compact,
+        plan=plan,
+        usage_source=None if guide is None else guide.what,
+        sequence_bytes=texts,
+        layers=tuple(_plan_layers(routed, even, plan, guide)),
+        requests_in_slots=in_slots,
+        requests_beyond_slots=beyond,
+        weightings=_plan_weightings(routed, guide, budgets, strategy, block=each, curve=curve),
+        has_lanes=bool(lanes),
+    )
+
+
+def _plan_layers(
+    routed: ExpertsConfig, even_plan: CachePlan, plan: CachePlan, guide: ExpertUsage | None
+) -> list[LayerPlan]:
+    found = []
+    for place, number in enumerate(routed.layers):
+        counts = {} if guide is None else guide.layer_counts(number)
+        ranked = sorted(counts.values(), reverse=True)
+        found.append(
+            LayerPlan(
+                layer=number,
+                even_slots=even_plan.slots,
+                slots=plan.capacities[place],
+                pinned=len(plan.pinned_by_layer[place]),
+                requested_experts=len(counts),
+                even_served_share=_ratio(sum(ranked[: even_plan.slots]), sum(ranked)),
+                served_share=_ratio(sum(ranked[: plan.capacities[place]]), sum(ranked)),
+            )
+        )
+    return found
+
+
+def _count_requests(
+    routed: ExpertsConfig, plan: CachePlan, guide: ExpertUsage | None
+) -> tuple[int, tuple[int, ...]]:
+    """Return how often experts were asked for: all that slots hold together, and each other."""
+    in_slots, beyond = 0, list[int]()
+    for number, slots in zip(routed.layers, plan.capacities, strict=True):
+        ranked = sorted(
+            ({} if guide is None else guide.layer_counts(number)).values(), reverse=True
+        )
+        in_slots += sum(ranked[:slots])
+        beyond += ranked[slots:]
+    return in_slots, tuple(sorted(beyond, reverse=True))
+
+
+def _plan_weightings(
+    routed: ExpertsConfig,
+    guide: ExpertUsage | None,
+    lanes: NamedLanes,
+    strategy: Strategy,
+    *,
+    block: int,
+    curve: float,
+) -> tuple[WeightedPlan, ...]:
+    """Place experts by each rule; where nothing is known, all rules are one."""
+    sizes = {(layer, n): block for layer in routed.layers for n in range(routed.count)}
+    budgets = list(lanes.values())
+    if guide is None:
+        placement = place_experts(
+            append_unobserved([], sizes), sizes, budgets=budgets, strategy=strategy
+        )
+        return (_make_weighted_plan("flat", placement, lanes, sizes, None),)
+    found = []
+    for weighting in WEIGHTINGS:
+        scored = score_experts(guide.activity.layers, weighting=weighting, curve=curve)
+        order = append_unobserved(list_observed(scored), sizes)
+        placement = place_experts(order, sizes, budgets=budgets, strategy=strategy)
+        found.append(
+            _make_weighted_plan(
+                weighting, placement, lanes, sizes, _find_served_share(placement, guide)
+            )
+        )
+    return tuple(found)
+
+
+def _find_served_share(placement: Placement, guide: ExpertUsage) -> float | None:
+    """Return how much of what was asked for lies in some lane."""
+    counts = {
+        (layer, expert): count
+        for layer, each in guide.profile.layers.items()
+        for expert, count in each.items()
+    }
+    there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)
+    return _ratio(there, sum(counts.values()))
+
+
+def _make_weighted_plan(
+    weighting: Weighting,
+    placement: Placement,
+    lanes: NamedLanes,
+    sizes: Sizes,
+    served: float | None,
+) -> WeightedPlan:
+    told = tuple(
+        LanePlan(
+            name=name,
+            budget=lane.budget,
+            used=lane.used,
+            experts=len(lane.experts),
+            dummy_bytes=lane.used - sum(sizes[place] for place in lane.experts),
+        )
+        for name, lane in zip(lanes, placement.lanes, strict=True)
+    )
+    return WeightedPlan(weighting=weighting, lanes=told, served_share=served)
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _layer_json(layer: LayerPlan) -> JsonObject:
+    return {
+        "layer": layer.layer,
+        "slots_even": layer.even_slots,
+        "slots": layer.slots,
+        "pinned": layer.pinned,
+        "asked": layer.requested_experts,
+        "served_even": _round_share(layer.even_served_share),
+        "served": _round_share(layer.served_share),
+    }
+
+
+def _weighted_json(each: WeightedPlan) -> JsonObject:
+    return {
+        "weighting": each.weighting,
+        "served": _round_share(each.served_share),
+        "lanes": [
+            {
+                "name": lane.name,
+                "budget": lane.budget,
+                "used": lane.used,
+                "experts": lane.experts,
+                "dummy_bytes": lane.dummy_bytes,
+            }
+            for lane in each.lanes
+        ],
+    }
+
+
+def _round_share(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)

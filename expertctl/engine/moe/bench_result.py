@@ -1,0 +1,234 @@
+"""What a bench of routed experts found: how fast texts went, and how often experts were there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertctl.engine.bench_result import Spread, TimingSeries
+from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.warmup import COLD_START, WarmupConfig
+from expertctl.routing.request import MoeColdOption, MoeMiss
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+ALL_RESIDENT = "all resident"
+_MS = 1e-6
+"""Of a nanosecond."""
+Shares = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyCase:
+    """A share of the experts of each layer that has slots, and what happens to others."""
+
+    share: float
+    miss: MoeMiss = "exact"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no expert can be missing."""
+        return self.share >= 1
+
+    @property
+    def label(self) -> str:
+        """How it is called."""
+        return ALL_RESIDENT if self.is_whole else f"{100 * self.share:.0f} % resident, {self.miss}"
+
+
+@dataclass(frozen=True, slots=True)
+class CounterSample:
+    """What was counted when so many tokens had been written."""
+
+    tokens: int
+    counters: CounterSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class HitRateTimeline:
+    """How often a routed slot was hot, in each layer, between one moment and the next."""
+
+    tokens: tuple[int, ...]
+    """Where each stretch ends; it begins where the one before ends, the first at 0."""
+    layers: tuple[int, ...]
+    rates: Shares
+    """[layers, stretches]; not a number where a layer was not asked."""
+
+    @classmethod
+    def from_samples(cls, moments: Sequence[CounterSample]) -> "HitRateTimeline":
+        """Return it; the first moment is the beginning."""
+        layers = tuple(moments[0].counters.layers) if moments else ()
+        counts = [[_hits_and_misses(m.counters.layers[layer]) for m in moments] for layer in layers]
+        grown = np.diff(np.array(counts, np.float64).reshape(len(layers), len(moments), 2), axis=1)
+        slots = grown.sum(-1)
+        rates = np.divide(grown[..., 0], slots, out=np.full_like(slots, np.nan), where=slots > 0)
+        return cls(tuple(m.tokens for m in moments[1:]), layers, rates)
+
+    def to_json(self) -> JsonObject:
+        """Return it with a row for each layer; null where a layer was not asked."""
+        rows = [list[JsonValue](map(_nan_to_none, row)) for row in self.rates.tolist()]
+        return {
+            "tokens": list[JsonValue](self.tokens),
+            "layers": list[JsonValue](self.layers),
+            "hit_rates": list[JsonValue](rows),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedBenchRow:
+    """One way to hold the experts; what is counted leaves out the round that filled the slots."""
+
+    case: ResidencyCase
+    steps: TimingSeries
+    prompts: tuple[tuple[int, float], ...]
+    """Tokens that were read, and the seconds that took."""
+    report: RoutedExpertStats
+    """Of the rounds that count."""
+    layers: dict[int, LayerCounts]
+    """Of these rounds, too; empty where nothing is counted."""
+    timeline: HitRateTimeline
+    """Of all rounds."""
+    first_counted_token: int
+    """How many tokens had been written when rounds began to count."""
+    prefill_wait_ms: float
+    """How long was waited for experts while prompts were read."""
+    memory: int
+    """Bytes of the weights and of all blocks for experts."""
+
+    @property
+    def decode_rate(self) -> Spread:
+        """Tokens that were written in a second."""
+        return self.steps.rate(1)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens of prompts that were read in a second."""
+        return sum(tokens for tokens, _ in self.prompts) / sum(s for _, s in self.prompts)
+
+    @property
+    def written_tokens(self) -> int:
+        """How many tokens were written."""
+        return sum(map(len, self.steps.rounds))
+
+    @property
+    def waited_ms_per_token(self) -> float:
+        """How long was waited for experts, for each token that was written."""
+        waited = self.report.activity.waited_ms - self.prefill_wait_ms
+        return waited / self.written_tokens if self.written_tokens else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """How many routed slots had their expert in a slot; 1 where all are there."""
+        hits = sum(layer.hits for layer in self.layers.values())
+        slots = hits + sum(layer.misses for layer in self.layers.values())
+        return hits / slots if slots else 1.0
+
+    def to_json(self, whole: "RoutedBenchRow | None") -> JsonObject:
+        """Return it as a row of a benchmark; ``whole``: with all experts in memory."""
+        rate, did = self.decode_rate, self.report.activity
+        theirs = None if whole is None or whole is self else whole.decode_rate.median
+        return {
+            "case": self.case.label,
+            "ours": round(rate.median, 3),
+            "ours_spread": [round(rate.low, 3), round(rate.high, 3)],
+            "rival": None if theirs is None else ALL_RESIDENT,
+            "theirs": None if theirs is None else round(theirs, 3),
+            "unit": "tok/s",
+            "better": "higher",
+            "ratio": None if theirs is None else round(rate.median / theirs, 3),
+            "spread": None,
+            "share": self.case.share,
+            **self.report.residence.to_json(),
+            "read_tokens_per_s": round(self.prefill_rate, 3),
+            "hit_rate": round(self.hit_rate, 6),
+            "fallback_rate": round(self.report.fallback_rate, 6),
+            "skipped_mass": round(self.report.skipped_share, 6),
+            "loads": did.loads,
+            "bytes_read": did.read_bytes,
+            "waited_ms": round(did.waited_ms, 3),
+            "waited_reading_ms": round(self.prefill_wait_ms, 3),
+            "swaps": did.swaps,
+            "memory": self.memory,
+            "by_layer": [_layer_json(number, counted) for number, counted in self.layers.items()],
+            "timeline": {**self.timeline.to_json(), "counted_from": self.first_counted_token},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedBenchResult:
+    """All rows of a bench of routed experts."""
+
+    what: str
+    cpu: str
+    device: str | None = None
+    """The device that computed; None where the processor did."""
+    dtype: str
+    threads: int
+    texts: str
+    """What was read and written, in words."""
+    experts: int
+    """Of each layer."""
+    used: int
+    layers: int
+    rows: tuple[RoutedBenchRow, ...]
+    start: WarmupConfig = COLD_START
+    """How each way began."""
+    cold: MoeColdOption = "auto"
+    """How experts without a slot were to come from the disk; rows say how they did."""
+    skip_cap: float | None = None
+    """How much of a token's weights might be left out; None where nothing was."""
+    seed: int | None = None
+    """Of random texts; None where prompts were read."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def resident_row(self) -> RoutedBenchRow | None:
+        """The row with all experts in memory, if it was measured."""
+        return next((row for row in self.rows if row.case.is_whole), None)
+
+    def to_json(self) -> JsonObject:
+        """Return the document of a benchmark."""
+        return {
+            "name": "bench moe",
+            "machine": {
+                "cpu": self.cpu,
+                "threads": self.threads,
+                "device": self.device or "cpu",
+            },
+            "measured": {
+                "what": self.what,
+                "dtype": self.dtype,
+                "texts": self.texts,
+                "layers": self.layers,
+                "experts": self.experts,
+                "used": self.used,
+                "seed": self.seed,
+                "skip_cap": self.skip_cap,
+                "start": _warmup_json(self.start, self.cold),
+            },
+            "rows": [row.to_json(self.resident_row) for row in self.rows],
+            "warnings": list[JsonValue](self.warnings),
+        }
+
+
+def _warmup_json(wishes: WarmupConfig, cold: MoeColdOption) -> JsonObject:
+    return {
+        "profile": None if wishes.profile is None else str(wishes.profile),
+        "pin": None if wishes.pins is None else str(wishes.pins),
+        "warmup": wishes.warmup,
+        "exchange": wishes.exchange,
+        "cold": cold,
+    }
+
+
+def _hits_and_misses(counted: LayerCounts) -> tuple[int, int]:
+    return counted.hits, counted.misses
+
+
+def _nan_to_none(rate: float) -> float | None:
+    return None if np.isnan(rate) else round(rate, 6)
+
+
+def _layer_json(number: int, counted: LayerCounts) -> JsonObject:
+    return {"layer": number, **counted.to_json()}

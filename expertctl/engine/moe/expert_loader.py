@@ -1,0 +1,326 @@
+"""Routed experts that are computed where they lie, outside the blocks of a memory.
+
+The reader is asked each time whether an expert can be lent, for that changes: the system decides
+which parts of a file it holds. A lent expert stays lent to the end of a pass.
+
+Routed experts on their way into memory: which threads read them, and with what result.
+
+Several threads read what a pass waits for. One thread reads what is only foreseen: an expert that
+is needed after all does not wait in its queue, and a wrong guess is *dropped* in the middle of the
+read, so that it delays no other expert.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event
+
+from expertctl.engine.moe.expert_files import ExpertReader
+from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.errors import ExpertError
+from expertctl.store.quantised_file import ReadCancelled
+
+
+class PageCacheExperts:
+    """Lends experts of a reader to a memory, and counts those that were asked for."""
+
+    def __init__(
+        self, memory: ExpertMemory, reader: ExpertReader, layer_numbers: Sequence[int]
+    ) -> None:
+        """Begin with no expert lent; ``numbers`` are those of routed layers in the base."""
+        self._memory, self._reader, self._layer_numbers = memory, reader, layer_numbers
+        self.mapped_requests = 0
+        """Experts that were asked for and lent."""
+
+    def is_cached(self, expert: Expert) -> bool:
+        """Tell whether an expert can be computed where it lies now."""
+        return self._find_address(expert) is not None
+
+    def map_cached(self, wanted: Iterable[Expert]) -> list[Expert]:
+        """Lend the missing experts that can be lent; return those that have to be read."""
+        missing = []
+        for expert in wanted:
+            if self._memory.places[expert]:
+                continue
+            address = self._find_address(expert)
+            if address is None:
+                missing.append(expert)
+            else:
+                self._memory.map_expert(expert, address)
+        return missing
+
+    def map_requested(self, asked: Sequence[Expert]) -> list[Expert]:
+        """Do the same for experts that are asked for now, and count those that are lent."""
+        missing = self.map_cached(asked)
+        self.mapped_requests += self._memory.count_mapped(asked)
+        return missing
+
+    def _find_address(self, expert: Expert) -> int | None:
+        layer, name = expert
+        return self._reader.find_cached_address(self._layer_numbers[layer], name)
+
+
+_MAX_WAVES, _MIN_WAVE = 3, 8
+"""Missing experts are computed in at most so many parts, each but the last of at least so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingRead:
+    """A read under way, and the block that it fills."""
+
+    block: int
+    future: Future[int]
+    is_prefetch: bool
+    generation: int
+    """How often `Arrivals.begin` had been called when this read was begun."""
+    drop_event: Event | None = None
+    """Set when the expert is no longer wanted; only guesses have one."""
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether it was dropped; then it may still come, or not."""
+        return self.drop_event is not None and self.drop_event.is_set()
+
+
+class ExpertLoader:
+    """The one owner of all reads into the blocks of a memory; one thread uses it."""
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        reader: ExpertReader,
+        layer_numbers: Sequence[int],
+        *,
+        threads: int,
+    ) -> None:
+        """Read with so many threads, and one more; ``numbers`` are layer numbers in the base."""
+        self._memory, self._reader, self._layer_numbers = memory, reader, layer_numbers
+        self._urgent_pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
+        self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
+        self._pending: dict[Expert, _PendingRead] = {}
+        self._generation = 0
+        self._unread: set[Expert] = set()
+        self._unreported = deque[str]()
+        """Why experts in `unread` could not be read, until `take_notes` tells it."""
+        self.loads = self.prefetched = self.read_bytes = 0
+
+    def __len__(self) -> int:
+        """How many experts are on their way."""
+        return len(self._pending)
+
+    @property
+    def unread(self) -> Set[Expert]:
+        """Experts whose read failed while no pass waited for them; read again when one does."""
+        return self._unread
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, a note of experts that failed while no pass waited; one thread calls it."""
+        untold = [self._unreported.popleft() for _ in range(len(self._unreported))]
+        if not untold:
+            return ()
+        return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)
+
+    def start_reads(self, missing: Sequence[Expert], protected: Collection[Expert]) -> list[Expert]:
+        """Begin to read experts; return those that came meanwhile. Spared ones are not evicted.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        self._generation += 1
+        self.drop_wrong_predictions(protected)
+        self._cancel_others(protected)
+        came = [*self.collect(), *self._wait_for_dropped(missing)]
+        for expert in missing:
+            if not self._promote(expert):
+                came += self._start_read(expert, protected)
+        return came
+
+    def wait_for_some(
+        self, missing: Sequence[Expert], protected: Collection[Expert]
+    ) -> list[Expert]:
+        """Wait until enough missing experts came to be worth computing; return those that came.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        least = max(_MIN_WAVE, -(-len(missing) // _MAX_WAVES))
+        return self.finish_reads(missing, protected, minimum=least)
+
+    def finish_reads(
+        self,
+        missing: Sequence[Expert],
+        protected: Collection[Expert],
+        *,
+        minimum: int | None = None,
+    ) -> list[Expert]:
+        """Wait until all missing experts came, or ``least`` more; return those that came.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        came: list[Expert] = []
+        left = sum(expert in self._pending for expert in missing)
+        enough = 0 if minimum is None else max(left - minimum, 0)
+        while sum(expert in self._pending for expert in missing) > enough:
+            came += self._wait_for_one(protected)
+        return came
+
+    def prefetch(
+        self,
+        wanted: Iterable[Expert],
+        protected: Collection[Expert],
+        *,
+        is_prediction: bool = False,
+    ) -> None:
+        """Begin to read experts that will be asked for, as far as there are blocks for them.
+
+        A guess is dropped as soon as a layer asks for others.
+        """
+        for expert in wanted:
+            if expert in self._memory or expert in self._pending or expert in self._unread:
+                continue
+            number = self._memory.take_block(protected)
+            if number is None:
+                return
+            self._submit_read(
+                expert, number, is_prefetch=True, drop_event=Event() if is_prediction else None
+            )
+
+    def collect(self, wanted: Container[Expert] = ()) -> list[Expert]:
+        """Take in the experts that have come: put them into the pool, and return them.
+
+        A failed read is an error where its expert is wanted; if it was begun before the last
+        `begin`, the expert is read again instead. An expert that is not wanted is then not foreseen
+        again until it is wanted. A bug of ours is an error in any case.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        came: list[Expert] = []
+        failed: list[BaseException] = []
+        for expert, coming in [(e, c) for e, c in self._pending.items() if c.future.done()]:
+            del self._pending[expert]
+            if coming.future.cancelled():
+                self._memory.release_block(coming.block)
+                continue
+            error = coming.future.exception()
+            if error is None:
+                self._unread.discard(expert)
+                self._memory.add(expert, coming.block)
+                self.loads += 1
+                self.prefetched += coming.is_prefetch
+                self.read_bytes += coming.future.result()
+                came.append(expert)
+                continue
+            is_ours = not isinstance(error, ExpertError | OSError)
+            if expert in wanted and coming.generation < self._generation and not is_ours:
+                self._submit_read(expert, coming.block)
+                continue
+            self._memory.release_block(coming.block)
+            if isinstance(error, ReadCancelled):
+                self.read_bytes += error.read_bytes
+            elif expert in wanted or is_ours:
+                failed.append(error)
+            else:
+                self._unread.add(expert)
+                self._unreported.append(self._describe_failure(expert, error))
+        for error in failed:
+            raise error
+        return came
+
+    def drop_wrong_predictions(self, requested: Container[Expert]) -> None:
+        """Drop wrong guesses; right ones are ordinary reads from now on."""
+        for expert, coming in list(self._pending.items()):
+            if coming.drop_event is None:
+                continue
+            if expert not in requested:
+                coming.drop_event.set()
+            elif not coming.was_dropped:
+                self._pending[expert] = replace(coming, drop_event=None)
+
+    def close(self) -> None:
+        """End all reads."""
+        for coming in self._pending.values():
+            coming.future.cancel()
+        for pool in (self._urgent_pool, self._prefetch_pool):
+            pool.shutdown(cancel_futures=True)
+
+    def _describe_failure(self, expert: Expert, error: BaseException) -> str:
+        layer, name = expert
+        why = error.message if isinstance(error, ExpertError) else str(error)
+        return f"the first was {name} of layer {self._layer_numbers[layer]}: {why}"
+
+    def _promote(self, expert: Expert) -> bool:
+        """Tell whether an expert is there or coming; move one that is queued to other threads."""
+        coming = self._pending.get(expert)
+        if coming is None:
+            return expert in self._memory
+        if coming.is_prefetch and coming.future.cancel():
+            self._submit_read(expert, coming.block)
+        return True
+
+    def _cancel_others(self, wanted: Container[Expert]) -> None:
+        """Cancel reads that have not started, of experts that are not wanted."""
+        for expert, coming in list(self._pending.items()):
+            if expert not in wanted and coming.future.cancel():
+                del self._pending[expert]
+                self._memory.release_block(coming.block)
+
+    def _wait_for_dropped(self, missing: Iterable[Expert]) -> list[Expert]:
+        """Wait for experts that were dropped before and are wanted now; return those that came."""
+        there = (self._pending[expert] for expert in missing if expert in self._pending)
+        dropped = [coming.future for coming in there if coming.was_dropped]
+        if not dropped:
+            return []
+        wait(dropped)
+        return self.collect()
+
+    def _start_read(self, expert: Expert, protected: Collection[Expert]) -> list[Expert]:
+        """Begin to read an expert; while all blocks are taken, wait for others to come."""
+        came: list[Expert] = []
+        while (number := self._memory.take_block(protected)) is None:
+            assert self._pending, "there are blocks for the experts of any one layer"
+            came += self._wait_for_one(protected)
+        self._submit_read(expert, number)
+        return came
+
+    def _submit_read(
+        self,
+        expert: Expert,
+        number: int,
+        *,
+        is_prefetch: bool = False,
+        drop_event: Event | None = None,
+    ) -> None:
+        layer, name = expert
+        read = partial(self._reader.read, self._layer_numbers[layer], name)
+        if drop_event is not None:
+            read = partial(read, is_wanted=lambda: not drop_event.is_set())
+        readers = self._prefetch_pool if is_prefetch else self._urgent_pool
+        reading = Future[int]()
+        try:
+            self._pending[expert] = _PendingRead(
+                number, reading, is_prefetch, self._generation, drop_event
+            )
+            readers.submit(_run_read, reading, partial(self._memory.fill, number, read))
+        except BaseException:  # no thread can be started, or the user interrupts
+            if reading.cancel():  # else a thread reads it already
+                self._pending.pop(expert, None)
+                self._memory.release_block(number)
+            raise
+
+    def _wait_for_one(self, wanted: Container[Expert]) -> list[Expert]:
+        wait([coming.future for coming in self._pending.values()], return_when=FIRST_COMPLETED)
+        return self.collect(wanted)
+
+
+def _run_read(reading: Future[int], read: Callable[[], int]) -> None:
+    """Read, unless that was cancelled: a pool may keep a task that it found no thread for."""
+    if not reading.set_running_or_notify_cancel():
+        return
+    try:
+        reading.set_result(read())
+    except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+        reading.set_exception(error)

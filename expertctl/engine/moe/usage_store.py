@@ -1,0 +1,396 @@
+"""The *habits* of a base: which routed experts its answers asked for, kept for the next start.
+
+The file has three lines of JSON, each read by its own reader: which base it is of, what was counted
+(`build_activity_document`), and which experts had a slot last (`saved_state`), which may be empty. It
+has no word of any text; but which experts are asked for tells something of the subject, so it is
+as private as a history.
+
+`ExpertUsageStore`: reads the habits of a base when it is opened, and adds to them while it is used.
+
+The keeper decides one start for each base and stays with it: what is learnt meanwhile counts for
+the next keeper. Otherwise the base would be loaded again after each answer. Only the scores by
+which residents are exchanged grow meanwhile. Habits that cannot be read, are damaged, of another
+base or do not fit it are left out with a note, and replaced when something is learnt; they never
+prevent an answer.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from expertctl.digest import Digest
+from expertctl.engine.moe.activity import (
+    ActivityDocument,
+    decode_record,
+    read_activity,
+    write_activity,
+)
+from expertctl.engine.moe.activity_sum import (
+    EMPTY_ACTIVITY,
+    accumulate_scores,
+    add_activities,
+    subtract_activity,
+)
+from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.observation import build_activity_document
+from expertctl.engine.moe.swap_policy import ExpertScores
+from expertctl.engine.moe.usage_profile import ExpertUsage, build_expert_usage, read_expert_usage
+from expertctl.engine.moe.warmup import (
+    DEFAULT_WARMUP,
+    SavedCacheState,
+    WarmupConfig,
+    WarmupPlan,
+    capture_state,
+    check_state,
+    describe_unused_option,
+    read_state,
+    write_state,
+)
+from expertctl.errors import DigestError, ExpertError, InvalidPackageError
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.package.base_model import BaseIdentity
+from expertctl.schema.strict_json import load_object
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_cache import UsageProfileFile
+
+USAGE_VERSION = 1
+_LINE_COUNT = 3
+_MAX_HEADER_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LearntUsage:
+    """The habits of one base: what was counted, and which experts had a slot last."""
+
+    base: Digest
+    """Identifies its weights and its architecture, see `compute_base_digest`."""
+    activity: ActivityDocument = EMPTY_ACTIVITY
+    state: SavedCacheState | None = None
+
+    def add_activity(
+        self,
+        more: ActivityDocument,
+        slots: Mapping[int, LayerSlots],
+        *,
+        timestamp: float,
+    ) -> "LearntUsage":
+        """Return them with what was counted since, and with the experts that have slots now.
+
+        Raises:
+            IncompatibleError: when it was counted on other experts.
+        """
+        state = capture_state(slots, timestamp=timestamp) if slots else self.state
+        return LearntUsage(self.base, add_activities(self.activity, more), state)
+
+    def to_usage(self, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
+        """Return what they say of a base with such experts.
+
+        Raises:
+            IncompatibleError: when their numbers do not fit it.
+        """
+        if self.state is not None:
+            check_state(self.state, routed.layers, experts=routed.count)
+        return build_expert_usage(self.activity, routed, what=what)
+
+
+def compute_base_digest(identity: BaseIdentity) -> Digest:
+    """Return what identifies a base in its habits, whatever its name."""
+    return Digest.compute(f"{identity.arch} {identity.weights}".encode())
+
+
+def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
+    """Read habits.
+
+    Raises:
+        InvalidPackageError: when they are of another version, malformed or too large.
+    """
+    lines = data.split(b"\n", _LINE_COUNT)
+    if len(lines) != _LINE_COUNT + 1 or lines[_LINE_COUNT]:
+        raise InvalidPackageError(what, [f"these are not {_LINE_COUNT} lines"])
+    head = decode_record(
+        load_object(lines[0], what=what, max_bytes=_MAX_HEADER_BYTES), _UsageHeader, what=what
+    )
+    if head.version != USAGE_VERSION:
+        raise InvalidPackageError(
+            what, [f"version {head.version} is not read, only {USAGE_VERSION}"]
+        )
+    return LearntUsage(
+        _parse_digest(head.base, what),
+        read_activity(lines[1], what=what),
+        read_state(lines[2], what=what) if lines[2] else None,
+    )
+
+
+def encode_learnt_usage(habits: LearntUsage) -> bytes:
+    """Return habits as bytes."""
+    head = json.dumps({"version": USAGE_VERSION, "base": str(habits.base)}).encode()
+    state = b"" if habits.state is None else write_state(habits.state)
+    return b"\n".join((head, write_activity(habits.activity), state, b""))
+
+
+class _UsageHeader(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    base: str
+
+
+def _parse_digest(text: str, what: str) -> Digest:
+    try:
+        return Digest.parse(text)
+    except DigestError as error:
+        raise InvalidPackageError(what, [f"base: {error.message}"]) from error
+
+
+SAVE_INTERVAL = 30.0
+"""Habits are kept at most this often while answers follow one another."""
+_LEFT_OUT = "what was learnt before is left out"
+
+
+def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
+    """Return the habits of a base; None where it has none.
+
+    Raises:
+        InvalidPackageError: when they are malformed.
+        StoreError: when they are no file of this user alone, or cannot be read.
+    """
+    data = file.read()
+    found = None if data is None else parse_learnt_usage(data, what=str(file.path))
+    return found if found and found.base == compute_base_digest(file.base.identity) else None
+
+
+def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage | None:
+    """Return what was learnt of a base; None if nothing was. Raises as `load_learnt_usage` does."""
+    known = _load_known(file, routed)
+    return None if known is None or not known[0].activity.is_usable else known[1]
+
+
+def update_learnt_usage(
+    file: UsageProfileFile, routed: ExpertsConfig, change: Callable[[LearntUsage], LearntUsage]
+) -> str:
+    """Change the habits of a base; unusable ones begin anew.
+
+    Return why they are unusable; empty where they are usable, or the base has none.
+
+    Raises:
+        ConflictError: when the base was removed or replaced meanwhile.
+        StoreError: when nothing can be written.
+    """
+    nothing, left_out = LearntUsage(compute_base_digest(file.base.identity)), ""
+
+    def changed(data: bytes | None) -> bytes:
+        nonlocal left_out
+        try:
+            known = _parse_known(data, file, routed)
+        except ExpertError as error:
+            known, left_out = None, error.message
+        return encode_learnt_usage(change(nothing if known is None else known[0]))
+
+    file.update(changed)
+    return left_out
+
+
+def _load_known(
+    file: UsageProfileFile, routed: ExpertsConfig
+) -> tuple[LearntUsage, ExpertUsage] | None:
+    return _parse_known(file.read(), file, routed)
+
+
+def _parse_known(
+    data: bytes | None, file: UsageProfileFile, routed: ExpertsConfig
+) -> tuple[LearntUsage, ExpertUsage] | None:
+    """Return habits and what they say of a base; None where it has none."""
+    found = None if data is None else parse_learnt_usage(data, what=str(file.path))
+    if found is None or found.base != compute_base_digest(file.base.identity):
+        return None
+    return found, found.to_usage(routed, what=f"the habits of {file.base.name}")
+
+
+class ObservableCache(Protocol):
+    """What is learnt from: `ExpertCache`, or `ResidentExperts`."""
+
+    @property
+    def counters(self) -> Counters:
+        """What its layers were asked for until now."""
+
+    @property
+    def slots(self) -> tuple[LayerSlots, ...]:
+        """The slots of each of them; empty where no expert needs one."""
+
+    @property
+    def scores(self) -> Sequence[ExpertScores]:
+        """What experts are worth to exchanges, by layer."""
+
+    @property
+    def exchange_rate(self) -> float:
+        """The share of residents that an update may exchange by them; 0: none."""
+
+    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
+        """Exchange by these scores from the next update on."""
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what a person should know of experts that were to come by habit."""
+
+
+@dataclass(slots=True)
+class _ObservedBase:
+    """A base that is in memory: what is counted of it, and what of that is kept and scored."""
+
+    file: UsageProfileFile
+    cache: ObservableCache
+    routed: ExpertsConfig
+    saved: ActivityDocument = EMPTY_ACTIVITY
+    saved_at: float = -math.inf
+    scored: ActivityDocument | None = EMPTY_ACTIVITY
+    """None while nothing is exchanged by scores: what is counted then is no part of them."""
+    scored_at: float = -math.inf
+
+    @property
+    def snapshot(self) -> ActivityDocument:
+        return build_activity_document(
+            self.cache.counters.cumulative_snapshot(), used=self.routed.used
+        )
+
+    @property
+    def slots(self) -> Mapping[int, LayerSlots]:
+        slots = self.cache.slots
+        return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
+
+    def update_scores(self) -> None:
+        """Add what was counted since to the scores by which residents are exchanged."""
+        cache, before = self.cache, self.scored
+        self.scored = self.snapshot if cache.exchange_rate > 0 else None
+        if before is not None and self.scored is not None:
+            scores = accumulate_scores(
+                cache.scores, subtract_activity(self.scored, before), self.routed.layers
+            )
+            cache.set_scores(scores, rate=cache.exchange_rate)
+
+
+class ExpertUsageStore:
+    """The owner of what is known of the bases that are run; one thread uses it at a time."""
+
+    def __init__(self, bases: BaseStore, config: WarmupConfig = DEFAULT_WARMUP) -> None:
+        """Know nothing yet."""
+        self._bases, self._config = bases, config
+        self._warmups: dict[str, tuple[StoredBase, WarmupPlan]] = {}
+        self._observed: _ObservedBase | None = None
+        self._notes: list[str] = []
+        self._noted_bases = set[str]()
+        """Bases for which a start has noted already that their habits are left out."""
+        self._dense_bases = set[str]()
+        """Bases for which it is noted already that they have no routed experts."""
+        self._save_failed = False
+        """Whether nothing could be kept the last time, which was noted."""
+
+    def plan_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
+        """Return how a base begins; the same each time.
+
+        Raises:
+            ExpertError: when a file that was named cannot be read, or is of another base.
+        """
+        known, start = self._warmups.get(base.name, (None, WarmupPlan()))
+        if known is None or known.identity != base.identity:
+            start = self._plan_new_warmup(base, routed)
+            self._warmups[base.name] = base, start
+        return start
+
+    def note_dense_base(self, base: StoredBase) -> None:
+        """Note once, for a base without routed experts, which options have no effect on it."""
+        if base.name not in self._dense_bases:
+            self._dense_bases.add(base.name)
+            self._notes += [
+                describe_unused_option(base.name, each) for each in self._config.options
+            ]
+
+    def observe(self, base: StoredBase, routed: ExpertsConfig, cache: ObservableCache) -> None:
+        """Learn from what a base counts from now on; keep what was counted of the last one."""
+        self.stop_observing()
+        self._observed = _ObservedBase(UsageProfileFile(self._bases, base), cache, routed)
+
+    def save(self, *, interval: float = 0.0) -> None:
+        """Learn from what was counted since the last time, if that is ``every`` seconds ago.
+
+        It is called between two passes. An error is noted, and the next call tries again. Scores
+        are in memory alone, so they grow at least every `SECONDS`.
+        """
+        watched, now = self._observed, time.monotonic()
+        if watched is None:
+            return
+        if now - watched.scored_at >= min(interval, SAVE_INTERVAL):
+            watched.scored_at = now
+            watched.update_scores()
+        if self._config.learns and now - watched.saved_at >= interval:
+            watched.saved_at = now
+            self._save(watched)
+
+    def _save(self, watched: _ObservedBase) -> None:
+        """Add to the habits what was not kept yet."""
+        path, seen = watched.file.path, watched.snapshot
+        more = subtract_activity(seen, watched.saved)
+        if not more.is_usable:
+            return
+        try:
+            left_out = update_learnt_usage(
+                watched.file,
+                watched.routed,
+                lambda habits: habits.add_activity(more, watched.slots, timestamp=time.time()),
+            )
+        except ExpertError as error:
+            if not self._save_failed:
+                self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
+            self._save_failed = True
+            return
+        watched.saved, self._save_failed = seen, False
+        if left_out and watched.file.base.name not in self._noted_bases:
+            self._notes.append(f"{path}: {_LEFT_OUT}: {left_out}")
+        self._noted_bases.discard(watched.file.base.name)
+
+    def stop_observing(self) -> None:
+        """Keep what was counted, and watch no base any more."""
+        self.save()
+        self._collect_notes()
+        self._observed = None
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what could not be read or kept, for a person to know."""
+        self._collect_notes()
+        notes, self._notes = self._notes, []
+        return tuple(dict.fromkeys(notes))
+
+    def _collect_notes(self) -> None:
+        """Take over the notes of the base that is watched."""
+        if (watched := self._observed) is not None:
+            told = watched.cache.take_notes()
+            self._notes += [f"{watched.file.base.name}: {each}" for each in told]
+
+    def _plan_new_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
+        wishes = self._config
+        if wishes.profile is not None:
+            return WarmupPlan(wishes, read_expert_usage(wishes.profile, routed))
+        if not wishes.learns:
+            return self._plan_unknown_warmup()
+        file = UsageProfileFile(self._bases, base)
+        try:
+            known = _load_known(file, routed)
+        except ExpertError as error:
+            self._noted_bases.add(base.name)
+            self._notes.append(f"{file.path}: {_LEFT_OUT}: {error.message}")
+            return WarmupPlan(wishes)
+        if known is None or not known[0].activity.is_usable:
+            return self._plan_unknown_warmup()
+        habits, guide = known
+        return WarmupPlan(wishes, guide, habits.state)
+
+    def _plan_unknown_warmup(self) -> WarmupPlan:
+        """Begin without knowing anything; note that if experts were to be pinned."""
+        if self._config.pins is not None:
+            once = "run it once more, or " if self._config.learns else ""
+            told = f"{once}give --moe-profile FILE"
+            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {told}")
+        return WarmupPlan(self._config)

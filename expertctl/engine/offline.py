@@ -1,0 +1,274 @@
+"""Compiles the kernels of a base before anybody waits for an answer: a few tokens are generated.
+
+Kernels are kept below ``EXPERT_HOME`` for all later processes (docs/adr/0013). They are compiled
+for a base alone, and for each set of adapter kinds that is installed for it; those of a run first,
+then those of the batch engine, which a server uses.
+
+Answers to the prompts of an evaluation: one at a time, or several at once in the batch engine.
+
+Both give the same answers: a text of the batch has the bits that it has alone (docs/adr/0019). The
+batch is used for bases that kernels run and that have no routed experts; torch would compute its
+rows one after the other.
+"""
+
+import tempfile
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from expertctl.digest import Progress, ignore_progress
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES, LoadConfig, choose_backend
+from expertctl.engine.preparation import list_expert_files
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.engine import ServingEngine
+from expertctl.engine.serving.request import GenerationJob, JobEvent, JobFailed, JobFinished
+from expertctl.engine.text.prompt import UserMessage
+from expertctl.errors import BudgetError, DeviceError
+from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.package.model_config import read_model_config
+from expertctl.routing.candidate import InstalledExpert, explain_misfit
+from expertctl.routing.numerics import choose_dtype
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.store.base_record import StoredBase
+from expertctl.store.catalogue import Catalogue
+
+_PROMPT = "Sort these numbers in ascending order, then say which one is the largest: 41, 17, 23, 15"
+_TOKENS = 3
+
+
+def compile_ahead(
+    planner: Planner,
+    base: StoredBase,
+    request: RouteRequest,
+    *,
+    budget: int | None = None,
+    progress: Progress = ignore_progress,
+    notify: Notify = ignore_notification,
+) -> bool:
+    """Run and serve a base with the numeric settings of a request; return whether kernels run it.
+
+    It is not remembered as a use of anything.
+
+    Raises:
+        ExpertError: as a run does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        unseen = replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
+        engine = LocalEngine(unseen, budget=budget, progress=progress, tell=notify)
+        try:
+            result = _run_once(engine, base, request, ())
+            if result.numerics.backend != "packed":
+                return False
+            for expert in _choose_one_of_each_kind(planner, base):
+                _run_once(engine, base, request, (ForcedExpert(expert.digest),))
+        finally:
+            engine.close()
+        _start_server_engine(unseen, base, request, budget=budget, notify=notify)
+    return True
+
+
+def _start_server_engine(
+    planner: Planner, base: StoredBase, request: RouteRequest, *, budget: int | None, notify: Notify
+) -> None:
+    """Start the batch engine as a server does, which compiles its kernels, and end it.
+
+    Its news are those of a server and not told here; its warnings are.
+    """
+    settings = EngineConfig(
+        base=base.name,
+        budget=budget,
+        dtype=request.dtype,
+        adapter_dtype=request.adapter_dtype,
+        deterministic=request.deterministic,
+    )
+
+    def tell_warnings(text: str) -> None:
+        if text.startswith(WARNING_PREFIX):
+            notify(text)
+
+    engine = ServingEngine(planner, settings, tell=tell_warnings)
+    try:
+        engine.start()
+    except BudgetError as error:
+        notify(f"{WARNING_PREFIX}the kernels of `serve` were not compiled: {error.message}")
+    finally:
+        engine.close()
+
+
+def _choose_one_of_each_kind(planner: Planner, base: StoredBase) -> Iterator[InstalledExpert]:
+    """Yield one installed expert of the base for each set of adapter kinds and dtypes."""
+    seen = set[frozenset[tuple[str, str]]]()
+    for expert in planner.read_inventory().experts:
+        kinds = frozenset((entry.kind, entry.dtype) for entry in expert.manifest.adapters)
+        if kinds not in seen and not explain_misfit(expert, base.identity, allow_mismatch=False):
+            seen.add(kinds)
+            yield expert
+
+
+def _run_once(
+    engine: LocalEngine, base: StoredBase, request: RouteRequest, experts: tuple[ForcedExpert, ...]
+) -> RunResult:
+    wishes = SamplingOverrides(greedy=True, max_tokens=_TOKENS)
+    route = replace(request, prompt=_PROMPT, base_alone=not experts, sampling=wishes)
+    message = UserMessage(prompt=_PROMPT)
+    pieces = engine.run(RunRequest(message=message, route=route, experts=experts, base=base.name))
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: RunResult = end.value
+            return result
+
+
+BATCH_SIZE = 16
+"""How many prompts are answered at a time."""
+MIN_BATCH_PROMPTS = 8
+"""Fewer prompts are answered one at a time: a batch compiles kernels of its own."""
+_POLL_SECONDS = 1.0
+
+AnswerRequests = Callable[[Sequence[RunRequest]], Iterator[tuple[int, RunResult]]]
+"""Answers requests; yields the number of each with its result, in any order.
+
+Raises whatever a run may raise. The number of the request at fault is `FailedAnswer.number`.
+"""
+
+
+class AnswerError(Exception):  # noqa: N818  # it carries the error that callers raise
+    """Says which request failed, and its error."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        """Keep both."""
+        super().__init__(number, error)
+        self.number, self.error = number, error
+
+
+def can_batch(
+    base: StoredBase, request: RunRequest, *, prompts: int, torch_below: int = TORCH_MAX_BYTES
+) -> bool:
+    """Tell whether so many requests like this one are worth a batch, and give the same there."""
+    route = request.route
+    if prompts < MIN_BATCH_PROMPTS or route.moe_miss != "exact":
+        return False
+    config = read_model_config(base.path)
+    wish = LoadConfig(choose_dtype(base, route.dtype), route.adapter_dtype, route.deterministic)
+    backend, _ = choose_backend(config, wish, torch_below=torch_below)
+    return config.experts is None and backend.name == "packed"
+
+
+def answer_sequentially(
+    engine: LocalEngine, *, progress: Progress = ignore_progress
+) -> AnswerRequests:
+    """Return what answers requests one after the other; ``progress`` gets 0 at pieces of text."""
+
+    def answers(requests: Sequence[RunRequest]) -> Iterator[tuple[int, RunResult]]:
+        for number, request in enumerate(requests):
+            try:
+                result = _finish_run(engine.run(request), progress)
+            except Exception as error:
+                raise AnswerError(number, error) from error
+            yield number, result
+
+    return answers
+
+
+@contextmanager
+def open_batch_answering(
+    planner: Planner,
+    base: StoredBase,
+    request: RunRequest,
+    *,
+    budget: int | None,
+    batch_size: int,
+    notify: Notify,
+    progress: Progress = ignore_progress,
+    torch_below: int = TORCH_MAX_BYTES,
+) -> Iterator[AnswerRequests]:
+    """Lend what answers several requests like this one at once, on a base that stays in memory.
+
+    The requests may name the files that this one names. ``progress`` gets 0 at pieces of text.
+
+    Raises:
+        BudgetError: when base and files do not fit with the buffers of so many rows.
+        ExpertError: whatever is wrong with the files.
+    """
+    route = request.route
+    settings = EngineConfig(
+        base=base.name,
+        budget=budget,
+        dtype=route.dtype,
+        adapter_dtype=route.adapter_dtype,
+        deterministic=route.deterministic,
+        rows=batch_size,
+        queue=2 * batch_size,
+        warm_experts=False,
+        tell_memory=False,
+        files=tuple(list_expert_files(request)),
+    )
+    engine = ServingEngine(planner, settings, tell=notify, torch_below=torch_below)
+    try:
+        engine.start()
+        yield partial(_answer_batched, engine, ahead=2 * batch_size, progress=progress)
+    finally:
+        engine.close()
+
+
+def _answer_batched(
+    engine: ServingEngine, requests: Sequence[RunRequest], *, ahead: int, progress: Progress
+) -> Iterator[tuple[int, RunResult]]:
+    """Answer all requests; at most ``ahead`` of them are in the engine at a time."""
+    events = SimpleQueue[tuple[int, JobEvent]]()
+
+    def submit(number: int) -> None:
+        job = GenerationJob(id=uuid.uuid4().hex, request=requests[number], remember=False)
+        engine.submit(job, lambda event: events.put((number, event)))
+
+    begun = min(ahead, len(requests))
+    for number in range(begun):
+        submit(number)
+    left = len(requests)
+    while left:
+        number, event = _wait_for_event(events, engine)
+        progress(0)
+        match event:
+            case JobFinished(results=(result,)):
+                yield number, result
+            case JobFailed(error=error):
+                raise AnswerError(number, error) from error
+            case _:
+                continue
+        left -= 1
+        if begun < len(requests):
+            submit(begun)
+            begun += 1
+
+
+def _wait_for_event(
+    events: SimpleQueue[tuple[int, JobEvent]], engine: ServingEngine
+) -> tuple[int, JobEvent]:
+    """Wait for an event; an engine that broke sends none."""
+    while True:
+        try:
+            return events.get(timeout=_POLL_SECONDS)
+        except Empty:
+            if not engine.is_working:
+                raise DeviceError("the engine ended before all prompts were answered") from None
+
+
+def _finish_run(pieces: Generator[str, None, RunResult], progress: Progress) -> RunResult:
+    """Let a run come to its end."""
+    while True:
+        try:
+            next(pieces)
+            progress(0)
+        except StopIteration as end:
+            result: RunResult = end.value
+            return result

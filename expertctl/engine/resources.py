@@ -1,0 +1,357 @@
+"""What is in memory for runs: one base, the tiers of experts, the keys and values of texts.
+
+What a run is certain to need is reserved before anything is read. Its experts are read while the
+base is, into what room is left, and its plan comes last.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from expertctl.digest import Digest, Progress
+from expertctl.engine.adapters.compile import CompiledPlan
+from expertctl.engine.adapters.experts import (
+    CompileTarget,
+    DoraScaleSource,
+    ExpertSource,
+    borrow_compiled_plan,
+    make_stored_source,
+)
+from expertctl.engine.adapters.load import LoadedAdapter
+from expertctl.engine.compat_base import CompatBase
+from expertctl.engine.compat_engine import CompatLoadedModel, open_compat_session
+from expertctl.engine.context_window import FittedPrompt
+from expertctl.engine.generation import (
+    CancelCheck,
+    GenerationOutput,
+    OutputWriter,
+    generate_text,
+    stop_when_cancelled,
+)
+from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.memory.adapter_cache import AdapterCache, AdapterPrefetcher, Tier
+from expertctl.engine.memory.budget import MemoryBudget
+from expertctl.engine.model.backends import Backend, KVCacheStore, LoadContext, RunnableModel
+from expertctl.engine.model.load_plan import BaseSlot, OpenBase
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.engine.moe.usage_store import ExpertUsageStore
+from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
+from expertctl.engine.preparation import Files, PreparedRequest
+from expertctl.engine.result import BytesRead, GenerationTrace, TracedSession
+from expertctl.messages import Notify
+from expertctl.routing.plan import Plan
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.store.disk import DerivedData
+from expertctl.store.quantised_cache import QuantisedCache, open_quantised_cache
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """All that a generation needs, in memory."""
+
+    base: OpenBase
+    model: RunnableModel
+    kv: KVAllocation[KVCacheBase]
+    plan: CompiledPlan
+
+    @property
+    def reused(self) -> int:
+        """How many tokens of the prompt were read before."""
+        return self.kv.reused
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of the base."""
+        return (*self.base.warnings, *self.model.warnings)
+
+    @property
+    def routed(self) -> RoutedExpertStats | None:
+        """What became of its routed experts so far; None where it has none."""
+        return self.model.routed
+
+    def generate(
+        self,
+        prompt: FittedPrompt,
+        plan: Plan,
+        cancelled: CancelCheck,
+        *,
+        trace: GenerationTrace | None = None,
+    ) -> Generator[str, None, GenerationOutput]:
+        """Yield pieces of text as they become certain; return the whole at the end."""
+        tokenizer, most = self.base.tokenizer, prompt.max_tokens
+        reading = self.model.start_session(
+            self.kv.cache, self.plan, progress=stop_when_cancelled(cancelled)
+        )
+        if trace is not None:
+            reading = TracedSession(reading, self.model.time_layers, trace)
+        writer = OutputWriter(
+            tokenizer, plan.params, seed=plan.seed, max_tokens=most, end_ids=prompt.end_ids
+        )
+        generated = yield from generate_text(reading, prompt.ids[self.reused :], writer, cancelled)
+        if generated.finish_reason != "cancelled":
+            self.kv.complete((*prompt.ids, *generated.tokens))
+        return generated
+
+
+class ResourceManager:
+    """The one owner of what runs leave in memory; used by one run at a time."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        budget: MemoryBudget,
+        *,
+        ram: MemoryBudget | None = None,
+        progress: Progress,
+        tell: Notify,
+        warmup: WarmupConfig = DEFAULT_WARMUP,
+        cached_kv_limit: int | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin with nothing in memory; ``ram`` is the budget of experts where it is another one.
+
+        ``check`` is called before each kernel is compiled; what it raises ends that.
+
+        ``moe`` says how routed experts begin where not all of them fit. ``kept_kv`` is the most
+        bytes that keys and values take between requests; None: what nothing else needs.
+        """
+        self.habits = ExpertUsageStore(planner.bases, warmup)
+        self.tiers = AdapterCache(ram=ram or budget, device=budget)
+        self._budget, self._base_slot = (
+            budget,
+            BaseSlot(self.tiers, on_drop=self.habits.stop_observing),
+        )
+        self._prefetch = AdapterPrefetcher[LoadedAdapter](self.tiers)
+        self._kv_stores: dict[str, KVCacheStore] = {}
+        self._cached_kv_limit, self._check = cached_kv_limit, check
+        self._derived = DerivedData(planner.store.paths.derived)
+        self._copies: QuantisedCache | None = None
+        self._planner, self._progress, self._tell = planner, progress, tell
+
+    @contextmanager
+    def load_for(
+        self, prepared: PreparedRequest, files: Files, *, cache_key: str | None, threads: int
+    ) -> Iterator[LoadedModel | CompatLoadedModel]:
+        """Borrow all that a generation needs, bringing what is absent.
+
+        Raises:
+            ExpertError: whatever is wrong with the experts, the base or the budget.
+        """
+        with ExitStack() as stack:
+            if isinstance(prepared.base, CompatBase):
+                yield self._load_compat(prepared.base, prepared, files, stack)
+            else:
+                base = prepared.base
+                yield self._load_native(base, prepared, files, cache_key, threads, stack)
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what was kept for the next request of this key."""
+        for keeper in self._kv_stores.values():
+            keeper.forget(cache_key)
+
+    def close(self) -> None:
+        """Let go of everything: of what others may need again, last."""
+        self.habits.stop_observing()
+        self._base_slot.unload()
+        self.tiers.clear()
+        for keeper in self._kv_stores.values():
+            keeper.clear()
+
+    @property
+    def bytes_moved(self) -> BytesRead:
+        """What came from files so far, and what was made of it to compute with."""
+        traffic = self.tiers.traffic
+        ssd = traffic[Tier.RAM].nbytes + self._base_slot.read_bytes
+        return BytesRead(ssd=ssd, ram=traffic[Tier.DEVICE].nbytes)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what could not be kept on the disk."""
+        copies = self._copies.take_notes() if self._copies else ()
+        return (*self._derived.take_notes(), *copies, *self.habits.take_notes())
+
+    def check_integrity(self) -> None:
+        """Assert what holds between runs: what the ledger says is there, and nothing is lent."""
+        self.tiers.check_integrity()
+        self.tiers.check_idle()
+        self._base_slot.check_integrity()
+        self._prefetch.check_integrity()
+        for keeper in self._kv_stores.values():
+            keeper.check_integrity()
+            keeper.check_idle()
+        assert self._budget.reserved_bytes("kv") == sum(
+            keeper.nbytes for keeper in self._kv_stores.values()
+        )
+        assert self._budget.reserved_bytes("base") == self._base_slot.nbytes
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether the next run may build on this; False where nothing is asserted."""
+        try:
+            self.check_integrity()
+        except (AssertionError, KeyError, RuntimeError):  # of a device, too
+            return False
+        return __debug__
+
+    def _load_native(
+        self,
+        base: OpenBase,
+        prepared: PreparedRequest,
+        files: Files,
+        cache_key: str | None,
+        threads: int,
+        stack: ExitStack,
+    ) -> LoadedModel:
+        """Bring everything into memory; what is certain to be needed is reserved first."""
+        self._base_slot.reserve(base)
+        wanted = build_kv_request(base, prepared, cache_key)
+        kv = stack.enter_context(self.get_kv_store(base.backend).allocate(wanted))
+        certain = prepared.buffer_bytes()
+        self._reserve_buffers(certain, prepared, stack)
+        model, plan = self._load_base_and_plan(base, prepared.planned, files, threads, stack)
+        self._reserve_buffers(prepared.buffer_bytes(width=plan.width) - certain, prepared, stack)
+        stack.callback(model.free_buffers)  # before the bytes of the buffers are given back
+        model.prepare(
+            kv.cache, plan, tokens=wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
+        )
+        return LoadedModel(base, model, kv, plan)
+
+    def _reserve_buffers(self, size: int, prepared: PreparedRequest, stack: ExitStack) -> None:
+        what = f"the buffers of {prepared.prompt.capacity} tokens"
+        stack.enter_context(self.tiers.reserve_during(Tier.DEVICE, "buffers", size, what=what))
+
+    def get_kv_store(self, backend: Backend) -> KVCacheStore:
+        """Return the owner of keys and values of the kind that the models of a backend read."""
+        if backend.kv_layout not in self._kv_stores:
+            self._kv_stores[backend.kv_layout] = backend.create_kv_store(
+                self.tiers, kept_limit=self._cached_kv_limit
+            )
+        return self._kv_stores[backend.kv_layout]
+
+    def _build_load_context(self, base: OpenBase, threads: int) -> LoadContext:
+        if (
+            not self._base_slot.is_loaded
+        ):  # a loaded base reads its own; `take_notes` asks them, too
+            self._copies = open_quantised_cache(self._planner.bases, base.stored, notify=self._tell)
+        return LoadContext(
+            directory=base.stored.path,
+            copies=self._copies,
+            home=self._planner.home,
+            threads=threads,
+            tell=self._tell,
+            check=self._check,
+            watch=partial(self.habits.observe, base.stored),
+        )
+
+    def load_base(self, base: OpenBase, *, threads: int) -> RunnableModel:
+        """Have a base in memory, in the place of any other, and return it.
+
+        Raises:
+            BudgetError: when it does not fit.
+            InvalidPackageError: when its tensors are not those of its configuration.
+        """
+        self._base_slot.reserve(base)
+        return self._base_slot.load(
+            self._build_load_context(base, threads), progress=self._progress
+        )
+
+    @contextmanager
+    def load_plan(
+        self, base: OpenBase, model: RunnableModel, planned: PlannedPrompt, files: Files
+    ) -> Iterator[CompiledPlan]:
+        """Borrow what the experts of a plan are compiled to, bringing what is absent.
+
+        Raises:
+            ExpertError: whatever is wrong with the experts or the budget.
+        """
+        with ExitStack() as stack:
+            with self._open_chain(planned, files) as chain:
+                plan = stack.enter_context(self._compile_plan(base, model, planned, chain))
+            yield plan
+
+    def _load_base_and_plan(
+        self, base: OpenBase, planned: PlannedPrompt, files: Files, threads: int, stack: ExitStack
+    ) -> tuple[RunnableModel, CompiledPlan]:
+        """Bring the base, its experts meanwhile, and what is compiled of both."""
+        identity = planned.result.plan.identity
+        with self._open_chain(planned, files) as chain, self._prefetch_experts(chain, identity):
+            model = self._base_slot.load(
+                self._build_load_context(base, threads), progress=self._progress
+            )
+            plan = self._compile_plan(base, model, planned, chain)
+            return model, stack.enter_context(plan)
+
+    def _compile_plan(
+        self,
+        base: OpenBase,
+        model: RunnableModel,
+        planned: PlannedPrompt,
+        chain: Sequence[tuple[ExpertSource, float]],
+    ) -> AbstractContextManager[CompiledPlan]:
+        target = _build_target(base, model, self._derived)
+        return borrow_compiled_plan(
+            self.tiers, chain, identity=planned.result.plan.identity, target=target
+        )
+
+    @contextmanager
+    def _prefetch_experts(
+        self, chain: Sequence[tuple[ExpertSource, float]], identity: Digest
+    ) -> Iterator[None]:
+        """Have experts read while the base is read, until they are pinned or it all failed.
+
+        Reading them ends before their files are given back.
+        """
+        if self._base_slot.is_loaded:
+            yield
+            return
+        wanted = [source.cache_request for source, _ in chain if source.nbytes]  # else it is here
+        try:
+            with self._prefetch.expect(wanted, plan=(Tier.DEVICE, identity)):
+                yield
+        finally:
+            self._prefetch.wait_until_idle()
+
+    def _load_compat(
+        self, base: CompatBase, prepared: PreparedRequest, files: Files, stack: ExitStack
+    ) -> CompatLoadedModel:
+        """Let go of the base of our own engine, then bring this one and its expert, if any."""
+        self._base_slot.unload()
+        tokens = prepared.prompt.capacity
+        with self._open_chain(prepared.planned, files) as chain:
+            expert = chain[0] if chain else None
+            borrowed = open_compat_session(base, expert, tokens=tokens, tiers=self.tiers)
+            return CompatLoadedModel(base, stack.enter_context(borrowed))
+
+    @contextmanager
+    def _open_chain(
+        self, planned: PlannedPrompt, files: Files
+    ) -> Iterator[list[tuple[ExpertSource, float]]]:
+        """Offer the experts of a plan with their weights; what is installed stays meanwhile."""
+        plan, store = planned.result.plan, self._planner.store
+        from_files = {file.source.content_digest: file.source for file in files.values()}
+        sources = [
+            from_files.get(expert.digest)
+            or make_stored_source(store, expert.stored, expert.manifest, progress=self._progress)
+            for expert in planned.experts
+        ]
+        with store.lease_experts(e.stored for e in planned.experts if e.digest not in from_files):
+            yield [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
+
+
+def _build_target(base: OpenBase, model: RunnableModel, derived: DerivedData) -> CompileTarget:
+    identity, backend = base.stored.identity, base.backend
+    content = Digest.compute(f"{identity.arch} {identity.weights} {backend.dtype}".encode())
+    return CompileTarget(backend.compile_spec, DoraScaleSource(content, model.matrix, derived))
+
+
+def build_kv_request(base: OpenBase, prepared: PreparedRequest, cache_key: str | None) -> KVRequest:
+    """Return the room that an answer needs, with the key of earlier texts that may begin it."""
+    prompt = prepared.prompt
+    return KVRequest(
+        cache_key=cache_key,
+        identity=prepared.planned.result.plan.identity,
+        config=base.config,
+        ids=prompt.ids,
+        virtual_tokens=prompt.virtual,
+        capacity=prompt.capacity,
+    )

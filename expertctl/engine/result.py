@@ -1,0 +1,221 @@
+"""A generation that is looked at more closely, on request: time by layer, allocations by token.
+
+Steps alternate: in one the layers are timed, in the next the allocations are counted, for counting
+slows Python down. The text that comes out is the same.
+
+What a run came to: the document of ``run --json`` (``schemas/run.schema.json``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Literal
+
+from expertctl.engine.generation import DecodeSession, GenerationOutput
+from expertctl.engine.memory.budget import Purpose
+from expertctl.engine.model.backends import BackendName
+from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
+from expertctl.engine.moe.stats import RoutedExpertStats
+from expertctl.routing.planner import DroppedExpert, PlannedPrompt
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+LayerTiming = Callable[[LayerTimer], AbstractContextManager[None]]
+"""Has a model add the time of what it does meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAllocations:
+    """What one decode step allocated."""
+
+    python_bytes: int
+    compiled_arrays: int
+    native_bytes: int
+
+
+@dataclass(slots=True)
+class GenerationTrace:
+    """What was seen of one generation."""
+
+    prefill: LayerTimer = field(default_factory=LayerTimer)
+    decode: LayerTimer = field(default_factory=LayerTimer)
+    timed_steps: int = 0
+    allocations: list[StepAllocations] = field(default_factory=list)
+
+    def to_json(self) -> JsonObject:
+        """Return the ``trace`` object: milliseconds of the prompt and of one token, medians."""
+        return {
+            "prefill_ms": self.prefill.to_json(passes=1),
+            "token_ms": self.decode.to_json(passes=max(self.timed_steps, 1)),
+            "timed_tokens": self.timed_steps,
+            "allocations": self._format_allocations(),
+        }
+
+    def _format_allocations(self) -> JsonObject:
+        return {
+            "tokens": len(self.allocations),
+            **{
+                name: int(median([getattr(step, name) for step in self.allocations] or [0]))
+                for name in StepAllocations.__slots__
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSession:
+    """A model in the middle of one text, looked at."""
+
+    session: DecodeSession
+    timing: LayerTiming
+    trace: GenerationTrace
+
+    def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        """Read a prompt."""
+        with self.timing(self.trace.prefill):
+            return self.session.prefill(ids)
+
+    def decode(self, token: int) -> DecodeResult:
+        """Read one more token."""
+        if self.trace.timed_steps > len(self.trace.allocations):
+            return self._decode_counting(token)
+        with self.timing(self.trace.decode):
+            result = self.session.decode(token)
+        self.trace.timed_steps += 1
+        return result
+
+    def _decode_counting(self, token: int) -> DecodeResult:
+        from expertctl.engine.allocations import count_allocations  # it brings numba
+
+        with count_allocations() as found:
+            result = self.session.decode(token)
+        step = StepAllocations(found.python_bytes, found.compiled_arrays, found.native_bytes)
+        self.trace.allocations.append(step)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes by purpose at the end of a run, beside the limit and the most that was held."""
+
+    budget: int
+    peak: int
+    held: Mapping[Purpose, int]
+
+    def to_json(self) -> JsonObject:
+        """Return the ``memory`` object."""
+        return {
+            "budget": self.budget,
+            "peak": self.peak,
+            **{str(p): n for p, n in self.held.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What computed, and in what: all on which the last bits of the numbers depend."""
+
+    backend: BackendName | Literal["transformers"]
+    dtype: str
+    adapter_dtype: str
+    deterministic: bool
+
+    def to_json(self) -> JsonObject:
+        """Return the ``numerics`` object."""
+        return dict(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class BytesRead:
+    """What a run moved up: from files into memory, and from there to what is computed with."""
+
+    ssd: int = 0
+    ram: int = 0
+
+    def subtract(self, before: "BytesRead") -> "BytesRead":
+        """Return what was added to what was known before."""
+        return BytesRead(self.ssd - before.ssd, self.ram - before.ram)
+
+    def add_file_bytes(self, size: int) -> "BytesRead":
+        """Return the same, with so many bytes of files more."""
+        return BytesRead(self.ssd + size, self.ram)
+
+    def to_json(self) -> JsonObject:
+        """Return the ``bytes_read`` object."""
+        return {"ssd": self.ssd, "ram": self.ram}
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One stretch of a step, in seconds of `time.perf_counter`."""
+
+    step: str
+    began: float
+    ended: float
+
+    @property
+    def ms(self) -> float:
+        """How long it took."""
+        return (self.ended - self.began) * 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One finished run."""
+
+    job_id: str
+    planned: PlannedPrompt
+    dropped: tuple[DroppedExpert, ...]
+    generated: GenerationOutput
+    validation_passed: bool | None
+    """Whether the answer has the form that was called for; None where none was."""
+    prompt_tokens: int
+    timings_ms: Mapping[str, float]
+    memory: MemoryUsage
+    experts_loaded: int
+    kv_reused_tokens: int
+    numerics: Numerics
+    threads: int
+    warnings: tuple[str, ...]
+    bytes_read: BytesRead = BytesRead()
+    stage_spans: tuple[StageSpan, ...] = ()
+    """When the steps besides prefill and decode went on; what `timings_ms` adds up."""
+    moe: RoutedExpertStats | None = None
+    """What became of routed experts; of all that a server answers at the same time."""
+    trace: GenerationTrace | None = None
+    """Time by layer and allocations by token, where they were asked for."""
+
+    def to_json(self) -> JsonObject:
+        """Return the document."""
+        dropped = list[JsonValue](one.to_json() for one in self.dropped)
+        plan, warnings = self.planned.result.plan, list[JsonValue](self.warnings)
+        notes = list[JsonValue](self.planned.result.notes)
+        return {
+            "job_id": self.job_id,
+            "text": self.generated.text,
+            "finish_reason": self.generated.finish_reason,
+            "validation_passed": self.validation_passed,
+            "plan": plan.to_json(),
+            "dropped": dropped,
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "generated": len(self.generated.tokens),
+                "ids": list[JsonValue](self.generated.tokens),
+            },
+            "timings_ms": {name: round(ms, 3) for name, ms in self.timings_ms.items()},
+            "prefill_tokens_per_s": round(self.generated.prefill_tokens_per_s, 2),
+            "decode_tokens_per_s": round(self.generated.tokens_per_s, 2),
+            "memory": self.memory.to_json(),
+            "cache": {
+                "experts_hit": len(plan.experts) - self.experts_loaded,
+                "experts_loaded": self.experts_loaded,
+                "kv_reused_tokens": self.kv_reused_tokens,
+            },
+            "numerics": self.numerics.to_json(),
+            "bytes_read": self.bytes_read.to_json(),
+            "threads": self.threads,
+            "seed": plan.seed,
+            "notes": notes,
+            "warnings": warnings,
+            **({} if self.moe is None else {"moe": self.moe.to_json()}),
+            **({} if self.trace is None else {"trace": self.trace.to_json()}),
+        }

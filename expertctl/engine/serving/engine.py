@@ -1,0 +1,325 @@
+"""`ServingEngine`: jobs of many callers, answered together on one base that stays in memory.
+
+::
+
+    submit -> line -> desk: plan, tokenise -> loader: experts into memory -> press: batch -> desk
+
+Three threads: the next jobs are planned and loaded while others are written. A few more jobs are
+prepared than rows are free; all others wait in the line, where order is decided late.
+
+A job waits for missing memory as long as another job may give some back. A job that could not have
+it even alone is refused.
+"""
+
+import uuid
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+
+from expertctl.engine.model.load_plan import TORCH_MAX_BYTES
+from expertctl.engine.moe.counters import CounterMode, Counters, CounterSnapshot
+from expertctl.engine.moe.observation import Observation, ProfileOptions, make_observation
+from expertctl.engine.moe.usage_profile import parse_expert_usage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.serving.config import EngineConfig
+from expertctl.engine.serving.loop import EngineLoop, FailureCallback
+from expertctl.engine.serving.model_runner import ModelRunner
+from expertctl.engine.serving.processor import RequestProcessor
+from expertctl.engine.serving.request import (
+    GenerationJob,
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    RequestState,
+    TokenSink,
+)
+from expertctl.engine.serving.running_batch import KV_BLOCK_TOKENS, AdapterStatus, EngineSnapshot
+from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
+from expertctl.engine.text.prompt import UserMessage
+from expertctl.engine.text.tokenizer import Tokenizer
+from expertctl.errors import DeviceError, IncompatibleError, RateLimitError, UsageError
+from expertctl.messages import WARNING_PREFIX, Notify, ignore_notification
+from expertctl.routing.candidate import InstalledExpert, explain_misfit
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.schema.strict_json import JsonObject
+
+WARMUP_TOKENS = 24
+"""The most tokens of an answer to a warm-up prompt."""
+
+
+class ServingEngine:
+    """The engine of a server; once it is started any thread may call it."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        settings: EngineConfig,
+        *,
+        tell: Notify = ignore_notification,
+        torch_below: int = TORCH_MAX_BYTES,
+        on_failure: FailureCallback = lambda: None,
+    ) -> None:
+        """Hold nothing yet; ``tell`` gets what the operator of the server should know.
+
+        ``mark_failed`` is called if the engine ends by itself: by a bug, or a device that failed.
+
+        Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
+        """
+        if settings.device == "cuda":
+            settings = replace(settings, rows=1)  # its steps are captured for one text
+        self.settings = settings
+        self._runner = ModelRunner(planner, settings, tell=tell, torch_below=torch_below)
+        self._scheduler = Scheduler(queue=settings.queue, rows=settings.rows)
+        self._processor = RequestProcessor(planner, self._runner, self._scheduler, tell=tell)
+        self._tell, self._on_failure = tell, on_failure
+        self._loop: EngineLoop | None = None
+
+    def start(self) -> None:
+        """Read the base and warm up; only then jobs are taken.
+
+        Raises:
+            NotFoundError: when there is no such base.
+            BudgetError: when it does not fit.
+            DeviceError: when the device failed.
+        """
+        self._processor.open_model()
+        self._loop = EngineLoop(
+            self._runner,
+            self._scheduler,
+            self._processor,
+            tell=self._tell,
+            on_failure=self._on_failure,
+        )
+        self._loop.start()
+        for expert in self._list_warmup_experts():
+            self._answer_warmup(
+                _build_request("?", force=(ForcedExpert(expert.digest),), max_tokens=2)
+            )
+        for prompt in self.settings.warm:
+            self._answer_warmup(_build_request(prompt, max_tokens=WARMUP_TOKENS))
+        if (counters := self._collect_counters()) is not None:
+            counters.reset()  # only what callers ask for is observed
+
+    @property
+    def is_working(self) -> bool:
+        """Whether jobs are answered: from the end of `start` on, until `close`."""
+        return self._loop is not None and self._loop.is_working
+
+    @property
+    def base_name(self) -> str:
+        """Which base is served."""
+        return self._runner.base.stored.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the base, with its chat template."""
+        return self._runner.base.tokenizer
+
+    @property
+    def context(self) -> int:
+        """How many tokens the base reads, including the answer."""
+        return self._runner.base.context
+
+    def submit(self, job: GenerationJob, sink: TokenSink) -> None:
+        """Take a job into the queue; its events go to the sink from now on.
+
+        Raises:
+            RateLimitError: when the queue is full, or the server ends.
+            UsageError: when it asks for something that this server does not do.
+        """
+        rows = self.settings.rows
+        if job.answers > rows:
+            raise UsageError(f"{job.answers} answers are asked for, {rows} are written at a time")
+        request = self._runner.bind_request(job.request)
+        self._scheduler.enqueue(RequestState(replace(job, request=request), sink))
+        self._processor.prepare_next()
+
+    def cancel(self, job_id: str) -> None:
+        """End a job where it is; one that is unknown or has ended stays as it is."""
+        self._scheduler.cancel(job_id)
+
+    def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
+        """Return a future of the plan that a request would have, or of what is wrong with it.
+
+        Raises:
+            UsageError: when it asks for something that this server does not do.
+        """
+        return self._processor.plan(self._runner.bind_request(request))
+
+    def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
+        """Return the installed experts that can be read, once earlier planning is done."""
+        return self._processor.list_experts()
+
+    def estimate_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        return self._scheduler.estimate_wait(job_id)
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for the next request of a key, soon."""
+        with self._scheduler.lock:
+            self._scheduler.control_queue.append(partial(self._runner.resources.forget, cache_key))
+            self._scheduler.condition.notify_all()
+
+    def take_snapshot(self) -> EngineSnapshot:
+        """Return what goes on now."""
+        assert self._loop is not None, "start comes first"
+        board, house, batch = self._scheduler, self._runner, self._loop.batch
+        # before the lock, which submitting takes: a device may be asked, which can last
+        routed, counters = house.model.routed, house.model.counters
+        observed = None if counters is None else counters.observed_snapshot()
+        with board.lock:
+            memory, texts = house.memory, batch.sequences
+            prepared = [t for t in board.requests if t.stage in {"preparing", "loading", "ready"}]
+            beside = sum(size for purpose, size in memory.held.items() if purpose != "kv")
+            return EngineSnapshot(
+                waiting=len(board.queue),
+                preparing=len(prepared),
+                running=len(texts),
+                rows=batch.rows,
+                totals=board.totals.copy(),
+                counts=replace(batch.counts),
+                held=memory.held,
+                limit=memory.budget,
+                peak=memory.peak,
+                kv_limit=memory.budget - beside,
+                kv_in_use=house.kv_in_use,
+                kv_kept_limit=house.cached_kv_limit,
+                kv_block=house.base.kv_bytes(KV_BLOCK_TOKENS),
+                traffic={t.value: replace(n) for t, n in house.resources.tiers.traffic.items()},
+                running_plans=tuple(text.ticket.refs for text in texts),
+                waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.queue)),
+                routed=routed,
+                observed=observed,
+                resident_experts=self._count_resident_experts(),
+            )
+
+    def get_observation(self) -> Observation:
+        """Return what was counted of routed experts, all of it at one moment."""
+        counters = self._collect_counters()
+        return self._build_observation(None if counters is None else counters.observed_snapshot())
+
+    def observe(self, *, mode: CounterMode | None = None, reset: bool = False) -> Observation:
+        """Count routed experts in another mode, or from zero; return what is counted then.
+
+        Raises:
+            IncompatibleError: when the base has none, or they are not counted.
+        """
+        counters = self._collect_counters()
+        if counters is None:
+            raise IncompatibleError(
+                f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
+                "it",
+                hint="serve a base of routed experts whose heads and widths are multiples of 16",
+            )
+        return self._build_observation(counters.configure(mode=mode, reset=reset))
+
+    def apply_profile(self, profile: JsonObject | None, wishes: ProfileOptions) -> Observation:
+        """Let a profile, or what was learnt of the base, decide which routed experts stay.
+
+        It takes effect between two passes; this returns once it has.
+
+        Raises:
+            IncompatibleError: when it is of another base, or no expert could be missing here.
+            InvalidPackageError: when it is malformed.
+            NotFoundError: when nothing was learnt.
+            UsageError: when nothing would change, or experts are pinned that have no slots.
+            RateLimitError: when the server ends.
+        """
+        cache, routed = self._runner.model.experts, self._runner.base.config.experts
+        if cache is None or routed is None:
+            raise IncompatibleError(
+                f"no profile changes what stays of {self.base_name}: it has no routed experts, "
+                "or all of them are in memory",
+                hint="serve a base of routed experts within a --memory-budget that is smaller",
+            )
+        guide = (
+            self._runner.read_usage_profile(routed)
+            if profile is None
+            else parse_expert_usage(profile, routed, what="the profile")
+        )
+        adoption = wishes.make_update(guide, cache, routed, warmup=self.settings.moe)
+        self._run_between_passes(self._scheduler.run_between_passes(partial(adoption.apply, cache)))
+        return self.get_observation()
+
+    def close(self, *, seconds: float = 0.0) -> None:
+        """Take no more jobs; those that are here have so many seconds to end.
+
+        A `start` that was interrupted ends, too: before the next kernel is compiled.
+        """
+        self._scheduler.close(seconds=seconds)
+        self._runner.stop()
+        if self._loop is not None:
+            self._loop.join()
+        self._processor.close()
+        self._runner.close()
+
+    def _collect_counters(self) -> Counters | None:
+        """Return what is counted, with what is still on a device: a reset covers that, too."""
+        model = self._runner.model
+        return None if model.routed is None else model.counters
+
+    def _build_observation(self, observed: CounterSnapshot | None) -> Observation:
+        base, model = self._runner.base, self._runner.model
+        return make_observation(
+            observed,
+            base=base.stored.name,
+            config=base.config,
+            report=model.routed,
+            cache=model.experts,
+        )
+
+    def _count_resident_experts(self) -> dict[int, int]:
+        cache, routed = self._runner.model.experts, self._runner.base.config.experts
+        if cache is None or routed is None:
+            return {}
+        counts = (int(slots.hit_mask.sum()) for slots in cache.slots)
+        return dict(zip(routed.layers, counts, strict=True))
+
+    def _run_between_passes(self, call: Future[None]) -> None:
+        """Wait for an errand between two passes; once the engine has ended, none is done."""
+        while True:
+            try:
+                return call.result(timeout=POLL_SECONDS)
+            except TimeoutError as error:
+                if not self.is_working:
+                    raise RateLimitError("the server is ending") from error
+
+    def _list_warmup_experts(self) -> list[InstalledExpert]:
+        """Return an expert for each set of adapter kinds that needs kernels of its own."""
+        base = self._runner.base
+        if base.backend.name != "packed" or not self.settings.warm_experts:
+            return []
+        kinds: dict[frozenset[tuple[str, str]], InstalledExpert] = {}
+        for expert in self._processor.get_inventory().result().experts:
+            if not explain_misfit(expert, base.stored.identity, allow_mismatch=False):
+                adapters = expert.manifest.adapters
+                kinds.setdefault(frozenset((one.kind, one.dtype) for one in adapters), expert)
+        return list(kinds.values())
+
+    def _answer_warmup(self, request: RunRequest) -> None:
+        """Answer a request of the server's own, to bring its experts and kernels into memory."""
+        events = SimpleQueue[JobEvent]()
+        self.submit(GenerationJob(id=uuid.uuid4().hex, request=request, remember=False), events.put)
+        while not isinstance(event := events.get(), JobFinished | JobFailed):
+            pass
+        if isinstance(event, JobFailed):
+            if isinstance(event.error, DeviceError):
+                raise event.error
+            prompt = request.route.prompt[:60]
+            self._tell(f"{WARNING_PREFIX}warming up with {prompt!r}: {event.error.message}")
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        self._scheduler.check_integrity()
+        self._runner.check_integrity()
+
+
+def _build_request(
+    prompt: str, *, force: tuple[ForcedExpert, ...] = (), max_tokens: int
+) -> RunRequest:
+    wishes = SamplingOverrides(greedy=True, max_tokens=max_tokens)
+    route = RouteRequest(prompt=prompt, sampling=wishes)
+    return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=force)

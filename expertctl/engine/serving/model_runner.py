@@ -1,0 +1,476 @@
+"""`House`: the one base that is served, its memory, and what a batch of it computes in.
+
+What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
+keys and values, is lent to it. The buffers grow with the widest plan that comes.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+
+from expertctl.engine.adapters.compile import BASE_ONLY
+from expertctl.engine.adapters.experts import open_local_expert
+from expertctl.engine.devices import choose_thread_count, translate_device_errors
+from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
+from expertctl.engine.memory.adapter_cache import Tier
+from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, choose_kv_cache_limit
+from expertctl.engine.memory.host import find_budget_limit, find_default_budget, find_resident_bytes
+from expertctl.engine.memory.process_registry import (
+    EngineRegistration,
+    MemoryAdmission,
+    MemoryLease,
+)
+from expertctl.engine.model.backends import RunnableModel
+from expertctl.engine.model.load_plan import OpenBase
+from expertctl.engine.moe.usage_profile import ExpertUsage
+from expertctl.engine.moe.usage_store import load_expert_usage
+from expertctl.engine.preparation import (
+    Files,
+    PreparedRequest,
+    check_budget,
+    list_expert_files,
+    list_needs,
+    open_planned_base,
+    prepare_for_base,
+    prepare_with_fewer_experts,
+)
+from expertctl.engine.request import RunRequest
+from expertctl.engine.resources import LoadedModel, ResourceManager, build_kv_request
+from expertctl.engine.result import MemoryUsage
+from expertctl.engine.serving.config import (
+    AdapterHeadroom,
+    EngineConfig,
+    ProcessMemory,
+    describe_context_limit,
+    describe_memory,
+)
+from expertctl.engine.serving.request import LoadedPlan
+from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.text.prompt import PromptLogprobs, UserMessage, prompt_logprob_bytes
+from expertctl.errors import (
+    BaseMismatchError,
+    BudgetError,
+    CancelledError,
+    DeviceError,
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from expertctl.messages import WARNING_PREFIX, Notify
+from expertctl.package.architectures import ExpertsConfig
+from expertctl.routing.candidate import InstalledExpert, explain_misfit
+from expertctl.routing.planner import PlannedPrompt, Planner
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.session import PlanningSession
+from expertctl.settings import format_size
+from expertctl.store.quantised_cache import UsageProfileFile
+
+_ANY_PROMPT = "?"
+"""The base alone does not depend on the prompt."""
+_BUFFERS = "the buffers of the batch"
+_SCORES = "the log-probabilities of a prompt"
+INITIAL_ANSWER_TOKENS = 64
+"""How many tokens of an answer have memory when it begins; it gets more as it grows."""
+
+
+class ModelRunner:
+    """The owner of the memory of a server; docstrings name the threads that use its parts."""
+
+    def __init__(
+        self, planner: Planner, settings: EngineConfig, *, tell: Notify, torch_below: int
+    ) -> None:
+        """Hold nothing yet."""
+        self.settings = settings
+        self.budget = MemoryBudget(find_budget_limit(settings.budget, settings.device))
+        self.cached_kv_limit = choose_kv_cache_limit(settings.kept_kv, self.budget.limit)
+        """The most bytes of keys and values that are kept for later requests."""
+        ram = None if settings.device == "cpu" else MemoryBudget(find_default_budget())
+        self.resources = ResourceManager(
+            planner,
+            self.budget,
+            ram=ram,
+            progress=lambda _: self._check_stopped(),
+            tell=tell,
+            warmup=settings.moe,
+            cached_kv_limit=self.cached_kv_limit,
+            check=self._check_stopped,
+        )
+        self._planner, self._torch_below, self._tell = planner, torch_below, tell
+        self._registration = EngineRegistration(planner.home.engines, self.budget)
+        self._admission_control = MemoryAdmission(planner.store.paths.running)
+        self._stack = ExitStack()
+        self._files: Files = {}
+        self._files_stack = ExitStack()
+        self._files_bytes = 0
+        self._is_stopped = False
+        self._seat: MemoryLease | None = None
+        self._buffers = 0
+        self._widest_request = 1, 0
+        """The most tokens, and the widest plan, that the buffers are for."""
+        self._model: RunnableModel | None = None
+
+    def open(self, session: PlanningSession) -> None:
+        """Find the base, read it, and compile what it is run with.
+
+        Raises:
+            NotFoundError: when there is no such base.
+            BudgetError: when it does not fit.
+        """
+        try:
+            self._open(session)
+        finally:
+            self.report_notes()
+
+    def _open(self, session: PlanningSession) -> None:
+        route = RouteRequest(prompt=_ANY_PROMPT, base_alone=True)
+        first = RunRequest(
+            message=UserMessage(prompt=_ANY_PROMPT), route=route, base=self.settings.base
+        )
+        request = self._apply_config(first)
+        planned = session.plan(request.route, base=request.base)
+        open_beside = partial(self._open_base, request, planned)
+        room = AdapterHeadroom(session, request, self.budget.limit, self.settings.rows, self._tell)
+        self._read_files()
+        self.base = base = room.reserve(open_beside(0), open_beside)
+        self.threads = choose_thread_count(base.weight_bytes)
+        before = self._find_resident_bytes()
+        self._reserve_first_buffers()
+        self._tell(f"loading {base.stored.name}, {format_size(base.weight_bytes)} in memory")
+        self._model = model = self.resources.load_base(base, threads=self.threads)
+        if (routed := model.routed) is not None and not routed.residence.is_whole:
+            held = routed.residence
+            self._tell(f"there is room for {held.blocks} of {held.total} routed experts")
+        if told := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
+            self._tell(f"{WARNING_PREFIX}{told}")
+        self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
+        with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
+            thread.submit(self._warm_up, planned).result()
+        if self.settings.tell_memory:
+            self._tell(self._describe_memory(before))
+
+    def stop(self) -> None:
+        """Have loading and compiling end with `CancelledError`, soon, in whatever thread."""
+        self._is_stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            raise CancelledError("the engine ends")
+
+    def _read_files(self) -> None:
+        """Read the files that jobs may name; they stay in memory until `close`."""
+        trust, tiers, enter = self._planner.trust, self.resources.tiers, self._files_stack
+        paths = self.settings.files
+        self._files = {
+            path: enter.enter_context(open_local_expert(path, trust=trust, tiers=tiers))
+            for path in paths
+        }
+        self._files_bytes = self.budget.reserved_bytes("experts")
+
+    def get_files(self, request: RunRequest) -> Files:
+        """Return the files that a request names, which were read at the start."""
+        return {path: self._files[path] for path in list_expert_files(request)}
+
+    def _describe_memory(self, before: int | None) -> str:
+        now, process = self._find_resident_bytes(), None
+        if before is not None and now is not None:
+            process = ProcessMemory(before, now, entered=self.budget.used)
+        return describe_memory(
+            process,
+            budget=self.budget.limit,
+            kept_kv=self.cached_kv_limit,
+            weights=self.base.weight_bytes,
+        )
+
+    def _find_resident_bytes(self) -> int | None:
+        """Return the resident set of this process where it holds the budget, and is known."""
+        return find_resident_bytes() if self.settings.device == "cpu" else None
+
+    def _open_base(self, request: RunRequest, planned: PlannedPrompt, headroom: int) -> OpenBase:
+        base = open_planned_base(
+            self._planner,
+            request,
+            planned,
+            torch_below=self._torch_below,
+            memory_limit=self.budget.limit,
+            rows=self.settings.rows,
+            headroom=headroom,
+            habits=self.resources.habits,
+        )
+        assert isinstance(base, OpenBase), "only our own engine serves"
+        return base
+
+    def report_notes(self) -> None:
+        """Tell only the operator of the server what could not be kept on the disk."""
+        for told in self.resources.take_notes():
+            self._tell(f"{WARNING_PREFIX}{told}")
+
+    @property
+    def model(self) -> RunnableModel:
+        """The base in memory."""
+        assert self._model is not None, "open comes first"
+        return self._model
+
+    def bind_request(self, request: RunRequest) -> RunRequest:
+        """Return a request as it is answered here: on this base, in the form it is held in.
+
+        Raises:
+            UsageError: when it asks for something that this server does not do.
+        """
+        if request.base not in {None, self.base.stored.name}:
+            raise UsageError(
+                f"this server answers on {self.base.stored.name}, not on {request.base}",
+                hint="leave out the base, or ask a server of that base",
+            )
+        if unknown := [path for path in list_expert_files(request) if path not in self._files]:
+            raise UsageError(
+                f"{unknown[0]} was not read when this server started",
+                hint="install the expert and name it by its reference",
+            )
+        return self._apply_config(replace(request, base=self.base.stored.name))
+
+    def prepare(self, request: RunRequest, planned: PlannedPrompt) -> PreparedRequest:
+        """Fit a prompt into the context; for the desk.
+
+        Raises:
+            UsageError: when it does not fit.
+            BudgetError: when the job could not have its memory even alone.
+            BaseMismatchError: when the base was changed behind the server.
+        """
+        if planned.base.identity != self.base.stored.identity:
+            raise BaseMismatchError(
+                f"{planned.base.name} is another base now than the one that is served",
+                hint="start the server again",
+            )
+        base, rows, limit = self.base, self.settings.rows, self.budget.limit - self._files_bytes
+        files = self.get_files(request)
+        if self.settings.on_budget == "fewer":
+            prepared = prepare_with_fewer_experts(
+                base, self._planner, request, planned, files, limit=limit, rows=rows
+            )
+        else:
+            prepared = prepare_for_base(base, self._planner, request, planned, files)
+        check_budget(list_needs(self._planner, prepared, files, rows=rows), limit)
+        return prepared
+
+    @translate_device_errors()
+    def load_plan(self, prepared: PreparedRequest, *, again: bool = False) -> LoadedPlan:
+        """Load the experts of a plan and pin what they are compiled to; for the loader.
+
+        Trying ``again`` is no new request: nothing grows older by it.
+
+        Raises:
+            BudgetError: when they do not fit beside what is in use now.
+            DeviceError: when the device failed.
+            ExpertError: whatever is wrong with the experts.
+        """
+        tiers = self.resources.tiers
+        if not again:
+            tiers.begin_request()
+        loads, moved = tiers.traffic[Tier.RAM].loads, self.resources.bytes_moved
+        with ExitStack() as pins:
+            planned = prepared.planned
+            plan = pins.enter_context(
+                self.resources.load_plan(self.base, self.model, planned, self._files)
+            )
+            loads = tiers.traffic[Tier.RAM].loads - loads
+            return LoadedPlan(
+                self.model, plan, pins.pop_all(), loads, self.resources.bytes_moved.subtract(moved)
+            )
+
+    @contextmanager
+    def open_sequence(
+        self,
+        prepared: PreparedRequest,
+        memory: LoadedPlan,
+        *,
+        cache_key: str | None,
+        generated: Sequence[int] = (),
+        scores: PromptLogprobs | None = None,
+    ) -> Iterator[LoadedModel]:
+        """Lend keys and values to one text, and prepare the base to read it; for the writer.
+
+        ``written`` are tokens of its answer that exist already and are read again. With ``scores``
+        the whole prompt is read, even where an earlier text began in the same way.
+
+        Raises:
+            BudgetError: when they do not fit beside what is in use now.
+        """
+        wanted = build_kv_request(self.base, prepared, cache_key)
+        ids = (*wanted.ids, *generated)
+        at_once = min(wanted.capacity, wanted.virtual_tokens + len(ids) + INITIAL_ANSWER_TOKENS)
+        wanted = replace(wanted, ids=ids, initial_tokens=at_once, reuse=scores is None)
+        with (
+            self._reserve_scoring(scores),
+            self._allocate_widened(wanted, width=memory.plan.width) as kv,
+        ):
+            tokens = wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
+            self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
+            refs = (expert.ref for expert in prepared.planned.result.plan.experts)
+            self._registration.publish(base=self.base.stored.name, experts=tuple(refs))
+            yield LoadedModel(self.base, self.model, kv, memory.plan)
+
+    def get_adapter_status(self, expert: InstalledExpert) -> AdapterStatus:
+        """Return what an installed expert is to this server now."""
+        unfit = explain_misfit(expert, self.base.stored.identity, allow_mismatch=False)
+        in_memory = self.resources.tiers.contains((Tier.RAM, expert.digest))
+        return AdapterStatus(expert=expert, fits=not unfit, in_memory=in_memory)
+
+    def free_wide_buffers(self) -> bool:
+        """Give back the buffers of wide plans, while nothing runs; False if there are none."""
+        least = self._min_buffer_bytes
+        if self._buffers <= least:
+            return False
+        self.model.free_buffers()
+        self._narrow_buffers(least, (1, 0))
+        return True
+
+    def read_usage_profile(self, routed: ExpertsConfig) -> ExpertUsage:
+        """Return what was learnt of the base until now, as it is kept on the disk.
+
+        Raises:
+            NotFoundError: when nothing was.
+            IncompatibleError: when it cannot be read; only the operator is told the path.
+        """
+        name = self.base.stored.name
+        file = UsageProfileFile(self._planner.bases, self.base.stored)
+        try:
+            guide = load_expert_usage(file, routed)
+        except (InvalidPackageError, StoreError) as error:
+            self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
+            raise IncompatibleError(
+                f"what was learnt of {name} cannot be read",
+                hint="give a profile as a document, or have the server's machine forget that one",
+            ) from error
+        if guide is None:
+            raise NotFoundError(
+                f"nothing was learnt of {name}", hint="give a profile as a document"
+            )
+        return guide
+
+    @property
+    def _min_buffer_bytes(self) -> int:
+        """The bytes of buffers that are held in any case."""
+        return self.base.buffer_bytes(1, rows=self.settings.rows)
+
+    @property
+    def memory(self) -> MemoryUsage:
+        """How much is held for each purpose now."""
+        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
+        return MemoryUsage(self.budget.limit, self.budget.peak, held)
+
+    @property
+    def kv_in_use(self) -> int:
+        """Bytes of keys and values of texts that run, without those that are only kept."""
+        keeper = self.resources.get_kv_store(self.base.backend)
+        return max(0, self.budget.reserved_bytes("kv") - keeper.cached_bytes)  # both move meanwhile
+
+    def close(self) -> None:
+        """Let go of everything; nothing runs any more."""
+        if self._model is not None:
+            with suppress(DeviceError):  # what it held ends with the process
+                self._model.free_buffers()
+        if self._buffers:
+            self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers)
+            self._buffers = 0
+        self._files_stack.close()
+        self.resources.close()
+        self.report_notes()
+        self._registration.close()
+        self._stack.close()
+        self._is_stopped = False  # kernels that others compile are not checked against it
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        self.resources.tiers.check_integrity()
+        assert self.budget.reserved_bytes("buffers") >= self._buffers
+
+    def _apply_config(self, request: RunRequest) -> RunRequest:
+        settings = self.settings
+        route = replace(
+            request.route,
+            dtype=settings.dtype,
+            adapter_dtype=settings.adapter_dtype,
+            deterministic=settings.deterministic,
+            moe_miss=settings.moe_miss,
+            moe_skip_cap=settings.moe_skip_cap,
+            moe_cold=settings.moe_cold,
+            device=settings.device,
+            memory_budget=self.budget.limit,
+        )
+        return replace(request, route=route)
+
+    def _reserve_scoring(self, scores: PromptLogprobs | None) -> AbstractContextManager[None]:
+        """Hold the memory that scoring a prompt takes, for as long as its text is written."""
+        if scores is None:
+            return nullcontext()
+        size = prompt_logprob_bytes(
+            len(scores.ids), top=scores.top, vocabulary=self.base.config.vocab_size
+        )
+        return self.resources.tiers.reserve_during(Tier.DEVICE, "buffers", size, what=_SCORES)
+
+    @contextmanager
+    def _allocate_widened(
+        self, request: KVRequest, *, width: int
+    ) -> Iterator[KVAllocation[KVCacheBase]]:
+        """Lend keys and values, with buffers that are wide enough; both or neither."""
+        before = self._buffers, self._widest_request
+        self._widen_buffers(tokens=request.capacity, width=width)
+        with ExitStack() as stack:
+            try:
+                kv = stack.enter_context(
+                    self.resources.get_kv_store(self.base.backend).allocate(request)
+                )
+            except BudgetError:
+                self._narrow_buffers(*before)
+                raise
+            yield kv
+
+    def _widen_buffers(self, *, tokens: int, width: int) -> None:
+        """Hold buffers for so many tokens and so wide a plan, and for all earlier ones."""
+        widest = max(tokens, self._widest_request[0]), max(width, self._widest_request[1])
+        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.settings.rows)
+        extra = wanted - self._buffers
+        if extra > 0:
+            tiers = self.resources.tiers
+            tiers.reserve(Tier.DEVICE, "buffers", extra, what=_BUFFERS)
+            self._buffers = wanted
+        self._widest_request = widest
+
+    def _reserve_first_buffers(self) -> None:
+        """Hold what the shortest texts need, in all rows; no prompt could be shorter."""
+        try:
+            self._widen_buffers(tokens=1, width=0)
+        except BudgetError as error:
+            hint = "raise --memory-budget, or lower --rows"
+            raise BudgetError(error.message, hint=hint) from error
+
+    def _narrow_buffers(self, buffers: int, widest: tuple[int, int]) -> None:
+        """Hold no more than these buffers, which were held before."""
+        self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers - buffers)
+        self._buffers, self._widest_request = buffers, widest
+
+    def _warm_up(self, planned: PlannedPrompt) -> None:
+        """Compile what the base is run with, and read a token with it.
+
+        This is done in a thread that ends: libraries of a device keep memory for each thread that
+        computes, and the next thread takes over that of one that ended.
+        """
+        base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
+        identity = planned.result.plan.identity
+        wanted = KVRequest(
+            cache_key=None,
+            identity=identity,
+            config=base.config,
+            ids=ids,
+            virtual_tokens=0,
+            capacity=len(ids) + 1,
+        )
+        with self.resources.get_kv_store(base.backend).allocate(wanted) as kv:
+            self.model.prepare(kv.cache, BASE_ONLY, tokens=len(ids), rows=self.settings.rows)
+            reading = self.model.start_session(kv.cache, BASE_ONLY)
+            reading.prefill(ids)
+            self.model.step([(reading, ids[-1])])

@@ -1,0 +1,285 @@
+"""`Desk`: what happens to a job before and after it is in the batch, in threads of its own.
+
+One plans, fits the prompt into the context, and remembers what came of it. Another brings experts
+into memory; where other jobs hold the memory that is missing, it waits until they give it back.
+Answers are checked in further threads, since a check may take seconds.
+"""
+
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from expertctl.engine.generation import GenerationOutput
+from expertctl.engine.preparation import plan_request
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.result_builder import ResultBuilder, check_answer, record_failure
+from expertctl.engine.serving.model_runner import ModelRunner
+from expertctl.engine.serving.request import JobFinished, RequestState
+from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.engine.serving.scheduler import POLL_SECONDS, Scheduler
+from expertctl.engine.text.answer_format import FormatCheck, ignore_truncation
+from expertctl.errors import (
+    BudgetError,
+    DeviceError,
+    DiskFullError,
+    ExpertError,
+    IncompatibleError,
+    NoAnswerError,
+    StoreError,
+    UsageError,
+)
+from expertctl.messages import Notify
+from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
+from expertctl.routing.session import PlanningSession
+
+CHECK_WORKERS = 2
+"""How many answers of jobs with a check of their own are checked at a time."""
+_Result = TypeVar("_Found")
+_REST_SECONDS = 30.0
+"""How long to wait for buffers, which are given back once the current pass has ended."""
+
+
+class RequestProcessor:
+    """The owner of the two threads; only they plan, and only they load."""
+
+    def __init__(
+        self, planner: Planner, runner: ModelRunner, scheduler: Scheduler, *, tell: Notify
+    ) -> None:
+        """Begin no thread before there is work."""
+        self._planner, self._runner, self._scheduler, self._tell = planner, runner, scheduler, tell
+        self._session = PlanningSession(planner)
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._checking = ThreadPoolExecutor(CHECK_WORKERS, thread_name_prefix="checker")
+        self._last_reported = ""
+        """What the operator was told last of files of the base."""
+
+    def open_model(self) -> None:
+        """Have the base read; raises as `House.open` does."""
+        self._planning.submit(self._runner.open, self._session).result()
+
+    def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
+        """Plan a request that is not answered, once earlier planning is done.
+
+        A future that is cancelled before it begins no longer holds the request.
+        """
+        asked = [request]
+        future = self._planning.submit(
+            lambda: self._run_redacted(lambda: self._plan_request(asked[0]))
+        )
+        future.add_done_callback(lambda _: asked.clear())
+        return future
+
+    def get_inventory(self) -> Future[Inventory]:
+        """Return the installed experts, once earlier planning is done."""
+        return self._planning.submit(lambda: self._session.inventory)
+
+    def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
+        """Return what these experts are to this server, once earlier planning is done."""
+        here = self._runner.get_adapter_status
+        return self._planning.submit(
+            lambda: self._run_redacted(lambda: tuple(map(here, self._session.inventory.experts)))
+        )
+
+    def prepare_next(self) -> None:
+        """Begin to prepare jobs, as many as there may soon be rows for."""
+        while (ticket := self._scheduler.take_next()) is not None:
+            self._planning.submit(self._run_guarded, ticket, self._plan)
+
+    def load_again(self, ticket: RequestState) -> None:
+        """Load again what a ready job gave back."""
+        self._loading.submit(self._run_guarded, ticket, self._load_experts)
+
+    def conclude(self, ticket: RequestState) -> None:
+        """Check the answers of a job, remember them, and tell the caller."""
+        for lent in ticket.contexts.values():
+            lent.clock.restart_stage()
+        if ticket.job.check is None:
+            self._planning.submit(self._run_guarded, ticket, self._check_and_record)
+        else:
+            self._checking.submit(self._run_guarded, ticket, self._check)
+
+    def close(self) -> None:
+        """End the threads, once they have done what is queued."""
+        self._loading.shutdown()
+        self._checking.shutdown()
+        self._planning.shutdown()
+
+    def _run_guarded(self, ticket: RequestState, work: Callable[[RequestState], None]) -> None:
+        """Do a stage of a job; an error fails this job alone, a failed device all jobs."""
+        try:
+            work(ticket)
+        except DeviceError as error:
+            self.fail(ticket, error)
+            self._scheduler.stop_with_error(error)
+        except ExpertError as error:
+            self.fail(ticket, error)
+        except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+            self._tell(f"error: a job failed\n{traceback.format_exc()}")
+            self.fail(ticket, ExpertError("the server failed to answer this"))
+        self.prepare_next()
+
+    def _plan(self, ticket: RequestState) -> None:
+        ticket.timer.end_stage("queue")
+        ticket.check_active()
+        request = ticket.job.request
+        ticket.planned = self._plan_request(request)
+        ticket.prepared = self._runner.prepare(request, ticket.planned)
+        ticket.planned = ticket.prepared.planned  # perhaps with fewer experts
+        ticket.timer.end_stage("route")
+        self._loading.submit(self._run_guarded, ticket, self._load_experts)
+
+    def _plan_request(self, request: RunRequest) -> PlannedPrompt:
+        return plan_request(self._session, request, self._runner.get_files(request))
+
+    def _load_experts(self, ticket: RequestState) -> None:
+        """Load the experts; where memory is missing, queue again behind jobs that may find it."""
+        assert ticket.prepared is not None
+        ticket.check_active()
+        ticket.timer.end_stage("queue")
+        seen, again = self._scheduler.freed_count, ticket.missing_at_freed_count is not None
+        if ticket.missing_at_freed_count == seen and self._wait_for_memory(seen):
+            self._loading.submit(
+                self._run_guarded, ticket, self._load_experts
+            )  # nothing was given back yet
+            return
+        self._scheduler.mark_loading(ticket)
+        try:
+            ticket.memory = self._runner.load_plan(ticket.prepared, again=again)
+        except BudgetError:
+            ticket.missing_at_freed_count = seen
+            self._scheduler.mark_waiting_for_memory(ticket)
+            if not (self._wait_for_memory(seen) or self._free_buffers()):
+                raise
+            self._loading.submit(self._run_guarded, ticket, self._load_experts)
+            return
+        ticket.timer.end_stage("load")
+        self._scheduler.mark_ready(ticket)
+
+    def _wait_for_memory(self, freed_count: int) -> bool:
+        """Wait a while for memory; False when no job holds any that could be given back."""
+        board = self._scheduler
+        with board.lock:
+            rows = self._runner.settings.rows
+            is_held = board.ready or board.is_short or board.free_rows < rows
+            if is_held or board.freed_count != freed_count:
+                pause = POLL_SECONDS if board.preparing_count == 1 else POLL_SECONDS / 10
+                others = board.preparing_count
+                board.condition.wait_for(
+                    lambda: board.freed_count != freed_count or board.preparing_count > others,
+                    pause,
+                )
+                return True
+            return False
+
+    def _free_buffers(self) -> bool:
+        """Have buffers of wide plans given back, while nothing runs; False if there are none."""
+        board, rested = self._scheduler, Future[bool]()
+
+        def rest() -> None:
+            idle = board.free_rows == self._runner.settings.rows
+            rested.set_result(idle and self._runner.free_wide_buffers())
+            with board.lock:
+                board.condition.notify_all()
+
+        with board.lock:
+            board.control_queue.append(rest)
+            board.condition.notify_all()
+            board.condition.wait_for(lambda: rested.done() or board.is_done, _REST_SECONDS)
+        return rested.done() and rested.result()
+
+    def fail(self, ticket: RequestState, error: ExpertError) -> None:
+        """End a job that has no text in the batch, and count it against its experts, soon."""
+        if isinstance(error, DeviceError):  # its traceback is soon lost
+            trace = "".join(traceback.format_exception(error))
+            self._tell(f"error: {error.message}; {error.hint}\n{trace}")
+        error = self._redact_error(error)
+        planned = ticket.planned if ticket.job.remember else None
+        if self._scheduler.fail(ticket, error) and not (
+            planned is None or isinstance(error, NoAnswerError)
+        ):
+            catalogue = self._planner.catalogue
+            self._planning.submit(record_failure, planned, catalogue, error)
+
+    def _run_redacted(self, work: Callable[[], _Result]) -> _Result:
+        """Do work whose errors callers are told."""
+        try:
+            return work()
+        except ExpertError as error:
+            told = self._redact_error(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _redact_error(self, error: ExpertError) -> ExpertError:
+        """Return what a caller is told of an error: only the operator may know where things lie.
+
+        An error that ends several jobs, or each that comes, is told to the operator once.
+        """
+        base, said = self._runner.base.stored, f"{error.message} {error.hint}"
+        is_of_base = str(base.path) in said
+        is_of_home = str(self._planner.home.root) in said
+        if isinstance(error, UsageError) or not (is_of_base or is_of_home):
+            return error
+        if error.message != self._last_reported:
+            self._last_reported = error.message
+            self._tell(f"error: {error.message}")
+        if is_of_base:
+            return IncompatibleError(
+                f"the files of {base.name} were changed or damaged while it is served",
+                hint="whoever runs the server has to start it again; its log names the file",
+            )
+        kind = DiskFullError if isinstance(error, DiskFullError) else StoreError
+        return kind(
+            "a file of this server cannot be used",
+            hint="its log names the file, to whoever runs the server",
+        )
+
+    def _check_and_record(self, ticket: RequestState) -> None:
+        self._record_results(self._check_answers(ticket), ticket)
+
+    def _check(self, ticket: RequestState) -> None:
+        forms = self._check_answers(ticket)
+        self._planning.submit(self._run_guarded, ticket, partial(self._record_results, forms))
+
+    def _check_answers(self, ticket: RequestState) -> Mapping[int, FormatCheck]:
+        forms = {n: self._check_answer(ticket, ticket.outputs[n]) for n in sorted(ticket.outputs)}
+        for lent in ticket.contexts.values():
+            lent.clock.end_stage("post")
+        return forms
+
+    def _record_results(self, forms: Mapping[int, FormatCheck], ticket: RequestState) -> None:
+        results = tuple(self._build_result(ticket, n, form) for n, form in forms.items())
+        self._scheduler.finish(ticket, JobFinished(results))
+
+    def _check_answer(self, ticket: RequestState, generated: GenerationOutput) -> FormatCheck:
+        """Check the form of an answer, by what the job says or by what its prompt calls for."""
+        job = ticket.job
+        if ticket.find_stop_reason():
+            return FormatCheck(None)
+        if job.check is not None and generated.finish_reason not in {"cancelled", "timeout"}:
+            found = job.check(generated.text)
+            if isinstance(found, FormatCheck):
+                return ignore_truncation(found, finish_reason=generated.finish_reason)
+            generated = replace(generated, text=found)
+        assert ticket.prepared is not None
+        return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
+
+    def _build_result(self, ticket: RequestState, number: int, form: FormatCheck) -> RunResult:
+        job, lent = ticket.job, ticket.contexts[number]
+        outcome = ResultBuilder(
+            job.request,
+            lent,
+            ticket.outputs[number],
+            form,
+            self._runner.memory,
+            job_id=job.id if number == 0 else f"{job.id}-{number}",
+        )
+        if not job.remember:
+            return outcome.build_result(lent.clock.compute_timings(outcome.generated))
+        self._runner.report_notes()
+        return outcome.record_result(self._planner.catalogue)

@@ -1,0 +1,462 @@
+"""Which job is next: a bounded line, by priority, and fair among the owners of jobs.
+
+The next turn goes to the owner of a job of the highest priority; of several such owners, to the one
+that was served least of late. Service counts from the moment an owner comes, so no owner saves up
+turns while away (start-time fair queueing, Goyal et al. 1996). Owners that are not served rise by
+one priority every `AGING_SECONDS`, and so does each job among those of its owner: no owner and no
+job waits for ever.
+
+So that one owner with many jobs does not keep others out, all owners that asked within
+`SHARE_SECONDS` have equal shares of the places; an owner that asks alone has them all.
+
+`Scheduler`: which job is in which stage. The threads of an engine decide under its lock.
+
+A job is *waiting* in the line, then *preparing* at the desk or while it lacks memory, *loading*
+while its experts are loaded, *ready* for a row, *running*, *concluding*, and gone.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from expertctl.engine.serving.request import JobFailed, JobFinished, RequestState
+from expertctl.engine.serving.running_batch import JobTotals
+from expertctl.errors import CancelledError, ExpertError, RateLimitError
+
+AGING_SECONDS = 10.0
+SHARE_SECONDS = 60.0
+
+
+class QueueItem(Protocol):
+    """What the line needs to know of a job."""
+
+    @property
+    def owner(self) -> str:
+        """Who asked."""
+
+    @property
+    def priority(self) -> int:
+        """0 to 9; 9 is served first."""
+
+    @property
+    def cost(self) -> float:
+        """How much of a turn it takes; 1 is one answer."""
+
+
+Item = TypeVar("Item", bound=QueueItem)
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedItem(Generic[Item]):
+    item: Item
+    number: int
+    since: float
+
+    def compute_level(self, now: float, served: float) -> int:
+        """Its priority, risen since it came or, if later, since its owner was last served."""
+        return self.item.priority + int((now - max(self.since, served)) / AGING_SECONDS)
+
+    def compute_order(self, now: float) -> tuple[int, int]:
+        """Its place among the jobs of its owner: risen since it came."""
+        return -self.compute_level(now, self.since), self.number
+
+
+class FairRequestQueue(Generic[Item]):
+    """Jobs on which no work has begun; times are seconds of one clock."""
+
+    def __init__(self, bound: int) -> None:
+        """Let at most so many jobs wait."""
+        self.bound = bound
+        self._places: list[_QueuedItem[Item]] = []
+        self._served: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        """When owners that wait were last served."""
+        self._asked: dict[str, float] = {}
+        """When owners last asked for a place."""
+        self._begun = 0.0
+        """How much the owner of the job that was taken last had been served before."""
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the jobs that wait, in the order in which they came."""
+        return iter([place.item for place in self._places])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may come."""
+        return len(self._places) >= self.bound
+
+    def add(self, item: Item, *, now: float) -> bool:
+        """Put a job into the line; False when the line or its owner's share of it is full."""
+        self._asked = {o: at for o, at in self._asked.items() if now - at < SHARE_SECONDS}
+        self._asked[item.owner] = now
+        share = max(1, self.bound // len(self._asked))
+        own = sum(place.item.owner == item.owner for place in self._places)
+        if self.is_full or own >= share:
+            return False
+        self._numbers += 1
+        self._places.append(_QueuedItem(item, self._numbers, now))
+        self._served[item.owner] = max(self._served.get(item.owner, 0.0), self._begun)
+        return True
+
+    def take(self, *, now: float) -> Item | None:
+        """Take the next job out of the line; None when none waits."""
+        if not self._places:
+            return None
+        owner = min(self._places, key=lambda place: self._compute_turn(place, now)).item.owner
+        own = (place for place in self._places if place.item.owner == owner)
+        place = min(own, key=lambda place: place.compute_order(now))
+        self._places.remove(place)
+        self._begun = self._served[owner]
+        self._served[owner] += place.item.cost
+        self._last[owner] = now
+        self._forget_absent_owners()
+        return place.item
+
+    def count_ahead(self, item: Item | None, *, now: float) -> int:
+        """Return about how many jobs come before one; all of them, if it is not in the line.
+
+        Of its owner count jobs that are served before it, of each other owner all of higher
+        priority or, if more, as many of no lower one as it takes to catch up with its owner.
+        """
+        own = next((place for place in self._places if place.item is item), None)
+        if own is None:
+            return len(self._places)
+        turns = dict[str, list[tuple[float, float, int]]]()
+        for place in self._places:
+            turns.setdefault(place.item.owner, []).append(self._compute_turn(place, now))
+        owner = own.item.owner
+        del turns[owner]
+        level, served, _ = self._compute_turn(own, now)
+        mine = (place for place in self._places if place.item.owner == owner)
+        of_owner = sum(place.compute_order(now) < own.compute_order(now) for place in mine)
+        ahead = of_owner
+        for theirs in turns.values():
+            higher = sum(turn[0] < level for turn in theirs)
+            at_least = sum(turn[0] <= level for turn in theirs)
+            catch_up = math.ceil(served + of_owner - theirs[0][1])
+            ahead += max(higher, min(at_least, catch_up))
+        return ahead
+
+    def remove(self, item: Item) -> bool:
+        """Take a job that is no longer wanted out of the line; False when it was not there."""
+        for place in self._places:
+            if place.item is item:
+                self._places.remove(place)
+                self._forget_absent_owners()
+                return True
+        return False
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        assert len(self._places) <= self.bound
+        assert {place.item.owner for place in self._places} <= self._served.keys()
+        numbers = [place.number for place in self._places]
+        assert numbers == sorted(set(numbers))
+
+    def _compute_turn(self, place: _QueuedItem[Item], now: float) -> tuple[float, float, int]:
+        owner = place.item.owner
+        level = place.compute_level(now, self._last.get(owner, place.since))
+        return -level, self._served[owner], place.number
+
+    def _forget_absent_owners(self) -> None:
+        """Forget absent owners that would come back just as new ones do."""
+        here = {place.item.owner for place in self._places}
+        self._last = {owner: at for owner, at in self._last.items() if owner in here}
+        self._served = {
+            owner: served
+            for owner, served in self._served.items()
+            if owner in here or served > self._begun
+        }
+
+
+MAX_PREPARED_AHEAD = 2
+"""How many more jobs are prepared than rows are free."""
+POLL_SECONDS = 0.5
+"""How long a thread sleeps at most before it looks for jobs whose time is over."""
+PATIENCE_SECONDS, DRAIN_SECONDS, ROUND_SECONDS = 5.0, 30.0, 60.0
+"""While a job lacks memory: how long others are prepared, how long none is, how long a round is."""
+_LONGEST_WAIT = 60
+_AVERAGE_DECAY = 0.8
+"""The share of the average time of a job that stays when another job ends."""
+
+
+class Scheduler:
+    """The owner of all jobs that have not ended."""
+
+    def __init__(self, *, queue: int, rows: int) -> None:
+        """Begin without a job."""
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
+        self.queue = FairRequestQueue[RequestState](queue)
+        self.ready: deque[RequestState] = deque()
+        self.control_queue: deque[Callable[[], None]] = deque()
+        """What the writer has to do between two passes."""
+        self.totals = JobTotals()
+        self.freed_count = 0
+        """How often memory was given back."""
+        self.free_rows = self._rows = rows
+        self.is_closing = False
+        self.is_short = False
+        """Whether texts are paused for want of memory: then no other text begins."""
+        self._tickets: dict[str, RequestState] = {}
+        self._preparing = 0
+        self._job_seconds = 1.0
+
+    @property
+    def requests(self) -> tuple[RequestState, ...]:
+        """All jobs that have not ended."""
+        with self.lock:
+            return tuple(self._tickets.values())
+
+    @property
+    def preparing_count(self) -> int:
+        """How many jobs the desk and the loader have."""
+        return self._preparing
+
+    def enqueue(self, ticket: RequestState) -> None:
+        """Put a new job into the line.
+
+        Raises:
+            RateLimitError: when it or the owner's share of it is full, or the engine ends.
+        """
+        with self.lock:
+            assert ticket.job.id not in self._tickets, "a job has an id of its own"
+            if self.is_closing or not self.queue.add(ticket, now=time.monotonic()):
+                self.totals.refused += 1
+                raise self._make_rate_limit_error()
+            self._tickets[ticket.job.id] = ticket
+            self.condition.notify_all()
+
+    def run_between_passes(self, call: Callable[[], None]) -> Future[None]:
+        """Have the writer do something between two passes; the future gets what it raises."""
+        done = Future[None]()
+
+        def do() -> None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  # raised again by the future
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self.lock:
+            self.control_queue.append(do)
+            self.condition.notify_all()
+        return done
+
+    def stop_with_error(self, error: ExpertError) -> None:
+        """Have the writer end, with all jobs, by an error that another thread met."""
+        again = copy(error)  # the job that failed by it gets the original, in another thread
+
+        def end() -> None:
+            raise again
+
+        with self.lock:
+            self.control_queue.append(end)
+            self.condition.notify_all()
+
+    def take_next(self) -> RequestState | None:
+        """Take the next job out of the line, if there may soon be a row for it."""
+        with self.lock:
+            now = time.monotonic()
+            if not self._can_prepare(now):
+                return None
+            ticket = self.queue.take(now=now)
+            if ticket is not None:
+                ticket.stage, ticket.left_queue_at = "preparing", now
+                self._preparing += 1
+            return ticket
+
+    def mark_loading(self, ticket: RequestState) -> None:
+        """Let a job take memory."""
+        with self.lock:
+            ticket.stage = "loading"
+
+    def mark_waiting_for_memory(self, ticket: RequestState) -> None:
+        """Let a job that found too little memory wait; it holds none."""
+        with self.lock:
+            ticket.stage = "preparing"
+            if ticket.memory_missing_since is None:
+                ticket.memory_missing_since = time.monotonic()
+            self.condition.notify_all()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a job is taking memory, which it may soon give back."""
+        return any(ticket.stage == "loading" for ticket in self.requests)
+
+    def mark_ready(self, ticket: RequestState) -> None:
+        """Let a job wait for rows; all that it needs except keys and values is in memory."""
+        with self.lock:
+            is_here = ticket.job.id in self._tickets
+            if is_here:
+                self._preparing -= 1
+                ticket.stage, ticket.memory_missing_since = "ready", None
+                self.ready.append(ticket)
+                self.condition.notify_all()
+        if not is_here:  # it ended meanwhile
+            self.release(ticket)
+
+    def requeue(self, ticket: RequestState) -> None:
+        """Have a job that is ready prepared again; what it holds is free for others meanwhile."""
+        with self.lock:
+            self.ready.remove(ticket)
+            ticket.stage = "preparing"
+            self._preparing += 1
+            self.release(ticket)
+
+    def estimate_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        with self.lock:
+            ticket = None if job_id is None else self._tickets.get(job_id)
+            if ticket is not None and ticket.stage != "waiting":
+                return 0.0
+            ahead = self.queue.count_ahead(ticket, now=time.monotonic())
+            if ahead + self._preparing + len(self.ready) < self.free_rows:
+                return 0.0
+            return (1 + ahead) * self._job_seconds / self._rows
+
+    def mark_running(self, ticket: RequestState) -> None:
+        """Let a ready job run: all its texts have rows."""
+        with self.lock:
+            self.ready.remove(ticket)
+            ticket.stage = "running"
+
+    def release(self, ticket: RequestState) -> None:
+        """Let go of what is pinned for a job, and tell threads that wait for memory."""
+        ticket.release()
+        self.notify_freed()
+
+    def notify_freed(self) -> None:
+        """Say that memory was given back."""
+        with self.lock:
+            self.freed_count += 1
+            self.condition.notify_all()
+
+    def cancel(self, job_id: str) -> None:
+        """Say that a job is no longer wanted; one that waits ends at once."""
+        with self.lock:
+            ticket = self._tickets.get(job_id)
+            if ticket is None:
+                return
+            ticket.is_cancelled = True
+            waits = self.queue.remove(ticket)
+            self.condition.notify_all()
+        if waits:
+            self.fail(ticket, CancelledError("the job was cancelled"))
+
+    def fail(self, ticket: RequestState, error: ExpertError) -> bool:
+        """End a job that has no text in the batch; False when it had ended."""
+        with self.lock:  # a thread that needs memory finds the job here, or what it held
+            if not self._remove(ticket):
+                return False
+            if isinstance(error, CancelledError):
+                self.totals.cancelled += 1
+            else:
+                self.totals.failed += 1
+            self.release(ticket)
+        error.__cause__ = error.__context__ = None  # their frames hold the prompt, and experts
+        ticket.emit(JobFailed(error.with_traceback(None)))
+        return True
+
+    def finish(self, ticket: RequestState, finished: JobFinished) -> None:
+        """End a job with its answers."""
+        with self.lock:
+            if not self._remove(ticket):
+                return
+            if ticket.job.remember:
+                self._count_finished(ticket, finished)
+        ticket.emit(finished)
+
+    def close(self, *, seconds: float) -> None:
+        """Take no more jobs; wait so long for those that are here, then call them off."""
+        until = time.monotonic() + seconds
+        with self.lock:
+            self.is_closing = True
+            while self._tickets and (left := until - time.monotonic()) > 0:
+                self.condition.wait(left)
+        for ticket in self.requests:
+            self.cancel(ticket.job.id)
+
+    def fail_all(self, error: ExpertError) -> None:
+        """Take no more jobs, and end all that are here."""
+        with self.lock:
+            self.is_closing = True
+            for ticket in self.queue:
+                self.queue.remove(ticket)
+        for ticket in self.requests:
+            ticket.is_cancelled = True
+            self.fail(ticket, error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no job is here or will come."""
+        return self.is_closing and not self._tickets
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        with self.lock:
+            self.queue.check_integrity()
+            stages = [ticket.stage for ticket in self._tickets.values()]
+            assert "ended" not in stages
+            assert stages.count("waiting") == len(self.queue)
+            assert stages.count("preparing") + stages.count("loading") == self._preparing
+            assert all(ticket.job.id in self._tickets for ticket in self.ready)
+            assert all(ticket.memory is None for ticket in self.queue)
+
+    def _can_prepare(self, now: float) -> bool:
+        """Whether a job may be prepared: not too far ahead, nor starving those that lack memory."""
+        tickets = self._tickets.values()
+        waits = [t.memory_missing_since for t in tickets if t.memory_missing_since is not None]
+        checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)
+        ahead = self._preparing + len(self.ready) - self.free_rows
+        waited = (now - min(waits, default=now)) % ROUND_SECONDS
+        is_drained = PATIENCE_SECONDS <= waited < PATIENCE_SECONDS + DRAIN_SECONDS
+        is_held = is_drained or self.is_short
+        return ahead < MAX_PREPARED_AHEAD and checked <= self._rows and not is_held
+
+    def _remove(self, ticket: RequestState) -> bool:
+        """Take a job off the board; False when it was off already."""
+        if self._tickets.pop(ticket.job.id, None) is None:
+            return False
+        if ticket.stage in {"preparing", "loading"}:
+            self._preparing -= 1
+        if ticket in self.ready:
+            self.ready.remove(ticket)
+        ticket.stage = "ended"
+        self.condition.notify_all()
+        return True
+
+    def _count_finished(self, ticket: RequestState, finished: JobFinished) -> None:
+        results, totals = finished.results, self.totals
+        if ticket.is_cancelled:
+            totals.cancelled += 1
+        else:
+            totals.finished += 1
+        totals.prompt_tokens += sum(result.prompt_tokens for result in results)
+        totals.reused_tokens += sum(result.kv_reused_tokens for result in results)
+        totals.experts.count(ticket.refs)
+        totals.generated_tokens += sum(len(result.generated.tokens) for result in results)
+        took = time.monotonic() - ticket.left_queue_at
+        self._job_seconds = _AVERAGE_DECAY * self._job_seconds + (1 - _AVERAGE_DECAY) * took
+
+    def _make_rate_limit_error(self) -> RateLimitError:
+        if self.is_closing:
+            return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
+        waits = self.estimate_wait()
+        return RateLimitError(
+            f"{len(self.queue)} jobs wait already, and no more of yours may",
+            retry_after=max(1, min(round(waits), _LONGEST_WAIT)),
+            hint="send it again later",
+        )

@@ -1,0 +1,393 @@
+"""Text to tokens and back, by ``tokenizer.json`` of the base.
+
+Control tokens are those that the file marks as special. Text of a user never becomes one: where it
+holds the letters of one, these are read as letters. What a chat template writes itself does become
+control tokens. `ControlTokenMarks` keep the two apart in one rendered text; all other text is tokenised exactly
+as the file says. A raw prompt, which no template reads, may spell control tokens itself.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from expertctl.engine.text.tokenizer_files import (
+    TokenizerConfig,
+    decode_token_bytes,
+    read_tokenizer_config,
+)
+from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
+
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_BYTES = 128 << 20
+_FIRST_MARK = 0xF0000  # private use plane
+_REPLACEMENT_CHARACTER = "\ufffd"
+_MAX_PENDING_TOKENS = 64
+_ANCHOR = "\n"
+_ANY_LETTER = "a"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlTokenMarks:
+    """Two characters that do not occur in a conversation, to stand around control tokens in it."""
+
+    begin: str
+    end: str
+
+    def wrap(self, text: str) -> str:
+        """Return marked text."""
+        return f"{self.begin}{text}{self.end}"
+
+    def split(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Split a rendered text into (piece, was marked); a mark that lost its partner splits."""
+        begin, end = self.begin, self.end
+        for match in re.finditer(f"{begin}([^{begin}{end}]*){end}|([^{begin}{end}]+)", text):
+            if match[1] or match[2]:
+                yield (match[1], True) if match[1] else (match[2], False)
+
+
+class Tokenizer:
+    """The tokens of one base."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+        """Keep the backend; ``control_ids`` of ``added_ids`` are what users cannot write."""
+        self.config = config
+        self._backend = backend
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        control = {i: token for i, token in added.items() if token.special}
+        self.control_ids = frozenset(control)
+        self._suspect = _control_token_pattern(control.values())
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_ids = self._find_end_ids()
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Read the tokenizer of a base.
+
+        Raises:
+            NotFoundError: when there is none.
+            InvalidPackageError: when a file is malformed.
+        """
+        path = directory / TOKENIZER_FILE
+        if not path.is_file():
+            raise NotFoundError(f"{path} is missing", hint="the base must have a tokenizer.json")
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise InvalidPackageError(str(path), [f"{size} bytes, at most {_MAX_BYTES} allowed"])
+        with _wrap_library_errors(str(path), "not a tokenizer"):
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_truncation()  # a prompt is never cut silently
+        backend.no_padding()
+        return cls(backend, read_tokenizer_config(directory))
+
+    def encode(self, text: str) -> list[int]:
+        """Read a user's text as it is; the file decides about a token at the beginning.
+
+        Raises:
+            UsageError: when control tokens in the text cannot be read as letters, or when it
+                holds half a character.
+        """
+        _check_unicode(text)
+        if not self._find_control_tokens(text):
+            return _encode_ids(self._backend, text)
+        self._encode_as_letters(text, after="")
+        return _encode_ids(self._letter_backend, text)
+
+    def encode_raw(self, text: str, *, parse_special: bool, add_special_tokens: bool) -> list[int]:
+        """Read a text that may spell control tokens, if ``parse_special``; else as letters.
+
+        With ``add_special_tokens`` the file decides about a token at the beginning, which a text
+        that spells it already does not get twice.
+
+        Raises:
+            UsageError: as `encode` does.
+        """
+        if not parse_special and add_special_tokens:
+            return self.encode(text)
+        ids = self.encode_piece(text, parse_special=parse_special, is_first=True)
+        begin = list(self.begin_ids)
+        if not add_special_tokens or (begin and ids[: len(begin)] == begin):
+            return ids
+        return _encode_ids(self._backend, text)
+
+    def encode_piece(self, text: str, *, parse_special: bool, is_first: bool) -> list[int]:
+        """Read a part of a text and add nothing; only the first may get a space before it.
+
+        Raises:
+            UsageError: as `encode` does.
+        """
+        _check_unicode(text)
+        after = "" if is_first or self._has_no_prefix_space else _ANCHOR
+        if parse_special or not self._find_control_tokens(text):
+            return self._encode_plain(text, after=after)
+        return self._encode_as_letters(text, after=after)
+
+    def encode_rendered(self, text: str, marks: ControlTokenMarks | None = None) -> list[int]:
+        """Read what a chat template wrote; nothing is added, marked parts are letters.
+
+        Raises:
+            UsageError: when a marked part cannot be read as letters.
+        """
+        if marks is None:
+            return _encode_ids(self._backend, text, add_special_tokens=False)
+        ids: list[int] = []
+        for number, (piece, marked) in enumerate(marks.split(text)):
+            after = _ANCHOR if number else ""
+            ids += (
+                self._encode_as_letters(piece, after=after)
+                if marked
+                else self._encode_plain(piece, after=after)
+            )
+        return ids
+
+    def choose_marks(self, texts: Sequence[str], *, template: str = "") -> ControlTokenMarks | None:
+        """Return marks for a conversation in which control tokens occur, else None.
+
+        Raises:
+            UsageError: when a text holds half a character.
+        """
+        for text in texts:
+            _check_unicode(text)
+        if not any(self._find_control_tokens(text) for text in texts):
+            return None
+        used = set(template).union(*texts)
+        free = (chr(c) for c in range(_FIRST_MARK, _FIRST_MARK + 65_534) if chr(c) not in used)
+        return ControlTokenMarks(next(free), next(free))
+
+    def mark_control_tokens(self, text: str, marks: ControlTokenMarks) -> str:
+        """Return a user's text with marks around every control token in it."""
+        parts, position = [], 0
+        for begin, end in self._find_control_tokens(text):
+            parts += [text[position:begin], marks.wrap(text[begin:end])]
+            position = end
+        return "".join((*parts, text[position:]))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
+        return _decode_ids(self._backend, ids, skip_special_tokens=True)
+
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, control tokens as they are spelled."""
+        return _decode_ids(self._backend, ids, skip_special_tokens=False)
+
+    def token_text(self, token: int) -> str:
+        r"""Return how a token looks alone: control tokens by name, parts of letters as bytes.
+
+        These are ``bytes:`` and escapes such as ``\xe2\x80``, as OpenAI's API has them.
+        """
+        if token in self.added_ids:
+            return str(self._backend.id_to_token(token))
+        raw = self.token_bytes(token)
+        if raw is None:
+            return self.decode([token])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that a token adds to a text; None where they cannot be known."""
+        piece: str | None = self._backend.id_to_token(token)
+        if piece is not None and token not in self.added_ids:
+            spelt = decode_token_bytes(piece, self._decoder_json)
+            if spelt is not None:
+                return spelt
+        first, both = self.decode([token]), self.decode([token, token])
+        text = both.removeprefix(first)  # at the beginning of a text some lose a space
+        return None if _REPLACEMENT_CHARACTER in both else text.encode()
+
+    def token_id(self, token: str) -> int | None:
+        """Return the number of a token by its spelling."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def has_text(self, token: int) -> bool:
+        """Whether a token is one of the file's and not a control token."""
+        return token not in self.control_ids and self._backend.id_to_token(token) is not None
+
+    def _find_end_ids(self) -> frozenset[int]:
+        """Both places count: some chat models name the end of a turn in one of them only."""
+        named = self.token_id(self.config.special_tokens.get("eos_token", ""))
+        return frozenset(self.config.end_ids) | ({named} if named is not None else set())
+
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The tokens that the file puts before a text, mostly one or none."""
+        ids = _encode_ids(self._backend, _ANY_LETTER)
+        plain = _encode_ids(self._backend, _ANY_LETTER, add_special_tokens=False)
+        places = range(len(ids) - len(plain) + 1)
+        found = next((n for n in places if ids[n : n + len(plain)] == plain), 0)
+        return tuple(ids[:found])
+
+    @cached_property
+    def _has_no_prefix_space(self) -> bool:
+        """Whether a text gets no space before it, so that it may be read apart."""
+        alone = _encode_ids(self._backend, _ANY_LETTER, add_special_tokens=False)
+        return alone == self._encode_plain(_ANY_LETTER, after=_ANCHOR)
+
+    @cached_property
+    def _decoder_json(self) -> str | None:
+        """How the file has tokens read, as JSON."""
+        decoder = self._backend.decoder
+        return None if decoder is None else bytes(decoder.__getstate__()).decode()
+
+    @cached_property
+    def _letter_backend(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, blind to control tokens; made when first needed."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def _find_control_tokens(self, text: str) -> list[tuple[int, int]]:
+        """Where the text would become control tokens."""
+        if self._suspect is not None and not self._suspect.search(text):
+            return []
+        encoding = _encode_text(self._backend, text, add_special_tokens=False)
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for i, span in spans if i in self.control_ids]
+
+    def _encode_plain(self, text: str, *, after: str) -> list[int]:
+        return _encode_after_anchor(self._backend, text, after=after)
+
+    def _encode_as_letters(self, text: str, *, after: str) -> list[int]:
+        ids = _encode_after_anchor(self._letter_backend, text, after=after)
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        raise UsageError(
+            f"the prompt holds {text[:80]!r}, a control token of the base that its tokenizer "
+            "cannot read as letters",
+            hint="leave it out of the prompt",
+        )
+
+
+@contextmanager
+def _wrap_library_errors(name: str, fact: str) -> Iterator[None]:
+    """Raise what the library raises, a panic too, as an error of the file that it was made from.
+
+    Raises:
+        InvalidPackageError: naming what the library says.
+    """
+    try:
+        yield
+    except Exception as error:  # the library raises no other
+        raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
+    except BaseException as error:  # a panic is no `Exception`, and has no class to import
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidPackageError(name, [f"{fact}: {error}"]) from error
+
+
+def _encode_text(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True
+) -> tokenizers.Encoding:
+    with _wrap_library_errors(TOKENIZER_FILE, "a text cannot be read by it"):
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _encode_ids(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    return list(_encode_text(backend, text, add_special_tokens=add_special_tokens).ids)
+
+
+def _decode_ids(
+    backend: tokenizers.Tokenizer, ids: Iterable[int], *, skip_special_tokens: bool
+) -> str:
+    with _wrap_library_errors(TOKENIZER_FILE, "tokens cannot be written by it"):
+        return str(backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the prompt is not Unicode text at character {error.start}", hint="pass it as UTF-8"
+        ) from error
+
+
+def _control_token_pattern(control: Iterable[Any]) -> re.Pattern[str] | None:
+    """What a text must hold to become a control token; None where normalising could make one."""
+    tokens = list(control)
+    if any(token.normalized for token in tokens):
+        return None
+    return re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)")
+
+
+def _encode_after_anchor(backend: tokenizers.Tokenizer, text: str, *, after: str) -> list[int]:
+    """Tokens of a piece inside a text: read behind an anchor, which is then taken away.
+
+    Some tokenizers put a space before whatever begins a text; a piece is no beginning.
+    """
+    ids = _encode_ids(backend, after + text, add_special_tokens=False)
+    anchor = _encode_ids(backend, after, add_special_tokens=False)
+    if ids[: len(anchor)] != anchor:
+        return _encode_ids(backend, text, add_special_tokens=False)
+    return ids[len(anchor) :]
+
+
+class IncrementalDetokenizer:
+    """Turns tokens into text as they come; what was given out never changes.
+
+    The text of a few tokens is compared with that of the same and one more, because spaces and
+    UTF-8 sequences reach across tokens. A sequence that is not complete is held back, and left out
+    where the text ends within it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, raw: bool = False) -> None:
+        """Begin with no token; a ``raw`` text has control tokens as they are spelled."""
+        self._tokenizer, self._raw = tokenizer, raw
+        self._decode = tokenizer.decode_raw if raw else tokenizer.decode
+        self._context: list[int] = []  # tokens of the last text given out
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Take one token, return the text that is certain now."""
+        if not (self._raw or self._tokenizer.has_text(token)):
+            return ""
+        self._pending.append(token)
+        text = self._decode_pending()
+        if text.endswith(_REPLACEMENT_CHARACTER) and len(self._pending) < _MAX_PENDING_TOKENS:
+            return ""
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back, without the part of a character at its end."""
+        part = self._drop_incomplete_tokens()
+        text = self._decode_pending()
+        self._context, self._pending = self._pending, []
+        return text.removesuffix(_REPLACEMENT_CHARACTER) if part else text
+
+    def _drop_incomplete_tokens(self) -> int:
+        """Let go of the tokens of a character that is cut; return how many bytes of it are left."""
+        known = (self._tokenizer.token_bytes(token) for token in self._pending)
+        spelt = [
+            b"?" if data is None else data for data in known
+        ]  # letters: no part of a character
+        unfinished = _count_incomplete_bytes(b"".join(spelt))
+        while unfinished and len(spelt[-1]) <= unfinished:
+            unfinished -= len(spelt.pop())
+            self._pending.pop()
+        return unfinished
+
+    def _decode_pending(self) -> str:
+        before = self._decode(self._context)
+        both = self._decode(self._context + self._pending)
+        if both.startswith(before):
+            return both[len(before) :]
+        return self._decode(self._pending)  # broken bytes spoilt what stood before
+
+
+def _count_incomplete_bytes(data: bytes) -> int:
+    """Return how many bytes at the end begin a character in UTF-8 and do not complete it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])

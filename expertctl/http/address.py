@@ -1,0 +1,79 @@
+"""Where a server listens: who can reach it there, and which port it really is."""
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from expertctl.errors import RegistryError
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """An address that is held for the server: ``host`` is an IP address, ``port`` the real one."""
+
+    host: str
+    port: int
+    secure: bool
+
+    @property
+    def url(self) -> str:
+        """The address as a URL."""
+        return build_url(self.host, self.port, secure=self.secure)
+
+
+def build_url(host: str, port: int, *, secure: bool) -> str:
+    """Return the scheme, host and port that clients use, without a slash at the end."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if secure else 'http'}://{shown}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def reserve_address(host: str, port: int, *, secure: bool) -> Iterator[ListenAddress]:
+    """Find a free port, or check the wanted one, and hold it; the server binds it beside.
+
+    Workers share a port by ``SO_REUSEPORT``, which would also let two servers share one in
+    silence; so the first look is without it.
+
+    Raises:
+        RegistryError: when the address cannot be used.
+    """
+    try:
+        family, address = _resolve_address(host, port)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            address = (address[0], probe.getsockname()[1])
+        holder = socket.socket(family)
+    except OSError as error:
+        message = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise RegistryError(message, hint="choose another with --host and --port") from error
+    with holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+        yield ListenAddress(address[0], address[1], secure)
+
+
+def is_answering(address: ListenAddress) -> bool:
+    """Tell whether something accepts connections there."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((address.host, address.port)) == 0
+
+
+def _resolve_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))

@@ -1,0 +1,232 @@
+"""How many connections one worker holds at once, and the open files that they need.
+
+A connection that says nothing is closed after `hosting.HEADER_MILLISECONDS`, one whose body stalls
+after `limits.STALL_SECONDS`. Until then it takes a place, and others wait when no place is left:
+so there are many. A proxy in front can limit how many come from one address.
+
+How a server is told to end: by signals, any number of them, at any moment.
+
+granian sets a `threading.Event` in its signal handlers. A handler that runs while the main thread
+is inside that event, waiting for it or setting it for an earlier signal, deadlocks; and when two
+signals come together, other threads may take both, which does not wake the main thread. Here the
+thread that takes a signal writes it into a pipe, without Python, and one thread passes on what it
+reads.
+
+In a worker, granian breaks off what runs at the second signal, which always comes when a terminal
+signals all processes. Here a worker heeds only the first.
+
+Running an application under granian, in processes of its own.
+
+One process listens for signals, its workers answer. When it is killed, the workers end with it;
+when it is told to end, running requests are finished first, for some seconds at most.
+"""
+
+import asyncio
+import ctypes
+import operator
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from granian.constants import HTTPModes, Interfaces
+from granian.errors import ConfigurationError
+from granian.http import HTTP1Settings
+from granian.log import LogLevels
+from granian.server import MPServer
+from starlette.applications import Starlette
+
+from expertctl.errors import RegistryError, UsageError
+from expertctl.http.address import ListenAddress, is_answering
+from expertctl.http.log import configure_log
+
+MAX_CONNECTIONS = 8192
+_RESERVED_FILES = 1024
+"""Database connections, blobs, uploads, sockets between processes."""
+
+
+def raise_file_limit() -> None:
+    """Let this process and its workers open as many files, where the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + _RESERVED_FILES
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REPEAT_SECONDS = 0.5
+_READ_BYTES = 4096
+
+
+def install_signal_handlers(server: MPServer) -> None:
+    """End ``server`` at SIGINT and SIGTERM, renew its workers at SIGHUP; a hook of its start."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        signal.signal(number, operator.is_)  # does nothing, in C: no signal can interrupt it
+    threading.Thread(target=_forward_signals, args=(told, server), daemon=True).start()
+
+
+def ignore_signals() -> None:
+    """Let no late signal change how the process ends; a hook of the server's end."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def forward_first_signal(loop: asyncio.AbstractEventLoop, on_stop: Callable[[], None]) -> None:
+    """Pass on only the first of all signals to the handlers that a worker will add to its loop.
+
+    ``stop_apps``, which must return at once, is called before that handler.
+    """
+    signal.set_wakeup_fd(-1)
+    add = loop.add_signal_handler
+    told: list[int] = []
+
+    def add_once(number: int, handler: Callable[..., object], *values: object) -> None:
+        def heed() -> None:
+            told.append(number)
+            if len(told) == 1:
+                on_stop()
+                handler(*values)
+
+        add(number, heed)
+
+    loop.add_signal_handler = add_once  # type: ignore[method-assign,assignment]  # not our class
+
+
+def _forward_signals(pipe: int, server: MPServer) -> None:
+    """Pass signals on to the server; once it was told to end, repeat that until it has ended.
+
+    Once is not enough: a reload that begins just then forgets it, and a worker that was just forked
+    has the handlers of its parent, which do nothing there.
+    """
+    while set(os.read(pipe, _READ_BYTES)) == {signal.SIGHUP}:
+        server.signal_handler_reload()  # type: ignore[no-untyped-call]  # granian's
+    while True:
+        server.signal_handler_interrupt()  # type: ignore[no-untyped-call]  # granian's
+        time.sleep(_REPEAT_SECONDS)
+        for worker in tuple(server.wrks):
+            worker.terminate()  # type: ignore[no-untyped-call]  # granian's
+
+
+START_SECONDS = 120
+HEADER_MILLISECONDS = 15_000
+_POLL_SECONDS = 0.02
+_DEATH_SIGNAL = 1
+"""``PR_SET_PDEATHSIG`` of prctl(2)."""
+
+LoadApp = Callable[[], Starlette]
+ReportAddress = Callable[[ListenAddress], None]
+OnStop = Callable[[Starlette], None]
+
+
+def do_nothing(_: Starlette) -> None:
+    """End as soon as requests that run are answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GranianOptions:
+    """How an application is run; ``log`` is that of `expertctl.http.log.build_log_config`."""
+
+    name: str
+    log: dict[str, Any]
+    drain_seconds: int
+    """How long requests that run may take when the server is told to end."""
+    workers: int = 1
+    certificate: Path | None = None
+    private_key: Path | None = None
+    on_stop: OnStop = do_nothing
+    """Called in a worker that was told to end, before anything else; it returns at once."""
+
+
+def build_server(options: GranianOptions, address: ListenAddress) -> MPServer:
+    """Return a server that does not run yet.
+
+    Raises:
+        UsageError: when the certificate and its key are none.
+    """
+    try:
+        return MPServer(
+            options.name,
+            address=address.host,
+            port=address.port,
+            interface=Interfaces.ASGI,
+            workers=options.workers,
+            workers_kill_timeout=options.drain_seconds,
+            backpressure=MAX_CONNECTIONS,
+            http=HTTPModes.http1,
+            http1_settings=HTTP1Settings(header_read_timeout=HEADER_MILLISECONDS),
+            websockets=False,
+            log_level=LogLevels.warning,
+            log_dictconfig=options.log,
+            ssl_cert=options.certificate,
+            ssl_key=options.private_key,
+        )
+    except (OSError, ValueError, ConfigurationError) as error:
+        named = f"{options.certificate} and {options.private_key}"
+        message = f"{named} are no certificate and its key: {error}"
+        raise UsageError(message, hint="both in PEM form, the key without passphrase") from error
+
+
+def run_server(server: MPServer, options: GranianOptions, load: LoadApp) -> None:
+    """Serve what ``load`` returns in each worker, until SIGTERM or SIGINT.
+
+    Raises:
+        RegistryError: when a worker ended by itself.
+    """
+    raise_file_limit()
+    server.on_startup(partial(install_signal_handlers, server))
+    server.on_shutdown(ignore_signals)
+    try:
+        loading = partial(_load_worker, load, options, os.getpid())
+        server.serve(target_loader=loading, wrap_loader=False)
+    except SystemExit as error:
+        if error.code and not server.interrupt_signal:
+            message = "a worker of the server ended by itself"
+            raise RegistryError(message, hint="the lines above say why") from error
+
+
+def report_when_ready(address: ListenAddress, report: ReportAddress) -> None:
+    """Tell the address when the first worker accepts connections, in a thread."""
+
+    def watch() -> None:
+        ended = time.monotonic() + START_SECONDS
+        while time.monotonic() < ended:
+            time.sleep(_POLL_SECONDS)
+            if is_answering(address):
+                report(address)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _load_worker(load: LoadApp, options: GranianOptions, parent: int) -> Starlette:
+    """Make the application in a worker process, which is to end with its parent."""
+    _exit_with_parent(parent)
+    made: list[Starlette] = []
+
+    def told_to_end() -> None:
+        for app in made:
+            options.on_stop(app)
+
+    forward_first_signal(asyncio.get_event_loop(), told_to_end)
+    configure_log(options.log)
+    made.append(load())
+    return made[0]
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Have the system kill this process when its parent is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)

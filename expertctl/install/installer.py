@@ -1,0 +1,450 @@
+"""Installing packages: verified, checked against each other and the bases, published.
+
+They come from files, from one set that was exported elsewhere, or from registries
+(`expertctl.install.request`); the checks are the same. Everything given in one call counts together.
+Nothing is published before all of it has passed; then each is published after what it requires, so
+a killed process leaves no expert without its requirements. When one cannot be published, those
+before it are withdrawn, and what they replaced is restored.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.errors import (
+    ConflictError,
+    ExpertError,
+    InvalidPackageError,
+    RevokedError,
+    SignatureError,
+    TrustError,
+    UnsignedError,
+    UsageError,
+)
+from expertctl.install.publication import (
+    Claims,
+    InstalledPackage,
+    Publishable,
+    check_base_fit,
+    check_conflicts,
+    check_requirements,
+    find_own_packages,
+    publish_all,
+    sort_by_requirements,
+)
+from expertctl.package.adapter_weights import find_numeric_anomalies
+from expertctl.package.layout import WEIGHT_TYPE, choose_media_type
+from expertctl.package.read import PackageContents, read_package, read_set
+from expertctl.package.source_files import find_document_problem
+from expertctl.package.verify import (
+    VerifiedPackage,
+    VersionContent,
+    accept_by_digest,
+    accept_unsigned,
+    changed_version_error,
+    verify_contents,
+)
+from expertctl.reference import Reference
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.manifest_lint import describe_flag_effects, describe_missing_examples
+from expertctl.routing.vetting import vet_experts
+from expertctl.schema.manifest import Manifest
+from expertctl.settings import Home
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.preference import Flag, describe_flags
+from expertctl.store.refs import LOCAL, StoredExpert
+from expertctl.store.store import Store
+from expertctl.store.transaction import PackageStaging, StoreTransaction
+from expertctl.trust.keys import KeyRing
+from expertctl.trust.trust_record import TrustRecord
+from expertctl.trust.trust_store import TrustStore
+
+T = TypeVar("T")
+LockedContents = Mapping[str, VersionContent]
+"""``namespace/name@version`` → what a version contains, according to one source."""
+NO_LOCKED_CONTENTS: LockedContents = {}
+
+
+class VerifyAndPin(Protocol):
+    """Verifies with the keys that registries name, and then pins them."""
+
+    def __call__(self, verify: Callable[[TrustRecord], T]) -> T:
+        """Return what ``verify`` returns; when it raises, nothing is pinned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPackage:
+    """A package whose bytes are here and right; its signature is not verified yet."""
+
+    contents: PackageContents
+    staging: PackageStaging
+    registry: str = LOCAL
+    """The host that it came from."""
+    expected: Reference | None = None
+    """What was asked for."""
+    named_digest: Digest | None = None
+    """Its exact bytes, where the user named them; then the signer need not be trusted."""
+
+
+def install_files(
+    paths: Sequence[Path],
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
+    progress: Progress = ignore_progress,
+) -> list[InstalledPackage]:
+    """Install packages from files, all or none of them.
+
+    Raises:
+        NotFoundError: when a file, or something that a package requires, is missing.
+        InvalidPackageError: when a file is malformed.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        DiskFullError: when there is no space left.
+        StoreError: when the store cannot be written.
+    """
+    if not paths:
+        raise UsageError("nothing to install", hint="expertctl install FILE…")
+    with ExitStack() as stack:
+        return install_staged(
+            stage_files(paths, store, stack, progress),
+            store=store,
+            bases=bases,
+            trust=trust,
+            catalogue=catalogue,
+            index=index,
+            allow_unsigned=allow_unsigned,
+            allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
+        )
+
+
+def install_set(
+    path: Path,
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
+    locked: LockedContents = NO_LOCKED_CONTENTS,
+    progress: Progress = ignore_progress,
+) -> list[InstalledPackage]:
+    """Install what was exported together, all or none of it; checks are those of `install_files`.
+
+    ``locked`` is what a lock file says that versions contain.
+
+    Raises:
+        NotFoundError: when the file, or something that a package requires, is missing.
+        InvalidPackageError: when the file or a package in it is malformed.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        DiskFullError: when there is no space left.
+        StoreError: when the store cannot be written.
+    """
+    with store.stage_package() as staging:
+        return install_staged(
+            _stage_set(path, staging, progress),
+            store=store,
+            bases=bases,
+            trust=trust,
+            catalogue=catalogue,
+            index=index,
+            allow_unsigned=allow_unsigned,
+            allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
+            locked=locked,
+        )
+
+
+def install_staged(
+    staged: Iterable[StagedPackage],
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
+    locked: LockedContents = NO_LOCKED_CONTENTS,
+    pinning: VerifyAndPin | None = None,
+) -> list[InstalledPackage]:
+    """Verify packages whose bytes are here, and install all or none of them.
+
+    All signatures are verified first, through ``pinning`` where there is one. A ref in
+    ``accept_changed`` may have another content than the one that is installed, which it replaces,
+    and than the one in ``locked``, which is what a lock file says.
+
+    Raises:
+        NotFoundError: when something that a package requires is missing.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        StoreError: when the store cannot be written.
+    """
+
+    def verify(record: TrustRecord) -> list[Publishable]:
+        found = [_make_publishable(item, record, allow_unsigned=allow_unsigned) for item in staged]
+        _check_locked(found, locked, accept_changed)
+        return found
+
+    candidates = pinning(verify) if pinning else verify(trust.read())
+    fitted = _check_bases(candidates, bases, allow_mismatch=allow_base_mismatch)
+    return _publish_candidates(fitted, store, catalogue, index, accept_changed=accept_changed)
+
+
+def stage_files(
+    paths: Iterable[Path], store: Store, stack: ExitStack, progress: Progress
+) -> Iterator[StagedPackage]:
+    """Read files into folders that last until the stack is closed.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when one is malformed.
+    """
+    for path in paths:
+        staging = stack.enter_context(store.stage_package())
+        yield StagedPackage(read_package(path, sink=staging, progress=progress), staging)
+
+
+def _stage_set(path: Path, staging: PackageStaging, progress: Progress) -> Iterator[StagedPackage]:
+    for number, contents in enumerate(read_set(path, sink=staging, progress=progress)):
+        digests = {file.digest for file in contents.layout.layers}
+        yield StagedPackage(contents, staging.subset(str(number), digests))
+
+
+def _make_publishable(
+    staged: StagedPackage, trust: TrustRecord, *, allow_unsigned: bool
+) -> Publishable:
+    _check_documents(staged)
+    if staged.named_digest is not None:
+        candidate = _accept_named_bytes(staged, staged.named_digest, trust)
+    else:
+        package = _verify_signature(staged, trust, allow_unsigned=allow_unsigned)
+        candidate = Publishable(package, staged.staging, staged.registry)
+    home = trust.find_conflicting_registry(candidate.manifest.package.namespace, staged.registry)
+    return replace(candidate, authority=home)
+
+
+def _check_locked(
+    candidates: Iterable[Publishable], locked: LockedContents, accept_changed: Collection[str]
+) -> None:
+    """Refuse another content for a version than a lock file has, unless it was accepted.
+
+    Raises:
+        ChangedVersionError: with both contents.
+    """
+    for candidate in candidates:
+        ref, package = candidate.manifest.ref, candidate.package
+        now = package.contents.content_digest
+        before = locked.get(ref)
+        if before is not None and before.digest != now and ref not in accept_changed:
+            source = "the file" if candidate.registry == LOCAL else candidate.registry
+            signers = (package.signer,) if package.signer else ()
+            raise changed_version_error(ref, before, VersionContent(source, now, signers))
+
+
+def _check_documents(staged: StagedPackage) -> None:
+    """Refuse a package that gives away a secret of its publisher, or whose README is no text.
+
+    Raises:
+        InvalidPackageError: with every problem.
+    """
+    problems = [
+        problem
+        for file in staged.contents.files
+        if choose_media_type(file.path) != WEIGHT_TYPE
+        and (problem := _find_document_problem(staged.staging.path(file.digest), name=file.path))
+    ]
+    if problems:
+        ref = staged.contents.manifest.ref
+        hint = "tell its publisher, who has to publish another version without it"
+        raise InvalidPackageError(ref, problems, hint=hint)
+
+
+def _find_document_problem(path: Path, *, name: str) -> str | None:
+    with path.open("rb") as stream:
+        return find_document_problem(stream, name=name)
+
+
+def _accept_named_bytes(staged: StagedPackage, digest: Digest, trust: TrustRecord) -> Publishable:
+    """Accept the exact bytes that the user named, though no trusted key signed them."""
+    place = staged.staging, staged.registry
+    try:
+        package = verify_contents(
+            staged.contents, trust, expected=staged.expected, registry=staged.registry
+        )
+        return Publishable(package, *place)
+    except (RevokedError, SignatureError):
+        raise
+    except TrustError as error:
+        package = accept_by_digest(staged.contents, digest)
+        warning = f"accepted because you named its exact bytes: {error.message}"
+        return Publishable(package, *place, stored_warnings=(warning,))
+
+
+def _publish_candidates(
+    candidates: Sequence[Publishable],
+    store: Store,
+    catalogue: Catalogue | None,
+    index: RoutingIndex | None,
+    *,
+    accept_changed: Collection[str],
+) -> list[InstalledPackage]:
+    with store.begin_transaction() as changes:
+        before = changes.scan().experts
+        ordered = _check_relations(candidates, changes, accept_changed)
+        added = publish_all(ordered, changes, accept_changed)
+    manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
+    told = _register(manifests, catalogue, index)
+    _remove_replaced_vectors(before, added, index)
+    return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
+
+
+def _verify_signature(
+    staged: StagedPackage, trust: TrustRecord, *, allow_unsigned: bool
+) -> VerifiedPackage:
+    contents = staged.contents
+    if contents.signature is None and allow_unsigned and staged.registry == LOCAL:
+        return accept_unsigned(contents)
+    try:
+        return verify_contents(contents, trust, expected=staged.expected, registry=staged.registry)
+    except UnsignedError as error:
+        if staged.registry != LOCAL:
+            raise
+        hint = f"{error.hint}; or install it all the same with --allow-unsigned"
+        raise UnsignedError(error.message, hint=hint) from error
+
+
+def _check_bases(
+    candidates: Sequence[Publishable], bases: BaseStore, *, allow_mismatch: bool
+) -> list[Publishable]:
+    known = bases.list_bases()
+    fitted = []
+    for candidate in candidates:
+        contents = candidate.package.contents
+        lasting, momentary = check_base_fit(contents, known, allow_mismatch=allow_mismatch)
+        odd = [
+            f"{candidate.manifest.ref}: {d}"
+            for d in find_numeric_anomalies(contents, candidate.staging.blob)
+        ]
+        told = (*candidate.stored_warnings, *lasting, *odd)
+        fitted.append(replace(candidate, stored_warnings=told, install_warnings=tuple(momentary)))
+    return fitted
+
+
+def _remove_replaced_vectors(
+    before: Iterable[StoredExpert], added: Iterable[InstalledPackage], index: RoutingIndex | None
+) -> None:
+    """Remove the vectors of contents that others have replaced; `reindex` would do the same."""
+    now = {item.expert.ref: item.expert.content_digest for item in added}
+    gone = [
+        e.content_digest for e in before if now.get(e.ref, e.content_digest) != e.content_digest
+    ]
+    if index is not None and gone:
+        with suppress(ExpertError):
+            index.remove(gone)
+
+
+def _check_relations(
+    candidates: Sequence[Publishable], changes: StoreTransaction, accept_changed: Collection[str]
+) -> list[Publishable]:
+    """Check the experts against each other and the installed ones; return them in order."""
+    unique: dict[str, Publishable] = {}
+    for candidate in candidates:
+        ref = candidate.manifest.ref
+        unique[ref] = _prefer_signed(unique.get(ref), candidate)
+        changes.check_addition(
+            candidate.package, registry=candidate.registry, replace=ref in accept_changed
+        )
+    installed = [Claims.from_expert(expert) for expert in changes.scan().experts]
+    new = {ref: _make_claims(candidate) for ref, candidate in unique.items()}
+    check_conflicts(list(new.values()), installed)
+    check_requirements(list(new.values()), installed)
+    return [unique[claims.ref] for claims in sort_by_requirements(list(new.values()))]
+
+
+def _prefer_signed(first: Publishable | None, second: Publishable) -> Publishable:
+    """Of a package that was given twice, take the signed one, else the first."""
+    if first is None:
+        return second
+    if first.package.contents.content_digest != second.package.contents.content_digest:
+        raise ConflictError(
+            f"two files with different content are {second.manifest.ref}",
+            hint="install one of them, or build one as another version",
+        )
+    return first if first.package.signer or not second.package.signer else second
+
+
+def _make_claims(candidate: Publishable) -> Claims:
+    manifest, composition = candidate.manifest, candidate.manifest.composition
+    return Claims(
+        manifest.package,
+        manifest.semver,
+        tuple(Reference.parse(text) for text in composition.requires),
+        tuple(Reference.parse(text) for text in composition.conflicts),
+        candidate.registry,
+    )
+
+
+def _register(
+    manifests: Mapping[StoredExpert, Manifest],
+    catalogue: Catalogue | None,
+    index: RoutingIndex | None,
+) -> dict[str, list[str]]:
+    """Enter installed experts in the catalogue and the index; return warnings by ref."""
+    try:
+        if catalogue is not None:
+            catalogue.add_all(manifests.items())
+        return {} if index is None else _add_to_index(manifests, index)
+    except ExpertError as error:
+        problem = f"installed but not indexed: {error.message}; `expertctl reindex`"
+        return {expert.ref: [f"{expert.ref} is {problem}"] for expert in manifests}
+
+
+def _add_to_index(
+    manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex
+) -> dict[str, list[str]]:
+    """Make experts known to the router, and judge what they say of themselves."""
+    by_digest = {expert.content_digest: manifest for expert, manifest in manifests.items()}
+    index.add(by_digest)
+    own = find_own_packages(manifests, KeyRing(Home(index.folder).keys))
+    found = vet_experts(by_digest, index, own=own)
+    return {
+        expert.ref: told
+        for expert, manifest in manifests.items()
+        if (told := _routing_warnings(expert, manifest, found[expert.content_digest]))
+    }
+
+
+def _routing_warnings(
+    expert: StoredExpert, manifest: Manifest, flags: tuple[Flag, ...]
+) -> list[str]:
+    """Return what the user should know of how the router treats an expert."""
+    named = f"`--expert {expert.package}`"
+    told = (
+        [f"{expert.ref} {describe_flags(flags)}; {describe_flag_effects(flags, named)}"]
+        if flags
+        else []
+    )
+    if not manifest.routing.examples:
+        told.append(describe_missing_examples(expert.ref, name_option=named))
+    return told

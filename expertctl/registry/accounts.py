@@ -1,0 +1,378 @@
+"""Access tokens of a registry: made for one use, shown once, taken back by their id.
+
+Users, namespaces and their publisher keys, as a registry keeps them.
+
+Trying a login before it is kept: what the registry says about its user.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from expertctl.errors import ForbiddenError, NotFoundError, UnauthenticatedError, UsageError
+from expertctl.messages import Notify
+from expertctl.reference import NAME_PATTERN
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.api_client import ApiClient, has_expert_api, iterate_pages, parse_answer
+from expertctl.registry.credentials import Credential, UnsavedCredential
+from expertctl.registry.errors import sanitise_text
+from expertctl.registry.http import RegistryHttp, make_http
+from expertctl.registry.oci_client import OciClient
+from expertctl.schema.strict_json import JsonObject
+from expertctl.settings import Settings
+from expertctl.trust.dsse import sign_key_statement
+from expertctl.trust.keys import KeyRing, PrivateKey, PublicKey, read_pem
+
+_ID = re.compile(r"[0-9a-f]{1,64}")
+_SCOPE = re.compile(
+    rf"admin|(read|push|delete|yank|manage)(:{NAME_PATTERN}(/[a-z0-9]+([._/-]+[a-z0-9]+)*)?)?"
+)
+_LIFETIME = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class AccessToken:
+    """A token as it is listed: without its secret."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...] = ()
+    created: str | None = None
+    expires: str | None = None
+    last_used: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWithSecret(AccessToken):
+    """A token with its secret, which the registry shows once."""
+
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenPage:
+    tokens: tuple[AccessToken, ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoginIdentity:
+    """Whose credentials a registry sees."""
+
+    user: str | None
+    admin: bool = False
+    token: AccessToken | None = None
+
+
+def parse_lifetime(text: str) -> int:
+    """Read how long a token lives, ``90d`` say, in seconds.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _LIFETIME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text[:40]!r} is not a time to live", hint="write 90d, 12h or 2w")
+    return int(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def fetch_identity(api: ApiClient) -> LoginIdentity:
+    """Return whose credentials the registry sees."""
+    return parse_answer(api.get("whoami"), LoginIdentity, host=api.address.host)
+
+
+def list_tokens(api: ApiClient) -> list[AccessToken]:
+    """Return the user's live tokens."""
+    return [each for page in iterate_pages(api, "tokens", _TokenPage) for each in page.tokens]
+
+
+def create_token(
+    api: ApiClient, name: str, *, scopes: list[str], lifetime: int | None
+) -> TokenWithSecret:
+    """Make a token that may do what its scopes say; none: what the user may.
+
+    Raises:
+        UsageError: when that is no scope.
+    """
+    for scope in scopes:
+        if not _SCOPE.fullmatch(scope):
+            hint = "write read, push:acme, push:acme/sql, yank:acme or admin"
+            raise UsageError(f"{sanitise_text(scope, 80)!r} is not a scope", hint=hint)
+    document = api.post("tokens", {"name": name, "scopes": list(scopes), "expires_in": lifetime})
+    return parse_answer(document, TokenWithSecret, host=api.address.host)
+
+
+def revoke_token(api: ApiClient, token_id: str) -> None:
+    """Take a token back.
+
+    Raises:
+        UsageError: when that is no id.
+        NotFoundError: when there is none, or it is somebody else's.
+    """
+    if not _ID.fullmatch(token_id):
+        hint = "`expertctl token list` shows the ids"
+        raise UsageError("that is not the id of a token", hint=hint)  # perhaps the token itself
+    api.delete(f"tokens/{token_id}")
+
+
+MAX_NAME = 64
+_NAME = re.compile(NAME_PATTERN)
+
+Role = Literal["owner", "publisher"]
+ReadAccess = Literal["public", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryUser:
+    """Somebody with an account."""
+
+    name: str
+    admin: bool = False
+    created: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserWithToken:
+    """A user who was just made, with the first token, which is shown once."""
+
+    user: RegistryUser
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceKey:
+    """A key that may sign the packages of a namespace, or could once."""
+
+    key_id: str
+    public_key: str = ""
+    revoked: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAddition:
+    """A key that was just added, and what the registry has to say about that."""
+
+    key_id: str
+    vouched_by: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceDetails:
+    """A namespace: who may publish, with which keys, and how much room there is."""
+
+    name: str
+    kind: str = "expert"
+    read: str = "token"
+    quota: int | None = None
+    used: int = 0
+    owners: tuple[str, ...] = ()
+    publishers: tuple[str, ...] = ()
+    keys: tuple[NamespaceKey, ...] = ()
+
+    def find_key(self, key_id: str) -> NamespaceKey | None:
+        """Return one of its keys."""
+        return next((key for key in self.keys if key.key_id == key_id), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _UserPage:
+    users: tuple[RegistryUser, ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _NamespacePage:
+    namespaces: tuple[NamespaceDetails, ...]
+    next: str | None = None
+
+
+def list_users(api: ApiClient) -> list[RegistryUser]:
+    """Return everybody who has an account."""
+    return [each for page in iterate_pages(api, "users", _UserPage) for each in page.users]
+
+
+def create_user(api: ApiClient, name: str, *, admin: bool) -> UserWithToken:
+    """Make a user with a first token."""
+    made = api.post("users", {"name": _path_segment(name), "admin": admin})
+    return parse_answer(made, UserWithToken, host=_host_name(api))
+
+
+def remove_user(api: ApiClient, name: str) -> None:
+    """Let a user in no longer; the name is never given to another."""
+    api.delete(f"users/{_path_segment(name)}")
+
+
+def list_namespaces(api: ApiClient) -> list[NamespaceDetails]:
+    """Return the namespaces that the user may see."""
+    return [
+        each
+        for page in iterate_pages(api, "namespaces", _NamespacePage)
+        for each in page.namespaces
+    ]
+
+
+def fetch_namespace(api: ApiClient, name: str) -> NamespaceDetails:
+    """Return one namespace.
+
+    Raises:
+        NotFoundError: when there is none that the user may see.
+    """
+    return parse_answer(
+        api.get(f"namespaces/{_path_segment(name)}"), NamespaceDetails, host=_host_name(api)
+    )
+
+
+def create_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
+    """Make a namespace."""
+    made = api.post("namespaces", {"name": _path_segment(name), **options})
+    return parse_answer(made, NamespaceDetails, host=_host_name(api))
+
+
+def update_namespace(api: ApiClient, name: str, options: JsonObject) -> NamespaceDetails:
+    """Change who may read a namespace, or its quota."""
+    path = f"namespaces/{_path_segment(name)}"
+    return parse_answer(api.patch(path, options), NamespaceDetails, host=_host_name(api))
+
+
+def add_member(api: ApiClient, name: str, user: str, role: Role) -> None:
+    """Let a user publish in a namespace, or manage it."""
+    api.put(_member_path(name, user), {"role": role})
+
+
+def remove_member(api: ApiClient, name: str, user: str) -> None:
+    """Take from a user all rights in a namespace."""
+    api.delete(_member_path(name, user))
+
+
+def read_public_key(ring: KeyRing, text: str) -> PublicKey:
+    """Return the public half of an own key, or what a file holds.
+
+    Raises:
+        NotFoundError: when neither is called so.
+        InvalidPackageError: when the file holds something else.
+    """
+    if text in ring.list_names():
+        return ring.read_public(text)
+    if not Path(text).exists():
+        hint = "`expertctl keys list` shows your keys; a public key comes as a PEM file"
+        raise NotFoundError(f"no key of yours and no file is called {text[:80]!r}", hint=hint)
+    return PublicKey.from_pem(read_pem(Path(text)), what=text)
+
+
+def find_vouching_key(found: NamespaceDetails, ring: KeyRing, new: PublicKey) -> PrivateKey | None:
+    """Return an own key that counts in the namespace already, and so can vouch for another."""
+    live = {key.key_id for key in found.keys if not key.revoked} - {new.key_id}
+    name = next((name for name in ring.list_names() if ring.read_public(name).key_id in live), None)
+    return ring.read_private(name) if name is not None else None
+
+
+def add_key(api: ApiClient, name: str, key: PublicKey, *, by: PrivateKey | None) -> KeyAddition:
+    """Let a key sign packages of a namespace; ``source`` is an older key that vouches for it."""
+    statement = sign_key_statement(namespace=name, new=key, by=by) if by is not None else None
+    vouched = base64.b64encode(statement).decode("ascii") if statement is not None else None
+    body: JsonObject = {"public_key": key.pem().decode("ascii"), "statement": vouched}
+    document = api.post(f"namespaces/{_path_segment(name)}/keys", body)
+    return parse_answer(document, KeyAddition, host=_host_name(api))
+
+
+def revoke_key(api: ApiClient, name: str, key_id: str, *, reason: str) -> None:
+    """Let a key sign nothing more, and tell everybody who installs from the namespace."""
+    api.delete(f"namespaces/{_path_segment(name)}/keys/{quote(key_id)}", {"reason": reason})
+
+
+def _host_name(api: ApiClient) -> str:
+    return api.address.host
+
+
+def _member_path(name: str, user: str) -> str:
+    return f"namespaces/{_path_segment(name)}/members/{_path_segment(user)}"
+
+
+def _path_segment(text: str) -> str:
+    """Return a name as a segment of a path, once it is one.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    if not (_NAME.fullmatch(text) and len(text) <= MAX_NAME):
+        hint = "lower-case letters, digits and single dashes, at most 64"
+        raise UsageError(f"{text[:80]!r} is not the name of a user or namespace", hint=hint)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class LoginResult:
+    """What a registry knows of the user."""
+
+    address: RegistryAddress
+    credential: Credential
+    admin: bool = False
+    token: AccessToken | None = None
+    """What our own registry says about the token; other registries say nothing."""
+    checked: bool = True
+    """False where a registry lets anybody in and so never checked the credential."""
+
+
+def verify_login(
+    settings: Settings,
+    address: RegistryAddress,
+    credential: Credential,
+    environment: Mapping[str, str],
+    *,
+    notify: Notify | None = None,
+) -> LoginResult:
+    """Show a credential to its registry and return whom it identifies.
+
+    Raises:
+        UnauthenticatedError: when the registry does not accept it.
+        UnreachableError: when it cannot be asked.
+    """
+    with make_http(
+        settings, UnsavedCredential(address, credential), environment, notify=notify
+    ) as http:
+        if has_expert_api(ApiClient(http, address)):
+            return _fetch_login(ApiClient(http, address), credential)
+        OciClient(http, address).ping()
+        return LoginResult(address, credential, checked=_has_authenticated(http, address))
+
+
+def check_reachable(
+    settings: Settings,
+    address: RegistryAddress,
+    environment: Mapping[str, str],
+    *,
+    notify: Notify | None = None,
+) -> None:
+    """Ask a registry for a sign of life, before a person is asked for a token.
+
+    Raises:
+        OfflineError: when the network is switched off.
+        UnreachableError: when it cannot be asked.
+    """
+    with (
+        make_http(settings, UnsavedCredential(address, None), environment, notify=notify) as http,
+        suppress(UnauthenticatedError, ForbiddenError),
+    ):
+        if not has_expert_api(ApiClient(http, address)):
+            OciClient(http, address).ping()
+
+
+def _fetch_login(api: ApiClient, credential: Credential) -> LoginResult:
+    found = fetch_identity(api)
+    if found.user is None:
+        message = f"{api.address.host}: the token is not known there"
+        raise UnauthenticatedError(message, hint="make one with `expertctl token new`, or ask")
+    known = Credential(found.user, credential.secret, credential.realm)
+    return LoginResult(api.address, known, found.admin, found.token)
+
+
+def _has_authenticated(http: RegistryHttp, address: RegistryAddress) -> bool:
+    return http.has_authenticated(address)

@@ -1,0 +1,256 @@
+"""The values of ``model``: the base that is served, ``auto``, aliases, and each expert for it.
+
+The list of models, as the OpenAI API has it.
+
+The list of models, as the Anthropic API has it: in pages that name their first and last.
+
+The addresses of the models, which two published APIs have in common.
+
+A client that sends ``anthropic-version`` is answered in the shape of the Anthropic API, all others
+in that of OpenAI.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Literal
+
+from msgspec import Struct
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from expertctl.engine.serving.running_batch import AdapterStatus
+from expertctl.routing.sampling_presets import LIMITS
+from expertctl.server.model_name import AUTO, ModelNotFoundError
+from expertctl.server.request_body import FieldError
+from expertctl.server.responses import MODELS, is_anthropic_request, json_response
+from expertctl.server.service import Service
+
+_OWNER = "expertctl"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A name and its owner."""
+
+    name: str
+    owner: str
+
+
+def list_served_models(
+    base: str, experts: Sequence[AdapterStatus], aliases: Iterable[str] = ()
+) -> tuple[ServedModel, ...]:
+    """Return a model for every name; all versions of an expert share one."""
+    usable = (one.expert for one in experts if one.fits and not one.expert.revoked)
+    packages = sorted({expert.stored.package for expert in usable})
+    return (
+        ServedModel(base, _OWNER),
+        ServedModel(AUTO, _OWNER),
+        *(ServedModel(alias, _OWNER) for alias in aliases),
+        *(ServedModel(str(package), package.namespace) for package in packages),
+    )
+
+
+def find_model(name: str, models: Sequence[ServedModel]) -> ServedModel:
+    """Return one model.
+
+    Raises:
+        ModelNotFoundError: when there is no model of that name.
+    """
+    for model in models:
+        if model.name == name:
+            return model
+    raise ModelNotFoundError(
+        f"there is no model {name[:80]!r} here", hint="GET /v1/models lists them"
+    )
+
+
+class ModelDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
+    """One model, which has been there since the server began."""
+
+    id: str
+    created: int
+    owned_by: str
+
+
+class ModelsDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
+    """All of them."""
+
+    data: list[ModelDocument]
+
+
+def build_models_document(models: Sequence[ServedModel], *, since: int) -> ModelsDocument:
+    """Return the list of models."""
+    return ModelsDocument(data=[build_model_document(model, since=since) for model in models])
+
+
+def build_model_document(model: ServedModel, *, since: int) -> ModelDocument:
+    """Return the document of a model."""
+    return ModelDocument(id=model.name, created=since, owned_by=model.owner)
+
+
+DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 1000
+"""How many models a page has by default, and at most."""
+_LIFECYCLE = "lifecycle[]"
+_QUERY_PARAMETERS = frozenset({"limit", "before_id", "after_id", _LIFECYCLE, "beta"})
+"""The parameters that a query may have; ``beta`` changes nothing."""
+_LIFECYCLE_STAGES = frozenset({"active", "deprecated", "retired"})
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
+    """One model, which has been there since the server began."""
+
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(Struct, frozen=True, kw_only=True):
+    """Some of them; ``has_more`` in the direction that was asked for."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPageQuery:
+    """Which models are wanted: at most ``limit``, before or after a given one."""
+
+    limit: int = DEFAULT_PAGE_SIZE
+    before: str | None = None
+    after: str | None = None
+    active: bool = True
+    """Whether active models are wanted; all models here are active."""
+
+
+def parse_page_query(query: QueryParams) -> ModelPageQuery:
+    """Read the query of a request.
+
+    Raises:
+        FieldError: when it asks for what is not done here.
+    """
+    for name, _ in query.multi_items():
+        if name not in _QUERY_PARAMETERS:
+            raise FieldError(f"{name[:80]}: this server does not do that", field=name[:80])
+    before, after = query.get("before_id"), query.get("after_id")
+    if before is not None and after is not None:
+        raise FieldError("before_id: it cannot be given with after_id", field="before_id")
+    stages = query.getlist(_LIFECYCLE)
+    if not _LIFECYCLE_STAGES.issuperset(stages):
+        words = ", ".join(sorted(_LIFECYCLE_STAGES))
+        raise FieldError(f"lifecycle: it must be of {words}", field="lifecycle")
+    return ModelPageQuery(
+        limit=_parse_limit(query.get("limit")),
+        before=before,
+        after=after,
+        active=not stages or "active" in stages,
+    )
+
+
+def build_model_page(
+    models: Sequence[ServedModel],
+    query: ModelPageQuery,
+    *,
+    describe: Callable[[ServedModel], ModelInfo],
+) -> ModelPage:
+    """Return a page of models.
+
+    Raises:
+        FieldError: when the model that the page should adjoin does not exist.
+    """
+    first, end = 0, len(models)
+    if query.after is not None:
+        first = _find_position(models, query.after, "after_id") + 1
+    if query.before is not None:
+        end = _find_position(models, query.before, "before_id")
+    here = models[first:end] if query.active else ()
+    shown = here[: query.limit] if query.before is None else here[-query.limit :]
+    return ModelPage(
+        data=[describe(model) for model in shown],
+        has_more=len(shown) < len(here),
+        first_id=shown[0].name if shown else None,
+        last_id=shown[-1].name if shown else None,
+    )
+
+
+def build_model_info(model: ServedModel, *, since: int, context: int) -> ModelInfo:
+    """Return the document of a model; ``context`` is how many tokens the base reads."""
+    _, most = LIMITS["max_tokens"]
+    return ModelInfo(
+        id=model.name,
+        display_name=model.name,
+        created_at=datetime.fromtimestamp(since, UTC).isoformat().replace("+00:00", "Z"),
+        lifecycle="active",
+        max_input_tokens=context,
+        max_tokens=min(int(most), context),
+    )
+
+
+def _parse_limit(given: str | None) -> int:
+    if given is None:
+        return DEFAULT_PAGE_SIZE
+    known = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE_SIZE))
+    if not known or not 1 <= int(given) <= MAX_PAGE_SIZE:
+        raise FieldError(f"limit: it must be a number from 1 to {MAX_PAGE_SIZE}", field="limit")
+    return int(given)
+
+
+def _find_position(models: Sequence[ServedModel], name: str, field: str) -> int:
+    for place, model in enumerate(models):
+        if model.name == name:
+            return place
+    raise FieldError(f"{field}: there is no model {name[:80]!r} here", field=field)
+
+
+def build_model_routes(service: Service) -> list[BaseRoute]:
+    """Return the addresses, on one engine."""
+    wire = _ModelEndpoints(service)
+    return [
+        Route(MODELS, wire.models, methods=["GET"]),
+        Route(f"{MODELS}/{{name:path}}", wire.model, methods=["GET"]),
+    ]
+
+
+class _ModelEndpoints:
+    """Answers the requests of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._engine, self._aliases = service.engine, tuple(service.settings.aliases)
+        self._started_at = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """Answer with all models."""
+        if not is_anthropic_request(request.scope):
+            return json_response(
+                build_models_document(await self._list_models(), since=self._started_at)
+            )
+        wanted = parse_page_query(request.query_params)
+        context = self._engine.context
+        described = partial(build_model_info, since=self._started_at, context=context)
+        return json_response(
+            build_model_page(await self._list_models(), wanted, describe=described)
+        )
+
+    async def model(self, request: Request) -> Response:
+        """Answer with one model."""
+        found = find_model(request.path_params["name"], await self._list_models())
+        return json_response(self._describe_model(found, request))
+
+    def _describe_model(self, model: ServedModel, request: Request) -> Struct:
+        if is_anthropic_request(request.scope):
+            return build_model_info(model, since=self._started_at, context=self._engine.context)
+        return build_model_document(model, since=self._started_at)
+
+    async def _list_models(self) -> tuple[ServedModel, ...]:
+        experts = await asyncio.wrap_future(self._engine.list_experts())
+        return list_served_models(self._engine.base_name, experts, self._aliases)

@@ -1,0 +1,423 @@
+"""The bodies of ``/v1/route``, ``/v1/infer`` and ``/v1/jobs``.
+
+A field that is not listed here is ignored and reported, or refused where it would change what the
+answer is; ``/v1/route`` refuses all of them. Experts are named by reference or digest, and must be
+installed: there is no way to name a file or an address.
+
+`Call`: a request to answer a prompt, as a job for the engine, and its time of arrival.
+
+The answer to ``/v1/infer``: the document of ``run --json``, and when and how it came about.
+
+The events of a stream: ``started``, ``piece`` by ``piece``, then ``finished`` or ``failed``.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Scope
+
+from expertctl.engine.request import RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.serving.request import (
+    DEFAULT_PRIORITY,
+    CheckFunction,
+    GenerationJob,
+    JobEvent,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    OutputDelta,
+    TokenSink,
+)
+from expertctl.engine.text.answer_format import FormatCheck
+from expertctl.engine.text.prompt import UserMessage
+from expertctl.errors import ExpertError, UsageError
+from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
+from expertctl.routing.sampling_presets import (
+    DEFAULT_MAX_EXPERTS,
+    LIMITS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingOverrides,
+)
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.caller import Caller, make_cache_key
+from expertctl.server.chat_prompt import (
+    INSTRUCTION_WARNING,
+    build_json_instruction,
+    mentions_properties,
+)
+from expertctl.server.output_parser import JsonExtractor, extract_json
+from expertctl.server.post_processing.response_format import ResponseFormat, Validators, build_check
+from expertctl.server.request_body import (
+    FieldError,
+    TimeoutMs,
+    compute_deadline,
+    field_limits,
+    format_ignored_warning,
+)
+from expertctl.server.responses import error_body
+from expertctl.server.settings import ServeSettings
+from expertctl.server.streaming import JobSubmitter, format_named_event, stream_job
+
+MAX_EXCLUDED = 100
+_MAX_CONTEXT = 2**31
+_MAX_METADATA = 16
+_NAMED_BY = "experts are named by force_experts"
+_ONE_PROMPT = "this call takes a prompt; ask for a chat completion"
+REFUSED_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys(("model", "expert", "experts", "force_expert", "plan"), _NAMED_BY),
+    **dict.fromkeys(("exclude", "exclude_expert"), "experts are excluded by exclude_experts"),
+    **dict.fromkeys(
+        ("messages", "system", "tools", "tool_choice", "functions", "suffix"), _ONE_PROMPT
+    ),
+    "base": "a server has one base",
+}
+"""Unknown fields of ``/v1/infer`` without which the answer would be another one, and why."""
+_Named = TypeVar("_Named")
+
+
+PromptText = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
+ExpertName = Annotated[
+    str, Meta(min_length=1, max_length=512, examples=["acme/sql", "acme/sql:0.5"])
+]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Key = Annotated[str, Meta(min_length=1, max_length=512)]
+_MetadataKey = Annotated[str, Meta(max_length=64)]
+
+
+class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan depends on: the body of ``/v1/route``."""
+
+    prompt: Annotated[PromptText, Meta(min_length=1)]
+    temperature: Annotated[float, field_limits("temperature")] | None = None
+    max_tokens: Annotated[int, field_limits("max_tokens")] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, field_limits("top_k")] | None = None
+    min_p: Annotated[float, field_limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, field_limits("repetition_penalty")] | None = None
+    force_experts: Annotated[list[ExpertName], Meta(max_length=int(LIMITS["max_experts"][1]))] = []
+    exclude_experts: Annotated[list[ExpertName], Meta(max_length=MAX_EXCLUDED)] = []
+    max_experts: Annotated[int, field_limits("max_experts")] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, field_limits("seed")] | None = None
+
+    def to_route_request(self) -> RouteRequest:
+        """Return the request for a route, without forced experts.
+
+        Raises:
+            UsageError: when fields do not fit together.
+            FieldError: when an expert is named wrongly.
+        """
+        most = self.max_experts
+        request = RouteRequest(
+            prompt=self.prompt,
+            exclude=_parse_each("exclude_experts", self.exclude_experts, parse_target),
+            max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+            seed=self.seed,
+            sampling=self._read_sampling_options(),
+        )
+        check_request(request)
+        return request
+
+    def to_plan_request(self) -> RunRequest:
+        """Return the request that a plan is made for; raises as `route` does."""
+        return RunRequest(
+            message=UserMessage(prompt=self.prompt),
+            route=self.to_route_request(),
+            experts=_parse_each("force_experts", self.force_experts, parse_forced),
+        )
+
+    def _read_sampling_options(self) -> SamplingOverrides:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return SamplingOverrides(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=None if stop is None else tuple(stop),
+        )
+
+
+class InferRequest(RouteFields, frozen=True, kw_only=True):
+    """What an answer depends on, and how it is wanted: the body of ``/v1/infer``."""
+
+    template: PromptText | None = None
+    body: PromptText | None = None
+    context_size: Annotated[int, Meta(ge=1, le=_MAX_CONTEXT)] | None = None
+    response_format: ResponseFormat | None = None
+    user_id: Key | None = None
+    session_id: Key | None = None
+    cache_key: Key | None = None
+    metadata: Annotated[dict[_MetadataKey, Key], Meta(max_length=_MAX_METADATA)] | None = None
+    priority: Annotated[int, field_limits("priority")] | None = None
+    timeout_ms: TimeoutMs | None = None
+    stream: bool = False
+
+    def build_instruction(self) -> str | None:
+        """Return what the model is told of the form of the JSON that is asked for, if anything.
+
+        A template says itself what the model reads, so nothing is added to one.
+        """
+        schema = self.response_format and self.response_format.prompt_schema
+        if not schema or self.template is not None:
+            return None
+        return (
+            None
+            if mentions_properties((self.prompt, self.body or ""), schema)
+            else (build_json_instruction(schema))
+        )
+
+    def to_run_request(self, caller: Caller, *, instruction: str | None = None) -> RunRequest:
+        """Return the request that is answered; the message ends with the instruction, if any.
+
+        Raises:
+            UsageError: when fields do not fit together.
+            FieldError: when an expert is named wrongly.
+        """
+        body = "\n\n".join(filter(None, (self.body, instruction))) if instruction else self.body
+        message = UserMessage(prompt=self.prompt, body=body, template=self.template)
+        message.text()
+        return RunRequest(
+            message=message,
+            route=self.to_route_request(),
+            experts=_parse_each("force_experts", self.force_experts, parse_forced),
+            context_size=self.context_size,
+            cache_key=self._make_cache_key(caller),
+        )
+
+    def _make_cache_key(self, caller: Caller) -> str:
+        metadata = self.metadata or {}
+        return make_cache_key(
+            caller,
+            self.cache_key,
+            self.session_id,
+            metadata.get("cache_key"),
+            metadata.get("session_id"),
+            self.user_id,
+        )
+
+
+def _parse_each(field: str, texts: list[str], read: Callable[[str], _Named]) -> tuple[_Named, ...]:
+    return tuple(_parse_one(f"{field}[{n}]", text, read) for n, text in enumerate(texts))
+
+
+def _parse_one(field: str, text: str, read: Callable[[str], _Named]) -> _Named:
+    try:
+        return read(text)
+    except UsageError as error:
+        raise FieldError(f"{field}: {error.message}", field=field, hint=error.hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request came, by both clocks."""
+
+    wall_time: float = field(default_factory=time.time)
+    tick: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Milliseconds since then."""
+        return (time.perf_counter() - self.tick) * 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferCall:
+    """One request, read."""
+
+    job: GenerationJob
+    arrival: Arrival
+    reception_ms: float
+    expects_json: bool = False
+    """Whether the answer was to be JSON, so that what stands around it is removed."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the request that are ignored."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of reading the request."""
+
+    def filter_sink(self, sink: TokenSink) -> TokenSink:
+        """Return a sink that passes the events of the job on, with the text that is given out."""
+        if not self.expects_json:
+            return sink
+        json = JsonExtractor()
+
+        def pass_on(event: JobEvent) -> None:
+            for one in filter_event(event, json):
+                sink(one)
+
+        return pass_on
+
+    @property
+    def submitted_at(self) -> str:
+        """When it came, as RFC 3339 has it."""
+        return format_time(self.arrival.wall_time)
+
+
+def filter_event(event: JobEvent, json: JsonExtractor) -> tuple[JobEvent, ...]:
+    """Return an event of an answer as a filter leaves it, behind what the filter held back."""
+    match event:
+        case OutputDelta():
+            return (replace(event, text=json.push(event.text)),)
+        case JobFinished():
+            rest = json.finish()
+            return (OutputDelta(0, rest), event) if rest else (event,)
+        case _:
+            return (event,)
+
+
+def build_call(
+    body: InferRequest,
+    *,
+    caller: Caller,
+    settings: ServeSettings,
+    arrival: Arrival,
+    ignored: Sequence[str] = (),
+) -> InferCall:
+    """Make a job of a request; ``ignored_fields`` fields were left out of it.
+
+    Raises:
+        UsageError: when fields do not fit together.
+        FieldError: when a field names something that does not exist.
+    """
+    instruction = body.build_instruction() if settings.json_instruction else None
+    job = GenerationJob(
+        id=uuid.uuid4().hex,
+        request=body.to_run_request(caller, instruction=instruction),
+        owner=caller.id,
+        priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
+        deadline=compute_deadline(body.timeout_ms, default=settings.timeout),
+        check=_build_check(body, settings.validators),
+    )
+    form = body.response_format
+    return InferCall(
+        job=job,
+        arrival=arrival,
+        reception_ms=arrival.elapsed_ms,
+        expects_json=form is not None and form.is_json,
+        ignored_fields=tuple(ignored),
+        warnings=(
+            *format_ignored_warning(ignored),
+            *([INSTRUCTION_WARNING] if instruction else []),
+        ),
+    )
+
+
+def format_time(seconds: float) -> str:
+    """Return a time as text, in UTC."""
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return f"{text.removesuffix('+00:00')}Z"
+
+
+def _build_check(body: InferRequest, commands: Validators) -> CheckFunction | None:
+    form = body.response_format
+    try:
+        check = build_check(form, commands=commands)
+    except UsageError as error:
+        raise FieldError(error.message, field="response_format", hint=error.hint) from error
+    if check is None or form is None or not form.is_json:
+        return check
+
+    def check_json(text: str) -> FormatCheck | str:
+        return check(extract_json(text))
+
+    return check_json
+
+
+def build_answer(call: InferCall, finished: JobFinished) -> JsonObject:
+    """Return the document (``schemas/infer.schema.json``)."""
+    [result] = finished.results
+    text, warnings = _filter_text(call, result.generated.text)
+    experts = result.planned.result.plan.experts
+    return {
+        **result.to_json(),
+        "text": text,
+        "warnings": [*call.warnings, *result.warnings, *warnings],
+        "submitted_at": call.submitted_at,
+        "tokens_generated": len(result.generated.tokens),
+        "experts_used": list[JsonValue](expert.ref for expert in experts),
+        "latency_ms": round(call.arrival.elapsed_ms, 3),
+        "stopped_by": result.generated.stopped_by,
+        "stages": _measure_stages(call, result),
+    }
+
+
+def build_started_event(call: InferCall, event: JobStarted) -> JsonObject:
+    """Return the first event of a stream."""
+    return {
+        "job_id": call.job.id,
+        "submitted_at": call.submitted_at,
+        "plan": event.plan.to_json(),
+        "tokens": {"prompt": event.prompt_tokens, "reused": event.reused_tokens},
+    }
+
+
+def build_piece_event(event: OutputDelta) -> JsonObject:
+    """Return an event with more of the text."""
+    return {"text": event.text}
+
+
+def _filter_text(call: InferCall, text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text that is given out, and warnings of what was removed from it."""
+    if not call.expects_json:
+        return text, ()
+    json = JsonExtractor()
+    return json.push(text) + json.finish(), json.warnings
+
+
+def _measure_stages(call: InferCall, result: RunResult) -> JsonObject:
+    """Return how long each stage took; waiting in the queue is no stage, and is in the timings."""
+    took = result.timings_ms
+    stages = {
+        "reception": call.reception_ms,
+        "reasoning": took.get("route", 0.0),
+        "preparation": took.get("load", 0.0),
+        "inference": took.get("prefill", 0.0) + took.get("decode", 0.0),
+        "post_processing": took.get("post", 0.0),
+    }
+    return {name: round(ms, 3) for name, ms in stages.items()}
+
+
+async def stream_infer(jobs: JobSubmitter, call: InferCall, scope: Scope) -> AsyncIterator[bytes]:
+    """Begin the job of a call and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when it is refused, or fails before its first event was sent.
+    """
+    begun, json = False, JsonExtractor() if call.expects_json else None
+    try:
+        async with stream_job(jobs, call.job) as events:
+            async for event in events:
+                for one in (event,) if json is None else filter_event(event, json):
+                    if line := _encode_event(call, one):
+                        yield line
+                        begun = True
+    except ExpertError as error:
+        if not begun:
+            raise
+        yield _encode_named("failed", error_body(error, scope))
+
+
+def _encode_event(call: InferCall, event: JobEvent) -> bytes:
+    match event:
+        case JobStarted():
+            return _encode_named("started", build_started_event(call, event))
+        case OutputDelta():
+            return _encode_named("piece", build_piece_event(event)) if event.text else b""
+        case JobFinished():
+            return _encode_named("finished", build_answer(call, event))
+        case JobFailed():
+            return b""  # it is raised
+
+
+def _encode_named(name: str, document: JsonObject) -> bytes:
+    return format_named_event(name, msgspec.json.encode(document))

@@ -1,0 +1,226 @@
+"""The fields of both calls: how tokens are drawn, whose cache is used, how long it may take.
+
+The last group is our own. A field that is listed neither here nor in the call is refused.
+
+Fields of the published API that are not implemented here, and what becomes of them.
+
+A neutral value asks for nothing and is accepted. Any other value of a field that only says how an
+answer is stored, paid for or sent is ignored and reported; of a field that would change what the
+answer is, it is refused. A server with strict fields refuses both.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from expertctl.engine.generation import StopRules
+from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
+from expertctl.routing.sampling_presets import (
+    DEFAULT_MAX_EXPERTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingOverrides,
+)
+from expertctl.server.model_name import ModelSelection
+from expertctl.server.request_body import (
+    FieldError,
+    MinTokens,
+    StopTokenIds,
+    TimeoutMs,
+    TopK,
+    field_limits,
+    make_stop_rules,
+    normalise_top_k,
+    normalise_top_p,
+)
+
+MAX_TEXTS = 128
+_MAX_KEY = 512
+_MAX_SEED = 2**53
+
+Key = Annotated[str, Meta(max_length=_MAX_KEY)]
+Tokens = Annotated[int, field_limits("max_tokens")]
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream holds besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk holds the usage so far, where ``include_usage`` is given."""
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chat completions and completions have in common."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_TEXTS)] | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, field_limits("temperature")] | None = None
+    top_p: Annotated[float, field_limits("top_p")] | None = None
+    presence_penalty: Annotated[float, field_limits("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, field_limits("frequency_penalty")] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    user: Key | None = None
+    logit_bias: dict[str, float] | None = None
+
+    priority: Annotated[int, field_limits("priority")] | None = None
+    timeout_ms: TimeoutMs | None = None
+    cache_key: Key | None = None
+    session_id: Key | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, field_limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, field_limits("repetition_penalty")] | None = None
+    min_tokens: MinTokens | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopTokenIds | None = None
+    exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
+    max_experts: Annotated[int, field_limits("max_experts")] | None = None
+
+    @property
+    def answer_count(self) -> int:
+        """How many answers there are to a prompt."""
+        return self.n or 1
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether the last chunk of a stream holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def with_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream holds the usage so far."""
+        options = self.stream_options
+        return self.with_usage and options is not None and bool(options.continuous_usage_stats)
+
+
+def build_route_request(
+    fields: GenerationFields, prompt: str, choice: ModelSelection, *, max_tokens: int | None
+) -> RouteRequest:
+    """Return the request for a route.
+
+    Raises:
+        UsageError: when fields do not fit together, or an expert is named wrongly.
+    """
+    most = fields.max_experts
+    route = RouteRequest(
+        prompt=prompt,
+        exclude=_parse_excluded(fields),
+        base_alone=choice.base_alone,
+        seed=None if fields.seed is None else fields.seed % _MAX_SEED,
+        sampling=build_sampling_options(fields, max_tokens=max_tokens),
+        max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+    )
+    check_request(route)
+    return route
+
+
+def build_sampling_options(
+    fields: GenerationFields, *, max_tokens: int | None
+) -> SamplingOverrides:
+    """Return what a request says of how tokens are drawn.
+
+    What it does not give is decided by the experts, the base and the preset of the task, for every
+    model alike.
+    """
+    return SamplingOverrides(
+        temperature=fields.temperature,
+        top_p=normalise_top_p(fields.top_p),
+        top_k=normalise_top_k(fields.top_k),
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        max_tokens=max_tokens,
+        stop=_list_stops(fields.stop),
+    )
+
+
+def build_stop_rules(fields: GenerationFields, *, max_tokens: int | None) -> StopRules:
+    """Return when answers may end.
+
+    Raises:
+        FieldError: when they may not end before they have to.
+    """
+    return make_stop_rules(
+        min_tokens=fields.min_tokens,
+        ignore_eos=fields.ignore_eos,
+        stop_token_ids=fields.stop_token_ids,
+        max_tokens=max_tokens,
+    )
+
+
+def _parse_excluded(fields: GenerationFields) -> tuple[Target, ...]:
+    return tuple(parse_target(text) for text in fields.exclude_experts or ())
+
+
+def _list_stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    if stop is None:
+        return None
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "function_call": (None,),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+_IGNORED_FIELDS = frozenset({"prediction", "service_tier", "store", "verbosity"})
+_REPLACEMENTS = {"function_call": "tool_choice", "functions": "tools"}
+
+
+def check_unsupported(fields: GenerationFields, *, strict: bool = False) -> tuple[str, ...]:
+    """Return the names of fields whose values are ignored; ``strict``: refuse them, too.
+
+    Raises:
+        FieldError: naming the first field that asks for what is not done here.
+    """
+    ignored = list[str]()
+    for error in _find_unsupported(fields):
+        if strict or error.field not in _IGNORED_FIELDS:
+            raise error
+        ignored.append(error.field)
+    for error in _find_unsupported_stream_options(fields):
+        if strict:
+            raise error
+        ignored.append(error.field)
+    return tuple(ignored)
+
+
+def _find_unsupported(fields: GenerationFields) -> Iterator[FieldError]:
+    for name, values in _NEUTRAL_VALUES.items():
+        value = getattr(fields, name, None)
+        if not any(type(value) is type(one) and value == one for one in values):
+            instead = _REPLACEMENTS.get(name)
+            hint = f"use {instead}" if instead else "leave it out"
+            yield FieldError(f"{name}: this server does not do that", field=name, hint=hint)
+
+
+def _find_unsupported_stream_options(fields: GenerationFields) -> Iterator[FieldError]:
+    options = fields.stream_options
+    if options is None:
+        return
+    if not fields.stream:
+        yield FieldError(
+            "stream_options: they are for streams only",
+            field="stream_options",
+            hint="give stream, too",
+        )
+    if options.include_obfuscation:
+        field = "stream_options.include_obfuscation"
+        yield FieldError(f"{field}: this server does not do that", field=field)

@@ -1,0 +1,324 @@
+"""`JsonExtractor`: leaves the JSON of an answer that was to be JSON, while it is written.
+
+Clients that asked for JSON parse the whole answer, but models like to write it in a Markdown code
+block and to explain it afterwards. One fence around the JSON is removed: the opening line as soon
+as JSON begins behind it, the closing one at the end. What follows a whole object or list is left
+out, where a decoder that was forced to write JSON would have stopped; not where tools are offered,
+since a call may follow. An answer that begins with any other text stays as it is. Where the request
+contains the beginning of the answer, that is followed first, and none of it is given out. How the
+text is cut into pieces does not matter, and no more is held back than a fence and white space.
+
+`OutputParser`: splits what a model writes, as it comes, into speech, thoughts and calls.
+
+`AnswerValidator`: checks the form of a whole answer of a conversation.
+
+Generation cannot be forced into a form, so the form is checked afterwards: the spoken text against
+the schema or format of the request, or where it names none, against the form that experts or the
+prompt call for; a call against the schema of its tool, if the tool is ``strict``. Thoughts are not
+checked, nor is the spoken text of an answer with calls.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.serving.request import CheckFunction
+from expertctl.engine.text.answer_format import UNCHECKED, FormatCheck, worst_check
+from expertctl.errors import UsageError
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.post_processing.json_schema import (
+    AnswerSchema,
+    check_schema_bounds,
+    compile_schema,
+)
+from expertctl.server.reasoning_parser import ReasoningParser, ReasoningText
+from expertctl.server.reasoning_parser import ReasoningPart as Thinking
+from expertctl.server.request_body import FieldError
+from expertctl.server.tool_parser import (
+    JsonSpan,
+    ParsedToolCall,
+    PlainText,
+    ToolCallFormat,
+    ToolCallParser,
+    ToolCallPart,
+)
+
+MAX_SPACE = 1024
+"""White space that is held back because a fence may follow; any more is text."""
+_OPENING = re.compile(r"\s*(`{3,})[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?\n\s*(?=[\[{\"0-9tfn-])")
+_PARTIAL_OPENING = re.compile(r"\s*(?:`{0,2}|`{3,}[ \t]*[A-Za-z0-9+.-]{0,20}[ \t]*\r?(?:\n\s*)?)")
+_NESTED = re.compile(r"\s*[\[{]")
+_JSON_START = re.compile(r"[\[{\"`]")
+"""What a beginning of an answer contains if it is more than words that announce the JSON."""
+
+
+class JsonExtractor:
+    """Filters the text of one answer."""
+
+    def __init__(self, *, drop_rest: bool = True, prefix: str = "") -> None:
+        """Begin behind ``before``; ``ends``: leave out what follows the JSON."""
+        self.removed_fence = self.dropped_text = False
+        self._drops_rest = drop_rest
+        self._fence = ""
+        """The backticks that opened the block; empty outside of one."""
+        self._span: JsonSpan | None = None
+        """Follows an object or a list, up to its end."""
+        self._buffer = ""
+        self._hidden_length = 0
+        """How much of what is held belongs to ``before`` and is not given out."""
+        self._has_started = False
+        if _JSON_START.search(prefix):
+            self.push(prefix)
+            self._hidden_length = len(self._buffer)
+            self.removed_fence = self.dropped_text = False
+
+    def push(self, text: str) -> str:
+        """Take the next piece; return the text that is certain now."""
+        self._buffer += text
+        if not self._has_started and not self._detect_fence():
+            return ""
+        certain = "" if self._span is None else self._follow_span(self._span)
+        if self._span is None:
+            certain += self._emit(self._certain_length() if self._fence else len(self._buffer))
+        return certain
+
+    def finish(self) -> str:
+        """Return what was held back, without the closing fence."""
+        if self._span is not None and self._span.state == "closed":
+            return ""
+        is_closed = self._has_started and bool(self._fence) and self._fence in self._buffer
+        held = self._emit(len(self._buffer))
+        return "" if is_closed else held
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say what of the text was left out: a fence, text after the JSON."""
+        fence = ("a Markdown fence around the JSON was removed",) if self.removed_fence else ()
+        rest = ("text after the JSON was left out",) if self.dropped_text else ()
+        return (*fence, *rest)
+
+    def _detect_fence(self) -> bool:
+        """Decide whether the answer begins with a fence; return False if more must come first."""
+        opening = _OPENING.match(self._buffer[: MAX_SPACE + 1])
+        if (
+            opening is None
+            and len(self._buffer) <= MAX_SPACE
+            and _PARTIAL_OPENING.fullmatch(self._buffer)
+        ):
+            return False
+        self._has_started = True
+        if opening is not None:
+            self._fence, self.removed_fence = opening[1], not self._hidden_length
+            self._emit(opening.end())
+        if self._drops_rest and (begin := _NESTED.match(self._buffer)):
+            self._span = JsonSpan(begin.end() - 1)
+        return True
+
+    def _follow_span(self, span: JsonSpan) -> str:
+        """Return what belongs to the object or list; drop what comes once it is closed."""
+        text = ""
+        if span.state == "open":
+            span.follow(self._buffer)
+            text = self._emit(span.end)
+            span.start = span.end = 0
+        if span.state == "broken":
+            self._span = None
+        elif span.state == "closed":
+            rest = self._emit(len(self._buffer))
+            self.dropped_text = self.dropped_text or bool(rest.strip(" \t\r\n`"))
+        return text
+
+    def _certain_length(self) -> int:
+        """Return the length of the text that no closing fence can take."""
+        body = self._buffer.rstrip().rstrip("`").rstrip()
+        return max(len(body), len(self._buffer) - MAX_SPACE)
+
+    def _emit(self, count: int) -> str:
+        """Take so many characters from what is held; return those that are not of ``before``."""
+        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
+        self._hidden_length = max(0, self._hidden_length - count)
+        return text
+
+
+def extract_json(text: str) -> str:
+    """Return a whole answer as a filter leaves it."""
+    json = JsonExtractor()
+    return json.push(text) + json.finish()
+
+
+OutputPart = PlainText | ReasoningText | ParsedToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOutput:
+    """A whole answer in its parts, and warnings of calls that are left out."""
+
+    parts: tuple[OutputPart, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text that is neither thought nor call."""
+        return "".join(part.text for part in self.parts if isinstance(part, PlainText))
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts, as one text."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningText))
+
+    @property
+    def calls(self) -> tuple[ParsedToolCall, ...]:
+        """The calls, in order."""
+        return tuple(part for part in self.parts if isinstance(part, ParsedToolCall))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParserConfig:
+    """How to read answers: the format of calls, the tools, how many calls count, thoughts, JSON."""
+
+    call_format: ToolCallFormat
+    tools: Collection[str] = ()
+    single_call: bool = False
+    """Whether only the first call counts, as the client asked."""
+    may_think: bool = False
+    """Whether the base is one that may think before it answers."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt ends inside a thought."""
+    expects_json: bool = False
+    """Whether the request asked for JSON, so that what stands around it is removed."""
+    prefix: str = ""
+    """The beginning of the answer, without thoughts, where the request contains it."""
+    partial_tag: str = ""
+    """The first part of a tag of thoughts with which the prompt ends."""
+
+    def parse(self, text: str) -> ParsedOutput:
+        """Split a whole answer."""
+        reader = OutputParser(self)
+        parts = (*reader.push(text), *reader.finish())
+        return ParsedOutput(parts, reader.warnings)
+
+
+class OutputParser:
+    """Reads one answer; how it is cut into pieces does not matter."""
+
+    def __init__(self, config: OutputParserConfig) -> None:
+        """Begin at its start."""
+        self.calls = self.dropped_calls = 0
+        self._single_call = config.single_call
+        self._reasoning_parser = ReasoningParser(
+            starts_in_reasoning=config.starts_in_reasoning, partial_tag=config.partial_tag
+        )
+        self._json_extractor: JsonExtractor | None = None
+        before = config.prefix
+        if config.expects_json:
+            self._json_extractor = JsonExtractor(drop_rest=not config.tools, prefix=before)
+            before = JsonExtractor(drop_rest=not config.tools).push(before)
+        self._tool_parser = ToolCallParser(config.call_format, config.tools, prefix=before)
+
+    def push(self, text: str) -> list[OutputPart]:
+        """Take the next piece; return the parts that are certain now."""
+        return list(self._parse_parts(self._reasoning_parser.push(text)))
+
+    def finish(self) -> list[OutputPart]:
+        """Return what was held back."""
+        parts = list(self._parse_parts(self._reasoning_parser.finish()))
+        if self._json_extractor is not None:
+            parts += self._limit_calls(self._tool_parser.push(self._json_extractor.finish()))
+        return [*parts, *self._limit_calls(self._tool_parser.finish())]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say what of the answer was left out: calls, a fence, text after JSON."""
+        told = list[str]()
+        if self.dropped_calls:
+            told.append(f"calls of tools left out, since one was asked for: {self.dropped_calls}")
+        return (*told, *(self._json_extractor.warnings if self._json_extractor is not None else ()))
+
+    def _parse_parts(self, parts: Iterable[Thinking]) -> Iterator[OutputPart]:
+        for part in parts:
+            if isinstance(part, ReasoningText):
+                yield part
+            else:
+                text = (
+                    part.text
+                    if self._json_extractor is None
+                    else self._json_extractor.push(part.text)
+                )
+                yield from self._limit_calls(self._tool_parser.push(text))
+
+    def _limit_calls(self, parts: Iterable[ToolCallPart]) -> Iterator[OutputPart]:
+        for part in parts:
+            if isinstance(part, ParsedToolCall) and self._single_call and self.calls:
+                self.dropped_calls += 1
+                continue
+            self.calls += isinstance(part, ParsedToolCall)
+            yield part
+
+
+ToolSchemas = Mapping[str, AnswerSchema]
+"""Strict tool → the schema that its arguments must fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrictTool:
+    """A tool whose arguments must fit its schema, and the field that holds the schema."""
+
+    name: str
+    schema: JsonObject
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerValidator:
+    """Checks the answers to one request."""
+
+    config: OutputParserConfig
+    text_check: CheckFunction | None
+    """The check of the spoken text; None: the form that experts or the prompt call for."""
+    tools: ToolSchemas
+
+    def __call__(self, text: str) -> FormatCheck | str:
+        """Check a whole answer, as the model wrote it; or return the part that is to be checked."""
+        answer = self.config.parse(text)
+        if answer.calls:
+            found = [
+                self._check_arguments(call) for call in answer.calls if call.name in self.tools
+            ]
+            return worst_check(found) if found else UNCHECKED
+        if self.text_check is None:
+            return answer.text
+        said = self.config.prefix + answer.text
+        return self.text_check(extract_json(said) if self.config.expects_json else said)
+
+    def _check_arguments(self, call: ParsedToolCall) -> FormatCheck:
+        what = f"what {call.name} is called with"
+        return self.tools[call.name].check_value(call.arguments, what=what)
+
+
+def build_answer_validator(
+    config: OutputParserConfig, *, text_check: CheckFunction | None, tools: Sequence[StrictTool]
+) -> AnswerValidator | None:
+    """Return the check; None if there are neither a form nor tools, and the base never thinks.
+
+    Raises:
+        FieldError: when the schema of a tool cannot be used.
+    """
+    schemas = _compile_tool_schemas(tools)
+    needed = text_check is not None or config.tools or config.may_think
+    return AnswerValidator(config, text_check, schemas) if needed else None
+
+
+def _compile_tool_schemas(tools: Sequence[StrictTool]) -> ToolSchemas:
+    """Read the schemas; the bounds of one schema hold for all of them together, too."""
+    try:
+        check_schema_bounds(list[JsonValue](tool.schema for tool in tools), where="what tools take")
+    except UsageError as error:
+        raise FieldError(error.message, field="tools", hint=error.hint) from error
+    return {tool.name: _compile_tool_schema(tool) for tool in tools}
+
+
+def _compile_tool_schema(tool: StrictTool) -> AnswerSchema:
+    try:
+        return compile_schema(tool.schema, where=tool.field)
+    except UsageError as error:
+        raise FieldError(error.message, field=tool.field, hint=error.hint) from error

@@ -1,0 +1,197 @@
+"""`ReasoningParser`: separates thoughts, ``<think>`` to ``</think>``, from the answer.
+
+Thoughts are returned, too, as parts of their own. White space inside a block, at both its ends,
+belongs to the tags, and so does white space around a block that has no answer before it. A block
+that is not closed ends with the text. How the text is cut into pieces does not matter, and no more
+is held back than a tag and white space.
+
+How many tokens of answers were thought, as both published APIs count them: with the tags.
+
+A token counts if its text begins inside a block. Counting a long thought would block the event
+loop, so it runs in a thread.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.generation import GenerationOutput
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+MAX_SPACE = 1024
+"""White space that is held back because a tag may follow; any more is text."""
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """A piece of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Where a block is in the text: from its opening tag to after its closing tag."""
+
+    begin: int
+    end: int
+
+
+ReasoningPart = AnswerText | ReasoningText
+
+
+def prompt_opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt ends inside a block, so that the model goes on thinking at once."""
+    return prompt.rstrip(_SPACE).endswith(OPEN_TAG)
+
+
+def ends_in_reasoning(text: str) -> bool:
+    """Whether the beginning of an answer ends inside a block."""
+    return text.rfind(OPEN_TAG) > text.rfind(CLOSE_TAG)
+
+
+def find_partial_tag(text: str) -> str:
+    """Return the end of the beginning of an answer that may be the first part of a tag."""
+    count = _count_overlap(text, CLOSE_TAG if ends_in_reasoning(text) else OPEN_TAG)
+    return text[len(text) - count :]
+
+
+class ReasoningParser:
+    """Splits one text into answer and thoughts."""
+
+    def __init__(self, *, starts_in_reasoning: bool = False, partial_tag: str = "") -> None:
+        """Begin in the answer, or inside a block that the prompt opened.
+
+        ``begun`` is the first part of a tag with which the prompt ends; it is not given out.
+        """
+        self._is_reasoning = starts_in_reasoning
+        self._buffer = partial_tag
+        self._hidden_length = len(partial_tag)
+        """How much of what is held belongs to ``begun``."""
+        self._space = ""
+        self._strips_space = starts_in_reasoning
+        """Whether white space that comes next belongs to the last tag."""
+        self._answered = False
+
+    def push(self, text: str) -> list[ReasoningPart]:
+        """Take the next piece; return the parts that are certain now."""
+        self._buffer += text
+        parts: list[ReasoningPart] = []
+        while (at := self._buffer.find(self._next_tag)) >= 0:
+            parts += self._emit(self._consume(at))
+            self._consume(len(self._next_tag))
+            self._pass_tag()
+        certain = len(self._buffer) - _count_overlap(self._buffer, self._next_tag)
+        parts += self._emit(self._consume(certain))
+        return parts
+
+    def finish(self) -> list[ReasoningPart]:
+        """Return what was held back."""
+        parts = self._emit(self._consume(len(self._buffer)))
+        space, self._space = self._space, ""
+        return parts if self._is_reasoning or not space else [*parts, AnswerText(space)]
+
+    @property
+    def _next_tag(self) -> str:
+        return CLOSE_TAG if self._is_reasoning else OPEN_TAG
+
+    def _pass_tag(self) -> None:
+        """Go past a tag, and drop the white space that was held back."""
+        self._is_reasoning, self._space = not self._is_reasoning, ""
+        self._strips_space = self._is_reasoning or not self._answered
+
+    def _consume(self, count: int) -> str:
+        """Take so many characters from what is held; return those that are not of ``begun``."""
+        text, self._buffer = self._buffer[self._hidden_length : count], self._buffer[count:]
+        self._hidden_length = max(0, self._hidden_length - count)
+        return text
+
+    def _emit(self, text: str) -> list[ReasoningPart]:
+        """Return text as a part; hold back white space that may belong to a following tag."""
+        text = self._space + text
+        text = text.lstrip(_SPACE) if self._strips_space else text
+        certain = max(self._certain_length(text), len(text) - MAX_SPACE)
+        self._space, text = text[certain:], text[:certain]
+        if not text:
+            return []
+        self._strips_space = False
+        self._answered = self._answered or not self._is_reasoning
+        return [ReasoningText(text) if self._is_reasoning else AnswerText(text)]
+
+    def _certain_length(self, text: str) -> int:
+        """Return the length of the part that a following tag cannot take."""
+        body = len(text.rstrip(_SPACE))
+        return body if self._is_reasoning or not (self._answered or body) else len(text)
+
+
+def split_reasoning(text: str, *, starts_in_reasoning: bool = False) -> tuple[str, str]:
+    """Split a whole text; return the answer and the thoughts."""
+    parting = ReasoningParser(starts_in_reasoning=starts_in_reasoning)
+    parts = [*parting.push(text), *parting.finish()]
+    answer = "".join(part.text for part in parts if isinstance(part, AnswerText))
+    return answer, "".join(part.text for part in parts if isinstance(part, ReasoningText))
+
+
+def find_reasoning_spans(
+    text: str, *, starts_in_reasoning: bool = False
+) -> tuple[ReasoningSpan, ...]:
+    """Return where the blocks of a whole text are, their tags included."""
+    blocks, begin = list[ReasoningSpan](), 0 if starts_in_reasoning else text.find(OPEN_TAG)
+    while begin >= 0:
+        close = text.find(CLOSE_TAG, begin)
+        end = len(text) if close < 0 else close + len(CLOSE_TAG)
+        blocks.append(ReasoningSpan(begin, end))
+        begin = text.find(OPEN_TAG, end)
+    return tuple(blocks)
+
+
+def _count_overlap(text: str, tag: str) -> int:
+    """Return how many letters at the end could be the beginning of a tag."""
+    counts = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((n for n in counts if tag.startswith(text[-n:])), 0)
+
+
+_GeneratedSpans = tuple[GenerationOutput, Sequence[ReasoningSpan]]
+
+
+async def count_reasoning_tokens(
+    results: Iterable[RunResult], tokenizer: Tokenizer, *, starts_in_reasoning: bool
+) -> int:
+    """Return the count over all answers; ``opened``: their prompt ends inside a thought."""
+    answers = [result.generated for result in results]
+    thinking = [
+        (one, find_reasoning_spans(one.text, starts_in_reasoning=starts_in_reasoning))
+        for one in answers
+    ]
+    if not any(blocks for _, blocks in thinking):
+        return 0
+    return await asyncio.to_thread(_count_all, thinking, tokenizer)
+
+
+def _count_all(thinking: Iterable[_GeneratedSpans], tokenizer: Tokenizer) -> int:
+    return sum(_count_inside(one.tokens, blocks, tokenizer) for one, blocks in thinking)
+
+
+def _count_inside(
+    tokens: Iterable[int], blocks: Sequence[ReasoningSpan], tokenizer: Tokenizer
+) -> int:
+    stream, at, count = IncrementalDetokenizer(tokenizer), 0, 0
+    left = list(reversed(blocks))
+    for token in tokens:
+        while left and left[-1].end <= at:
+            left.pop()
+        if not left:
+            break
+        count += left[-1].begin <= at
+        at += len(stream.push(token))
+    return count

@@ -1,0 +1,328 @@
+"""The id of a request: in its answer, in the log, and in errors of the Anthropic API.
+
+HTTP statuses of the generation server, in one table; the most specific class decides.
+
+A permanent error gets a status below 500, never 409: clients retry 409 and 5xx by themselves.
+
+How an error is answered: each API in its own shape, chosen by the path of the request.
+
+Where the path belongs to several APIs or to none, the request tells which API the client speaks:
+Anthropic's clients send ``anthropic-version``, and whatever else is below ``/v1`` is meant for
+OpenAI's. An error that clients handle by its words, such as a prompt that is too long, is told in
+the words of the API.
+
+An answer that is one JSON document, never stored by caches on the way.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Scope
+
+from expertctl.errors import (
+    BudgetError,
+    ContextLengthError,
+    DigestError,
+    DiskFullError,
+    ExpertError,
+    ForbiddenError,
+    IncompatibleError,
+    InvalidPackageError,
+    MediaTypeError,
+    MisdirectedError,
+    NoAnswerError,
+    NotFoundError,
+    RateLimitError,
+    RegistryError,
+    SlowBodyError,
+    StoreError,
+    TimedOutError,
+    TooLargeError,
+    TrustError,
+    UnauthenticatedError,
+    UsageError,
+)
+from expertctl.messages import sanitise_error_text
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.request_body import FieldError
+
+REQUEST_ID_PREFIX = "req_"
+
+
+def new_request_id() -> str:
+    """Return an id that cannot be guessed."""
+    return REQUEST_ID_PREFIX + secrets.token_hex(12)
+
+
+def get_request_id(scope: Scope) -> str:
+    """Return the id of a request; empty outside of the request log."""
+    return str(scope.get("state", {}).get("request_id", ""))
+
+
+RETRY_SECONDS = 5
+"""The ``Retry-After`` of a 503, which cannot tell when to retry."""
+
+_STATUS_BY_CLASS: dict[type[ExpertError], int] = {
+    UsageError: 400,
+    MediaTypeError: 415,
+    MisdirectedError: 421,
+    SlowBodyError: 408,
+    UnauthenticatedError: 401,
+    ForbiddenError: 403,
+    TrustError: 403,
+    NotFoundError: 404,
+    TimedOutError: 408,
+    TooLargeError: 413,
+    IncompatibleError: 422,
+    BudgetError: 422,
+    RateLimitError: 429,
+    DigestError: 500,
+    InvalidPackageError: 422,
+    RegistryError: 503,
+    StoreError: 503,
+    NoAnswerError: 503,
+    DiskFullError: 507,
+}
+
+
+def get_status(error: ExpertError) -> int:
+    """Return the HTTP status of an error."""
+    statuses = (_STATUS_BY_CLASS.get(cls) for cls in type(error).__mro__)
+    return next((status for status in statuses if status is not None), 500)
+
+
+def get_retry_after(error: ExpertError) -> int | None:
+    """Return the seconds after which the same request may succeed; None if waiting is no help."""
+    if isinstance(error, RateLimitError):
+        return error.retry_after
+    return RETRY_SECONDS if get_status(error) == 503 else None
+
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+_OPENAI_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    408: "timeout_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorContext:
+    """An error, the status that says it, and the request that it answers."""
+
+    error: ExpertError
+    status: int
+    request_id: str
+
+
+class OwnFacts(msgspec.Struct, frozen=True):
+    """What went wrong: a stable word, a sentence, and the way out where there is one."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class OwnError(msgspec.Struct, frozen=True):
+    """An error of the native API, which is that of ``--json`` on the command line."""
+
+    error: OwnFacts
+
+
+class OpenAIFacts(msgspec.Struct, frozen=True):
+    """What went wrong, in OpenAI's words; ``param`` is the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """An error of the OpenAI API."""
+
+    error: OpenAIFacts
+
+
+class AnthropicFacts(msgspec.Struct, frozen=True):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error of the Anthropic API."""
+
+    error: AnthropicFacts
+    request_id: str
+
+
+ErrorBody = OwnError | OpenAIError | AnthropicError
+BuildErrorBody = Callable[[ErrorContext], ErrorBody]
+
+
+def native_error_body(context: ErrorContext) -> OwnError:
+    """Return the body of the native API."""
+    error = context.error
+    return OwnError(
+        OwnFacts(error.code, sanitise_error_text(error.message), sanitise_error_text(error.hint))
+    )
+
+
+def openai_error_body(context: ErrorContext) -> OpenAIError:
+    """Return the error object of the OpenAI API."""
+    error = context.error
+    if isinstance(error, ContextLengthError):
+        return _openai_context_error(error)
+    param = error.field if isinstance(error, FieldError) else None
+    usual = "invalid_request_error" if context.status < 500 else "server_error"
+    kind = _OPENAI_TYPES.get(context.status, usual)
+    message = sanitise_error_text(error.message)
+    return OpenAIError(OpenAIFacts(message, kind, param or None, _openai_code(context)))
+
+
+def _openai_context_error(error: ContextLengthError) -> OpenAIError:
+    """Return the error by which OpenAI's clients know that they have to shorten a conversation."""
+    message = f"This model's maximum context length is exceeded: {error.message}"
+    if error.unit == "tokens":
+        message = (
+            f"This model's maximum context length is {error.limit} tokens. However, your messages "
+            f"resulted in {error.size} tokens. Please reduce the length of the messages."
+        )
+    facts = OpenAIFacts(
+        sanitise_error_text(message), "invalid_request_error", "messages", error.code
+    )
+    return OpenAIError(facts)
+
+
+def anthropic_error_body(context: ErrorContext) -> AnthropicError:
+    """Return the error object of the Anthropic API."""
+    usual = "invalid_request_error" if context.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(context.status, usual)
+    return AnthropicError(
+        AnthropicFacts(kind, _anthropic_message(context.error)), context.request_id
+    )
+
+
+def _anthropic_message(error: ExpertError) -> str:
+    if isinstance(error, ContextLengthError):
+        return f"prompt is too long: {error.size} {error.unit} > {error.limit} maximum"
+    return sanitise_error_text(error.message)
+
+
+MODELS = "/v1/models"
+MESSAGES = "/v1/messages"
+_NATIVE = ("/v1/infer", "/v1/jobs", "/v1/route", "/v1/experts")
+_OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
+_OPENAI_ENDINGS = ("/chat/completions", "/completions", "/models", "/embeddings", "/responses")
+"""How the addresses of OpenAI's API end: a base URL without ``/v1`` leads to one of these."""
+
+
+def error_body(error: ExpertError, scope: Scope) -> JsonObject:
+    """Return the body for an error, in the shape of the API that the path belongs to."""
+    document: JsonObject = msgspec.to_builtins(_build_body(error, scope, get_status(error)))
+    return document
+
+
+def error_response(error: ExpertError, scope: Scope, *, status: int | None = None) -> Response:
+    """Return the answer to a request that failed; ``status`` overrides that of the table."""
+    _record_error_code(error, scope)
+    code = status or get_status(error)
+    headers = {"Cache-Control": "no-store"}
+    if (seconds := get_retry_after(error)) is not None:
+        headers["Retry-After"] = str(seconds)
+    if code == 408:  # else official clients would repeat a request whose time is over
+        headers["x-should-retry"] = "false"
+    if code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = msgspec.json.encode(_build_body(error, scope, code))
+    return Response(content, code, headers, media_type="application/json")
+
+
+def format_error_event(error: ExpertError, scope: Scope) -> bytes:
+    """Return the event that ends a stream after an error.
+
+    OpenAI's streams have no names for events; in the others it is called ``error``.
+    """
+    _record_error_code(error, scope)
+    data = msgspec.json.encode(_build_body(error, scope, get_status(error)))
+    unnamed = _select_format(scope) is openai_error_body
+    return b"data: %s\n\n" % data if unnamed else b"event: error\ndata: %s\n\n" % data
+
+
+def _record_error_code(error: ExpertError, scope: Scope) -> None:
+    """Keep the code with the request, for logs and traces."""
+    scope.setdefault("state", {})["error_code"] = error.code
+
+
+def _build_body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
+    return _select_format(scope)(ErrorContext(error, status, get_request_id(scope)))
+
+
+def list_error_types(path: str) -> tuple[type[ErrorBody], ...]:
+    """Return the types that an error's body can have at a path that is served."""
+    if _is_below(path, MESSAGES):
+        return (AnthropicError,)
+    if _is_below(path, MODELS):
+        return (OpenAIError, AnthropicError)
+    return (OpenAIError,) if _is_for_openai(path) else (OwnError,)
+
+
+def is_anthropic_request(scope: Scope) -> bool:
+    """Whether a client of the Anthropic API asks at an address that OpenAI's API has, too."""
+    return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
+
+
+def uses_anthropic_format(scope: Scope) -> bool:
+    """Whether a request is answered as the Anthropic API does."""
+    return _select_format(scope) is anthropic_error_body
+
+
+def _select_format(scope: Scope) -> BuildErrorBody:
+    path = str(scope.get("path", ""))
+    if _is_below(path, MESSAGES):
+        return anthropic_error_body
+    if not _is_for_openai(path):
+        return native_error_body
+    known = path.startswith(_OPENAI_PATHS)
+    return anthropic_error_body if not known and is_anthropic_request(scope) else openai_error_body
+
+
+def _is_for_openai(path: str) -> bool:
+    """Whether a path is in OpenAI's API, or in none: then its client most likely speaks that."""
+    if any(_is_below(path, start) for start in _NATIVE):
+        return False
+    return _is_below(path, "/v1") or path.endswith(_OPENAI_ENDINGS)
+
+
+def _is_below(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")
+
+
+def _openai_code(context: ErrorContext) -> str | None:
+    own = context.error.code
+    return own if own in {"model_not_found", "unknown_url"} else _OPENAI_CODES.get(context.status)
+
+
+def json_response(
+    document: JsonObject | msgspec.Struct,
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return a document as an answer."""
+    own = {"Cache-Control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(document), status, own, media_type="application/json")

@@ -1,0 +1,185 @@
+"""Locks between processes: one for changing the store, one per folder in use.
+
+The operating system drops a lock with the process that holds it, so a killed process leaves
+nothing to repair.
+
+SQLite files that threads and processes share: made, opened, and switched to a write-ahead log.
+
+Any number of them may do so at the same moment, a new file included. SQLite waits for other users
+of a file almost everywhere, but not where a transaction that has read wants to write: writers
+begin with ``BEGIN IMMEDIATE``, and the switch to a log, which is such a transaction, is repeated.
+
+Leases: blobs that a running process uses stay until it ends, even when they are removed.
+"""
+
+import errno
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from expertctl.digest import Digest
+from expertctl.errors import StoreError
+from expertctl.files import make_folders, remove_tree
+from expertctl.store.disk import READ_ONLY_ERRORS
+from expertctl.store.refs import StorePaths
+
+LOCK_SECONDS = 120.0
+_LOCK_NAME = "lock"
+_REMOVED_ERRORS = {errno.ENOENT, errno.EEXIST}
+"""How opening a lock fails when its folder is removed meanwhile: `FileLock` makes a missing one."""
+
+
+@contextmanager
+def exclusive_lock(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold a lock file; its folder must exist.
+
+    Raises:
+        StoreError: when another process holds it for too long.
+    """
+    try:
+        with FileLock(path, timeout=seconds, thread_local=False):
+            yield
+    except Timeout as error:
+        message = f"{path.parent} is being changed by another process"
+        raise StoreError(message, hint="try again when that has ended") from error
+
+
+@contextmanager
+def claim_folder(folder: Path, *, prefix: str = "") -> Iterator[Path]:
+    """Make a folder in ``folder`` that is held until the end, then removed.
+
+    Create it while the store's lock is held: until its own lock is taken it looks abandoned. A
+    process that checks whether the folder is held takes its lock for a moment, so there is a wait.
+    A process that was forked meanwhile has a copy of this, and removes nothing.
+    """
+    maker = os.getpid()
+    own = folder / f"{prefix}{secrets.token_hex(8)}"
+    own.mkdir(mode=0o700, parents=True)
+    try:
+        with exclusive_lock(own / _LOCK_NAME):
+            yield own
+    finally:
+        if os.getpid() == maker:
+            remove_tree(own)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Tell whether a living process holds a folder; one that we may not write counts as held."""
+    path = folder / _LOCK_NAME
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0, thread_local=False):
+            return False
+    except Timeout:
+        return True
+    except OSError as error:
+        if error.errno in READ_ONLY_ERRORS:
+            return True
+        if error.errno in _REMOVED_ERRORS:
+            return False
+        raise
+
+
+def list_claimed_folders(folder: Path) -> list[Path]:
+    """Return the folders that were made by `claim_folder` and still exist."""
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+BUSY_SECONDS = 30.0
+"""How long a statement waits for other users of a file."""
+_FILE_MODE = 0o600
+_RETRY_SECONDS = 0.01
+
+
+def create_private_file(path: Path) -> None:
+    """Make the file where there is none; an existing one is not touched.
+
+    Closing a second handle of it would drop all locks that SQLite has on it in this process.
+
+    Raises:
+        StoreError: when it cannot be made.
+    """
+    try:
+        make_folders(path.parent, mode=0o700)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _FILE_MODE))
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from error
+
+
+@contextmanager
+def open_connection(path: Path, parameters: str) -> Iterator[sqlite3.Connection]:
+    """Lend a connection, closed at the end; ``parameters`` are those of its URI: ``mode=ro``."""
+    quoted = str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    uri = f"file:{quoted}?{parameters}"
+    connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def use_write_ahead_log(
+    connection: sqlite3.Connection, *, pause: Callable[[float], None] = time.sleep
+) -> None:
+    """Switch the file to a write-ahead log, unless it has one.
+
+    Where two switch at once, SQLite refuses one of them at once, whatever its timeout; soon
+    afterwards there is nothing left to do.
+
+    Raises:
+        sqlite3.OperationalError: when others use the file for too long.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() > deadline:
+                raise
+            pause(_RETRY_SECONDS)
+        else:
+            return
+
+
+def sqlite_error_name(error: sqlite3.DatabaseError) -> str:
+    """Return the name of SQLite's (extended) result code, or nothing."""
+    return getattr(error, "sqlite_errorname", "")
+
+
+def is_busy(error: sqlite3.DatabaseError) -> bool:
+    """Tell whether others used the file for longer than was waited."""
+    return sqlite_error_name(error).startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+_LIST_NAME = "blobs"
+
+
+@contextmanager
+def lease_blobs(paths: StorePaths, digests: Iterable[Digest]) -> Iterator[Path]:
+    """Hold blobs until the end; begin while the store's lock is held."""
+    with claim_folder(paths.leases) as folder:
+        lines = "".join(f"{digest.hex}\n" for digest in sorted(set(digests)))
+        (folder / _LIST_NAME).write_text(lines, encoding="ascii")
+        yield folder
+
+
+def list_leased_blobs(paths: StorePaths) -> set[Digest]:
+    """Return the blobs that living processes hold; ask while the store's lock is held."""
+    held = [folder for folder in list_claimed_folders(paths.leases) if is_claimed(folder)]
+    return {digest for folder in held for digest in _read_leased(folder)}
+
+
+def _read_leased(folder: Path) -> list[Digest]:
+    try:
+        lines = (folder / _LIST_NAME).read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return []
+    return [Digest.parse(f"sha256:{line}") for line in lines]

@@ -1,0 +1,331 @@
+"""What is trusted, as a value: keys with their grants, and revocations. Decides; does no I/O.
+
+A grant lets a key sign a namespace: any content, or only the contents listed. A revocation is never
+taken back; it outlives the removal of the key. What a registry gave, grant or revocation, counts
+for packages from there alone. What came from a file, or from a mirror that has no index, counts as
+from the registry that its namespace belongs to, if there is one.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Self
+
+from expertctl.digest import Digest
+from expertctl.errors import (
+    InvalidPackageError,
+    NotFoundError,
+    RevokedError,
+    TrustError,
+    UsageError,
+)
+from expertctl.reference import FROM_FILE, PackageName
+from expertctl.trust.authority import (
+    find_authorities,
+    find_namespace_registries,
+    find_other_registry,
+)
+from expertctl.trust.grants import (
+    Grant,
+    KnownRegistry,
+    Revocation,
+    TrustedKey,
+    TrustFileContent,
+    encode_trust,
+    parse_trust,
+)
+from expertctl.trust.keys import PublicKey
+
+MAX_REASON = 500
+_KEY_ID = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrustRecord:
+    """All that is trusted and revoked; changed by making another."""
+
+    keys: tuple[TrustedKey, ...] = ()
+    revoked: tuple[Revocation, ...] = ()
+    registries: tuple[KnownRegistry, ...] = ()
+
+    @classmethod
+    def parse(cls, data: bytes, *, what: str) -> Self:
+        """Read the bytes of ``trust.json``.
+
+        Raises:
+            InvalidPackageError: with every problem, when it is not exactly such a document.
+        """
+        try:
+            file = parse_trust(data, what=what)
+        except InvalidPackageError as error:
+            hint = f"restore {what} from a backup; without it nothing is trusted"
+            raise InvalidPackageError(error.what, error.problems, hint=hint) from error
+        return cls(file.keys, file.revoked, file.registries)
+
+    def encode(self) -> bytes:
+        """Return the bytes of ``trust.json``.
+
+        Raises:
+            TrustError: when they would be too many to be read again.
+        """
+        return encode_trust(TrustFileContent(self.keys, self.revoked, self.registries))
+
+    def find_revocation(
+        self, key_id: str, *, namespace: str | None = None, registry: str | None = None
+    ) -> Revocation | None:
+        """Return why a key is revoked; None when it is not.
+
+        Without a namespace only a total revocation counts; with one also what `authorities` say.
+        """
+        scopes: set[tuple[str, str] | None] = {None}
+        if namespace is not None:
+            scopes |= {
+                (host, namespace) for host in self.find_authoritative_hosts(namespace, registry)
+            }
+        return next((r for r in self.revoked if r.key_id == key_id and r.scope in scopes), None)
+
+    def find_key(self, key_id: str) -> TrustedKey | None:
+        """Return a trusted key by its id; a revoked one too, for display."""
+        return next((k for k in self.keys if k.key_id == key_id), None)
+
+    def find_registry(self, host: str) -> KnownRegistry | None:
+        """Return a registry whose index key was accepted."""
+        return next((known for known in self.registries if known.host == host), None)
+
+    def list_registries_for(self, namespace: str) -> tuple[str, ...]:
+        """Return the hosts of the registries that a namespace belongs to.
+
+        The one that the person named for it, else all from which its keys were pinned.
+        """
+        granted = (
+            (grant.registry, grant.namespace)
+            for key in self.keys
+            for grant in key.grants
+            if grant.registry is not None
+        )
+        pinned = ((r.host, name) for r in self.registries for name in r.pinned)
+        meant = ((r.host, name) for r in self.registries for name in r.namespaces)
+        return find_namespace_registries(namespace, assigned=meant, pinned=chain(pinned, granted))
+
+    def find_conflicting_registry(self, namespace: str, registry: str) -> str | None:
+        """Return the one registry that a namespace belongs to, if it is not this one; else None.
+
+        A file belongs to no registry, so it is no other one.
+        """
+        return find_other_registry(registry, registries=self.list_registries_for(namespace))
+
+    def find_authoritative_hosts(self, namespace: str, registry: str | None) -> frozenset[str]:
+        """Return the hosts whose word counts for a namespace of what came from ``registry``."""
+        known = {r.host for r in self.registries}
+        return find_authorities(
+            registry, registries=self.list_registries_for(namespace), known=known
+        )
+
+    def is_pinned(self, host: str, namespace: str) -> bool:
+        """Tell whether the keys of a namespace of a registry are fixed already."""
+        known = self.find_registry(host)
+        return (known is not None and namespace in known.pinned) or any(
+            grant.registry == host and grant.namespace == namespace
+            for key in self.keys
+            for grant in key.grants
+        )
+
+    def list_pinned_keys(self, host: str, namespace: str) -> list[PublicKey]:
+        """Return the keys that count for a namespace because a registry's index said so."""
+        return [
+            trusted.key
+            for trusted in self.keys
+            if any(g.registry == host and g.namespace == namespace for g in trusted.grants)
+        ]
+
+    def list_vouching_keys(self, host: str, namespace: str) -> list[PublicKey]:
+        """Return the keys that may sign anything in a namespace of a registry."""
+        return [
+            trusted.key
+            for trusted in self.keys
+            if self.find_revocation(trusted.key_id, namespace=namespace, registry=host) is None
+            and any(
+                grant.covers(namespace, {host}) and grant.content_digests is None
+                for grant in trusted.grants
+            )
+        ]
+
+    def with_key(self, trusted: TrustedKey) -> "TrustRecord":
+        """Return this with a key added, or with more grants for it.
+
+        Raises:
+            RevokedError: when the key was revoked, totally or where it is to count.
+        """
+        for grant in trusted.grants:
+            self._check_not_revoked(trusted.key_id, grant)
+        present = self.find_key(trusted.key_id)
+        if present is None:
+            return replace(self, keys=(*self.keys, trusted))
+        joined = present.merge(trusted)
+        return replace(self, keys=tuple(joined if k is present else k for k in self.keys))
+
+    def without_key(self, key_id: str) -> "TrustRecord":
+        """Return this without a key; its revocation stays.
+
+        Raises:
+            NotFoundError: when it is not there.
+        """
+        if self.find_key(key_id) is None:
+            hint = "`expertctl trust list` shows the trusted keys"
+            raise NotFoundError(f"the key {key_id} is not trusted", hint=hint)
+        return replace(self, keys=tuple(k for k in self.keys if k.key_id != key_id))
+
+    def with_revocation(self, key_id: str, reason: str) -> "TrustRecord":
+        """Return this with a key revoked everywhere, known or not; the first reason stays.
+
+        Raises:
+            UsageError: when the id is not one, or the reason is too long or not printable.
+        """
+        return self._add_revocation(Revocation(key_id, reason))
+
+    def with_registry(self, known: KnownRegistry) -> "TrustRecord":
+        """Return this with a registry added or changed; the namespaces that it names move to it.
+
+        Raises:
+            UsageError: when the host is what stands for files.
+        """
+        if known.host == FROM_FILE:
+            raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
+        before = self.find_registry(known.host)
+        if before is not None:
+            meant = tuple(sorted({*before.namespaces, *known.namespaces}))
+            known = replace(known, namespaces=meant, pinned=before.pinned)
+        others = (
+            replace(r, namespaces=tuple(n for n in r.namespaces if n not in known.namespaces))
+            for r in self.registries
+            if r.host != known.host
+        )
+        return replace(self, registries=tuple(sorted([*others, known], key=lambda r: r.host)))
+
+    def without_registry(self, host: str) -> "TrustRecord":
+        """Return this without a registry and what was pinned from it; its revocations stay.
+
+        Raises:
+            NotFoundError: when it is not known.
+        """
+        if self.find_registry(host) is None:
+            hint = "`expertctl trust registry list` shows the known ones"
+            raise NotFoundError(f"no registry is known as {host[:140]!r}", hint=hint)
+        left = (key.without_registry(host) for key in self.keys)
+        return replace(
+            self,
+            keys=tuple(key for key in left if key.grants),
+            registries=tuple(r for r in self.registries if r.host != host),
+        )
+
+    def with_pins(self, host: str, namespace: str, keys: Iterable[PublicKey]) -> "TrustRecord":
+        """Return this with keys pinned for a namespace of a registry; what is known keeps its name.
+
+        Where the namespace belonged to another registry, it stays that one's: a reference without a
+        host means what it meant before.
+
+        Raises:
+            RevokedError: when one of them was revoked.
+        """
+        pinned = self
+        for key in keys:
+            present = self.find_key(key.key_id)
+            name = present.name if present else namespace
+            pinned = pinned.with_key(TrustedKey(key, name, (Grant(namespace, None, host),)))
+        home = self.find_conflicting_registry(namespace, host)
+        registries = tuple(
+            replace(
+                r,
+                pinned=_add_name(r.pinned, namespace) if r.host == host else r.pinned,
+                namespaces=_add_name(r.namespaces, namespace) if r.host == home else r.namespaces,
+            )
+            for r in self.registries
+        )
+        return replace(pinned, registries=registries)
+
+    def with_registry_revocations(
+        self, host: str, namespace: str, revoked: Iterable[tuple[str, str]]
+    ) -> "TrustRecord":
+        """Return this with keys, given with reasons, revoked for a namespace of a registry alone.
+
+        Raises:
+            UsageError: when an id is not one, or a reason is too long or not printable.
+        """
+        record = self
+        for key_id, reason in revoked:
+            record = record._add_revocation(Revocation(key_id, reason, host, namespace))
+        return record
+
+    def authorise(
+        self,
+        key_id: str,
+        *,
+        package: PackageName,
+        content_digest: Digest,
+        registry: str | None = None,
+    ) -> PublicKey:
+        """Return the key when it may vouch for this content under this name.
+
+        ``registry`` is the host of the registry that the package came from.
+
+        Raises:
+            RevokedError: when the key was revoked, whatever else is known of it.
+            TrustError: when it is not trusted, or not for this namespace or content.
+        """
+        if revocation := self.find_revocation(
+            key_id, namespace=package.namespace, registry=registry
+        ):
+            hint = f"wait for a version of {package} that is signed with another key"
+            raise RevokedError(f"{package}: {_describe_revocation(revocation)}", hint=hint)
+        trusted = self.find_key(key_id)
+        if trusted is None:
+            where = f" --registry {registry}" if registry not in {None, FROM_FILE} else ""
+            use = f"`expertctl trust add KEY.pem --namespace {package.namespace}{where}`"
+            message = f"{package}: key {key_id} is not trusted"
+            raise TrustError(message, hint=f"if you know whose it is: {use}")
+        hosts = self.find_authoritative_hosts(package.namespace, registry)
+        _check_grant(trusted, package, content_digest, hosts)
+        return trusted.key
+
+    def _check_not_revoked(self, key_id: str, grant: Grant) -> None:
+        namespace = grant.namespace if grant.registry else None
+        revocation = self.find_revocation(key_id, namespace=namespace, registry=grant.registry)
+        if revocation is not None:
+            hint = "a revocation is final; ask the publisher for the key that replaces it"
+            raise RevokedError(_describe_revocation(revocation), hint=hint)
+
+    def _add_revocation(self, new: Revocation) -> "TrustRecord":
+        if not _KEY_ID.fullmatch(new.key_id):
+            raise UsageError(f"{new.key_id[:80]!r} is not a key id such as sha256:<64 hex digits>")
+        if len(new.reason) > MAX_REASON or not new.reason.isprintable():
+            raise UsageError(f"a reason is one line of at most {MAX_REASON} characters")
+        if any(r.key_id == new.key_id and r.scope == new.scope for r in self.revoked):
+            return self
+        return replace(self, revoked=(*self.revoked, new))
+
+
+def _add_name(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return tuple(sorted({*names, name}))
+
+
+def _check_grant(
+    trusted: TrustedKey, package: PackageName, content_digest: Digest, hosts: Collection[str]
+) -> None:
+    grants = [g for g in trusted.grants if g.covers(package.namespace, hosts)]
+    who = f"key {trusted.key_id} ({trusted.name})"
+    if not grants:
+        where = f" from {' or '.join(sorted(hosts))}" if hosts else ""
+        message = f"{package}: {who} may not sign '{package.namespace}/*'{where}"
+        grant = f"`expertctl keys grant {trusted.name} --namespace {package.namespace}`"
+        hint = f"if it is your key: {grant}; `expertctl trust list` shows what keys may sign"
+        raise TrustError(message, hint=hint)
+    if not any(grant.allows(content_digest) for grant in grants):
+        message = f"{package}: {who} is valid for fixed contents, {content_digest} is not one"
+        raise TrustError(message, hint="see `expertctl trust list --json`")
+
+
+def _describe_revocation(revocation: Revocation) -> str:
+    where = "" if revocation.registry is None else f" by {revocation.registry}"
+    reason = f": {revocation.reason}" if revocation.reason else ""
+    return f"key {revocation.key_id} was revoked{where}{reason}"

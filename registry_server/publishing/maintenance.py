@@ -1,0 +1,257 @@
+"""Yanking: a version that nobody should newly choose, with the reason; and the way back.
+
+A yanked version stays in the index and can be pulled: users who locked it still get it, resolvers
+skip it.
+
+The publisher keys of a namespace: owners add and revoke them; every index document says so.
+
+The first key needs nobody's word: whoever installs from the namespace for the first time pins it.
+Users who pinned an older key believe a later one when the older one vouches for it; without such a
+statement they have to decide themselves. A revoked key stays revoked, and vouches for nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, insert, select, update
+
+from expertctl.errors import BudgetError, NotFoundError, RevokedError, UsageError
+from expertctl.reference import PackageName
+from expertctl.trust.dsse import verify_key_statement
+from expertctl.trust.keys import PublicKey
+from registry_server.access import rights
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.access.rights import Action, Identity
+from registry_server.database.tables import NAMESPACE_KEYS, RELEASES
+from registry_server.publishing.index import (
+    PublisherKey,
+    find_key,
+    find_package_id,
+    load_publisher_keys,
+    rewrite_index,
+    rewrite_namespace_indexes,
+)
+from registry_server.registry import Registry
+
+MAX_REASON = 500
+
+
+def yank_release(
+    registry: Registry, identity: Identity, *, name: PackageName, version: str, reason: str
+) -> None:
+    """Yank a version; one that is yanked gets the new reason.
+
+    Raises:
+        UsageError: when the reason is empty, too long or not printable.
+        NotFoundError: when there is no such version.
+    """
+    text = check_reason(reason)
+    _set_yanked(registry, identity, name=name, version=version, reason=text)
+
+
+def unyank_release(
+    registry: Registry, identity: Identity, *, name: PackageName, version: str
+) -> None:
+    """Take a yank back; a version that is not yanked stays so.
+
+    Raises:
+        NotFoundError: when there is no such version.
+    """
+    _set_yanked(registry, identity, name=name, version=version, reason=None)
+
+
+def check_reason(text: str) -> str:
+    """Return a reason that may be shown to people.
+
+    Raises:
+        UsageError: when it is empty, too long or not printable.
+    """
+    reason = text.strip()
+    if not (0 < len(reason) <= MAX_REASON and reason.isprintable()):
+        hint = f"one line of 1 to {MAX_REASON} printable characters"
+        raise UsageError("the reason is empty, too long or not printable", hint=hint)
+    return reason
+
+
+def _set_yanked(
+    registry: Registry, identity: Identity, *, name: PackageName, version: str, reason: str | None
+) -> None:
+    now = time.time()
+    with registry.database.write() as connection:
+        package, release, before = _find_release(connection, identity, name, version)
+        if before == reason:
+            return
+        yanked = None if reason is None else now
+        connection.execute(
+            update(RELEASES)
+            .where(RELEASES.c.id == release)
+            .values(yanked=yanked, yank_reason=reason)
+        )
+        rewrite_index(connection, package, signer=registry.index_signer, now=now)
+        action = "unyank" if reason is None else "yank"
+        rights.write_audit_row(connection, identity, action, f"{name}@{version}", reason or "")
+
+
+def _find_release(
+    connection: Connection, identity: Identity, name: PackageName, version: str
+) -> tuple[int, int, str | None]:
+    """Return the ids of the package and the release, and the reason of its yank, None for none."""
+    namespace = rights.authorise(connection, identity, Action.YANK, name.namespace, name.name)
+    package = find_package_id(connection, namespace, name.name)
+    query = select(RELEASES.c.id, RELEASES.c.yanked, RELEASES.c.yank_reason).where(
+        RELEASES.c.package_id == package, RELEASES.c.version == version
+    )
+    row = connection.execute(query).one_or_none()
+    if package is None or row is None:
+        raise NotFoundError(f"there is no {name}@{version[:80]} to yank")
+    return package, row.id, None if row.yanked is None else row.yank_reason or ""
+
+
+MAX_NAMESPACE_KEYS = 200
+"""Of one namespace, revoked ones included: every index document holds them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRegistration:
+    """A key of the namespace, whether it was new or there before."""
+
+    key_id: str
+    vouched_by: str | None
+    """The id of the older key whose statement is published with it."""
+    warnings: tuple[str, ...]
+
+
+def add_key(
+    registry: Registry,
+    identity: Identity,
+    *,
+    namespace: str,
+    public_key: bytes,
+    statement: bytes | None,
+) -> KeyRegistration:
+    """Let a key sign for a namespace; one that is there may get its statement now.
+
+    Raises:
+        InvalidPackageError: when it is not a public key of a kind that is used.
+        RevokedError: when it was revoked here: that is for good.
+        TrustError: when no key of the namespace signed the statement.
+        BudgetError: when the namespace has too many keys.
+    """
+    key, now = PublicKey.from_pem(public_key), time.time()
+    with registry.database.write() as connection:
+        row = rights.authorise(connection, identity, Action.MANAGE, namespace)
+        known = load_publisher_keys(connection, row.id)
+        existing = find_key(known, key.key_id)
+        _check_usable(existing, key.key_id, row, known)
+        signer = _find_voucher(statement, row, key, known)
+        if existing is None or statement not in {None, existing.statement}:
+            _store_key(connection, row, key, statement, existing, now)
+            rewrite_namespace_indexes(connection, row, signer=registry.index_signer, now=now)
+            rights.write_audit_row(connection, identity, "keys.add", namespace, key.key_id)
+        signer = signer or _find_earlier_voucher(existing, row, known)
+    return KeyRegistration(key.key_id, signer, _build_warnings(signer, row, key.key_id, known))
+
+
+def revoke_key(
+    registry: Registry, identity: Identity, *, namespace: str, key_id: str, reason: str
+) -> None:
+    """Revoke a key for good; what it signed stays listed, and clients refuse it.
+
+    Raises:
+        UsageError: when the reason is empty, too long or not printable.
+        NotFoundError: when the namespace has no such key.
+    """
+    text, now = check_reason(reason), time.time()
+    with registry.database.write() as connection:
+        row = rights.authorise(connection, identity, Action.MANAGE, namespace)
+        existing = find_key(load_publisher_keys(connection, row.id), key_id)
+        if existing is None:
+            raise NotFoundError(f"{namespace} has no key {key_id[:80]}")
+        if existing.revoked is not None:
+            return
+        connection.execute(
+            update(NAMESPACE_KEYS)
+            .where(NAMESPACE_KEYS.c.namespace_id == row.id, NAMESPACE_KEYS.c.key_id == key_id)
+            .values(revoked=now, reason=text)
+        )
+        rewrite_namespace_indexes(connection, row, signer=registry.index_signer, now=now)
+        rights.write_audit_row(connection, identity, "keys.revoke", namespace, f"{key_id} {text}")
+
+
+def _check_usable(
+    existing: PublisherKey | None,
+    key_id: str,
+    namespace: NamespaceRow,
+    registered: Sequence[PublisherKey],
+) -> None:
+    if existing is not None and existing.revoked is not None:
+        raise RevokedError(
+            f"key {key_id} was revoked in {namespace.name}: {existing.reason}",
+            hint="make another with `expertctl keys new NAME`",
+        )
+    if existing is None and len(registered) >= MAX_NAMESPACE_KEYS:
+        raise BudgetError(
+            f"{namespace.name} has {len(registered)} keys, {MAX_NAMESPACE_KEYS} are allowed"
+        )
+
+
+def _find_voucher(
+    statement: bytes | None,
+    namespace: NamespaceRow,
+    key: PublicKey,
+    registered: Sequence[PublisherKey],
+) -> str | None:
+    """Return the id of the key that vouches for ``key``."""
+    if statement is None:
+        return None
+    older = [k.key for k in registered if k.revoked is None and k.key_id != key.key_id]
+    return verify_key_statement(statement, namespace=namespace.name, new=key, keys=older)
+
+
+def _find_earlier_voucher(
+    existing: PublisherKey | None, namespace: NamespaceRow, registered: Sequence[PublisherKey]
+) -> str | None:
+    """Return the id of the key that vouches already, unless it was revoked since."""
+    if existing is None or existing.statement is None:
+        return None
+    keys = [key.key for key in registered]
+    signer = verify_key_statement(
+        existing.statement, namespace=namespace.name, new=existing.key, keys=keys
+    )
+    return signer if any(k.key_id == signer and k.revoked is None for k in registered) else None
+
+
+def _store_key(
+    connection: Connection,
+    namespace: NamespaceRow,
+    key: PublicKey,
+    statement: bytes | None,
+    existing: PublisherKey | None,
+    now: float,
+) -> None:
+    columns = NAMESPACE_KEYS.c
+    if existing is not None:
+        where = (columns.namespace_id == namespace.id, columns.key_id == key.key_id)
+        connection.execute(update(NAMESPACE_KEYS).where(*where).values(statement=statement))
+        return
+    row = {
+        "namespace_id": namespace.id,
+        "key_id": key.key_id,
+        "public_key": key.pem().decode("ascii"),
+        "statement": statement,
+        "added": now,
+    }
+    connection.execute(insert(NAMESPACE_KEYS).values(row))
+
+
+def _build_warnings(
+    signer: str | None, namespace: NamespaceRow, key_id: str, registered: Sequence[PublisherKey]
+) -> tuple[str, ...]:
+    others = [key for key in registered if key.key_id != key_id]
+    if signer is not None or not others:
+        return ()
+    return (
+        f"no older key of {namespace.name} vouches for {key_id}: whoever has pinned one is asked "
+        f"for `expertctl trust add KEY.pem --namespace {namespace.name}`",
+    )

@@ -1,1 +1,0 @@
-"""Where blobs lie."""

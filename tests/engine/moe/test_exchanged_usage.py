@@ -1,0 +1,60 @@
+"""Who is exchanged while a base is served: by a profile at first, then by what it is asked for."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from expertctl.engine.moe.routed_experts import EXACT_POLICY
+from expertctl.engine.moe.usage_profile import ExpertUsage, UsageProfile, activity_from_profile
+from expertctl.engine.moe.usage_store import ExpertUsageStore
+from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
+from expertctl.package.model_config import ModelConfig
+from expertctl.store.quantised_cache import UsageProfileFile
+from tests.engine.moe.test_expert_cache import EXPERTS, LAYERS, NUMBERS, Marked, config, new_cache
+from tests.engine.moe.test_start import by_number, list_cached_experts, use
+from tests.engine.moe.test_usage_store import ROUTED, file
+from tests.store.fixtures import fast, house, shop
+
+__all__ = ["config", "fast", "file", "house", "shop"]
+
+HERE = replace(ROUTED, count=EXPERTS, layers=NUMBERS)
+USAGE = UsageProfile("", 40, EXPERTS, {n: {7: 40, 6: 30} for n in NUMBERS})
+GUIDE = ExpertUsage("a file", activity_from_profile(USAGE), USAGE)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_requests_that_shift_change_who_is_exchanged(
+    learns: bool, file: UsageProfileFile, config: ModelConfig
+) -> None:
+    """Between two learnings scores stay: nobody asks for 6 and 7, and they have all slots."""
+    wishes = WarmupConfig(warmup="none", exchange=1.0, learns=learns)
+    keeper = ExpertUsageStore(file.bases, wishes)
+    with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(wishes, GUIDE), by_number(cache))
+        keeper.observe(file.base, HERE, cache)
+        use(cache, config, (2, 3), passes=100)
+        assert list_cached_experts(cache) == [{6, 7}] * LAYERS
+        keeper.save()
+        use(cache, config, (2, 3), passes=100)
+        assert list_cached_experts(cache) == [{2, 3}] * LAYERS
+        use(cache, config, (4, 5), passes=300)
+        assert list_cached_experts(cache) == [{2, 3}] * LAYERS
+        keeper.save()
+        use(cache, config, (4, 5), passes=100)
+        assert list_cached_experts(cache) == [{4, 5}] * LAYERS
+    assert (file.read() is not None) == learns
+
+
+def test_what_is_learnt_before_anything_is_known_is_exchanged_by_too(
+    file: UsageProfileFile, config: ModelConfig
+) -> None:
+    wishes = WarmupConfig(warmup="none", exchange=1.0)
+    keeper = ExpertUsageStore(file.bases, wishes)
+    with closing(new_cache(Marked(), slots=2, policy=EXACT_POLICY)) as cache:
+        warm_up_cache(cache, WarmupPlan(wishes), by_number(cache))
+        keeper.observe(file.base, HERE, cache)
+        use(cache, config, (2, 3), passes=100)
+        keeper.save()
+        use(cache, config, (4, 5), passes=60)
+        assert list_cached_experts(cache) == [{2, 3}] * LAYERS

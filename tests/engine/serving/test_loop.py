@@ -1,0 +1,304 @@
+"""Texts begin and end between passes; what fails ends what it belongs to, and leaves nothing."""
+
+import time
+from typing import Any
+
+import pytest
+
+from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
+from expertctl.engine.model.backends import TorchModel
+from expertctl.engine.serving.model_runner import INITIAL_ANSWER_TOKENS
+from expertctl.engine.serving.request import JobStarted, OutputDelta, RequestState
+from expertctl.errors import BudgetError, CancelledError
+from tests.engine.serving.harness import (
+    ENDLESS_TOKENS,
+    EngineHarness,
+    known,
+    make_request,
+    market,
+    open_engine_harness,
+    reserve_all_but,
+    shop,
+)
+from tests.store.fixtures import HomeFixture, fast, house
+
+__all__ = ["fast", "house", "known", "market", "shop"]
+
+
+class StepClock:
+    """The time that steps are measured by."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_answer_has_the_time_from_its_job_to_its_own_first_token(
+    shop: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StepClock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    other = shop.submit(make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS))
+    shop.step_until(lambda: other.has_started)
+    clock.now = 2000.0
+    job = shop.submit_until_ready(
+        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), texts=2
+    )
+    clock.now = 2001.0
+    shop.step_until(lambda: job.has_started)
+    clock.now = 2003.0
+    shop.loop.run_pass()  # there is one row for two answers
+    shop.scheduler.cancel(other.ticket.job.id)
+    clock.now = 2007.0
+    shop.loop.run_pass()
+    clock.now = 2011.0
+    shop.step_until(lambda: any(isinstance(e, OutputDelta) and e.number for e in job.events))
+    clock.now = 2020.0
+    shop.scheduler.cancel(job.ticket.job.id)
+    shop.finish(other, job)
+    first, second = (result.timings_ms for result in job.results)
+    assert (first["ttft"], second["ttft"]) == (1_000.0, 11_000.0)
+    assert (first["queue"], second["queue"]) == (1_000.0, 11_000.0)
+    assert first["total"] == second["total"] == 20_000.0
+
+
+def test_a_bug_in_a_pass_ends_the_texts_of_that_pass_and_no_other(shop: EngineHarness) -> None:
+    texts = [
+        shop.submit_until_ready(make_request(f"Sort: {n}", "sql", max_tokens=ENDLESS_TOKENS))
+        for n in range(2)
+    ]
+    shop.loop.run_pass()
+    waiting = shop.submit_until_ready(make_request("Sort: 9", "go"))
+    model = shop.loop.batch._model
+
+    class Broken:
+        prefill_parts = 1
+
+        def prefill(self, reading: Any, ids: Any, **_: Any) -> Any:
+            return reading.prefill(ids)
+
+        def step(self, _: Any) -> Any:
+            raise ZeroDivisionError
+
+    shop.loop.batch._model = Broken()  # type: ignore[assignment]  # steps are all that is asked
+    shop.step_until(lambda: all(text.is_over for text in texts))
+    shop.loop.batch._model = model
+    assert [text.error.message for text in texts] == ["the server failed to answer this"] * 2
+    assert "ZeroDivisionError" in shop.messages[-1]
+    shop.finish(waiting)
+    assert waiting.results[0].generated.tokens
+    assert (shop.scheduler.totals.failed, shop.scheduler.totals.finished) == (2, 1)
+    shop.check_idle()
+
+
+def test_a_text_that_a_bug_keeps_from_beginning_ends_its_own_job(
+    shop: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = shop.submit_until_ready(make_request("Sort: 1", "sql", max_tokens=ENDLESS_TOKENS))
+    shop.loop.run_pass()
+    bad = shop.submit_until_ready(make_request("Sort: 2", "go"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TorchModel, "prepare", fail)
+        shop.loop.run_pass()
+    assert bad.error.message == "the server failed to answer this"
+    assert "a text could not begin" in shop.messages[-1]
+    assert not any(isinstance(event, JobStarted) for event in bad.events)
+    assert [text.ticket for text in shop.loop.batch.sequences] == [good.ticket]
+    shop.scheduler.cancel(good.ticket.job.id)
+    shop.finish(good)
+    assert good.results[0].generated.tokens
+    shop.check_idle()
+
+
+def test_keys_and_values_that_do_not_fit_beside_others_wait_until_those_end(
+    shop: EngineHarness,
+) -> None:
+    first = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    shop.loop.run_pass()
+    second = shop.submit_until_ready(make_request("Sort: 2", max_tokens=ENDLESS_TOKENS))
+    with reserve_all_but(shop, leaving=1000):
+        shop.loop.run_pass()
+        assert not second.events
+        assert second.ticket.stage == "ready"
+        shop.scheduler.cancel(first.ticket.job.id)
+        shop.step_until(lambda: second.has_started)
+        assert first.ticket.outputs
+        shop.scheduler.cancel(second.ticket.job.id)
+        shop.finish(second)
+    shop.check_idle()
+
+
+def test_those_that_only_wait_give_back_what_is_pinned_for_them(shop: EngineHarness) -> None:
+    first = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    second = shop.submit_until_ready(make_request("Sort: 2", "go"))
+    experts = shop.runner.budget.reserved_bytes("experts")
+    wanted = _bytes_to_begin(shop, first.ticket)
+    with reserve_all_but(shop, leaving=wanted - 1):
+        shop.loop.run_pass()
+        assert second.ticket.stage != "ready"
+        shop.step_until(lambda: bool(first.events))
+        assert isinstance(first.events[0], JobStarted)
+        assert shop.runner.budget.reserved_bytes("experts") < experts
+        shop.scheduler.cancel(first.ticket.job.id)
+        shop.step_until(lambda: first.is_over)
+    shop.finish(second)
+    assert second.results[0].generated.tokens
+    shop.check_idle()
+
+
+def test_what_fits_beside_nobody_is_refused_when_nothing_runs(shop: EngineHarness) -> None:
+    alone = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    with reserve_all_but(shop, leaving=1000):
+        shop.finish(alone)
+    assert isinstance(alone.error, BudgetError)
+    assert shop.answer(make_request("Sort: 2")).results[0].generated.tokens
+    shop.check_idle()
+
+
+def test_a_job_that_is_called_off_before_its_row_is_free_gets_none(shop: EngineHarness) -> None:
+    one = shop.submit_until_ready(make_request("Sort: 1", "sql"))
+    shop.scheduler.cancel(one.ticket.job.id)
+    shop.loop.run_pass()
+    assert isinstance(one.error, CancelledError)
+    assert shop.loop.batch.sequences == ()
+    shop.check_idle()
+
+
+def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began(
+    shop: EngineHarness,
+) -> None:
+    other = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
+    shop.loop.run_pass()
+    job = shop.submit_until_ready(
+        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), texts=2
+    )
+    shop.loop.run_pass()
+    for one in (job, other):
+        shop.scheduler.cancel(one.ticket.job.id)
+    shop.finish(job, other)
+    assert [result.generated.finish_reason for result in job.results] == ["cancelled"]
+    shop.check_idle()
+
+
+def test_answers_of_one_job_read_its_prompt_once(house: HomeFixture) -> None:
+    wanted = make_request("one two three four five " * 20, "sql")
+    with open_engine_harness(house.home, torch_below=0) as shop:
+        job = shop.answer(wanted, texts=4)
+        first, *others = (result.generated.prefill_tokens for result in job.results)
+        assert first == job.results[0].prompt_tokens > 2 * KV_PAGE_TOKENS
+        assert all(0 < read <= KV_PAGE_TOKENS for read in others), (
+            "what fills no page is not shared"
+        )
+        kept = shop.runner.resources.get_kv_store(shop.runner.base.backend).cached_bytes
+        assert kept == 0, "nobody asks with its key again"
+        shop.check_idle()
+
+
+def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
+    house: HomeFixture,
+) -> None:
+    with open_engine_harness(house.home, torch_below=0) as shop:
+        long = shop.submit_until_ready(
+            make_request("one two three four five " * 16, "sql"), texts=2
+        )
+        other = shop.submit_until_ready(make_request("Sort: 2", "go"))
+        shop.loop.run_pass()
+        assert [text.ticket for text in shop.loop.batch.sequences] == [long.ticket, other.ticket]
+        shop.finish(long, other)
+
+
+def test_a_job_that_is_called_off_ends_though_its_next_answer_lacks_memory(
+    shop: EngineHarness,
+) -> None:
+    other = shop.submit_until_ready(make_request("Sort: 2", "go", max_tokens=ENDLESS_TOKENS))
+    shop.loop.run_pass()
+    job = shop.submit_until_ready(make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS), texts=2)
+    wanted = _bytes_to_begin(shop, job.ticket)
+    with reserve_all_but(shop, leaving=wanted + wanted // 2):
+        shop.loop.run_pass()
+        shop.loop.run_pass()
+        assert (job.ticket.started_count, job.ticket.stage) == (1, "ready")
+        shop.scheduler.cancel(job.ticket.job.id)
+        shop.loop.run_pass()
+        shop.loop.run_pass()
+        shop.step_until(lambda: job.is_over)
+        assert not other.is_over
+    shop.scheduler.cancel(other.ticket.job.id)
+    shop.finish(other)
+    shop.check_idle()
+
+
+def pages(shop: EngineHarness, count: int) -> int:
+    """The bytes of so many pages."""
+    return count * shop.runner.base.kv_bytes(KV_PAGE_TOKENS)
+
+
+def test_texts_that_grow_take_memory_from_those_that_began_last(house: HomeFixture) -> None:
+    asked = [
+        make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
+    ]
+    with open_engine_harness(house.home, torch_below=0) as shop:
+        alone = [shop.answer(one).results[0].generated.tokens for one in asked]
+        assert all(len(tokens) > 2 * INITIAL_ANSWER_TOKENS for tokens in alone), "they grow"
+        first, second = (shop.submit_until_ready(one) for one in asked)
+        shop.loop.run_pass()
+        with reserve_all_but(shop, leaving=pages(shop, 24)):
+            shop.finish(first)
+            assert shop.scheduler.totals.paused >= 1
+            assert not second.is_over
+            shop.finish(second)
+        together = [caller.results[0].generated for caller in (first, second)]
+        assert [one.tokens for one in together] == alone
+        assert [one.prefill_tokens for one in together] == [
+            caller.results[0].prompt_tokens for caller in (first, second)
+        ]
+        shop.check_idle()
+
+
+def test_a_text_that_pauses_ends_when_it_is_called_off(house: HomeFixture) -> None:
+    asked = [
+        make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
+    ]
+    with open_engine_harness(house.home, torch_below=0) as shop:
+        first, second = (shop.submit_until_ready(one) for one in asked)
+        shop.loop.run_pass()
+        with reserve_all_but(shop, leaving=pages(shop, 24)):
+            shop.step_until(lambda: shop.scheduler.totals.paused == 1)
+            shop.scheduler.cancel(second.ticket.job.id)
+            shop.finish(second)
+            assert second.results[0].generated.finish_reason == "cancelled"
+            assert len(second.results[0].generated.tokens) >= INITIAL_ANSWER_TOKENS
+            assert not first.is_over
+            shop.finish(first)
+        shop.check_idle()
+
+
+def test_nobody_begins_while_a_text_pauses(house: HomeFixture) -> None:
+    asked = [
+        make_request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))
+    ]
+    with open_engine_harness(house.home, torch_below=0) as shop:
+        first, second = (shop.submit_until_ready(one) for one in asked)
+        shop.loop.run_pass()
+        with reserve_all_but(shop, leaving=pages(shop, 24)):
+            shop.step_until(lambda: shop.scheduler.totals.paused == 1)
+            third = shop.submit(make_request("Sort: 9", "go", max_tokens=2))
+            shop.finish(first)
+            assert not third.has_started
+            shop.finish(second, third)
+        shop.check_idle()
+
+
+def _bytes_to_begin(shop: EngineHarness, ticket: RequestState) -> int:
+    """What a text takes when it begins: its keys and values, and wider buffers."""
+    base, rows = shop.runner.base, shop.runner.settings.rows
+    assert ticket.prepared is not None
+    capacity = ticket.prepared.prompt.capacity
+    wider = base.buffer_bytes(capacity, rows=rows) - shop.runner.budget.reserved_bytes("buffers")
+    return base.kv_bytes(capacity) + wider

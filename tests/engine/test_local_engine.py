@@ -1,0 +1,294 @@
+"""Whole runs in one process: one budget, experts found again, every refusal before any text."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.generation import CancelCheck, never_cancelled
+from expertctl.engine.local_engine import LocalEngine
+from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.result import RunResult
+from expertctl.engine.text.prompt import PROMPT_NOT_IN_TEMPLATE, UserMessage
+from expertctl.errors import (
+    BaseMismatchError,
+    BudgetError,
+    DigestError,
+    ExpertError,
+    RevokedError,
+    TrustError,
+    UsageError,
+)
+from expertctl.reference import Reference
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import ForcedExpert, RouteRequest
+from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.schema.validation import find_problems
+from expertctl.settings import Home, Settings
+from tests.engine.package_fixtures import EnginePackages, market
+from tests.factories import write_base
+from tests.store.fixtures import HomeFixture, fast, house, make_key
+
+__all__ = ["fast", "house", "market"]
+
+PROMPT = "Sort: 3, 1, 2"
+WISHES = SamplingOverrides(greedy=True, max_tokens=6)
+SQL = ForcedExpert(Reference.parse("acme/sql"))
+
+
+@pytest.fixture(autouse=True)
+def known(house: HomeFixture, market: EnginePackages) -> None:
+    house.bases.add(market.base_dir)
+    house.trust_keys("acme")
+
+
+def planner(house: HomeFixture) -> Planner:
+    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+
+
+@pytest.fixture
+def engine(house: HomeFixture) -> LocalEngine:
+    return LocalEngine(planner(house), budget=8 << 20)
+
+
+def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
+    route = RouteRequest(prompt=prompt, seed=0, sampling=WISHES, **options.pop("route", {}))
+    message = UserMessage(prompt=prompt)
+    return RunRequest(message=message, route=route, experts=experts, **options)
+
+
+def run(
+    engine: LocalEngine, wanted: RunRequest, *, cancelled: CancelCheck = never_cancelled
+) -> RunResult:
+    pieces, stream = [], engine.run(wanted, cancelled=cancelled)
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            result = end.value
+            break
+    assert isinstance(result, RunResult)
+    assert "".join(pieces) == result.generated.text
+    assert find_problems(result.to_json(), "run") == []
+    engine.check_integrity()
+    return result
+
+
+def test_a_run_accounts_for_every_byte_and_gives_back_what_it_borrowed(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package())
+    result = run(engine, request(SQL))
+    held = result.memory.held
+    tokens = result.prompt_tokens + 6
+    assert held["kv"] == 2 * 2 * 2 * 8 * 4 * tokens
+    assert min(held.values()) > 0
+    assert sum(held.values()) <= result.memory.peak <= result.memory.budget == 8 << 20
+    assert engine.budget.used == held["base"] + held["experts"]
+
+
+def test_an_expert_changes_the_answer_and_is_found_again(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package())
+    alone = run(engine, request(route={"base_alone": True}))
+    first = run(engine, request(SQL))
+    second = run(engine, request(SQL))
+    assert first.generated.tokens == second.generated.tokens != alone.generated.tokens
+    assert first.planned.result.plan.identity != alone.planned.result.plan.identity
+    assert [r.to_json()["cache"] for r in (alone, first, second)] == [
+        {"experts_hit": 0, "experts_loaded": 0, "kv_reused_tokens": 0},
+        {"experts_hit": 0, "experts_loaded": 1, "kv_reused_tokens": 0},
+        {"experts_hit": 1, "experts_loaded": 0, "kv_reused_tokens": 0},
+    ]
+
+
+def test_weights_and_order_reach_the_numbers(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
+    one, two = (ForcedExpert(Reference.parse(f"acme/{name}"), 0.5) for name in ("one", "two"))
+
+    def plan(*experts: ForcedExpert) -> tuple[int, ...]:
+        return run(engine, request(*experts)).generated.tokens
+
+    assert plan(one, two) == plan(two, one)
+    assert (
+        plan(replace(one, weight=0.0))
+        == run(engine, request(route={"base_alone": True})).generated.tokens
+    )
+
+
+def test_below_the_threshold_the_base_answers_alone_and_says_so(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package(description="Writes SQL queries."))
+    result = run(engine, request(prompt="Guten Morgen"))
+    assert result.planned.experts == ()
+    assert any(w.startswith("the base answers alone: ") for w in result.warnings)
+    asked = run(engine, request(route={"base_alone": True}))
+    assert asked.warnings == ()
+    assert asked.planned.result.notes == ("the base answers alone, as asked",)
+
+
+def test_uses_are_counted(engine: LocalEngine, house: HomeFixture, market: EnginePackages) -> None:
+    [installed] = house.install(market.package())
+    run(engine, request(SQL))
+    run(engine, request(SQL))
+    usage = house.catalogue.find_usage(installed.expert.content_digest)
+    assert usage is not None
+    assert usage.uses == 2
+
+
+def test_a_read_only_home_answers_and_says_that_the_use_was_not_recorded(
+    house: HomeFixture, market: EnginePackages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.install(market.package())
+    home = planner(house)
+    home.catalogue.database.path = Path("/proc/nowhere/index.db")
+    result = run(LocalEngine(home, budget=8 << 20), request(SQL))
+    assert result.generated.tokens
+    assert any("was not recorded" in warning for warning in result.warnings)
+
+
+def test_a_file_is_used_without_installing_it(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    path = market.package(key=None)
+    before = house.read_files()
+    from_file = run(engine, request(FileExpert(path, 0.5)))
+    assert house.read_files() == before
+    assert any("unsigned" in warning for warning in from_file.warnings)
+    assert engine.budget.reserved_bytes("experts") == 0
+    house.install(path, allow_unsigned=True)
+    installed = run(engine, request(replace(SQL, weight=0.5)))
+    assert installed.generated.tokens == from_file.generated.tokens
+
+
+def test_a_signed_file_of_a_stranger_is_refused(
+    engine: LocalEngine, market: EnginePackages
+) -> None:
+    with pytest.raises(TrustError):
+        run(engine, request(FileExpert(market.package(key="stranger"))))
+    engine.check_integrity()
+
+
+def test_a_key_revoked_since_the_install_is_refused(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package())
+    run(engine, request(SQL))
+    house.trust.revoke(make_key("acme").public.key_id)
+    with pytest.raises(RevokedError):
+        run(engine, request(SQL))
+    with pytest.raises(RevokedError):
+        run(engine, request(FileExpert(market.package())))
+
+
+def test_weights_changed_in_the_store_are_refused(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    [installed] = house.install(market.package())
+    blob = house.store.blob_path(installed.expert.find_file("adapter_model.safetensors").digest)
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(data)
+    with pytest.raises(DigestError, match=r"acme/sql@1\.0\.0"):
+        run(engine, request(SQL))
+    engine.check_integrity()
+
+
+def test_a_base_changed_on_disk_is_refused(house: HomeFixture, tmp_path: Path) -> None:
+    directory = write_base(tmp_path / "mine", layers=1)
+    house.bases.add(directory)
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(BaseMismatchError, match=r"model\.safetensors"):
+        run(LocalEngine(planner(house), budget=8 << 20), request(base="mine"))
+
+
+def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package())
+    held = run(engine, request(SQL)).memory.held
+    limit = 0
+    names = {"base": "the base", "kv": "the KV cache", "buffers": "the buffers", "experts": "acme"}
+    for purpose, what in names.items():
+        limit += held[purpose]  # type: ignore[index]  # a Purpose
+        small = LocalEngine(planner(house), budget=limit - 1)
+        with pytest.raises(BudgetError, match=f"{what}.* needed, .* of the budget of") as caught:
+            run(small, request(SQL))
+        assert "--memory-budget" in caught.value.hint
+        small.check_integrity()
+    assert run(LocalEngine(planner(house), budget=limit), request(SQL)).memory.peak == limit
+
+
+def test_a_prompt_beyond_the_context_is_refused_or_cut_as_asked(engine: LocalEngine) -> None:
+    long = "x" * 600
+    with pytest.raises(UsageError, match="the base reads 512"):
+        run(engine, request(prompt=long))
+    result = run(engine, request(prompt=long, truncate=True))
+    assert result.prompt_tokens == 512 - 6
+    assert any("the prompt was cut" in warning for warning in result.warnings)
+
+
+def test_max_tokens_end_at_the_context(engine: LocalEngine) -> None:
+    long = request(prompt="x" * 480)
+    wishes = replace(WISHES, max_tokens=100)
+    result = run(engine, replace(long, route=replace(long.route, sampling=wishes)))
+    assert result.prompt_tokens + len(result.generated.tokens) == 512
+    assert "the answer ended where the context of 512 tokens is full" in result.warnings
+    assert not any("is full" in w for w in run(engine, long).warnings)
+
+
+def test_another_base_takes_the_place_of_the_first(
+    engine: LocalEngine, house: HomeFixture, tmp_path: Path
+) -> None:
+    house.bases.add(write_base(tmp_path / "mine", layers=2, seed=5))
+    one = run(engine, request(base="market-base"))
+    other = run(engine, request(base="mine"))
+    assert one.generated.tokens != other.generated.tokens
+    assert run(engine, request(base="market-base")).generated.tokens == one.generated.tokens
+
+
+def test_a_refused_run_leaves_the_engine_usable(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    with pytest.raises(ExpertError):
+        run(engine, request(SQL))
+    house.install(market.package())
+    assert run(engine, request(SQL)).generated.tokens
+
+
+def test_a_run_that_is_given_up_gives_everything_back(
+    engine: LocalEngine, house: HomeFixture, market: EnginePackages
+) -> None:
+    house.install(market.package())
+    threads = torch.get_num_threads()
+    stream = engine.run(request(SQL))
+    next(stream)
+    assert engine.budget.reserved_bytes("kv") > 0
+    stream.close()
+    engine.check_integrity()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_template_without_the_prompt_is_told(engine: LocalEngine) -> None:
+    wanted = replace(request(), message=UserMessage(prompt=PROMPT, template="Hello"))
+    assert PROMPT_NOT_IN_TEMPLATE in run(engine, wanted).warnings
+
+
+def test_one_seed_gives_one_text(engine: LocalEngine) -> None:
+    def text(seed: int) -> tuple[int, ...]:
+        wanted = request()
+        wishes = SamplingOverrides(temperature=1.5, top_p=1.0, max_tokens=20)
+        route = replace(wanted.route, seed=seed, sampling=wishes)
+        return run(engine, replace(wanted, route=route)).generated.tokens
+
+    assert text(1) == text(1) != text(2)
