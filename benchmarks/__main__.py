@@ -8,12 +8,11 @@ from pathlib import Path
 from benchmarks.harness import format_table
 
 HELPER_MODULES = {
-    *("cache_oracles", "drawn_deep", "drawn_rows", "harness", "injections", "inputs"),
-    *("installed", "memorised", "popularity"),
+    *("cache_policies", "harness", "injections", "inputs", "random_rows"),
 }
-ENGINE_MODULES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
-HOME_MODULES = {"routed_home", "served_home"}
-SERVER_MODULES = {"servers", "serving_load"}
+ENGINE_MODULES = {"comparison", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
+HOME_MODULES = {"routing_home", "served_home"}
+SERVER_MODULES = {"registry_servers", "serving_load"}
 NOT_BENCHMARKS = {
     "__init__",
     "__main__",

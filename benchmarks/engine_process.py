@@ -35,7 +35,7 @@ class ReadMemory:
 
 
 Task = ReadPrompt | Decode | ReadMemory
-InputTask = TypeVar("TaskIn", contravariant=True)
+InputTask = TypeVar("InputTask", contravariant=True)
 AnyTask = TypeVar("AnyTask")
 
 

@@ -61,7 +61,7 @@ sentence sort song split status stock sum table tax test text ticket time title 
 travel update user value verb video weather week weight word write year
 """
 WORDS = _WORDS.split()
-QueryItem = TypeVar("Asked")
+QueryItem = TypeVar("QueryItem")
 ROWS = (10_000, 100_000)
 COUNT = 32
 SHARES = (0.5, 0.1, 0.01, 0.001)

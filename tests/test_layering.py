@@ -18,11 +18,8 @@ LAYERS = (
         "digest",
         "reference",
         "settings",
-        "durable",
-        "config_file",
-        "plain_text",
-        "regular_file",
-        "telling",
+        "files",
+        "messages",
     },
     {"schema"},
     {"http"},
@@ -109,7 +106,7 @@ def test_only_the_engine_imports_torch() -> None:
 
 def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:
     def heavy(path: Path) -> set[str]:
-        compat = module_name(path).startswith("expertctl.engine.compat_engine")
+        compat = module_name(path).startswith("expertctl.engine.compat_")
         return set() if compat else libraries(imported(path)) & COMPAT
 
     assert offenders(MODULES, heavy) == {}
@@ -123,7 +120,7 @@ def test_the_compat_engine_imports_what_replaces_our_own_only_when_it_runs() -> 
 
 
 def test_the_registry_server_needs_neither_the_engine_nor_the_command_line() -> None:
-    allowed = {"errors", "plain_text", "digest", "reference", "durable", "settings", "regular_file",
+    allowed = {"errors", "messages", "digest", "reference", "files", "settings",
                "schema", "http", "trust", "package", "registry"}  # fmt: skip
 
     def used(path: Path) -> set[str]:

@@ -168,7 +168,7 @@ def _make_cache(base: PackedBase, reader: ExpertReader, found: BlockSplit) -> Ex
     slots = [LayerSlots(experts=routed.count, capacity=found.slots) for _ in range(layers)]
     some_go = found.slots < routed.count  # else there is nothing to guess at
     kind = ImperfectPrefetchCache if some_go else ExpertCache
-    cache = kind(memory, reader, numbers=routed.layers, slots=slots, threads=_THREADS)
+    cache = kind(memory, reader, layer_numbers=routed.layers, slots=slots, threads=_THREADS)
     cache.fill_slots([[]] * layers)
     return cache
 

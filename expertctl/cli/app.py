@@ -54,64 +54,62 @@ SECTIONS: dict[str, dict[str, CommandEntry]] = {
         "route": CommandEntry("run:route", "Show which experts would answer a prompt, and why"),
     },
     "Get": {
-        "install": CommandEntry("installing:install", "Install experts and what they require"),
-        "search": CommandEntry("searching:search", "Search the packages of a registry"),
-        "info": CommandEntry("searching:info", "Show what a registry says about a package"),
+        "install": CommandEntry("install:install", "Install experts and what they require"),
+        "search": CommandEntry("search:search", "Search the packages of a registry"),
+        "info": CommandEntry("search:info", "Show what a registry says about a package"),
         "update": CommandEntry(
-            "updating:update", "Install the newest versions that your list allows"
+            "dependencies:update", "Install the newest versions that your list allows"
         ),
         "outdated": CommandEntry(
-            "updating:outdated", "Show which experts are behind, yanked or revoked"
+            "dependencies:outdated", "Show which experts are behind, yanked or revoked"
         ),
-        "list": CommandEntry("local:list_", "List the installed experts"),
-        "remove": CommandEntry("installing:remove", "Remove an installed expert"),
-        "why": CommandEntry("why:why", "Show why an expert is installed"),
+        "list": CommandEntry("installed:list_experts", "List the installed experts"),
+        "remove": CommandEntry("install:remove", "Remove an installed expert"),
+        "why": CommandEntry("dependencies:why", "Show why an expert is installed"),
         "lock": CommandEntry(
-            "updating:lock", "Write expert.lock for the experts.toml in this folder"
+            "dependencies:lock", "Write expert.lock for the experts.toml in this folder"
         ),
     },
     "Make": {
         "init": CommandEntry("packages:init", "Write a draft of expert.json beside an adapter"),
         "build": CommandEntry("packages:build", "Check an adapter directory and package it"),
         "eval": CommandEntry(
-            "evaluating:evaluate", "Measure an expert against its base, or routing"
+            "evaluation:evaluate", "Measure an expert against its base, or routing"
         ),
         "sign": CommandEntry("packages:sign", "Sign a package, or replace its signature"),
         "verify": CommandEntry(
             "packages:verify", "Check every digest and the signature of a package"
         ),
         "inspect": CommandEntry("packages:inspect", "Show the manifest of a package"),
-        "diff": CommandEntry("diffing:diff", "Show what changed between two packages"),
+        "diff": CommandEntry("package_view:diff", "Show what changed between two packages"),
         "unpack": CommandEntry(
             "packages:unpack", "Write the files of a package to a new directory"
         ),
-        "export": CommandEntry("exporting:export", "Write experts to a file"),
-        "import": CommandEntry("installing:import_", "Install experts that were exported together"),
+        "export": CommandEntry("packages:export", "Write experts to a file"),
+        "import": CommandEntry("install:import_", "Install experts that were exported together"),
     },
     "Share": {
-        "publish": CommandEntry("publishing:publish", "Publish packages to a registry"),
-        "yank": CommandEntry("publishing:yank", "Withdraw a version from new installs"),
-        "login": CommandEntry("login:login", "Check a registry's token and save it"),
-        "logout": CommandEntry("login:logout", "Delete the saved token of a registry"),
-        "token": CommandEntry("tokens:app", "Manage your access tokens of a registry"),
+        "publish": CommandEntry("publish:publish", "Publish packages to a registry"),
+        "yank": CommandEntry("publish:yank", "Withdraw a version from new installs"),
+        "login": CommandEntry("connection:login", "Check a registry's token and save it"),
+        "logout": CommandEntry("connection:logout", "Delete the saved token of a registry"),
+        "token": CommandEntry("connection:token_app", "Manage your access tokens of a registry"),
         "registry": CommandEntry("registry:app", "Run and administer your own registry"),
     },
     "Trust": {
-        "keys": CommandEntry("keys:app", "Manage your own signing keys"),
+        "keys": CommandEntry("trust:keys_app", "Manage your own signing keys"),
         "trust": CommandEntry("trust:app", "Manage whose signatures are accepted, and for what"),
     },
     "Maintain": {
         "base": CommandEntry("bases:app", "Manage the base models that experts adapt"),
         "doctor": CommandEntry("doctor:doctor", "Check everything that is installed, byte by byte"),
-        "gc": CommandEntry("collecting:gc", "Delete files that nothing needs"),
-        "reindex": CommandEntry(
-            "installing:reindex", "Rebuild the catalogue and the routing vectors"
-        ),
+        "gc": CommandEntry("doctor:gc", "Delete files that nothing needs"),
+        "reindex": CommandEntry("install:reindex", "Rebuild the catalogue and the routing vectors"),
         "config": CommandEntry("config:app", "Show and change settings"),
         "stats": CommandEntry(
             "stats:stats", "Show how often experts were used and how well they did"
         ),
-        "feedback": CommandEntry("feedback:feedback", "Rate an answer as good or bad"),
+        "feedback": CommandEntry("stats:feedback", "Rate an answer as good or bad"),
         "bench": CommandEntry("bench:app", "Measure how fast this machine runs a base"),
     },
 }

@@ -88,7 +88,7 @@ class AsyncTransport:
         Raises:
             ExpertError: when it is refused, or no answer comes.
         """
-        body = await self._retry(call, lambda: self._answer(call))
+        body = await self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     async def open_stream(self, call: ApiRequest) -> httpx2.Response:

@@ -80,7 +80,7 @@ class Transport:
         Raises:
             ExpertError: when it is refused, or no answer comes.
         """
-        body = self._retry(call, lambda: self._answer(call))
+        body = self._retry(call, lambda: self._fetch_body(call))
         return decode_response(body, kind, what=call.what)
 
     def open_stream(self, call: ApiRequest) -> httpx2.Response:

@@ -152,7 +152,9 @@ class LocalEngine:
             borrowed = self._resources.load_for(
                 prepared, files, cache_key=request.cache_key, threads=count
             )
-            stack.callback(self._resources.habits.save, every=HABIT_SECONDS)  # when all is at rest
+            stack.callback(
+                self._resources.habits.save, interval=HABIT_SECONDS
+            )  # when all is at rest
             ready = stack.enter_context(borrowed)
             seat.resize(self.budget.used)
             self._publish_holdings(prepared)

@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -316,9 +317,8 @@ def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFi
     require_directory(directory)
     findings = ProblemCollector(str(directory))
     found = [
-        findings.run_step(lambda n=name: find_source_file(directory, n))
-        for name in (config, weights)
-    ]  # type: ignore[misc]  # defaults bind the loop's values
+        findings.run_step(partial(find_source_file, directory, name)) for name in (config, weights)
+    ]
     findings.raise_problems()
     config_file, weights_file = found
     if config_file is not None and weights_file is not None:

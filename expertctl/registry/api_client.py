@@ -95,7 +95,7 @@ class ApiClient:
 MAX_PAGES = 1000
 PAGE_SIZE = 100
 
-AnswerType = TypeVar("Kind")
+AnswerType = TypeVar("AnswerType")
 
 
 class ResultPage(Protocol):
@@ -107,7 +107,7 @@ class ResultPage(Protocol):
         ...
 
 
-PageType = TypeVar("SomePage", bound=ResultPage)
+PageType = TypeVar("PageType", bound=ResultPage)
 
 
 def parse_answer(document: JsonObject, kind: type[AnswerType], *, host: str) -> AnswerType:

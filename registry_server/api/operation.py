@@ -123,7 +123,7 @@ Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Handler = Callable[..., Struct | None]
 JSON = "application/json"
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-_StructT = TypeVar("_Kind", bound=Struct)
+_StructT = TypeVar("_StructT", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
-COMMANDS = ("run:route", "run:run", "chat:chat", "serve:serve", "evaluating:evaluate",
+COMMANDS = ("run:route", "run:run", "chat:chat", "serve:serve", "evaluation:evaluate",
             "bench:bench", "bench_moe:bench_moe")  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def rewind_on_error(caches: Sequence[KVCacheBase]) -> Iterator[None]:
 
 
 _FLOAT_BYTES = 4
-KVCacheT = TypeVar("Room", bound=KVCacheBase, covariant=True)
+KVCacheT = TypeVar("KVCacheT", bound=KVCacheBase, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

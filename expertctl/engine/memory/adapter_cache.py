@@ -40,7 +40,7 @@ from expertctl.engine.memory.budget import (
     ReclaimableMemory,
 )
 
-CachedValue = TypeVar("Resident")
+CachedValue = TypeVar("CachedValue")
 
 
 class Tier(Enum):

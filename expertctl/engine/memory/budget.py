@@ -137,7 +137,7 @@ ABSENT = object()
 ExpectationId = int
 """Names one expectation; the lower, the sooner it is needed."""
 _NEVER: ExpectationId = 1 << 62
-EntryName = TypeVar("Name", bound=Hashable)
+EntryName = TypeVar("EntryName", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)

@@ -38,7 +38,7 @@ from expertctl.routing.session import PlanningSession
 
 CHECK_WORKERS = 2
 """How many answers of jobs with a check of their own are checked at a time."""
-_Result = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _REST_SECONDS = 30.0
 """How long to wait for buffers, which are given back once the current pass has ended."""
 

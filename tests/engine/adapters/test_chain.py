@@ -14,7 +14,7 @@ from expertctl.engine.model.functional import (
     merge_lora_weight,
 )
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
 INFINITE = [
     LoraTensors(torch.full((1, 2), float("inf")), torch.ones(3, 1), 1.0),
     DoraTensors(torch.full((1, 2), float("inf")), torch.ones(3, 1), torch.ones(3), 1.0),

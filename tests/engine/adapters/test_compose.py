@@ -19,7 +19,7 @@ from tests.engine.package_fixtures import load_adapters, read_linear_shapes
 from tests.engine.random_experts import MODULE, LinearLayer, draw_chain_case, make_chain_step
 from tests.factories import write_base, write_lora
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
 CASES: dict[str, Any] = VECTORS["plan_closed_form"]
 CPU = torch.device("cpu")
 

@@ -373,7 +373,7 @@ def digest_of(matrix: PackedMatrix) -> str:
     return hashlib.sha256(matrix.data.tobytes() + matrix.scales.tobytes()).hexdigest()[:16]
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PEAK = """
 import sys
 from pathlib import Path

@@ -14,7 +14,7 @@ from expertctl.package.model_config import ModelConfig, parse_model_config, read
 from tests.engine.conftest import CLASSES, MakeReferenceModel
 
 VECTORS = json.loads(
-    Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
+    Path(__file__).parents[2].joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
 )
 
 

@@ -17,7 +17,7 @@ from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.process_registry import EngineRecord, EngineRegistration, list_engines
 from tests.engine.process_with_base import read_process_line
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.engine.reference_models import ROUTED_CLASSES as ROUTED_CLASSES
 from tests.factories import write_base
 
 VECTORS = json.loads(
-    Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
+    Path(__file__).parents[2].joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
 )
 KV = VECTORS["kv_equivalence"]
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]

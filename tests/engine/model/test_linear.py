@@ -13,7 +13,7 @@ from torch import Tensor
 from expertctl.engine.model.functional import LinearDelta, apply_linear
 
 VECTORS = json.loads(
-    Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
+    Path(__file__).parents[2].joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
 )
 CASES = VECTORS["plan_closed_form"]
 

@@ -10,7 +10,7 @@ import torch
 from expertctl.engine.adapters.fuse import ChainStep, apply_chain
 from expertctl.engine.model.functional import LoraTensors, compute_lora_delta, merge_lora_weight
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
 ARITHMETIC = [case for case in VECTORS["lora"] if "rank" in case]
 
 

@@ -23,7 +23,7 @@ from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from tests.factories import write_base, write_tokenizer
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 NAMES = ["chatml", "llama3", "qwen3"]
 NOON = datetime(2026, 3, 5, 12, 0)
 SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}

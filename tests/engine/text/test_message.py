@@ -8,7 +8,7 @@ import pytest
 from expertctl.engine.text.prompt import PROMPT_NOT_IN_TEMPLATE, UserMessage
 from expertctl.errors import ContextLengthError, UsageError
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "runtime.json").read_text())
 
 
 def test_the_rule_is_the_published_one() -> None:

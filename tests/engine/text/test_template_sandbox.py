@@ -12,7 +12,7 @@ from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.engine.text.tokenizer_files import TemplateSource
 from expertctl.errors import ExpertError, InvalidPackageError
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 LIMIT = 768 << 20
 LONG = ConversationMessage("user", "ab " * 100_000)
 
