@@ -46,7 +46,7 @@ def render_candidates(*candidates: RoutingCandidate, width: int = 0) -> list[str
 
 def of_another_base(name: str) -> RoutingCandidate:
     why = "refused: was made for starter/base (hidden size 64; tiny has 576)"
-    barred = candidate(name, share=None, support=None).mark_ineligible(why)
+    barred = candidate(name, probability=None, similarity=None).mark_ineligible(why)
     return replace(barred, other_base="starter/base")
 
 
