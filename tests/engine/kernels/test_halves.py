@@ -37,7 +37,7 @@ from expertctl.engine.kernels.memory import float32_to_half_bits, half_bits_to_f
 from expertctl.engine.kernels.packed_format import Scheme
 
 cpu, half = get_host_cpu(), Scheme.FLOAT16
-assert not (cpu.has_512_bit_registers or cpu.half or cpu.bf16_dot or cpu.byte_dot), cpu
+assert not (cpu.has_512_bit_registers or cpu.has_float16 or cpu.bf16_dot or cpu.byte_dot), cpu
 
 @numba.njit
 def back(halves, out):
