@@ -65,7 +65,7 @@ def run_measured() -> None:
         nonlocal profiler
         if profiler is None:
             code = frame.f_code
-            if event != "call" or code.co_qualname != "PackedDecoder.decode":
+            if event != "call" or code.co_qualname != "DecoderSession.decode":
                 return
             profiler = DepthProfiler(code, root)
         profiler(frame, event, value)
