@@ -21,7 +21,7 @@ from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase, resolve_phase
+from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.placement import interleave
 from expertctl.engine.moe.prefetch import PredictionFilter, TransitionModel
 from expertctl.engine.moe.resident_experts import PassLog, find_tokens_over_cap
@@ -184,7 +184,7 @@ class ExpertCache:
         self._requests.append(asked)
         if self._can_evict:
             self._transitions.observe_pass(asked, tokens)
-        begins = phase is not Phase.DECODE and resolve_phase(phase, tokens) is Phase.PROMPT
+        begins = phase is Phase.PROMPT
         if begins:
             self._update_policy = UpdatePolicy()
         self._update_policy.count_tokens(tokens)

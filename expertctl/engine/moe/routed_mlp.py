@@ -40,14 +40,7 @@ from expertctl.engine.moe.expert_stack import (
     expert_module_name,
     round_pinned_bytes,
 )
-from expertctl.engine.moe.routing import (
-    RouterOutput,
-    RoutingRule,
-    WorklistLane,
-    build_worklist,
-    make_lane_map,
-    route,
-)
+from expertctl.engine.moe.routing import RouterOutput, RoutingRule, route, split_by_residency
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import (
@@ -159,7 +152,7 @@ def estimate_routed_floats(config: ExpertsConfig, *, hidden: int) -> int:
     return 5 * hidden + 3 * inner + choice
 
 
-_HostArray = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 _HIDDEN_BUFFERS, _ID_BUFFERS = 4, 3
 _LONG_BYTES, _FLOAT_BYTES = 8, 4
 
@@ -168,9 +161,9 @@ _LONG_BYTES, _FLOAT_BYTES = 8, 4
 class HostSelection:
     """What some rows chose in a layer, as the host knows it; all [rows, used]."""
 
-    selected: _HostArray
-    weights: _HostArray
-    likely: _HostArray
+    selected: HostArray
+    weights: HostArray
+    likely: HostArray
     """What the next layer will be asked for."""
 
 
@@ -234,7 +227,6 @@ def estimate_host_selection_bytes(config: ModelConfig, *, rows: int) -> int:
     return round_pinned_bytes(2 * _LONG_BYTES * chosen) + round_pinned_bytes(_FLOAT_BYTES * chosen)
 
 
-Array = np.ndarray[Any, Any]
 _FLOATS_PER_CHOICE = 8
 """Float32 numbers of a token and expert while it is chosen: scores, their order, ids."""
 
@@ -279,22 +271,20 @@ class StackedMlp:
         selected, weights = routed.selected.cpu().numpy(), routed.weights.cpu().numpy()
         likely = self._predict_next(x)
         waits = self.experts.request(self.layer_index, selected, weights, likely)
-        rows = self.experts.layer_rows(self.layer_index)
-        lanes = build_worklist(
-            selected, weights, make_lane_map(rows - 1, len(self.experts.stack)), "expert_major"
+        resident, missing = split_by_residency(
+            selected, self.experts.layer_rows(self.layer_index)
         )
         out = x.new_zeros(selected.size, x.shape[1])
-        [there] = lanes.hot
-        self._run_experts(x, there, out, deltas)
+        self._run_experts(x, selected, resident, out, deltas)
         if waits:
             self.experts.wait(self.layer_index, len(selected))
-            self._run_experts(x, lanes.cold, out, deltas)
+            self._run_experts(x, selected, missing, out, deltas)
         found = torch.from_numpy(self.experts.layer_rows(self.layer_index)[selected]).to(x.device)
         weighed = self.experts.mask_weights(routed, found)
         merged = merge_rows(out.view(*selected.shape, -1), weighed)
         return merged if self.shared is None else merged + self.shared(x, deltas)
 
-    def _predict_next(self, x: Tensor) -> Array | None:
+    def _predict_next(self, x: Tensor) -> HostArray | None:
         """Return what the next layer is likely to be asked for by all of these tokens."""
         if (
             self.predictor is None
@@ -302,21 +292,23 @@ class StackedMlp:
             or (self.predictor.is_last and len(x) > 1)
         ):
             return None
-        found: Array = self.predictor(x).cpu().numpy()
+        found: HostArray = self.predictor(x).cpu().numpy()
         return found
 
-    def _run_experts(self, x: Tensor, lane: WorklistLane, out: Tensor, deltas: Deltas) -> None:
-        """Write what the experts of a lane make of their tokens; missing ones write nothing."""
-        count = lane.count
-        sources = torch.from_numpy(lane.sources[:count]).to(x.device)
-        tokens = torch.from_numpy(lane.tokens[:count]).to(x.device)
-        for begin, end in pairwise(_find_run_bounds(lane.experts[:count])):
-            number = int(lane.experts[begin])
+    def _run_experts(
+        self, x: Tensor, selected: HostArray, sources: HostArray, out: Tensor, deltas: Deltas
+    ) -> None:
+        """Write the outputs of the experts of some sources; those without a row write nothing."""
+        experts = selected.ravel()[sources]
+        places = torch.from_numpy(sources).to(x.device)
+        tokens = torch.from_numpy(sources // selected.shape[1]).to(x.device)
+        for begin, end in pairwise(_find_run_bounds(experts)):
+            number = int(experts[begin])
             row = int(self.experts.layer_rows(self.layer_index)[number])
             if row != DUMMY_ROW:
                 expert = self.experts.stack.expert(row, expert_module_name(self.layer, number))
                 made = expert(x.index_select(0, tokens[begin:end]), deltas)
-                out.index_copy_(0, sources[begin:end], made)
+                out.index_copy_(0, places[begin:end], made)
         self.experts.record_computed(self.layer_index)
 
 
@@ -377,7 +369,7 @@ def estimate_stacked_step_bytes(config: ExpertsConfig, shape: StackShape) -> int
     return config.used * shape.nbytes + 4 * numbers
 
 
-def _find_run_bounds(experts: Array) -> Sequence[int]:
+def _find_run_bounds(experts: HostArray) -> Sequence[int]:
     """Return where each run of one expert begins, and where the last ends."""
     if not len(experts):
         return (0,)
