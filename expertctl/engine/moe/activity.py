@@ -149,14 +149,6 @@ class LayerActivity:
         behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
         return next((p for p in (times.parallel_join_wait, behind, self.cold_per_call) if p > 0), 0)
 
-    @property
-    def wait_per_cold_slot(self) -> float:
-        """Microseconds that a call waits for each cold slot."""
-        times = self.times
-        behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
-        wait = times.parallel_join_wait if times.parallel_join_wait > 0 else max(behind, 0.0)
-        return wait / self.cold_per_call if self.cold_per_call > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class ActivityDocument:

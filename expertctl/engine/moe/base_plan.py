@@ -316,7 +316,7 @@ def _find_served_share(placement: Placement, guide: ExpertUsage) -> float | None
     """Return how much of what was asked for lies in some lane."""
     counts = {
         (layer, expert): count
-        for layer, each in guide.profile.layers.items()
+        for layer, each in guide.layers.items()
         for expert, count in each.items()
     }
     there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)

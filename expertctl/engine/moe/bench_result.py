@@ -14,8 +14,6 @@ from expertctl.routing.request import MoeColdOption, MoeMiss
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 ALL_RESIDENT = "all resident"
-_MS = 1e-6
-"""Of a nanosecond."""
 Shares = NDArray[np.float64]
 
 

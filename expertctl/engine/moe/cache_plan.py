@@ -15,7 +15,7 @@ them at once; a test compares that with what is taken.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,12 +29,7 @@ from expertctl.routing.sampling_presets import PRESETS
 WORKING_SHARE = 0.71
 """The share of the recommended memory that is used."""
 ROUNDING_THRESHOLD, SLOT_STEP = 16, 8
-HEADROOM = 1.3
-"""Slots for each expert that a layer asked for."""
 MIN_SLOTS = 32
-CONTEXT_MULTIPLE = 256
-"""A context takes a multiple of so many rows."""
-_EPSILON = 1e-9
 Capacities = list[int]
 Activations = Sequence[Sequence[float] | NDArray[np.floating | np.integer]]
 
@@ -51,30 +46,6 @@ def compute_capacity(
     if slots >= ROUNDING_THRESHOLD:
         slots -= slots % SLOT_STEP
     return min(max(slots, 0), experts)
-
-
-def distribute_by_unique_experts(
-    unique: Sequence[int], *, total: int, experts: int, minimum: int = MIN_SLOTS
-) -> Capacities:
-    """Share out slots by how many different experts layers ask for: 1.3 each, scaled to the total.
-
-    Each layer has at least ``least`` slots, or an even share of the total where that is less.
-    """
-    total, minimum = _clamp_total(len(unique), total=total, experts=experts, minimum=minimum)
-    wants = [max(HEADROOM * count, 1.0) for count in unique]
-    low, high = 0.0, float(experts)
-    for _ in range(60):  # the scale at which rounded down shares just fit
-        scale = (low + high) / 2
-        fits = sum(_clamp_share(want * scale, minimum, experts) for want in wants) <= total
-        low, high = (scale, high) if fits else (low, scale)
-    shares = [_clamp_share(want * low, minimum, experts) for want in wants]
-    rest = total - sum(shares)
-    order = sorted(range(len(wants)), key=lambda i: (shares[i] - wants[i] * low, i))
-    while rest:
-        for layer in order:
-            if rest and shares[layer] < experts:
-                shares[layer], rest = shares[layer] + 1, rest - 1
-    return shares
 
 
 def distribute_by_gain(
@@ -111,47 +82,10 @@ def compute_miss_shares(activations: Activations, capacities: Sequence[int]) -> 
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class KVRowSize:
-    """Bytes that one layer keeps of a token: its key, and its value where it has one.
-
-    ``window`` is how far back it looks, where that is limited.
-    """
-
-    key_bytes: int
-    value_bytes: int
-    window: int | None = None
-
-
-def estimate_kv_reserve(
-    layers: Iterable[KVRowSize], *, context: int, streams: int, batch: int
-) -> int:
-    """Return the bytes that keys and values of ``streams`` texts may take.
-
-    A layer with a window keeps only the window of each text and what one batch adds.
-    """
-    padded = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE * streams
-    reserve = 0
-    for layer in layers:
-        rows = padded if layer.window is None else min(padded, layer.window * streams + batch)
-        reserve += rows * (layer.key_bytes + layer.value_bytes)
-    return reserve
-
-
-def compute_budget_mib(*, free: float, kv: float, reserve: float) -> int:
-    """Return how many whole MiB are left for routed experts; 0 when none is."""
-    left = free - kv - reserve
-    return math.floor(left) if math.isfinite(left) and left > 0 else 0
-
-
 def _clamp_total(layers: int, *, total: int, experts: int, minimum: int) -> tuple[int, int]:
     """Return how many slots can be used at all, and the least for each layer."""
     total = max(0, min(total, layers * experts))
     return total, min(minimum, experts, total // layers if layers else 0)
-
-
-def _clamp_share(wanted: float, minimum: int, experts: int) -> int:
-    return min(max(math.floor(wanted + _EPSILON), minimum), experts)
 
 
 TYPICAL_PROMPT_TOKENS = 256

@@ -111,13 +111,11 @@ class CounterSnapshot:
         return _sum_layers(list(self.layers.values()))
 
 
-def count_requests(selected: NDArray[np.integer], experts: int) -> Counts:
-    """Return how often each expert was chosen, [experts]; ids that do not exist are ignored."""
-    return count_requests_by_layer(selected[None], experts).reshape(experts)
-
-
 def count_requests_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
-    """Return the same for several layers, [layers, experts]; ``selected`` is [layers, ...]."""
+    """Return how often each expert was chosen, int64 [layers, experts].
+
+    ``selected`` is [layers, ...]; ids that do not exist are ignored.
+    """
     layers = len(selected)
     ids = selected.reshape(layers, -1)
     places = ids + np.arange(layers)[:, None] * experts
@@ -165,21 +163,6 @@ class Counters:
         self._mode: CounterMode = "full"
         self._lock = Lock()
 
-    def count_pass(
-        self,
-        requests: Counts,
-        lanes: Counts,
-        *,
-        hot_ns: Counts | int = 0,
-        cold_ns: Counts | int = 0,
-    ) -> None:
-        """Count one call of each layer.
-
-        ``requests``: how often each expert was chosen; ``lanes``: the number of its hot lane, or
-        -1. Both are [layers, experts]; times are [layers].
-        """
-        self.count_passes(requests[None], lanes[None], hot_ns=hot_ns, cold_ns=cold_ns)
-
     def count_passes(
         self,
         requests: Counts,
@@ -188,8 +171,25 @@ class Counters:
         hot_ns: Counts | int = 0,
         cold_ns: Counts | int = 0,
     ) -> None:
-        """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
-        self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
+        """Count one call of each layer in each of several passes.
+
+        ``requests`` says how often each expert was chosen, ``lanes`` the number of its hot lane, or
+        -1; both are [passes, layers, experts]. Times are sums, [layers].
+        """
+        cold = np.where(lanes < 0, requests, 0)
+        missed = cold.sum(0)
+        chosen = requests.sum(0) - missed, missed
+        hits, misses = (each.sum(-1) for each in chosen)
+        values = {
+            "calls": len(requests),
+            "hits": hits,
+            "misses": misses,
+            "requests": np.count_nonzero(requests, axis=-1).sum(0),
+            "missed_requests": np.count_nonzero(cold, axis=-1).sum(0),
+            "hot_ns": hot_ns,
+            "cold_ns": cold_ns,
+        }
+        self._add(slice(None), values, chosen, passes=len(requests))
 
     def count_hits(self, chosen: Counts, *, calls: int, requests: Counts) -> None:
         """Count several calls of each layer in which no expert was missing.
@@ -200,16 +200,11 @@ class Counters:
         values = {"calls": calls, "hits": chosen.sum(-1), "requests": requests}
         self._add(slice(None), values, (chosen, 0), passes=calls)
 
-    def count_call(
-        self, layer: int, requests: Counts, lanes: Counts, *, hot_ns: int = 0, cold_ns: int = 0
-    ) -> None:
-        """Count one call of one layer; ``requests`` and ``lanes`` are [experts]."""
-        row = self._row(layer)
-        self._count_calls(row, requests[None, None], lanes[None, None], hot_ns, cold_ns)
-
     def count_swaps(self, layer: int, swaps: int) -> None:
-        """Count experts that took the slot of another."""
-        self._add(self._row(layer), {"swaps": swaps})
+        """Count experts of a layer that took the slot of another; unknown layers are ignored."""
+        row = self._rows.get(layer)
+        if row is not None:
+            self._add(slice(row, row + 1), {"swaps": swaps})
 
     def reset(self) -> None:
         """Observe from here on; the number of overflows stays."""
@@ -239,26 +234,6 @@ class Counters:
         with self._lock:
             return self._make_snapshot(self._cumulative.copy(), "full")
 
-    def layer_counts(self, layer: int) -> LayerCounts:
-        """Return the counters of one layer."""
-        with self._lock:
-            return _layer_counts(self._since_baseline(), self._rows[layer])
-
-    def expert_counts(self, layer: int) -> tuple[_Totals, _Totals]:
-        """Return how often each expert of a layer was chosen: hot, and cold, [experts] each."""
-        with self._lock:
-            hot, cold = self._since_baseline().experts[self._rows[layer]]
-        return hot, cold
-
-    def to_json(self) -> JsonObject:
-        """Return all layers and their sum, as they were at one moment."""
-        seen = self.observed_snapshot()
-        return {
-            "overflow_resets": seen.overflow_resets,
-            "summary": seen.summary.to_json(),
-            "layers": [{"layer": layer, **found.to_json()} for layer, found in seen.layers.items()],
-        }
-
     def check_integrity(self) -> None:
         """Assert that the counters agree with one another, where nothing overflowed."""
         for tally in (self._cumulative, self._baseline):
@@ -269,34 +244,6 @@ class Counters:
         assert (self._baseline.totals <= self._cumulative.totals).all()
         assert (self._baseline.experts <= self._cumulative.experts).all()
 
-    def _row(self, layer: int) -> slice:
-        """Return the row of a layer, as a slice; an empty one where it does not exist."""
-        row = self._rows.get(layer)
-        return slice(0) if row is None else slice(row, row + 1)
-
-    def _count_calls(
-        self,
-        rows: slice,
-        requests: Counts,
-        lanes: Counts,
-        hot_ns: Counts | int,
-        cold_ns: Counts | int,
-    ) -> None:
-        cold = np.where(lanes < 0, requests, 0)
-        missed = cold.sum(0)
-        chosen = requests.sum(0) - missed, missed
-        hits, misses = (each.sum(-1) for each in chosen)
-        values = {
-            "calls": len(requests),
-            "hits": hits,
-            "misses": misses,
-            "requests": np.count_nonzero(requests, axis=-1).sum(0),
-            "missed_requests": np.count_nonzero(cold, axis=-1).sum(0),
-            "hot_ns": hot_ns,
-            "cold_ns": cold_ns,
-        }
-        self._add(rows, values, chosen, passes=len(requests))
-
     def _add(
         self,
         rows: slice,
@@ -306,8 +253,6 @@ class Counters:
         passes: int = 0,
     ) -> None:
         totals = self._cumulative.totals[rows]
-        if not len(totals):
-            return
         amounts = np.zeros_like(totals)
         for name, value in values.items():
             amounts[:, _COUNTER_NAMES.index(name)] = value

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,18 +198,15 @@ class ExpertCache:
 
     def activity(self) -> ExpertActivity:
         """Return what was asked for and brought until now; another thread may ask."""
-        totals, arrivals = self._pass_log.totals, self._loader
-        return ExpertActivity(
-            requests=totals.requests,
-            misses=totals.misses,
-            loads=arrivals.loads,
-            read_ahead=arrivals.prefetched,
-            read_bytes=arrivals.read_bytes,
+        loader = self._loader
+        return replace(
+            self._pass_log.totals,
+            loads=loader.loads,
+            read_ahead=loader.prefetched,
+            read_bytes=loader.read_bytes,
             waited_ms=self._waited_seconds * 1e3,
             mapped=self._page_cache.mapped_requests,
             swaps=self._swaps,
-            router_weight=totals.router_weight,
-            skipped_weight=totals.skipped_weight,
         )
 
     def report(self) -> RoutedExpertStats:
@@ -316,7 +314,7 @@ class ExpertCache:
             dict(enumerate(self.slots)), self._scores, rate=self._exchange_rate
         )
         layers = self._update_policy.layer_budget
-        for swap in limit_swaps(found.swaps, update.swaps, layer_budget=layers):
+        for swap in limit_swaps(found, update.swaps, layer_budget=layers):
             self._apply_swap(swap)
 
     def _assign_pinned(self) -> None:

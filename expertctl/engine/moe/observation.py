@@ -99,7 +99,7 @@ class ProfileOptions:
             tuple(
                 frozenset[int]()
                 if pins is None
-                else select_pinned(pins, usage.profile, number, capacity=slots.capacity)
+                else select_pinned(pins, usage, number, capacity=slots.capacity)
                 for number, slots in zip(routed.layers, cache.slots, strict=True)
             ),
             tuple(usage.layer_counts(number) for number in routed.layers),

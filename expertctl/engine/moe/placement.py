@@ -27,7 +27,6 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertctl.engine.moe.activity import LayerActivity
 from expertctl.errors import UsageError
@@ -153,12 +152,10 @@ def _weigh_layers(values: Iterable[float], weight: Callable[[float], float]) -> 
 
 
 MAX_LANES = 3
-COLD = -1
 SHUFFLE_SEED = 0x6D6F65
 """Decides the order of experts that were not observed, the same everywhere and for ever."""
 _ADDRESSABLE = 2**64 - 1
 Strategy = Literal["warm", "hot-even", "even-split"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LayerExpert = tuple[int, int]
 """The number of a layer, and of an expert in it."""
 Sizes = Mapping[LayerExpert, int]
@@ -195,21 +192,6 @@ class Placement:
     """Which lane holds which experts; the others are cold."""
 
     lanes: tuple[PlacementLane, ...]
-
-    def lane_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
-        """Return the lane of each expert of a layer, `COLD` for none."""
-        lanes: NDArray[np.int32] = np.full(experts, COLD, np.int32)
-        for number, lane in enumerate(self.lanes):
-            lanes[lane.list_layer(layer)] = number
-        return lanes
-
-    def slot_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
-        """Return the slot of each expert in its lane, `COLD` for none."""
-        slots: NDArray[np.int32] = np.full(experts, COLD, np.int32)
-        for lane in self.lanes:
-            held = lane.list_layer(layer)
-            slots[held] = np.arange(len(held))
-        return slots
 
     def check_integrity(self, sizes: Sizes) -> None:
         """Assert that no expert is placed twice and each lane is within its budget."""

@@ -65,68 +65,24 @@ def find_tokens_over_cap(weights: Weights, hits: NDArray[np.generic], max_share:
     return ~(compute_skipped_share(weights, hits) <= max_share)
 
 
-def apply_skip_cap(weights: Weights, hits: NDArray[np.generic], cap: float) -> Weights:
-    """Return the weights to compute with: tokens above the cap keep theirs, hit or missed."""
-    full = find_tokens_over_cap(weights, hits, cap)
-    return np.where(full[:, None], weights, redistribute_weights(weights, hits))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkipTotals:
-    """What was missed, and what of it was left out, over layers and tokens; they add up."""
-
-    requests: int = 0
-    """Experts that were asked for, each once for a window."""
-    misses: int = 0
-    """Those of them that were not at hand."""
-    router_weight: float = 0.0
-    """The weights that routers gave."""
-    skipped_weight: float = 0.0
-    """What of them was left out."""
-    max_share: float = 0.0
-    """The largest share that a token lost in a layer."""
-
-    @property
-    def fallback_rate(self) -> float:
-        """How many of the experts that were asked for were missed, 0 to 1."""
-        return self.misses / self.requests if self.requests else 0.0
-
-    @property
-    def skipped_share(self) -> float:
-        """How much of all mass was left out, 0 to 1."""
-        return self.skipped_weight / self.router_weight if self.router_weight else 0.0
-
-    def __add__(self, other: "SkipTotals") -> "SkipTotals":
-        """Return the totals of both."""
-        return SkipTotals(
-            requests=self.requests + other.requests,
-            misses=self.misses + other.misses,
-            router_weight=self.router_weight + other.router_weight,
-            skipped_weight=self.skipped_weight + other.skipped_weight,
-            max_share=max(self.max_share, other.max_share),
-        )
-
-
 def sum_skips(
     requests: NDArray[np.integer],
     hits: NDArray[np.generic],
     *,
     router_weight: NDArray[np.floating],
     skipped_weight: NDArray[np.floating],
-) -> SkipTotals:
-    """Return the totals of one window.
+) -> ExpertActivity:
+    """Return the requests, misses and weights of one pass or several.
 
     ``requests`` [layers, experts] says how often each expert was chosen and ``hits`` which of them
-    were at hand then; ``router_weight`` and ``skipped`` [layers, tokens] are the weights that routers gave
-    and those that were left out in the end, for what is missed may be computed all the same.
+    were in memory then. ``router_weight`` and ``skipped_weight`` [layers, tokens] are the weights
+    that the router gave and those that were skipped in the end: a missed expert may be read.
     """
-    given, lost = router_weight.astype(np.float64), skipped_weight.astype(np.float64)
-    return SkipTotals(
+    return ExpertActivity(
         requests=int(np.count_nonzero(requests)),
         misses=int(np.count_nonzero((requests > 0) & (hits == 0))),
-        router_weight=float(given.sum()),
-        skipped_weight=float(lost.sum()),
-        max_share=float(_safe_divide(lost, given).max(initial=0.0)),
+        router_weight=float(router_weight.astype(np.float64).sum()),
+        skipped_weight=float(skipped_weight.astype(np.float64).sum()),
     )
 
 
@@ -174,7 +130,7 @@ class PassLog:
         """Begin without a pass; ``numbers`` are those of routed layers in the base."""
         self._layers, self._experts, self._skips = len(layer_numbers), experts, skips
         self._counters = Counters(layer_numbers, experts=experts)
-        self._totals = SkipTotals()
+        self._totals = ExpertActivity()
         self._current = _PassRecord()
         self._finished: list[_PassRecord] = []
         self._lock = threading.Lock()
@@ -186,7 +142,7 @@ class PassLog:
         return self._counters
 
     @property
-    def totals(self) -> SkipTotals:
+    def totals(self) -> ExpertActivity:
         """What was missed and left out, up to date."""
         self.flush()
         return self._totals

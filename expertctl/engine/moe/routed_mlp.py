@@ -271,9 +271,7 @@ class StackedMlp:
         selected, weights = routed.selected.cpu().numpy(), routed.weights.cpu().numpy()
         likely = self._predict_next(x)
         waits = self.experts.request(self.layer_index, selected, weights, likely)
-        resident, missing = split_by_residency(
-            selected, self.experts.layer_rows(self.layer_index)
-        )
+        resident, missing = split_by_residency(selected, self.experts.layer_rows(self.layer_index))
         out = x.new_zeros(selected.size, x.shape[1])
         self._run_experts(x, selected, resident, out, deltas)
         if waits:

@@ -40,7 +40,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, Ids, LayerSlots
-from expertctl.errors import UsageError
 
 MAX_SWAPS_PER_LAYER = 10
 """Of one layer in one update."""
@@ -273,39 +272,17 @@ ExpertScores = Mapping[int, int | float]
 """What each observed expert of a layer is worth."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSwaps:
-    """What to swap now, how many pairs would gain something, and how many may be swapped."""
-
-    swaps: tuple[Swap, ...]
-    candidates: int
-    max_swaps: int
-
-
 def plan_profile_swaps(
-    slots: Mapping[int, LayerSlots],
-    scores: Mapping[int, ExpertScores],
-    *,
-    rate: float,
-    lanes: int = 1,
-) -> ProfileSwaps:
-    """Return what a profile exchanges at a rate from 0, nothing, to 1, everything that gains.
-
-    Raises:
-        UsageError: when there are several lanes.
-    """
-    if lanes != 1:
-        raise UsageError(
-            f"experts are exchanged in one lane only, and there are {lanes}",
-            hint="load the base again with the new profile, or use one device",
-        )
+    slots: Mapping[int, LayerSlots], scores: Mapping[int, ExpertScores], *, rate: float
+) -> tuple[Swap, ...]:
+    """Return what a profile exchanges at a rate from 0, nothing, to 1, everything that gains."""
     pairs: list[tuple[float, Swap]] = []
     for layer, residents in slots.items():
         pairs += _rank_swaps(layer, residents, scores.get(layer, {}))
     pairs.sort(key=lambda pair: (-pair[0], pair[1].layer, pair[1].add))
     hot = sum(len(residents.resident_ids) for residents in slots.values())
     most = compute_max_swaps(rate=rate, resident_count=hot, candidates=len(pairs))
-    return ProfileSwaps(tuple(swap for _, swap in pairs[:most]), len(pairs), most)
+    return tuple(swap for _, swap in pairs[:most])
 
 
 def limit_swaps(

@@ -159,9 +159,7 @@ def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
         InvalidPackageError: when they are malformed.
         StoreError: when they are no file of this user alone, or cannot be read.
     """
-    data = file.read()
-    found = None if data is None else parse_learnt_usage(data, what=str(file.path))
-    return found if found and found.base == compute_base_digest(file.base.identity) else None
+    return _parse_own(file.read(), file)
 
 
 def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage | None:
@@ -185,11 +183,14 @@ def update_learnt_usage(
 
     def changed(data: bytes | None) -> bytes:
         nonlocal left_out
+        known = None
         try:
-            known = _parse_known(data, file, routed)
+            known = _parse_own(data, file)
+            if known is not None:
+                _to_usage(known, file, routed)
         except ExpertError as error:
             known, left_out = None, error.message
-        return encode_learnt_usage(change(nothing if known is None else known[0]))
+        return encode_learnt_usage(change(known or nothing))
 
     file.update(changed)
     return left_out
@@ -198,17 +199,18 @@ def update_learnt_usage(
 def _load_known(
     file: UsageProfileFile, routed: ExpertsConfig
 ) -> tuple[LearntUsage, ExpertUsage] | None:
-    return _parse_known(file.read(), file, routed)
+    found = load_learnt_usage(file)
+    return None if found is None else (found, _to_usage(found, file, routed))
 
 
-def _parse_known(
-    data: bytes | None, file: UsageProfileFile, routed: ExpertsConfig
-) -> tuple[LearntUsage, ExpertUsage] | None:
-    """Return habits and what they say of a base; None where it has none."""
+def _parse_own(data: bytes | None, file: UsageProfileFile) -> LearntUsage | None:
+    """Return the profile in ``data`` if it is of the base of the file."""
     found = None if data is None else parse_learnt_usage(data, what=str(file.path))
-    if found is None or found.base != compute_base_digest(file.base.identity):
-        return None
-    return found, found.to_usage(routed, what=f"the habits of {file.base.name}")
+    return found if found and found.base == compute_base_digest(file.base.identity) else None
+
+
+def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage:
+    return found.to_usage(routed, what=f"the habits of {file.base.name}")
 
 
 class ObservableCache(Protocol):

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -218,7 +218,6 @@ def _find_contradictions(document: _StateDocument) -> Iterable[str]:
 _Counts = NDArray[np.float64]
 Warmup = Literal["none", "hybrid", "full"]
 """none: experts come when asked for; hybrid: known ones come beside the work; full: all before."""
-WARMUPS: tuple[Warmup, ...] = get_args(Warmup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +273,7 @@ class WarmupPlan:
         if pins is None:
             return plan
         each = zip(layer_numbers, plan.capacities, strict=True)
-        named = tuple(select_pinned(pins, guide.profile, n, capacity=slots) for n, slots in each)
+        named = tuple(select_pinned(pins, guide, n, capacity=slots) for n, slots in each)
         return replace(plan, pinned=named)
 
     def rank_experts(self, slots: Mapping[int, LayerSlots]) -> list[list[int]]:
@@ -298,7 +297,7 @@ class WarmupPlan:
             }
             yield from (expert for expert in restored if expert in had)
         if self.usage is not None:
-            yield from self.usage.profile.rank_experts(number)
+            yield from self.usage.rank_experts(number)
 
 
 def plan_cold_start(_: ExpertsConfig) -> WarmupPlan:

@@ -5,20 +5,20 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.usage_profile import SharePins, TopPins, profile_from_activity
+from expertctl.engine.moe.usage_profile import ExpertUsage, SharePins, TopPins
 from expertctl.engine.moe.usage_store import (
     LearntUsage,
     compute_base_digest,
     encode_learnt_usage,
     load_learnt_usage,
 )
-from expertctl.engine.moe.warmup import WARMUPS, Warmup, WarmupConfig
+from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.result import RunResult
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.store.quantised_cache import UsageProfileFile
@@ -99,7 +99,9 @@ def test_who_is_there_from_the_start_is_hit(answer: Answer) -> None:
     """Of the same text: 0.912 where nobody is read beforehand, 0.951 where somebody is."""
     answer()
     answer()
-    none, hybrid, full = (hit_rate(answer(WarmupConfig(warmup=warmup))) for warmup in WARMUPS)
+    none, hybrid, full = (
+        hit_rate(answer(WarmupConfig(warmup=warmup))) for warmup in get_args(Warmup)
+    )
     assert min(hybrid, full) > none + 0.02
 
 
@@ -141,7 +143,7 @@ def test_learnt_usage_that_is_invalid_is_left_out_with_a_note_and_made_anew(
 
 
 @pytest.mark.parametrize("exchange", [0.0, 1.0])
-@pytest.mark.parametrize("warmup", WARMUPS)
+@pytest.mark.parametrize("warmup", get_args(Warmup))
 def test_however_a_base_begins_its_answer_is_the_same(
     warmup: Warmup, exchange: float, answer: Answer
 ) -> None:
@@ -174,7 +176,7 @@ def test_those_that_are_pinned_have_a_slot_from_the_start(
     habits = load_learnt_usage(file_of(house))
     assert habits is not None
     first = [
-        profile_from_activity(habits.activity, experts=32).top_experts(layer.layer, 2)
+        ExpertUsage("", habits.activity).rank_experts(layer.layer)[:2]
         for layer in habits.activity.layers
     ]
     pinned = answer(WarmupConfig(warmup="full", pins=TopPins(2)))

@@ -3,16 +3,19 @@
 import pytest
 
 from expertctl.engine.moe.usage_profile import (
+    ExpertUsage,
     Pins,
     SharePins,
     TopPins,
-    UsageProfile,
+    activity_from_counts,
     parse_pins,
     select_pinned,
 )
 from expertctl.errors import UsageError
 
-USAGE = UsageProfile("", 24, 64, {0: {3: 24, 7: 12, 9: 11, 1: 2}})
+USAGE = ExpertUsage(
+    "", activity_from_counts({0: {3: 24, 7: 12, 9: 11, 1: 2}}, experts=64, prompts=24)
+)
 
 
 @pytest.mark.parametrize(

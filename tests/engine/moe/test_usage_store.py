@@ -64,7 +64,7 @@ class CounterSource:
     def ask(self, *experts: int) -> None:
         requests = np.zeros((2, EXPERTS), np.int64)
         requests[:, experts] = 1
-        self.counters.count_pass(requests, np.full((2, EXPERTS), -1))
+        self.counters.count_passes(requests[None], np.full((1, 2, EXPERTS), -1))
 
 
 def used() -> CounterSource:
