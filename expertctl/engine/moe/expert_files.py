@@ -37,6 +37,7 @@ from expertctl.engine.cpu.tensor_packing import (
 from expertctl.engine.kernels.exponent_packing import MIN_BITS
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
+from expertctl.engine.moe.placement import LayerExpert
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeColdOption
@@ -51,7 +52,7 @@ from expertctl.store.quantised_file import (
     hash_piece,
 )
 
-BlockArray = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 IsWanted = Callable[[], bool]
 """Called now and then during a read: tells whether it is still wanted."""
 
@@ -60,7 +61,7 @@ class ExpertReader(Protocol):
     """Reads experts; several threads may use it at a time."""
 
     def read(
-        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Array, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
@@ -103,7 +104,7 @@ class StoredExperts:
         return 0
 
     def read(
-        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Array, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
@@ -115,7 +116,7 @@ class StoredExperts:
             read += tensor.size
         return read
 
-    def read_whole(self, layer: int, expert: int, block: BlockArray) -> int:
+    def read_whole(self, layer: int, expert: int, block: Array) -> int:
         """Do the same as `read`, which always gives experts as they are computed."""
         return self.read(layer, expert, block)
 
@@ -127,14 +128,11 @@ class StoredExperts:
         """Do nothing: files are open only while they are read."""
 
 
-_PackedBlock = np.ndarray[Any, Any]
-Expert = tuple[int, int]
-"""A layer of the base, and the number of an expert there."""
-_PendingPack = tuple[_PackedBlock, Future[tuple[QuantisedPiece, dict[str, str]]]]
+_PendingPack = tuple[Array, Future[tuple[QuantisedPiece, dict[str, str]]]]
 """A block, and what will be in it."""
 
 
-def list_experts(config: ModelConfig) -> list[Expert]:
+def list_experts(config: ModelConfig) -> list[LayerExpert]:
     """Return all routed experts, in the order in which they lie in memory and in a copy."""
     routed = config.experts
     if routed is None:
@@ -204,7 +202,7 @@ class ExpertStream:
             pool.shutdown(cancel_futures=True)
 
     def _finish_first(
-        self, coming: deque[_PendingPack], free: list[_PackedBlock]
+        self, coming: deque[_PendingPack], free: list[Array]
     ) -> Generator[QuantisedPiece]:
         """Yield what was begun first; its block is free after that."""
         block, packing = coming.popleft()
@@ -215,7 +213,7 @@ class ExpertStream:
         self._progress(block.nbytes)
         free.append(block)
 
-    def _pack(self, expert: Expert, block: _PackedBlock) -> tuple[QuantisedPiece, dict[str, str]]:
+    def _pack(self, expert: LayerExpert, block: Array) -> tuple[QuantisedPiece, dict[str, str]]:
         """Fill a block with an expert; return it with the digests of what was read."""
         at, digests = f"model.layers.{expert[0]}.{EXPERTS}{expert[1]}", {}
         for name, place in expert_tensor_places(at, self._shape, block).items():
@@ -226,7 +224,6 @@ class ExpertStream:
         return QuantisedPiece(found.data, hash_piece(found.data)), digests
 
 
-Array = np.ndarray[Any, Any]
 RejectCopy = Callable[[str], None]
 """Called once with the reason why a copy must be made again."""
 _CACHED_SHARE = 0.5

@@ -53,7 +53,7 @@ from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import ReadCancelled, always_wanted
 
-RowIndex = np.ndarray[Any, Any] | slice
+Numbers = np.ndarray[Any, Any]
 _ALL_ROWS = slice(None)
 
 
@@ -71,7 +71,7 @@ class ReadEvents:
         self._newest: torch.cuda.Event | None = None
         self.record(_ALL_ROWS)
 
-    def record(self, rows: RowIndex) -> None:
+    def record(self, rows: Numbers | slice) -> None:
         """Note that the work queued until now could read these rows."""
         if self._is_queued:
             self._newest = event = make_event()
@@ -139,7 +139,6 @@ def _copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         there.copy_(here, non_blocking=True)
 
 
-Numbers = np.ndarray[Any, Any]
 DUMMY_ROW = 0
 """The row of the expert that is all zero."""
 STAGING_BUFFERS = 4
@@ -299,7 +298,6 @@ def round_pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-_RowArray = np.ndarray[Any, Any]
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -314,7 +312,7 @@ class StackRowReader:
         self._stored, self._shape = stored, shape
 
     def read(
-        self, layer: int, expert: int, block: _RowArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 

@@ -10,9 +10,9 @@ Times are means of a call, in microseconds: *hot* is computing, *cold* is waitin
 experts while nothing is computed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from expertctl.engine.moe.activity import (
     activity_to_json,
 )
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
-from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.stats import ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, select_pinned
@@ -34,23 +33,8 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject
 
-
-class TunableCache(Protocol):
-    """What a profile is applied to: `ExpertCache`, in its own thread, between two passes."""
-
-    @property
-    def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each layer: which experts are resident and which are pinned."""
-
-    @property
-    def exchange_rate(self) -> float:
-        """The share of all residents that a profile may exchange in an update."""
-
-    def pin(self, experts: Sequence[frozenset[int]]) -> None:
-        """Pin these experts of each layer, and bring those that are absent."""
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Let updates also exchange experts for ones with higher scores."""
+if TYPE_CHECKING:
+    from expertctl.engine.moe.expert_cache import ExpertCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class ProfileUpdate:
     scores: tuple[ExpertScores, ...]
     rate: float
 
-    def apply(self, cache: TunableCache) -> None:
+    def apply(self, cache: "ExpertCache") -> None:
         """Apply it to a cache; between two passes."""
         cache.pin(self.pinned)
         cache.set_scores(self.scores, rate=self.rate)
@@ -77,7 +61,7 @@ class ProfileOptions:
     def make_update(
         self,
         usage: ExpertUsage,
-        cache: TunableCache,
+        cache: "ExpertCache",
         routed: ExpertsConfig,
         *,
         warmup: WarmupConfig,
@@ -124,7 +108,7 @@ class ActiveProfile:
         }
 
 
-def find_active_profile(cache: TunableCache, routed: ExpertsConfig) -> ActiveProfile:
+def find_active_profile(cache: "ExpertCache", routed: ExpertsConfig) -> ActiveProfile:
     """Return what a profile does now; any thread may call this."""
     each = zip(routed.layers, cache.slots, strict=True)
     by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
@@ -165,7 +149,7 @@ def make_observation(
     base: str,
     config: ModelConfig,
     report: RoutedExpertStats | None,
-    cache: TunableCache | None,
+    cache: "ExpertCache | None",
 ) -> Observation:
     """Return what was counted of a base; its mode is "off" where nothing was."""
     document, guidance = ActivityDocument("off"), None

@@ -36,6 +36,7 @@ from expertctl.engine.moe.routed_experts import NO_EXPERT, RoutingChoices
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
 
+Numbers = np.ndarray[Any, Any]
 Weights = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
@@ -99,10 +100,9 @@ def _safe_divide(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArr
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0)
 
 
-_PassArray = np.ndarray[Any, Any]
 _PASSES_PER_COUNT = 16
 """Passes that are counted together."""
-_TOKENS_PER_COUNT = 512
+TOKENS_PER_COUNT = 512
 """Passes are also counted once they have read so many tokens: what is kept must not grow."""
 
 
@@ -110,16 +110,16 @@ _TOKENS_PER_COUNT = 512
 class _PassRecord:
     """What is known of a pass, layer by layer."""
 
-    selected: list[_PassArray] = field(default_factory=list)
+    selected: list[Numbers] = field(default_factory=list)
     """[tokens, used] of each layer; of the last it may be fewer tokens."""
-    hits: list[_PassArray] = field(default_factory=list)
+    hits: list[Numbers] = field(default_factory=list)
     """Which experts were in memory then, [experts] of each layer."""
     waited_ns: list[int] = field(default_factory=list)
     """Nanoseconds that each layer waited for its experts, with nothing to compute."""
     loaded_at: list[int] = field(default_factory=list)
     """When all experts of each layer were there, and at the end when the pass was over."""
-    weights: _PassArray | None = None
-    skipped: _PassArray | None = None
+    weights: Numbers | None = None
+    skipped: Numbers | None = None
     tokens: int = 0
 
 
@@ -147,7 +147,7 @@ class PassLog:
         self.flush()
         return self._totals
 
-    def record_request(self, layer: int, selected: _PassArray, hits: _PassArray) -> None:
+    def record_request(self, layer: int, selected: Numbers, hits: Numbers) -> None:
         """Note what tokens chose in a layer, and which experts are there; layer 0 begins a pass."""
         now = self._current
         if layer != len(now.selected):  # a pass failed, here or before
@@ -170,7 +170,7 @@ class PassLog:
         self._current.waited_ns[-1] += now
         self._current.loaded_at.append(now)
 
-    def end_pass(self, choices: RoutingChoices, tokens: int) -> list[_PassArray] | None:
+    def end_pass(self, choices: RoutingChoices, tokens: int) -> list[Numbers] | None:
         """Note that the pass is over; return what it asked for, None if not all layers did."""
         now, self._current = self._current, _PassRecord()
         if len(now.loaded_at) < self._layers:
@@ -183,7 +183,7 @@ class PassLog:
         with self._lock:
             self._finished.append(now)
             kept = sum(each.tokens for each in self._finished)
-        if len(self._finished) >= _PASSES_PER_COUNT or kept >= _TOKENS_PER_COUNT:
+        if len(self._finished) >= _PASSES_PER_COUNT or kept >= TOKENS_PER_COUNT:
             self.flush()
         return now.selected
 
@@ -223,7 +223,7 @@ class PassLog:
         self._totals += sum_skips(requests, hits, router_weight=mass, skipped_weight=skipped)
 
 
-def _pad_selected(ids: _PassArray, tokens: int) -> _PassArray:
+def _pad_selected(ids: Numbers, tokens: int) -> Numbers:
     """Return what so many tokens asked for; `NO_EXPERT` for those that did not ask."""
     found = np.full(tokens * ids.shape[1], NO_EXPERT)
     found[: ids.size] = ids.ravel()
@@ -232,16 +232,13 @@ def _pad_selected(ids: _PassArray, tokens: int) -> _PassArray:
 
 def _split_passes(passes: list[_PassRecord]) -> Iterator[list[_PassRecord]]:
     """Cut passes into groups that are each counted together in little memory."""
-    some = max(1, _TOKENS_PER_COUNT // passes[0].tokens)
+    some = max(1, TOKENS_PER_COUNT // passes[0].tokens)
     for first in range(0, len(passes), some):
         yield passes[first : first + some]
 
 
-Numbers = np.ndarray[Any, Any]
 PASSES_PER_COUNT = 64
 """Passes that are counted together: only what they asked for is kept of them."""
-TOKENS_PER_COUNT = 512
-"""Passes are also counted once they have read so many tokens: what is kept must not grow."""
 
 
 class ResidentExperts:

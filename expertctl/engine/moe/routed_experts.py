@@ -30,7 +30,7 @@ from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.moe.phase import Phase
 from expertctl.package.model_config import ModelConfig
 
-ChoiceArray = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 NO_EXPERT = -1
 """Stands where a token asked for no expert; kernels write it where one is left out."""
 
@@ -38,13 +38,13 @@ NO_EXPERT = -1
 class RoutingChoices(Protocol):
     """The choices of up to so many tokens; layers are routed ones, counted from 0."""
 
-    selected: ChoiceArray
+    selected: Array
     """The experts of each token, int64 [layers, tokens, used]; `NO_EXPERT` where it did not ask."""
-    weights: ChoiceArray
+    weights: Array
     """Their weights, float32 [layers, tokens, used]."""
-    skipped: ChoiceArray
+    skipped: Array
     """How much of the weights of a token was left out, float32 [layers, tokens]."""
-    likely: ChoiceArray
+    likely: Array
     """What a layer will be asked for, as the one before it foresaw; nothing for the first."""
 
 
@@ -83,7 +83,6 @@ class MissPolicy:
 EXACT_POLICY = MissPolicy()
 
 
-_WorkspaceArray = np.ndarray[Any, Any]
 _FLOAT_BYTES, _LONG_BYTES = 4, 8
 
 
@@ -136,7 +135,7 @@ def estimate_workspace_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int
 
 
 def _allocate_rows(
-    scheme: Scheme, positions: int, columns: int, *, here: _WorkspaceArray | None = None
+    scheme: Scheme, positions: int, columns: int, *, here: Array | None = None
 ) -> PreparedActivations:
     """Return room for rows as a scheme wants them; ``here`` where floats may stay."""
     if scheme not in FLOAT_SCHEMES:
@@ -159,9 +158,6 @@ def _pad_columns(columns: int) -> int:
     return -(-columns // LANES) * LANES
 
 
-TableArray = np.ndarray[Any, Any]
-
-
 class RoutedExperts(Protocol):
     """The owner of the experts of all layers; one pass at a time asks it.
 
@@ -181,10 +177,10 @@ class RoutedExperts(Protocol):
     def skips(self) -> bool:
         """Whether what is missing may be left out."""
 
-    def places(self, layer: int) -> TableArray:
+    def places(self, layer: int) -> Array:
         """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
 
-    def hits(self, layer: int) -> TableArray:
+    def hits(self, layer: int) -> Array:
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
     def request(

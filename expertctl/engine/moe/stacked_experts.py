@@ -48,8 +48,8 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 
-_ChoiceArray = np.ndarray[Any, Any]
-_COUNTER_BYTES = 8
+Numbers = np.ndarray[Any, Any]
+_LONG_BYTES = 8
 
 
 class DeviceExpertCounts:
@@ -95,7 +95,7 @@ class DeviceExpertCounts:
         seen = torch.zeros_like(self._counts).scatter_(0, places, ones)
         self._unique_counts += seen.view(layers, -1).sum(-1)
 
-    def count_pass(self, selected: _ChoiceArray) -> None:
+    def count_pass(self, selected: Numbers) -> None:
         """Count the choices of a pass, known to the host, int64 [layers, tokens, used]."""
         chosen = count_requests_by_layer(selected, self._config.count)
         self.counters.count_hits(chosen, calls=1, requests=np.count_nonzero(chosen, axis=-1))
@@ -113,12 +113,9 @@ class DeviceExpertCounts:
 
     def report(self) -> RoutedExpertStats:
         """Return what was asked for until the last `fetch`."""
-        layers, experts = len(self._config.layers), self._config.count
-        residence = ExpertResidency(
-            layers=layers, experts=experts, slots=experts, blocks=layers * experts
-        )
+        requests = self.counters.cumulative_snapshot().summary.requests
         return RoutedExpertStats(
-            residence, ExpertActivity(requests=self.counters.cumulative_snapshot().summary.requests)
+            ExpertResidency.whole(self._config), ExpertActivity(requests=requests)
         )
 
     def take_notes(self) -> tuple[str, ...]:
@@ -132,11 +129,9 @@ class DeviceExpertCounts:
 def estimate_counter_bytes(config: ExpertsConfig) -> int:
     """Return the bytes of counting on the device: counts of experts, and numbers of layers."""
     layers = len(config.layers)
-    return _COUNTER_BYTES * (layers * config.count + 2 * layers + 1)
+    return _LONG_BYTES * (layers * config.count + 2 * layers + 1)
 
 
-Numbers = np.ndarray[Any, Any]
-_LONG_BYTES = 8
 _SCHEMES = {torch.float32: Scheme.FLOAT32, torch.bfloat16: Scheme.BFLOAT16}
 
 

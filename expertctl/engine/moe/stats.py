@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeMiss
 from expertctl.schema.strict_json import JsonObject
@@ -21,6 +22,12 @@ class ExpertResidency:
     """How many are in memory at most, of all layers."""
     cold: MoeCold = "read"
     """How the others come from the disk."""
+
+    @classmethod
+    def whole(cls, config: ExpertsConfig) -> "ExpertResidency":
+        """Return the residency of a base whose routed experts are all in memory."""
+        layers, count = len(config.layers), config.count
+        return cls(layers=layers, experts=count, slots=count, blocks=layers * count)
 
     @property
     def total(self) -> int:
@@ -134,9 +141,7 @@ def make_resident_stats(config: ModelConfig) -> RoutedExpertStats | None:
     routed = config.experts
     if routed is None:
         return None
-    layers, count = len(routed.layers), routed.count
-    residence = ExpertResidency(layers=layers, experts=count, slots=count, blocks=layers * count)
-    return RoutedExpertStats(residence, NO_ACTIVITY)
+    return RoutedExpertStats(ExpertResidency.whole(routed), NO_ACTIVITY)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
 from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, TopPins, select_pinned
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.architectures import ExpertsConfig
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.expert_cache import ExpertCache
 
 STATE_VERSION = 1
 
@@ -309,20 +312,7 @@ PlanWarmup = Callable[[ExpertsConfig], WarmupPlan]
 """Returns how a base with such experts begins; asked only where not all of them fit."""
 
 
-class WarmupTarget(Protocol):
-    """What is filled: `ExpertCache`."""
-
-    def fill_slots(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Bring experts into all empty slots."""
-
-    def schedule_fill(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Have experts come into empty slots while passes go on."""
-
-    def set_scores(self, scores: Sequence[Mapping[int, int]], *, rate: float) -> None:
-        """Let updates exchange experts for those that score more, too."""
-
-
-def warm_up_cache(cache: WarmupTarget, plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
+def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
     """Give empty slots of a cache their first experts; ``slots`` by the number of the layer.
 
     Raises:
