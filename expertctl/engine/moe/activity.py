@@ -1,15 +1,15 @@
-"""JSON documents that may be large: read once, checked by their schema, then made into values.
+"""Activity documents: how often each routed expert was chosen, and what that took, as JSON.
 
-What a run observed of its routed experts, as JSON: a profile to plan from, and telemetry.
+An `ActivityDocument` is both a usage profile to plan from and telemetry. The format is that of
+llama.cpp's hot cache, so profiles can be exchanged with it in both directions. Its *full* schema
+has all times, its *update* schema only what swapping experts needs; a run that observes nothing
+always writes the same bytes. Missed requests, swaps and the number of prompts are our additions,
+which other readers skip.
 
-The format is that of llama.cpp's hot cache, so profiles can be exchanged with it both ways. Its
-*full* schema has all times, its *update* schema only what an exchange of experts needs; a run that
-observes nothing always gives the same bytes. Missed requests, swaps and the number of prompts are
-our additions, which other readers skip.
-
-Reading drops zero counts, adds up the counts of one expert and sorts layers. Hot and cold counts
-override raw ones. A layer whose number is not a whole number is ignored, as in llama.cpp.
-Everything else that is malformed is refused, and sizes are bounded.
+Reading drops zero counts, adds the counts of an expert that is listed twice and sorts layers. Hot
+and cold counts override raw ones. A layer whose number is not an integer is ignored, as in
+llama.cpp. Everything else that is malformed is refused, and sizes are bounded. Documents may be
+large, so they are parsed once, checked against their schema and then converted.
 """
 
 import json
@@ -29,16 +29,16 @@ _Kind = TypeVar("_Kind")
 
 
 def load_document(data: bytes, *, what: str) -> JsonObject:
-    """Read an object of at most 16 MiB.
+    """Parse a JSON object of at most 16 MiB.
 
     Raises:
-        InvalidPackageError: when it is none, or too large.
+        InvalidPackageError: when it is not one, or is too large.
     """
     return load_object(data, what=what, max_bytes=MAX_BYTES)
 
 
 def parse_document(document: JsonObject, kind: type[_Kind], *, what: str, schema: str) -> _Kind:
-    """Make a value of an object that a schema describes.
+    """Convert an object to ``kind`` after checking it against a schema.
 
     Raises:
         InvalidPackageError: when it is malformed.
@@ -49,7 +49,7 @@ def parse_document(document: JsonObject, kind: type[_Kind], *, what: str, schema
 
 
 def decode_record(document: object, kind: type[_Kind], *, what: str) -> _Kind:
-    """Make a value of a document; a schema takes 4.0 for a whole number, a value does not.
+    """Convert a document to ``kind``; a schema accepts 4.0 as an integer, this does not.
 
     Raises:
         InvalidPackageError: when it does not fit ``kind``.
@@ -65,15 +65,15 @@ UPDATE_SCHEMA = "llama.cpp.moe_layer_opt_perf.v1"
 MAX_EXPERTS = 1024
 MAX_LAYERS = 1024
 MAX_JSON_INTEGER = 2**53 - 1
-"""The largest integer that every reader of JSON understands; a larger count is written as this."""
+"""Largest integer that every JSON reader represents exactly; larger counts are written as this."""
 FALLBACK_REASONS = (
     *("incomplete", "count_not_prefix", "bad_split_order", "same_backend", "hot_spans"),
     *("cold_spans", "hot_not_cuda", "cold_not_cpu", "count_readback", "threshold"),
     *("zero_output", "other"),
 )
-"""Why the lanes of a layer ran one after the other."""
+"""Reasons why the lanes of a layer ran one after the other."""
 Counts = Mapping[int, int]
-"""How often each expert was asked for; never 0."""
+"""How often each expert was chosen; never 0."""
 
 
 def _time_key(name: str) -> str:
@@ -81,7 +81,7 @@ def _time_key(name: str) -> str:
 
 
 class LaneTimes(msgspec.Struct, frozen=True, rename=_time_key):
-    """Microseconds per call of a layer; 0 where nothing was measured."""
+    """Microseconds per call of a layer; 0 if not measured."""
 
     total_moe: float = 0.0
     routing: float = 0.0
@@ -101,14 +101,14 @@ class LaneTimes(msgspec.Struct, frozen=True, rename=_time_key):
 
 TIMES = LaneTimes.__struct_fields__
 LANE_TIMES = ("parallel_hot_lane_wall", "parallel_cold_lane_wall", "parallel_join_wait")
-"""The times that the update schema has."""
+"""The times of the update schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivity:
-    """What one layer was asked for, and what that took.
+    """The choices of one layer, and what they took.
 
-    ``raw`` are counts not known to be hot or cold: empty where ``hot`` or ``cold`` has any.
+    ``raw`` holds counts not known to be hot or cold: empty if ``hot`` or ``cold`` is not.
     """
 
     layer: int
@@ -121,18 +121,18 @@ class LayerActivity:
     hot2_slots: int = 0
     """Hot slots that the second and the third lane computed; ``hot`` includes them."""
     requests: int = 0
-    """Experts that calls asked for, each counted once per call."""
+    """Experts that calls chose, each counted once per call."""
     missed_requests: int = 0
     """Those of them that were not hot."""
     swaps: int = 0
-    """How often an expert became hot in the place of another."""
+    """How often an expert took the slot of another."""
     times: LaneTimes = field(default_factory=LaneTimes)
     fallbacks: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hits(self) -> dict[int, int]:
-        """How often each expert was asked for, wherever it lay."""
+        """How often each expert was chosen, hot or not."""
         if not (self.hot or self.cold):
             return dict(self.raw)
         asked = sorted({*self.hot, *self.cold})
@@ -142,7 +142,7 @@ class LayerActivity:
     def pressure(self) -> float:
         """How much a call suffers from cold experts.
 
-        It is the first of these that is above zero: the call's wait, how much longer its cold lane
+        The first of these that is above zero: the wait of the call, how much longer its cold lane
         takes than its hot one, its cold slots.
         """
         times = self.times
@@ -152,23 +152,23 @@ class LayerActivity:
 
 @dataclass(frozen=True, slots=True)
 class ActivityDocument:
-    """What was observed until now."""
+    """The activity of all layers of a base."""
 
     mode: CounterMode
     layers: tuple[LayerActivity, ...] = ()
     experts: int = 0
-    """Of each layer; 0 where the document does not say."""
+    """Of each layer; 0 if the document does not say."""
     used: int = 0
     updates: int = 0
     overflow_resets: int = 0
     prompts: int = 0
-    """How many prompts were counted, tokens of added documents included; 0: only tokens were."""
+    """Prompts that were counted, with the tokens of added documents; 0 if only tokens."""
     preset: str = ""
     """Which prompts these were."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether anything was asked for, so that a placement can follow from it."""
+        """Whether an expert was chosen at all, so that a placement can be planned from it."""
         return any(layer.hits for layer in self.layers)
 
 
@@ -176,16 +176,16 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
     """Read a document of either schema.
 
     Raises:
-        InvalidPackageError: when it is no such document, malformed or too large.
+        InvalidPackageError: when it is not one, malformed or too large.
     """
     return parse_activity(load_document(data, what=what), what=what)
 
 
 def parse_activity(document: JsonObject, *, what: str) -> ActivityDocument:
-    """Return what a parsed document of either schema says.
+    """Convert a parsed document of either schema.
 
     Raises:
-        InvalidPackageError: when it is no such document, or malformed.
+        InvalidPackageError: when it is not one, or malformed.
     """
     told = parse_document(document, _ActivityFields, what=what, schema="moe-activity")
     numbered = [record for record in told.layers if _is_number(record.get("layer"))]
@@ -212,7 +212,7 @@ def write_activity(document: ActivityDocument) -> bytes:
 
 
 def activity_to_json(document: ActivityDocument) -> JsonObject:
-    """Return the document as the object that is written."""
+    """Return the document as a JSON object."""
     if document.mode == "off":
         return {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
     prompts: JsonObject = {
@@ -267,7 +267,7 @@ def _is_number(value: object) -> bool:
 
 
 def _find_invalid_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
-    """Yield what a schema cannot rule out: layers that are twice there or cannot be, odd experts.
+    """Yield what a schema cannot check: duplicate or impossible layers, unknown experts.
 
     More missed requests than requests are wrong, too.
     """
@@ -316,7 +316,7 @@ def _parse_counts(pairs: Iterable[tuple[int, int]]) -> Counts:
 
 
 def _summary_json(document: ActivityDocument) -> JsonObject:
-    """Return totals of all layers, and what a call of a layer takes on average."""
+    """Return totals of all layers, and the average times of a call of a layer."""
     calls = sum(layer.calls for layer in document.layers)
     hot = sum(sum(layer.hot.values()) for layer in document.layers)
     slots = hot + sum(sum(layer.cold.values()) for layer in document.layers)

@@ -1,9 +1,9 @@
-"""Sums and differences of activity documents: what was learnt of a base grows, and fades.
+"""Add and subtract activity documents: the usage of a base accumulates and fades.
 
 Counts are added; times and cold slots per call are means, weighted by calls. A sum of more than
-`MAX_ACTIVITY_TOKENS` tokens is halved, so old requests lose half of their weight again and again, and experts
-that are no longer asked for are forgotten. Raw counts, which are not known to be hot or cold, count
-as cold where a layer has hot or cold ones.
+`MAX_ACTIVITY_TOKENS` tokens is halved, so old requests lose half of their weight again and again,
+and experts that are no longer chosen are forgotten. Raw counts, which are not known to be hot or
+cold, count as cold if the layer has hot or cold ones.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ from expertctl.engine.moe.activity import (
 from expertctl.errors import IncompatibleError
 
 MAX_ACTIVITY_TOKENS = 1 << 17
-"""A sum covers at most so many tokens."""
+"""A sum covers at most this many tokens."""
 EMPTY_ACTIVITY = ActivityDocument("update")
 _Key = TypeVar("_Key")
 
 
 def count_tokens(document: ActivityDocument) -> int:
-    """Return how many tokens, or prompts, a document covers; never less than a count.
+    """Return how many tokens, or prompts, a document covers; at least its largest count.
 
-    Each token asks for as many experts of a layer as the document says; where it does not say, the
-    largest count is a lower bound. A prompt may ask for any number.
+    Each token chooses as many experts of a layer as the document says; if it does not say, the
+    largest count is a lower bound. A prompt may choose any number.
     """
     most = document.prompts
     for layer in document.layers:
@@ -43,7 +43,7 @@ def count_tokens(document: ActivityDocument) -> int:
 
 
 def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
-    """Return the sum of two documents, faded.
+    """Return the sum of two documents, halved until it covers at most `MAX_ACTIVITY_TOKENS`.
 
     Raises:
         IncompatibleError: when their numbers of experts, or of experts used, differ.
@@ -78,9 +78,9 @@ def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDo
 def accumulate_scores(
     scores: Sequence[Mapping[int, float]], more: ActivityDocument, layer_numbers: Sequence[int]
 ) -> list[dict[int, float]]:
-    """Return the scores of experts, by layer, with further counts added; they fade as sums do.
+    """Add further counts to the scores of experts, by layer; they fade as sums do.
 
-    ``numbers`` are the numbers of the layers in the base.
+    ``layer_numbers`` are the numbers of the layers in the base.
     """
     counted = {layer.layer: layer.hits for layer in more.layers}
     total = [
@@ -99,8 +99,8 @@ def accumulate_scores(
 def subtract_activity(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
     """Return what the same counters counted since an earlier document.
 
-    That is everything where they overflowed in between, for then they began again. Means are those
-    of all counts in ``now``.
+    All of ``now`` if they overflowed in between, because then they restarted. Means are those of
+    all counts in ``now``.
     """
     if now.overflow_resets != before.overflow_resets:
         return now
@@ -112,7 +112,7 @@ def subtract_activity(now: ActivityDocument, before: ActivityDocument) -> Activi
 
 
 def _sum_prompts(one: ActivityDocument, other: ActivityDocument) -> int:
-    """Return how many prompts both cover together; 0 where both count tokens alone."""
+    """Return how many prompts both cover together; 0 if both count tokens only."""
     if not (one.prompts or other.prompts):
         return 0
     return _cap(count_tokens(one) + count_tokens(other))

@@ -1,8 +1,8 @@
-"""How the routed experts of a base would be held in a memory: what `base plan` shows.
+"""How the routed experts of a base would fit into a memory: the result of `base plan`.
 
-The slots and the pool are those of a run. What is known of the base, from a profile or from its
-habits, says how much of what was asked for they serve. The lanes are memories of devices: this
-engine runs one, on a processor, and plans up to three.
+Slots and pool are those of a run. The usage of the base, from a profile or learnt, says which share
+of its requests they serve. Lanes are memories of devices: this engine runs one, on a CPU, and plans
+up to three.
 """
 
 from collections.abc import Mapping
@@ -32,22 +32,22 @@ from expertctl.routing.request import Dtype
 from expertctl.schema.strict_json import JsonObject
 
 NamedLanes = Mapping[str, int]
-"""The bytes of each lane, by a name for a person; in their order."""
+"""The bytes of each lane by name, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One layer: its slots, in an even plan and in this one, and what they serve."""
+    """One layer: its slots, in an even plan and in this one, and the share that they serve."""
 
     layer: int
     even_slots: int
     slots: int
     pinned: int
     requested_experts: int
-    """How many of its experts were asked for at all."""
+    """How many of its experts were chosen at all."""
     even_served_share: float | None
     served_share: float | None
-    """The share of what was asked for; None where nothing is known."""
+    """The share of requests; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class LanePlan:
     used: int
     experts: int
     dummy_bytes: int
-    """Bytes of the zeros that each layer which has experts there needs besides."""
+    """Bytes of the all-zero dummies, one for each layer that has experts there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedPlan:
-    """Which experts lie in which lane by one weighting."""
+    """Which experts are in which lane by one weighting."""
 
     weighting: Weighting
     lanes: tuple[LanePlan, ...]
@@ -73,7 +73,7 @@ class WeightedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseMemoryPlan:
-    """How one base would be held; sizes in bytes."""
+    """How one base would fit; sizes in bytes."""
 
     base: str
     dtype: Dtype
@@ -81,37 +81,37 @@ class BaseMemoryPlan:
     whole: bool
     """Whether all of it fits, so that nothing has to be planned."""
     other_bytes: int
-    """What is no routed expert."""
+    """All weights but routed experts."""
     expert_bytes: int
     compact_bytes: int | None
-    """Bytes of one in the copy that is read, see `expert_copies.compact_bytes`."""
+    """Bytes of one in the copy that is read, see `find_compact_bytes`."""
     plan: CachePlan
     usage_source: str | None
-    """Where what is known comes from."""
+    """Where the usage comes from; None if it is unknown."""
     sequence_bytes: int
-    """What a text that is asked for without further wishes takes besides."""
+    """Bytes of a sequence with default options."""
     layers: tuple[LayerPlan, ...]
     requests_in_slots: int
-    """How often experts in slots were asked for, all together."""
+    """Requests for experts in slots, of all layers."""
     requests_beyond_slots: tuple[int, ...]
-    """How often each of the others was, the largest count first."""
+    """Requests for each of the others, the largest count first."""
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
-    """Whether lanes were asked for: else one is as large as all slots."""
+    """Whether lanes were given: else one is as large as all slots."""
 
     @property
     def planned_bytes(self) -> int:
-        """What is no routed expert, and all blocks: what a run takes before any text."""
+        """All blocks, and all other weights: what a run takes without sequences."""
         return self.other_bytes + self.plan.blocks * self.expert_bytes
 
     @property
     def min_bytes(self) -> int:
-        """What a run takes so, with a text and without experts that are installed."""
+        """What a run takes with one sequence and without installed experts."""
         return self.planned_bytes + self.sequence_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a run can begin."""
+        """Whether a run can start."""
         return self.whole or self.min_bytes <= self.limit
 
     @property
@@ -121,25 +121,25 @@ class BaseMemoryPlan:
 
     @property
     def can_grow(self) -> bool:
-        """Whether more fit once a run has kept a copy, in which experts are shorter."""
+        """Whether more fit once a run has written a copy, in which experts are compact."""
         return not self.whole and self.compact_bytes is None
 
     @property
     def pool_blocks(self) -> int:
-        """How many blocks are for experts without a slot: all that the planned bytes hold."""
+        """Blocks for experts without a slot, within the planned bytes."""
         held = min(self.plan.blocks * self.expert_bytes // self.block_bytes, self._total_experts)
         return held - sum(self.plan.capacities)
 
     @property
     def served_share(self) -> float | None:
-        """The share of what was asked for that the slots of all layers serve."""
+        """The share of requests that the slots of all layers serve."""
         return _ratio(self.requests_in_slots, self._total_requests)
 
     @property
     def served_with_pool(self) -> float | None:
-        """The same where the pool holds those that are asked for most among the others.
+        """The same if the pool holds the most requested of the other experts.
 
-        A run keeps in it what is worth most to it at the time, which may serve more or less.
+        A run keeps in it what is worth most at the time, which may serve more or less.
         """
         return _ratio(
             self.requests_in_slots + sum(self.requests_beyond_slots[: self.pool_blocks]),
@@ -192,7 +192,7 @@ def plan_base(
 ) -> BaseMemoryPlan:
     """Plan a base in a memory; without lanes, one is as large as all slots.
 
-    ``compact`` is what an expert takes in the copy of the base, see `expert_copies.compact_bytes`.
+    ``compact`` is the size of an expert in the copy of the base, see `find_compact_bytes`.
 
     Raises:
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
@@ -271,7 +271,7 @@ def _plan_layers(
 def _count_requests(
     routed: ExpertsConfig, plan: CachePlan, guide: ExpertUsage | None
 ) -> tuple[int, tuple[int, ...]]:
-    """Return how often experts were asked for: all that slots hold together, and each other."""
+    """Return the requests for experts in slots, and for each other expert."""
     in_slots, beyond = 0, list[int]()
     for number, slots in zip(routed.layers, plan.capacities, strict=True):
         ranked = sorted(
@@ -291,7 +291,7 @@ def _plan_weightings(
     block: int,
     curve: float,
 ) -> tuple[WeightedPlan, ...]:
-    """Place experts by each rule; where nothing is known, all rules are one."""
+    """Place experts by each rule; if the usage is unknown, all rules are the same."""
     sizes = {(layer, n): block for layer in routed.layers for n in range(routed.count)}
     budgets = list(lanes.values())
     if guide is None:
@@ -313,7 +313,7 @@ def _plan_weightings(
 
 
 def _find_served_share(placement: Placement, guide: ExpertUsage) -> float | None:
-    """Return how much of what was asked for lies in some lane."""
+    """Return the share of requests for experts in any lane."""
     counts = {
         (layer, expert): count
         for layer, each in guide.layers.items()

@@ -1,12 +1,9 @@
-"""One way to hold routed experts while a base is measured: how many have slots, which come first.
+"""Measure a base of routed experts with all of them in memory, and with a share of them.
 
-What was learnt of a base has no part in what is measured; a profile that is named has.
-
-How a base of routed experts runs with all of them in memory, and with a share of them.
-
-The ways are measured one after the other: each reads and writes the same texts for some rounds. The
-first round fills the slots and counts only for the picture. Random texts are given, token by token;
-prompts are followed by what the base is likeliest to write, the same wherever nothing is skipped.
+The cases are measured one after the other: each reads and writes the same texts for some rounds.
+The first round fills the slots and counts only for the timeline. Random texts are given, token by
+token; prompts are continued greedily, the same wherever nothing is skipped. The usage learnt from
+earlier runs is not used; a profile that the user names is.
 """
 
 import time
@@ -53,11 +50,11 @@ from expertctl.routing.request import DeviceName, Dtype, MoeColdOption, MoeMiss
 
 
 def make_warmup_plan(wishes: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
-    """Return how each way to hold them begins.
+    """Return how each case starts.
 
     Raises:
         ExpertError: when a profile cannot be read, or is of another base.
-        UsageError: when there is no profile by which to pin or exchange.
+        UsageError: when there is no profile by which to pin or swap.
     """
     if wishes.profile is not None:
         return WarmupPlan(wishes, read_expert_usage(wishes.profile, routed))
@@ -73,7 +70,7 @@ def make_warmup_plan(wishes: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
 def configure_backend(
     base: OpenBase, case: ResidencyCase, start: WarmupPlan, *, cap: float, cold: MoeColdOption
 ) -> PackedBackend | CudaBackend:
-    """Return what holds so many experts of each layer, at least one.
+    """Return a backend that holds the case's share of the experts of each layer, at least one.
 
     Raises:
         UsageError: when more are pinned than a layer has slots.
@@ -111,22 +108,22 @@ def _require_slots(start: WarmupPlan, plan: CachePlan, case: ResidencyCase) -> N
 
 
 MAX_SAMPLES = 60
-"""How many stretches the picture has, at most."""
+"""Most columns of the timeline."""
 MIN_SAMPLE_TOKENS = 4
-"""Tokens of a stretch, at least: a token of one layer asks for few experts."""
+"""Fewest tokens of a column: a token of one layer chooses few experts."""
 _OTHER_BASE = "choose another --base: one whose layers have routed experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedBenchConfig:
-    """What is measured: shares resident, what happens to the rest, and the texts."""
+    """The cases to measure, and the texts."""
 
     shares: tuple[float, ...] = (1.0, 0.6, 0.4)
     misses: tuple[MoeMiss, ...] = ("exact", "skip")
     cap: float = 0.5
-    """How much of a token's weights may be skipped at most."""
+    """The largest share of a token's weight that may be skipped."""
     prompts: tuple[str, ...] = ()
-    """Random tokens where there are none."""
+    """Empty: random tokens."""
     prompt_tokens: int = 64
     """Of a random text."""
     tokens: int = 64
@@ -135,14 +132,14 @@ class RoutedBenchConfig:
     dtype: Dtype | None = None
     threads: int | None = None
     cold: MoeColdOption = "auto"
-    """How experts that have no slot come from the disk."""
+    """How experts without a slot are read from disk."""
     device: DeviceName = "cpu"
     start: WarmupConfig = COLD_START
-    """How each way begins; what was learnt of the base has no part in it."""
+    """How each case starts; usage learnt from earlier runs is not used."""
 
     @property
     def cases(self) -> tuple[ResidencyCase, ...]:
-        """All ways to hold the experts; where all are in memory nothing is missed."""
+        """All shares and miss policies; with all experts in memory nothing is missed."""
         found: list[ResidencyCase] = []
         for share in self.shares:
             misses: tuple[MoeMiss, ...] = ("exact",) if share >= 1 else self.misses
@@ -151,13 +148,13 @@ class RoutedBenchConfig:
 
     @property
     def run_count(self) -> int:
-        """How many texts are read: what ``progress`` counts."""
+        """How many texts are run: the total of ``progress``."""
         return len(self.cases) * self.rounds * max(len(self.prompts), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _BenchText:
-    """What is read; and what follows it, if the base is not to choose that itself."""
+    """A prompt; and what follows it, unless the base chooses that itself."""
 
     ids: tuple[int, ...]
     follows: tuple[int, ...] = ()
@@ -172,15 +169,15 @@ def measure_routed(
     progress: Progress = ignore_progress,
     tell: Notify = ignore_notification,
 ) -> RoutedBenchResult:
-    """Measure a base of the store; ``progress`` counts ``wanted.runs`` and may raise.
+    """Measure a base of the store; ``progress`` counts up to ``run_count`` and may raise.
 
-    What does not fit into the memory is left out, and a warning says so.
+    Cases that do not fit into the memory are left out, with a warning.
 
     Raises:
         NotFoundError: when there is no such base, or no such device.
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
-        UsageError: when texts are longer than it reads.
-        BudgetError: when nothing of it fits.
+        UsageError: when texts are longer than its context.
+        BudgetError: when no case fits.
     """
     limit = find_budget_limit(budget, wanted.device)
     opened = _open_base(planner, base, wanted)
@@ -251,9 +248,9 @@ def _describe_texts(wanted: RoutedBenchConfig) -> str:
 
 
 def _explain_refusal(refused: Mapping[ResidencyCase, BudgetError]) -> BudgetError:
-    """Say what the way with the fewest experts in memory would take.
+    """Return an error that names the case with the fewest experts in memory.
 
-    What a device itself refused is told as it is: a smaller share would not help.
+    An error of the device itself is returned as it is: a smaller share would not help.
     """
     least = min(refused, key=lambda holding: holding.share)
     if refused[least].__cause__ is not None:
@@ -266,7 +263,7 @@ def _explain_refusal(refused: Mapping[ResidencyCase, BudgetError]) -> BudgetErro
 
 @dataclass(frozen=True, slots=True)
 class _RoutedBench:
-    """A base, and the texts by which each way to hold its experts is measured."""
+    """A base, and the texts by which each case is measured."""
 
     planner: Planner
     base: OpenBase
@@ -275,16 +272,16 @@ class _RoutedBench:
     texts: list[_BenchText]
     threads: int
     limit: int
-    """Of the memory that is computed in."""
+    """Of the memory that computes."""
     progress: Progress
     tell: Notify
 
     def measure_all(self) -> tuple[tuple[RoutedBenchRow, ...], list[str]]:
-        """Measure what fits; return what did not in words.
+        """Measure the cases that fit; return warnings about the others.
 
         Raises:
-            BudgetError: when nothing does.
-            UsageError: when more experts are pinned than some way has slots.
+            BudgetError: when none fits.
+            UsageError: when more experts are pinned than some case has slots.
         """
         rows: list[RoutedBenchRow] = []
         refused: dict[ResidencyCase, BudgetError] = {}
@@ -324,7 +321,7 @@ _Read = Callable[[_BenchText], AbstractContextManager[DecodeSession]]
 
 @contextmanager
 def _load_model(laboratory: _RoutedBench, base: OpenBase) -> Iterator[tuple[RunnableModel, _Read]]:
-    """Load a base in the memory that there is, and lend room for texts; nothing stays."""
+    """Load a base, and yield it with a context manager that runs a text; nothing is kept."""
     wanted = laboratory.wanted
     residents = ResourceManager(
         laboratory.planner,
@@ -361,10 +358,10 @@ def _load_model(laboratory: _RoutedBench, base: OpenBase) -> Iterator[tuple[Runn
 
 
 class _RunRecorder:
-    """What happens while texts are read and written, and what it took."""
+    """Records times and counters while texts are run."""
 
     def __init__(self, model: RunnableModel, wanted: RoutedBenchConfig) -> None:
-        """Begin before the first text."""
+        """Start before the first text."""
         self._model, self._wanted = model, wanted
         self._moments: list[CounterSample] = []
         self._written_tokens, self._stretch = 0, _choose_sample_interval(wanted)
@@ -378,7 +375,7 @@ class _RunRecorder:
         self._sample()
 
     def start_counting(self) -> None:
-        """Let only what comes from now on count."""
+        """Discard what was recorded, except the timeline."""
         self._counted_from = self._written_tokens
         self._steps, self._now, self._prompts = [], [], []
         self._waited_reading = 0.0
@@ -386,7 +383,7 @@ class _RunRecorder:
         self._counted = self._observe()
 
     def run_text(self, reading: DecodeSession, text: _BenchText) -> None:
-        """Read a text, and write what comes after it."""
+        """Prefill a text, and decode the tokens after it."""
         waited = self._read_waited_ms()
         started = time.perf_counter()
         scores = reading.prefill(text.ids).logits
@@ -400,12 +397,12 @@ class _RunRecorder:
             self._count_token()
 
     def end_round(self) -> None:
-        """Put the steps of a round together."""
+        """Collect the steps of a round."""
         self._steps.append(tuple(self._now))
         self._now = []
 
     def make_row(self, holding: ResidencyCase, *, memory: int) -> RoutedBenchRow:
-        """Return what counts."""
+        """Return the row of a case."""
         if self._moments and self._moments[-1].tokens < self._written_tokens:
             self._sample()
         return RoutedBenchRow(
@@ -435,11 +432,11 @@ class _RunRecorder:
         return report
 
     def _read_waited_ms(self) -> float:
-        """Return how many milliseconds were waited for experts so far."""
+        """Return how many milliseconds passes waited for experts so far."""
         return self._read_report().activity.waited_ms
 
     def _observe(self) -> CounterSnapshot | None:
-        """Return what was counted; None where all experts are there, and nothing can be missed."""
+        """Return the counters; None if all experts are in memory, where none can be missed."""
         counters = self._model.counters
         return (
             None
@@ -455,10 +452,10 @@ class _RunRecorder:
 
 
 def _choose_sample_interval(wanted: RoutedBenchConfig) -> int:
-    """Return after how many tokens there is a new column of the picture."""
+    """Return the number of tokens of a column of the timeline."""
     total = wanted.tokens * wanted.rounds * max(len(wanted.prompts), 1)
     return max(MIN_SAMPLE_TOKENS, -(-total // MAX_SAMPLES))
 
 
 _NO_PLAN = Digest.compute(b"bench moe")
-"""Nothing is kept under it."""
+"""Identity of a plan under which nothing is cached."""

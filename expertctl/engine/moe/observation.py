@@ -1,13 +1,12 @@
-"""A profile for a running base: checked as a whole in any thread, applied between two passes.
+"""What a base in memory observes of its routed experts, and profiles that are applied to it.
 
-Errors in it are reported before anything is changed. It says which experts to pin from then on, and
-for which ones updates may exchange residents; each layer keeps its number of slots. Answers stay
-the same where no expert is left out. It lasts as long as the base is in memory: habits stay as is.
+A profile is checked as a whole in any thread, and applied between two passes: errors are reported
+before anything changes. It says which experts to pin from then on, and which ones updates may swap
+in; each layer keeps its number of slots. Results stay the same if no expert is skipped. It lasts as
+long as the base is in memory and does not change the learnt usage.
 
-What was counted of routed experts as an activity document, to read or to plan from.
-
-Times are means of a call, in microseconds: *hot* is computing, *cold* is waiting for missing
-experts while nothing is computed.
+Observed counts are an activity document, to read or to plan from. Its times are means per call, in
+microseconds: *hot* is computing, *cold* is waiting for missing experts while nothing is computed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProfileUpdate:
-    """The pins and scores of a base in memory from now on, layer by layer."""
+    """New pins and scores of a base in memory, by layer."""
 
     pinned: tuple[frozenset[int], ...]
     scores: tuple[ExpertScores, ...]
@@ -53,7 +52,7 @@ class ProfileUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How to apply a profile; None: as wished when the base was opened."""
+    """How to apply a profile; None: the options of the base."""
 
     pins: Pins | None = None
     exchange: float | None = None
@@ -66,7 +65,7 @@ class ProfileOptions:
         *,
         warmup: WarmupConfig,
     ) -> ProfileUpdate:
-        """Return what a profile that fits a base makes it do.
+        """Return the changes of a profile that fits the base.
 
         Raises:
             IncompatibleError: when the profile counts no expert.
@@ -93,11 +92,11 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class ActiveProfile:
-    """What a profile does to a base in memory now."""
+    """The effect of profiles on a base in memory now."""
 
     exchange: float
     pinned: Mapping[int, frozenset[int]]
-    """By the number of the layer; only of layers that have pins."""
+    """By the number of the layer; only layers that have pins."""
 
     def to_json(self) -> JsonObject:
         """Return the ``guide`` object."""
@@ -109,29 +108,28 @@ class ActiveProfile:
 
 
 def find_active_profile(cache: "ExpertCache", routed: ExpertsConfig) -> ActiveProfile:
-    """Return what a profile does now; any thread may call this."""
+    """Return the current effect of profiles; any thread may call this."""
     each = zip(routed.layers, cache.slots, strict=True)
     by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
     return ActiveProfile(cache.exchange_rate, by_layer)
 
 
 _US_PER_NS = 1e-3
-"""In a nanosecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What is known of the routed experts of a base in memory, at one moment."""
+    """The state of the routed experts of a base in memory, at one moment."""
 
     base: str
     document: ActivityDocument
     residence: ExpertResidency | None = None
-    """None where it has none."""
+    """None if it has none."""
     active_profile: ActiveProfile | None = None
-    """What a profile does; None where no expert could be missing."""
+    """The effect of profiles; None if no expert can be missing."""
 
     def to_json(self) -> JsonObject:
-        """Return the document, and what it is of; nothing else where nothing is observed."""
+        """Return the document with the base and its state; only the document if the mode is off."""
         told = activity_to_json(self.document)
         if self.document.mode == "off" or self.residence is None:
             return told
@@ -151,7 +149,7 @@ def make_observation(
     report: RoutedExpertStats | None,
     cache: "ExpertCache | None",
 ) -> Observation:
-    """Return what was counted of a base; its mode is "off" where nothing was."""
+    """Return the observation of a base; its mode is "off" if nothing was counted."""
     document, guidance = ActivityDocument("off"), None
     if seen is not None and config.experts is not None:
         document = build_activity_document(seen, used=config.experts.used)
@@ -161,7 +159,7 @@ def make_observation(
 
 
 def build_activity_document(seen: CounterSnapshot, *, used: int) -> ActivityDocument:
-    """Return the document; ``used``: how many experts a token asks for in a layer."""
+    """Return the document; ``used``: how many experts a token chooses in a layer."""
     if seen.mode == "off":
         return ActivityDocument("off")
     return ActivityDocument(

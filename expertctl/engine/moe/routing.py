@@ -1,8 +1,8 @@
 """Choose the experts of each token and their weights, and order the choices by expert.
 
-Every backend that runs on torch chooses with `route`; the CPU kernels are tested against it. It does
-not depend on which experts are in memory. Of equal scores the lower expert id wins, so the choice
-is the same on every device.
+Backends on torch choose with `route`; the CPU kernels are tested against it. It does not depend on
+which experts are in memory. Of equal scores the lower expert id wins, so the choice is the same on
+every device.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from expertctl.engine.moe.layer_slots import Ids
 Scoring = Literal["softmax", "sigmoid"]
 
 SMALLEST_SUM = 2.0**-14
-"""Weights are not divided by less; the smallest normal number of float16, 6.1035e-5."""
+"""Smallest divisor of the weights: the smallest normal float16 number, 6.1035e-5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """How the logits of one router become experts and weights."""
+    """How the logits of a router become experts and weights."""
 
     used: int
     scoring: Scoring = "softmax"
@@ -33,7 +33,7 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterOutput:
-    """The experts of each token, first choice first."""
+    """The experts of each token, the highest score first."""
 
     selected: Tensor
     """int64 [tokens, used]."""
@@ -42,10 +42,10 @@ class RouterOutput:
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RouterOutput:
-    """Choose the experts of tokens by their logits, [tokens, experts]; nothing is changed.
+    """Choose the experts of each token by its logits [tokens, experts], which are not changed.
 
-    A bias [experts] takes part in the choice and not in the weights. Without one the logits
-    themselves are compared: both ways of scoring keep their order, and rounding adds no ties.
+    A bias [experts] is added to the scores for the choice, not to the weights. Without a bias the
+    logits are compared: both scorings keep their order, and rounding cannot add ties.
     """
     logits = logits.float()
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()

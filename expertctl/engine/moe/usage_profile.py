@@ -1,15 +1,10 @@
-"""Which experts a set of prompts uses, as JSON: which to pin and which to bring first.
+"""The usage of routed experts before a run, from a file or learnt, and the experts it pins.
 
-The document is that of flash-moe. A profile counts in how many prompts each expert of a layer was
-activated. An expert is *universal* if at least a share of all prompts, the threshold, activate it.
-Profiles of one base can be merged and compared.
-
-Which experts a profile pins: they come first and keep their slots, whatever is asked for.
-
-What is known of a base's routed experts before a run: from a named file, or from habits.
-
-Both kinds of files are read: activity documents, with counts of tokens, and usage profiles, with
-counts of prompts. An activity document is also a usage profile, one whose prompts are tokens.
+There are two codecs of one profile, `ActivityDocument`: activity documents, which count tokens, and
+usage profiles in the format of flash-moe, which count in how many prompts each expert of a layer
+was activated. Tokens are written to a usage profile as if each was a prompt. An expert is
+*universal* if at least a share of all prompts, the threshold, activate it. Pinned experts are
+loaded first and keep their slots, whatever is chosen later.
 """
 
 import json
@@ -212,24 +207,24 @@ _PERCENT = 100
 
 @dataclass(frozen=True, slots=True)
 class TopPins:
-    """So many experts of each layer: those that were asked for most."""
+    """The most frequent experts of each layer, by number."""
 
     count: int
 
     def __str__(self) -> str:
-        """Return it as a person writes it."""
+        """Return it as the user writes it."""
         return str(self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class SharePins:
-    """Those that at least a share of all prompts, or tokens, of a profile ask for."""
+    """The experts that at least a share of all prompts, or tokens, of a profile choose."""
 
     share: float
     """From 0 to 1."""
 
     def __str__(self) -> str:
-        """Return it as a person writes it."""
+        """Return it as the user writes it."""
         return f"{self.share:.0%}"
 
 
@@ -237,7 +232,7 @@ Pins = TopPins | SharePins
 
 
 def parse_pins(text: str) -> Pins:
-    """Read a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
+    """Parse a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
 
     Raises:
         UsageError: for anything else.
@@ -255,12 +250,12 @@ def parse_pins(text: str) -> Pins:
 
 
 def select_pinned(pins: Pins, usage: ExpertUsage, layer: int, *, capacity: int) -> frozenset[int]:
-    """Return which experts are pinned in a layer with ``capacity`` slots.
+    """Return the pinned experts of a layer with ``capacity`` slots.
 
     A share pins no more experts than there are slots.
 
     Raises:
-        UsageError: when more experts are to be pinned than there are slots, or there are none.
+        UsageError: when a number is larger than the slots, or a share pins some and there are none.
     """
     match pins:
         case TopPins(count):
@@ -284,12 +279,12 @@ def select_pinned(pins: Pins, usage: ExpertUsage, layer: int, *, capacity: int) 
 
 
 _PROFILE_FIELDS = {"num_prompts", "num_experts", "layers"}
-"""Fields of usage profiles; a document without any of them is no profile."""
+"""Fields of usage profiles; a document without any of them is not one."""
 _HINT = "name a profile: `expertctl base profile export` writes one"
 
 
 def read_expert_usage(path: Path, routed: ExpertsConfig) -> ExpertUsage:
-    """Read a file of either kind, for a base.
+    """Read a file of either format, for a base.
 
     Raises:
         NotFoundError: when there is no such file.
@@ -311,7 +306,7 @@ def open_profile(path: Path) -> Iterator[BinaryIO]:
     Raises:
         NotFoundError: when there is no such file.
         StoreError: when it cannot be read.
-        InvalidPackageError: when it is no regular file, or what is read of it is malformed.
+        InvalidPackageError: when it is not a regular file, or its contents are malformed.
     """
     try:
         with open_regular_file(path) as stream:
@@ -324,7 +319,7 @@ def open_profile(path: Path) -> Iterator[BinaryIO]:
 
 
 def parse_expert_usage(document: JsonObject, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
-    """Return what a document of either kind says of a base.
+    """Convert a document of either format, for a base.
 
     Raises:
         InvalidPackageError: when it is neither, or malformed.

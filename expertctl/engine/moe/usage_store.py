@@ -1,17 +1,14 @@
-"""The *habits* of a base: which routed experts its answers asked for, kept for the next start.
+"""`ExpertUsageStore`: the learnt usage of bases, kept for the next start.
 
-The file has three lines of JSON, each read by its own reader: which base it is of, what was counted
-(`build_activity_document`), and which experts had a slot last (`saved_state`), which may be empty. It
-has no word of any text; but which experts are asked for tells something of the subject, so it is
-as private as a history.
+The file of a base has three lines of JSON, each with its own reader: the base, the counts (an
+activity document), and the experts that had a slot last (a saved cache state), which may be empty.
+It contains no text; but which experts are chosen tells something about the subject, so it is as
+private as a history.
 
-`ExpertUsageStore`: reads the habits of a base when it is opened, and adds to them while it is used.
-
-The keeper decides one start for each base and stays with it: what is learnt meanwhile counts for
-the next keeper. Otherwise the base would be loaded again after each answer. Only the scores by
-which residents are exchanged grow meanwhile. Habits that cannot be read, are damaged, of another
-base or do not fit it are left out with a note, and replaced when something is learnt; they never
-prevent an answer.
+The store decides once how each base starts: what is learnt meanwhile counts for the next process.
+Otherwise the base would be loaded again after each request. Only the scores of swaps grow
+meanwhile. A file that cannot be read, is damaged, of another base or does not fit it is ignored
+with a note, and replaced when something is learnt; it never prevents a request.
 """
 
 import json
@@ -67,7 +64,7 @@ _MAX_HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LearntUsage:
-    """The habits of one base: what was counted, and which experts had a slot last."""
+    """The learnt usage of one base: its counts, and the experts that had a slot last."""
 
     base: Digest
     """Identifies its weights and its architecture, see `compute_base_digest`."""
@@ -81,19 +78,19 @@ class LearntUsage:
         *,
         timestamp: float,
     ) -> "LearntUsage":
-        """Return them with what was counted since, and with the experts that have slots now.
+        """Return it with further counts, and with the experts that have slots now.
 
         Raises:
-            IncompatibleError: when it was counted on other experts.
+            IncompatibleError: when the counts are of other experts.
         """
         state = capture_state(slots, timestamp=timestamp) if slots else self.state
         return LearntUsage(self.base, add_activities(self.activity, more), state)
 
     def to_usage(self, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
-        """Return what they say of a base with such experts.
+        """Return the usage of a base with such experts.
 
         Raises:
-            IncompatibleError: when their numbers do not fit it.
+            IncompatibleError: when the counts do not fit it.
         """
         if self.state is not None:
             check_state(self.state, routed.layers, experts=routed.count)
@@ -101,12 +98,12 @@ class LearntUsage:
 
 
 def compute_base_digest(identity: BaseIdentity) -> Digest:
-    """Return what identifies a base in its habits, whatever its name."""
+    """Return the identity of a base in its file, whatever its name."""
     return Digest.compute(f"{identity.arch} {identity.weights}".encode())
 
 
 def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
-    """Read habits.
+    """Parse the contents of a file.
 
     Raises:
         InvalidPackageError: when they are of another version, malformed or too large.
@@ -129,7 +126,7 @@ def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
 
 
 def encode_learnt_usage(habits: LearntUsage) -> bytes:
-    """Return habits as bytes."""
+    """Return the contents of a file."""
     head = json.dumps({"version": USAGE_VERSION, "base": str(habits.base)}).encode()
     state = b"" if habits.state is None else write_state(habits.state)
     return b"\n".join((head, write_activity(habits.activity), state, b""))
@@ -148,22 +145,26 @@ def _parse_digest(text: str, what: str) -> Digest:
 
 
 SAVE_INTERVAL = 30.0
-"""Habits are kept at most this often while answers follow one another."""
+"""Longest time between two updates of scores, in seconds."""
 _LEFT_OUT = "what was learnt before is left out"
 
 
 def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
-    """Return the habits of a base; None where it has none.
+    """Return the learnt usage of a base; None if it has none.
 
     Raises:
-        InvalidPackageError: when they are malformed.
-        StoreError: when they are no file of this user alone, or cannot be read.
+        InvalidPackageError: when it is malformed.
+        StoreError: when its file does not belong to this user alone, or cannot be read.
     """
     return _parse_own(file.read(), file)
 
 
 def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage | None:
-    """Return what was learnt of a base; None if nothing was. Raises as `load_learnt_usage` does."""
+    """Return the usage of a base; None if nothing was learnt.
+
+    Raises:
+        ExpertError: as `load_learnt_usage`, or when it does not fit the base.
+    """
     known = _load_known(file, routed)
     return None if known is None or not known[0].activity.is_usable else known[1]
 
@@ -171,9 +172,9 @@ def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUs
 def update_learnt_usage(
     file: UsageProfileFile, routed: ExpertsConfig, change: Callable[[LearntUsage], LearntUsage]
 ) -> str:
-    """Change the habits of a base; unusable ones begin anew.
+    """Change the learnt usage of a base; one that cannot be used is replaced.
 
-    Return why they are unusable; empty where they are usable, or the base has none.
+    Return why it could not be used; empty if it could, or the base has none.
 
     Raises:
         ConflictError: when the base was removed or replaced meanwhile.
@@ -214,34 +215,34 @@ def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig)
 
 
 class ObservableCache(Protocol):
-    """What is learnt from: `ExpertCache`, or `ResidentExperts`."""
+    """A source of counts: `ExpertCache`, `ResidentExperts` or `DeviceExpertCounts`."""
 
     @property
     def counters(self) -> Counters:
-        """What its layers were asked for until now."""
+        """The counters of its layers."""
 
     @property
     def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each of them; empty where no expert needs one."""
+        """The slots of each layer; empty if no expert needs one."""
 
     @property
     def scores(self) -> Sequence[ExpertScores]:
-        """What experts are worth to exchanges, by layer."""
+        """The scores of experts for swaps, by layer."""
 
     @property
     def exchange_rate(self) -> float:
-        """The share of residents that an update may exchange by them; 0: none."""
+        """The share of residents that an update may swap by scores; 0: none."""
 
     def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Exchange by these scores from the next update on."""
+        """Swap by these scores from the next update on."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what a person should know of experts that were to come by habit."""
+        """Return, once, notes for the user about experts that could not be read."""
 
 
 @dataclass(slots=True)
 class _ObservedBase:
-    """A base that is in memory: what is counted of it, and what of that is kept and scored."""
+    """A base in memory, with the counts that were saved and scored."""
 
     file: UsageProfileFile
     cache: ObservableCache
@@ -249,7 +250,7 @@ class _ObservedBase:
     saved: ActivityDocument = EMPTY_ACTIVITY
     saved_at: float = -math.inf
     scored: ActivityDocument | None = EMPTY_ACTIVITY
-    """None while nothing is exchanged by scores: what is counted then is no part of them."""
+    """None while nothing is swapped by scores: counts of that time are not added to them."""
     scored_at: float = -math.inf
 
     @property
@@ -264,7 +265,7 @@ class _ObservedBase:
         return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
 
     def update_scores(self) -> None:
-        """Add what was counted since to the scores by which residents are exchanged."""
+        """Add new counts to the scores by which residents are swapped."""
         cache, before = self.cache, self.scored
         self.scored = self.snapshot if cache.exchange_rate > 0 else None
         if before is not None and self.scored is not None:
@@ -275,23 +276,23 @@ class _ObservedBase:
 
 
 class ExpertUsageStore:
-    """The owner of what is known of the bases that are run; one thread uses it at a time."""
+    """Owner of the learnt usage of all bases that run; one thread uses it at a time."""
 
     def __init__(self, bases: BaseStore, config: WarmupConfig = DEFAULT_WARMUP) -> None:
-        """Know nothing yet."""
+        """Start without reading anything."""
         self._bases, self._config = bases, config
         self._warmups: dict[str, tuple[StoredBase, WarmupPlan]] = {}
         self._observed: _ObservedBase | None = None
         self._notes: list[str] = []
         self._noted_bases = set[str]()
-        """Bases for which a start has noted already that their habits are left out."""
+        """Bases whose start already noted that their learnt usage is ignored."""
         self._dense_bases = set[str]()
-        """Bases for which it is noted already that they have no routed experts."""
+        """Bases that were already noted to have no routed experts."""
         self._save_failed = False
-        """Whether nothing could be kept the last time, which was noted."""
+        """Whether the last save failed, which was noted."""
 
     def plan_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
-        """Return how a base begins; the same each time.
+        """Return how a base starts; the same each time.
 
         Raises:
             ExpertError: when a file that was named cannot be read, or is of another base.
@@ -311,15 +312,15 @@ class ExpertUsageStore:
             ]
 
     def observe(self, base: StoredBase, routed: ExpertsConfig, cache: ObservableCache) -> None:
-        """Learn from what a base counts from now on; keep what was counted of the last one."""
+        """Learn from the counts of a base from now on; save those of the last one."""
         self.stop_observing()
         self._observed = _ObservedBase(UsageProfileFile(self._bases, base), cache, routed)
 
     def save(self, *, interval: float = 0.0) -> None:
-        """Learn from what was counted since the last time, if that is ``every`` seconds ago.
+        """Save new counts, if the last save was ``interval`` seconds ago.
 
         It is called between two passes. An error is noted, and the next call tries again. Scores
-        are in memory alone, so they grow at least every `SECONDS`.
+        are in memory only, so they are updated at least every `SAVE_INTERVAL`.
         """
         watched, now = self._observed, time.monotonic()
         if watched is None:
@@ -332,7 +333,7 @@ class ExpertUsageStore:
             self._save(watched)
 
     def _save(self, watched: _ObservedBase) -> None:
-        """Add to the habits what was not kept yet."""
+        """Add new counts to the file."""
         path, seen = watched.file.path, watched.snapshot
         more = subtract_activity(seen, watched.saved)
         if not more.is_usable:
@@ -354,19 +355,19 @@ class ExpertUsageStore:
         self._noted_bases.discard(watched.file.base.name)
 
     def stop_observing(self) -> None:
-        """Keep what was counted, and watch no base any more."""
+        """Save the counts of the observed base, and observe none."""
         self.save()
         self._collect_notes()
         self._observed = None
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what could not be read or kept, for a person to know."""
+        """Return, once, notes for the user about what could not be read or saved."""
         self._collect_notes()
         notes, self._notes = self._notes, []
         return tuple(dict.fromkeys(notes))
 
     def _collect_notes(self) -> None:
-        """Take over the notes of the base that is watched."""
+        """Take the notes of the observed base."""
         if (watched := self._observed) is not None:
             told = watched.cache.take_notes()
             self._notes += [f"{watched.file.base.name}: {each}" for each in told]
@@ -390,7 +391,7 @@ class ExpertUsageStore:
         return WarmupPlan(wishes, guide, habits.state)
 
     def _plan_unknown_warmup(self) -> WarmupPlan:
-        """Begin without knowing anything; note that if experts were to be pinned."""
+        """Start with unknown usage; note that if experts were to be pinned."""
         if self._config.pins is not None:
             once = "run it once more, or " if self._config.learns else ""
             told = f"{once}give --moe-profile FILE"
