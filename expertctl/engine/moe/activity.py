@@ -135,8 +135,8 @@ class LayerActivity:
         """How often each expert was chosen, hot or not."""
         if not (self.hot or self.cold):
             return dict(self.raw)
-        asked = sorted({*self.hot, *self.cold})
-        return {expert: self.hot.get(expert, 0) + self.cold.get(expert, 0) for expert in asked}
+        experts = sorted({*self.hot, *self.cold})
+        return {expert: self.hot.get(expert, 0) + self.cold.get(expert, 0) for expert in experts}
 
     @property
     def pressure(self) -> float:
@@ -187,21 +187,21 @@ def parse_activity(document: JsonObject, *, what: str) -> ActivityDocument:
     Raises:
         InvalidPackageError: when it is not one, or malformed.
     """
-    told = parse_document(document, _ActivityFields, what=what, schema="moe-activity")
-    numbered = [record for record in told.layers if _is_number(record.get("layer"))]
+    fields = parse_document(document, _ActivityFields, what=what, schema="moe-activity")
+    numbered = [record for record in fields.layers if _is_number(record.get("layer"))]
     layers = [_parse_layer(record, what) for record in numbered]
-    if problems := list(_find_invalid_numbers(layers, told.n_expert or MAX_EXPERTS)):
+    if problems := list(_find_invalid_numbers(layers, fields.n_expert or MAX_EXPERTS)):
         raise InvalidPackageError(what, problems)
-    mode: CounterMode = "full" if told.schema == FULL_SCHEMA else "update"
+    mode: CounterMode = "full" if fields.schema == FULL_SCHEMA else "update"
     return ActivityDocument(
-        "off" if told.mode == "off" else mode,
+        "off" if fields.mode == "off" else mode,
         tuple(sorted(layers, key=lambda layer: layer.layer)),
-        experts=told.n_expert,
-        used=told.n_expert_used,
-        updates=told.updates,
-        overflow_resets=told.overflow_resets,
-        prompts=told.num_prompts,
-        preset=told.prompt_preset,
+        experts=fields.n_expert,
+        used=fields.n_expert_used,
+        updates=fields.updates,
+        overflow_resets=fields.overflow_resets,
+        prompts=fields.num_prompts,
+        preset=fields.prompt_preset,
     )
 
 
@@ -280,15 +280,15 @@ def _find_invalid_numbers(layers: Iterable[LayerActivity], experts: int) -> Iter
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
             yield f"layer {layer.layer}: expert {highest} of only {experts}"
-        missed, asked = layer.missed_requests, layer.requests
-        if missed > asked:
-            yield f"layer {layer.layer}: {missed} of {asked} requests missed"
+        missed, requests = layer.missed_requests, layer.requests
+        if missed > requests:
+            yield f"layer {layer.layer}: {missed} of {requests} requests missed"
 
 
 def _parse_layer(document: Mapping[str, object], what: str) -> LayerActivity:
     record = decode_record(document, _LayerActivityFields, what=what)
     hot, cold = _parse_counts(record.hot_experts), _parse_counts(record.cold_experts)
-    told = record.parallel_fallback_reasons
+    counts = record.parallel_fallback_reasons
     return LayerActivity(
         layer=record.layer,
         calls=record.calls,
@@ -303,7 +303,7 @@ def _parse_layer(document: Mapping[str, object], what: str) -> LayerActivity:
         swaps=record.swaps,
         times=decode_record(document, LaneTimes, what=what),
         fallbacks=record.parallel_fallbacks,
-        reasons={reason: told[reason] for reason in FALLBACK_REASONS if told.get(reason)},
+        reasons={reason: counts[reason] for reason in FALLBACK_REASONS if counts.get(reason)},
     )
 
 

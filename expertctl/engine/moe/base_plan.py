@@ -205,7 +205,7 @@ def plan_base(
         )
     held = PackedBackend.choose(config, dtype)
     block, texts = make_expert_shape(config, scheme).nbytes, held.sequence_bytes()
-    layers, rest, guide = len(routed.layers), held.min_weight_bytes, start.usage
+    layers, rest, usage = len(routed.layers), held.min_weight_bytes, start.usage
     whole = fits_in_memory(held.weight_bytes, limit, sequence_bytes=texts)
     if whole:
         rest = held.weight_bytes - layers * routed.count * block
@@ -226,7 +226,7 @@ def plan_base(
         )
         plan = start.adapt_cache_plan(even, routed.layers)
     each = compact or block
-    in_slots, beyond = _count_requests(routed, plan, guide)
+    in_slots, beyond = _count_requests(routed, plan, usage)
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return BaseMemoryPlan(
         base=base,
@@ -237,22 +237,22 @@ def plan_base(
         expert_bytes=block,
         compact_bytes=compact,
         plan=plan,
-        usage_source=None if guide is None else guide.what,
+        usage_source=None if usage is None else usage.what,
         sequence_bytes=texts,
-        layers=tuple(_plan_layers(routed, even, plan, guide)),
+        layers=tuple(_plan_layers(routed, even, plan, usage)),
         requests_in_slots=in_slots,
         requests_beyond_slots=beyond,
-        weightings=_plan_weightings(routed, guide, budgets, strategy, block=each, curve=curve),
+        weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
 
 
 def _plan_layers(
-    routed: ExpertsConfig, even_plan: CachePlan, plan: CachePlan, guide: ExpertUsage | None
+    routed: ExpertsConfig, even_plan: CachePlan, plan: CachePlan, usage: ExpertUsage | None
 ) -> list[LayerPlan]:
     found = []
     for place, number in enumerate(routed.layers):
-        counts = {} if guide is None else guide.layer_counts(number)
+        counts = {} if usage is None else usage.layer_counts(number)
         ranked = sorted(counts.values(), reverse=True)
         found.append(
             LayerPlan(
@@ -269,13 +269,13 @@ def _plan_layers(
 
 
 def _count_requests(
-    routed: ExpertsConfig, plan: CachePlan, guide: ExpertUsage | None
+    routed: ExpertsConfig, plan: CachePlan, usage: ExpertUsage | None
 ) -> tuple[int, tuple[int, ...]]:
     """Return the requests for experts in slots, and for each other expert."""
     in_slots, beyond = 0, list[int]()
     for number, slots in zip(routed.layers, plan.capacities, strict=True):
         ranked = sorted(
-            ({} if guide is None else guide.layer_counts(number)).values(), reverse=True
+            ({} if usage is None else usage.layer_counts(number)).values(), reverse=True
         )
         in_slots += sum(ranked[:slots])
         beyond += ranked[slots:]
@@ -284,7 +284,7 @@ def _count_requests(
 
 def _plan_weightings(
     routed: ExpertsConfig,
-    guide: ExpertUsage | None,
+    usage: ExpertUsage | None,
     lanes: NamedLanes,
     strategy: Strategy,
     *,
@@ -294,29 +294,29 @@ def _plan_weightings(
     """Place experts by each rule; if the usage is unknown, all rules are the same."""
     sizes = {(layer, n): block for layer in routed.layers for n in range(routed.count)}
     budgets = list(lanes.values())
-    if guide is None:
+    if usage is None:
         placement = place_experts(
             append_unobserved([], sizes), sizes, budgets=budgets, strategy=strategy
         )
         return (_make_weighted_plan("flat", placement, lanes, sizes, None),)
     found = []
     for weighting in WEIGHTINGS:
-        scored = score_experts(guide.activity.layers, weighting=weighting, curve=curve)
+        scored = score_experts(usage.activity.layers, weighting=weighting, curve=curve)
         order = append_unobserved(list_observed(scored), sizes)
         placement = place_experts(order, sizes, budgets=budgets, strategy=strategy)
         found.append(
             _make_weighted_plan(
-                weighting, placement, lanes, sizes, _find_served_share(placement, guide)
+                weighting, placement, lanes, sizes, _find_served_share(placement, usage)
             )
         )
     return tuple(found)
 
 
-def _find_served_share(placement: Placement, guide: ExpertUsage) -> float | None:
+def _find_served_share(placement: Placement, usage: ExpertUsage) -> float | None:
     """Return the share of requests for experts in any lane."""
     counts = {
         (layer, expert): count
-        for layer, each in guide.layers.items()
+        for layer, each in usage.layers.items()
         for expert, count in each.items()
     }
     there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)
@@ -330,7 +330,7 @@ def _make_weighted_plan(
     sizes: Sizes,
     served: float | None,
 ) -> WeightedPlan:
-    told = tuple(
+    planned = tuple(
         LanePlan(
             name=name,
             budget=lane.budget,
@@ -340,7 +340,7 @@ def _make_weighted_plan(
         )
         for name, lane in zip(lanes, placement.lanes, strict=True)
     )
-    return WeightedPlan(weighting=weighting, lanes=told, served_share=served)
+    return WeightedPlan(weighting=weighting, lanes=planned, served_share=served)
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -119,10 +119,10 @@ class ExpertLoader:
 
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, a note of reads that failed while no pass waited; one thread calls it."""
-        untold = [self._unreported.popleft() for _ in range(len(self._unreported))]
-        if not untold:
+        notes = [self._unreported.popleft() for _ in range(len(self._unreported))]
+        if not notes:
             return ()
-        return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)
+        return (f"routed experts that were to come could not be read: {len(notes)}; {notes[0]}",)
 
     def start_reads(self, missing: Sequence[Expert], protected: Collection[Expert]) -> list[Expert]:
         """Start to read experts; return those that arrived. Protected ones are not evicted.
@@ -133,11 +133,11 @@ class ExpertLoader:
         self._generation += 1
         self.drop_wrong_predictions(protected)
         self._cancel_others(protected)
-        came = [*self.collect(), *self._wait_for_dropped(missing)]
+        loaded = [*self.collect(), *self._wait_for_dropped(missing)]
         for expert in missing:
             if not self._promote(expert):
-                came += self._start_read(expert, protected)
-        return came
+                loaded += self._start_read(expert, protected)
+        return loaded
 
     def wait_for_some(
         self, missing: Sequence[Expert], protected: Collection[Expert]
@@ -147,8 +147,8 @@ class ExpertLoader:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        least = max(_MIN_WAVE, -(-len(missing) // _MAX_WAVES))
-        return self.finish_reads(missing, protected, minimum=least)
+        minimum = max(_MIN_WAVE, -(-len(missing) // _MAX_WAVES))
+        return self.finish_reads(missing, protected, minimum=minimum)
 
     def finish_reads(
         self,
@@ -162,12 +162,12 @@ class ExpertLoader:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        came: list[Expert] = []
+        loaded: list[Expert] = []
         left = sum(expert in self._pending for expert in missing)
         enough = 0 if minimum is None else max(left - minimum, 0)
         while sum(expert in self._pending for expert in missing) > enough:
-            came += self._wait_for_one(protected)
-        return came
+            loaded += self._wait_for_one(protected)
+        return loaded
 
     def prefetch(
         self,
@@ -200,27 +200,27 @@ class ExpertLoader:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        came: list[Expert] = []
+        loaded: list[Expert] = []
         failed: list[BaseException] = []
-        for expert, coming in [(e, c) for e, c in self._pending.items() if c.future.done()]:
+        for expert, read in [(e, c) for e, c in self._pending.items() if c.future.done()]:
             del self._pending[expert]
-            if coming.future.cancelled():
-                self._memory.release_block(coming.block)
+            if read.future.cancelled():
+                self._memory.release_block(read.block)
                 continue
-            error = coming.future.exception()
+            error = read.future.exception()
             if error is None:
                 self._unread.discard(expert)
-                self._memory.add(expert, coming.block)
+                self._memory.add(expert, read.block)
                 self.loads += 1
-                self.prefetched += coming.is_prefetch
-                self.read_bytes += coming.future.result()
-                came.append(expert)
+                self.prefetched += read.is_prefetch
+                self.read_bytes += read.future.result()
+                loaded.append(expert)
                 continue
             is_ours = not isinstance(error, ExpertError | OSError)
-            if expert in wanted and coming.generation < self._generation and not is_ours:
-                self._submit_read(expert, coming.block)
+            if expert in wanted and read.generation < self._generation and not is_ours:
+                self._submit_read(expert, read.block)
                 continue
-            self._memory.release_block(coming.block)
+            self._memory.release_block(read.block)
             if isinstance(error, ReadCancelled):
                 self.read_bytes += error.read_bytes
             elif expert in wanted or is_ours:
@@ -230,22 +230,22 @@ class ExpertLoader:
                 self._unreported.append(self._describe_failure(expert, error))
         for error in failed:
             raise error
-        return came
+        return loaded
 
     def drop_wrong_predictions(self, requested: Container[Expert]) -> None:
         """Drop wrong predictions; right ones are ordinary reads from now on."""
-        for expert, coming in list(self._pending.items()):
-            if coming.drop_event is None:
+        for expert, read in list(self._pending.items()):
+            if read.drop_event is None:
                 continue
             if expert not in requested:
-                coming.drop_event.set()
-            elif not coming.was_dropped:
-                self._pending[expert] = replace(coming, drop_event=None)
+                read.drop_event.set()
+            elif not read.was_dropped:
+                self._pending[expert] = replace(read, drop_event=None)
 
     def close(self) -> None:
         """Stop all reads."""
-        for coming in self._pending.values():
-            coming.future.cancel()
+        for read in self._pending.values():
+            read.future.cancel()
         for pool in (self._urgent_pool, self._prefetch_pool):
             pool.shutdown(cancel_futures=True)
 
@@ -256,24 +256,24 @@ class ExpertLoader:
 
     def _promote(self, expert: Expert) -> bool:
         """Tell whether an expert is resident or read; move a queued prefetch to other threads."""
-        coming = self._pending.get(expert)
-        if coming is None:
+        read = self._pending.get(expert)
+        if read is None:
             return expert in self._memory
-        if coming.is_prefetch and coming.future.cancel():
-            self._submit_read(expert, coming.block)
+        if read.is_prefetch and read.future.cancel():
+            self._submit_read(expert, read.block)
         return True
 
     def _cancel_others(self, wanted: Container[Expert]) -> None:
         """Cancel reads of unwanted experts that have not started."""
-        for expert, coming in list(self._pending.items()):
-            if expert not in wanted and coming.future.cancel():
+        for expert, read in list(self._pending.items()):
+            if expert not in wanted and read.future.cancel():
                 del self._pending[expert]
-                self._memory.release_block(coming.block)
+                self._memory.release_block(read.block)
 
     def _wait_for_dropped(self, missing: Iterable[Expert]) -> list[Expert]:
         """Wait for experts that were dropped and are wanted now; return those that arrived."""
         there = (self._pending[expert] for expert in missing if expert in self._pending)
-        dropped = [coming.future for coming in there if coming.was_dropped]
+        dropped = [read.future for read in there if read.was_dropped]
         if not dropped:
             return []
         wait(dropped)
@@ -281,12 +281,12 @@ class ExpertLoader:
 
     def _start_read(self, expert: Expert, protected: Collection[Expert]) -> list[Expert]:
         """Start to read an expert; while all blocks are taken, wait for other reads."""
-        came: list[Expert] = []
+        loaded: list[Expert] = []
         while (number := self._memory.take_block(protected)) is None:
             assert self._pending, "there are blocks for the experts of any one layer"
-            came += self._wait_for_one(protected)
+            loaded += self._wait_for_one(protected)
         self._submit_read(expert, number)
-        return came
+        return loaded
 
     def _submit_read(
         self,
@@ -314,7 +314,7 @@ class ExpertLoader:
             raise
 
     def _wait_for_one(self, wanted: Container[Expert]) -> list[Expert]:
-        wait([coming.future for coming in self._pending.values()], return_when=FIRST_COMPLETED)
+        wait([read.future for read in self._pending.values()], return_when=FIRST_COMPLETED)
         return self.collect(wanted)
 
 

@@ -65,16 +65,16 @@ class ExpertPool:
 
     def find_victim(self, protected: Collection[Expert] = ()) -> Expert | None:
         """Return the expert to evict next, never a protected one; None if there is none."""
-        able = self._membership
+        candidates = self._membership
         if protected:
-            able = able.copy()
+            candidates = candidates.copy()
             for expert in protected:
-                able[expert] = False
-        there = np.flatnonzero(able)
-        if not len(there):
+                candidates[expert] = False
+        members = np.flatnonzero(candidates)
+        if not len(members):
             return None
-        worths = self.worths.ravel()[there]
-        equals = there[worths == worths.min()]
+        worths = self.worths.ravel()[members]
+        equals = members[worths == worths.min()]
         oldest = equals[self._last_use.ravel()[equals].argmin()]
         return divmod(int(oldest), self._membership.shape[1])
 
@@ -189,9 +189,9 @@ class ExpertMemory:
     def resident_mask(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for each that has a block; a view that may change."""
         row: Numbers = self.hits[layer]
-        if lent := self._mapped.get(layer):
+        if mapped := self._mapped.get(layer):
             row = row.copy()
-            row[[name for name in lent if (layer, name) not in self._block_numbers]] = 0
+            row[[name for name in mapped if (layer, name) not in self._block_numbers]] = 0
         return row
 
     def fill(self, number: int, read: ReadExpert) -> int:
@@ -251,10 +251,10 @@ class ExpertMemory:
 
     def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
         """Assert the invariants; ``coming`` blocks are being filled, and ``kept`` have slots."""
-        held = list(self._block_numbers.values())
-        assert len(held) == len(set(held))
-        assert len(held) + len(self._free) + coming == len(self._blocks)
-        assert not set(held) & set(self._free)
+        numbers = list(self._block_numbers.values())
+        assert len(numbers) == len(set(numbers))
+        assert len(numbers) + len(self._free) + coming == len(self._blocks)
+        assert not set(numbers) & set(self._free)
         assert self._pool.members | set(kept) == self._block_numbers.keys()
         assert not self._pool.members & set(kept)
         places = np.zeros_like(self.places)

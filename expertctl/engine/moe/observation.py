@@ -130,19 +130,19 @@ class Observation:
 
     def to_json(self) -> JsonObject:
         """Return the document with the base and its state; only the document if the mode is off."""
-        told = activity_to_json(self.document)
+        document = activity_to_json(self.document)
         if self.document.mode == "off" or self.residence is None:
-            return told
-        told |= {"base": self.base, "residence": self.residence.to_json()}
+            return document
+        document |= {"base": self.base, "residence": self.residence.to_json()}
         return (
-            told
+            document
             if self.active_profile is None
-            else {**told, "guide": self.active_profile.to_json()}
+            else {**document, "guide": self.active_profile.to_json()}
         )
 
 
 def make_observation(
-    seen: CounterSnapshot | None,
+    counters: CounterSnapshot | None,
     *,
     base: str,
     config: ModelConfig,
@@ -150,30 +150,32 @@ def make_observation(
     cache: "ExpertCache | None",
 ) -> Observation:
     """Return the observation of a base; its mode is "off" if nothing was counted."""
-    document, guidance = ActivityDocument("off"), None
-    if seen is not None and config.experts is not None:
-        document = build_activity_document(seen, used=config.experts.used)
-        guidance = None if cache is None else find_active_profile(cache, config.experts)
+    document, profile = ActivityDocument("off"), None
+    if counters is not None and config.experts is not None:
+        document = build_activity_document(counters, used=config.experts.used)
+        profile = None if cache is None else find_active_profile(cache, config.experts)
     residence = None if report is None else report.residence
-    return Observation(base=base, document=document, residence=residence, active_profile=guidance)
+    return Observation(base=base, document=document, residence=residence, active_profile=profile)
 
 
-def build_activity_document(seen: CounterSnapshot, *, used: int) -> ActivityDocument:
+def build_activity_document(counters: CounterSnapshot, *, used: int) -> ActivityDocument:
     """Return the document; ``used``: how many experts a token chooses in a layer."""
-    if seen.mode == "off":
+    if counters.mode == "off":
         return ActivityDocument("off")
     return ActivityDocument(
-        seen.mode,
-        tuple(_build_layers(seen)),
-        experts=seen.expert_counts.shape[-1],
+        counters.mode,
+        tuple(_build_layers(counters)),
+        experts=counters.expert_counts.shape[-1],
         used=used,
-        updates=seen.passes,
-        overflow_resets=seen.overflow_resets,
+        updates=counters.passes,
+        overflow_resets=counters.overflow_resets,
     )
 
 
-def _build_layers(seen: CounterSnapshot) -> Iterator[LayerActivity]:
-    for (number, counted), (hot, cold) in zip(seen.layers.items(), seen.expert_counts, strict=True):
+def _build_layers(counters: CounterSnapshot) -> Iterator[LayerActivity]:
+    for (number, counted), (hot, cold) in zip(
+        counters.layers.items(), counters.expert_counts, strict=True
+    ):
         yield LayerActivity(
             layer=number,
             calls=counted.calls,

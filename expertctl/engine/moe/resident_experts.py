@@ -45,8 +45,8 @@ def redistribute_weights(weights: Weights, hits: NDArray[np.generic]) -> Weights
     weights are unchanged, to the bit.
     """
     given, kept = _split_weights(weights, hits)
-    mass, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)
-    return (kept * _safe_divide(mass, left)).astype(np.float32)
+    total, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)
+    return (kept * _safe_divide(total, left)).astype(np.float32)
 
 
 def compute_skipped_share(weights: Weights, hits: NDArray[np.generic]) -> NDArray[np.float64]:
@@ -212,12 +212,12 @@ class PassLog:
             hot_ns=computed.sum(0),
             cold_ns=waited.sum(0),
         )
-        mass = np.array([each.weights for each in passes]).sum(-1).reshape(layers, -1)
-        skipped = np.zeros_like(mass)
+        total = np.array([each.weights for each in passes]).sum(-1).reshape(layers, -1)
+        skipped = np.zeros_like(total)
         if self._skips:
             skipped = np.array([each.skipped for each in passes]).reshape(layers, -1)
-            mass = np.where(mass > 0, mass, skipped)  # other experts took over the whole weight
-        self._totals += sum_skips(requests, hits, router_weight=mass, skipped_weight=skipped)
+            total = np.where(total > 0, total, skipped)  # other experts took over the whole weight
+        self._totals += sum_skips(requests, hits, router_weight=total, skipped_weight=skipped)
 
 
 def _pad_selected(ids: Numbers, tokens: int) -> Numbers:

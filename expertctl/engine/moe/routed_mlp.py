@@ -334,7 +334,7 @@ def build_stacked_layers(
     norms = [tensors[f"{_layer_prefix(n)}.post_attention_layernorm.weight"] for n in routed.layers]
     scales = [_safe_divide(after, norm) for norm, after in pairwise(norms)]
     nexts = zip(scales, routers[1:], routed.layers[1:], strict=True)
-    foresights = [NextLayerPredictor(scale, to, n == config.layers - 1) for scale, to, n in nexts]
+    predictors = [NextLayerPredictor(scale, to, n == config.layers - 1) for scale, to, n in nexts]
     mlps = {
         number: StackedMlp(
             layer=number,
@@ -342,10 +342,10 @@ def build_stacked_layers(
             route=routers[place],
             experts=experts,
             shared=build_shared_expert(tensors, routed, layer=_layer_prefix(number)),
-            predictor=foresee,
+            predictor=predictor,
         )
-        for place, (number, foresee) in enumerate(
-            zip(routed.layers, [*foresights, None], strict=True)
+        for place, (number, predictor) in enumerate(
+            zip(routed.layers, [*predictors, None], strict=True)
         )
     }
     return StackedLayers(experts, mlps)

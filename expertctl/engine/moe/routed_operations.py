@@ -109,17 +109,20 @@ class RoutedOperations:
 
     def add_shared_expert(self) -> None:
         """Add the output of the shared expert, times its gate."""
-        room, tokens = self.workspace, self._tokens
+        workspace, tokens = self.workspace, self._tokens
         arguments = gated_add_arguments(
-            gates=room.shares, rows=room.scratch, out=self._decoder.hidden, width=self._hidden
+            gates=workspace.shares,
+            rows=workspace.scratch,
+            out=self._decoder.hidden,
+            width=self._hidden,
         )
         self._builder.add(gated_add_kernel(), arguments, tokens)
 
     def add_router(self, number: int, routing: PackedRouting) -> int:
         """Write the choices in a layer of the base; return its index among routed layers."""
-        place, room = self._config.layers.index(number), self.workspace
+        place, workspace = self._config.layers.index(number), self.workspace
         rows = self._decoder.normed
-        self._add_routing(routing, rows, room.selected[place], room.weights[place])
+        self._add_routing(routing, rows, workspace.selected[place], workspace.weights[place])
         return place
 
     def add_prediction(self, layer_index: int, layer: PackedLayer) -> None:
@@ -163,17 +166,17 @@ class RoutedOperations:
 
     def add_experts(self, layer_index: int) -> None:
         """Add the output of the experts of a routed layer, which read the normed rows."""
-        room, add = self.workspace, self._builder.add
-        selected, weights = room.selected[layer_index], room.weights[layer_index]
+        workspace, add = self.workspace, self._builder.add
+        selected, weights = workspace.selected[layer_index], workspace.weights[layer_index]
         if self._experts.skips:
             arguments = drop_experts_arguments(
                 hits=self._experts.hits(layer_index),
                 selected=selected,
                 weights=weights,
-                dropped=room.skipped[layer_index],
+                dropped=workspace.skipped[layer_index],
             )
             add(drop_experts_kernel(), arguments, self._tokens)
-        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=room.order)
+        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=workspace.order)
         add(permute_kernel(), arguments, 1)
         self._add_products(layer_index)
         self._add_merge(layer_index)
@@ -203,11 +206,11 @@ class RoutedOperations:
         self._add_products(layer_index)
 
     def _add_merge(self, layer_index: int) -> None:
-        room = self.workspace
+        workspace = self.workspace
         arguments = combine_arguments(
-            order=room.order,
-            weights=room.weights[layer_index],
-            rows=room.down,
+            order=workspace.order,
+            weights=workspace.weights[layer_index],
+            rows=workspace.down,
             out=self._decoder.hidden,
             width=self._hidden,
         )
@@ -219,26 +222,28 @@ class RoutedOperations:
         Intermediate values of earlier positions are computed again; their ``down`` is done already,
         so that does no harm.
         """
-        room, wide = self.workspace, self._experts.shape.intermediate
+        workspace, width = self.workspace, self._experts.shape.intermediate
         arguments = gather_rows_arguments(
-            order=room.order,
+            order=workspace.order,
             top_k=self._config.used,
             rows=self._prepare_normed(),
-            gathered=room.rows,
+            gathered=workspace.rows,
         )
         self._builder.add(gather_rows_kernel(), arguments, self._positions)
-        self._add_routed_product(layer_index, room.rows, room.gates, self._inputs, down=False)
-        self._add_deltas(
-            layer_index, self._decoder.normed[:, : self._hidden], room.gates, down=False
+        self._add_routed_product(
+            layer_index, workspace.rows, workspace.gates, self._inputs, down=False
         )
-        gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
-        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._add_deltas(
+            layer_index, self._decoder.normed[:, : self._hidden], workspace.gates, down=False
+        )
+        gate, up = workspace.gates[:, :width], workspace.gates[:, width : 2 * width]
+        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=width)
         self._builder.add(swiglu_kernel(), arguments, self._positions)
         middle = self._prepare_middle(
             self._add_scale(layer_index, gate, up) if self._scales else gate
         )
-        self._add_routed_product(layer_index, middle, room.down, self._outputs, down=True)
-        self._add_deltas(layer_index, gate, room.down, down=True)
+        self._add_routed_product(layer_index, middle, workspace.down, self._outputs, down=True)
+        self._add_deltas(layer_index, gate, workspace.down, down=True)
 
     def _prepare_middle(self, rows: Numbers) -> PreparedActivations:
         """Return the intermediate rows in the form of the experts' scheme."""

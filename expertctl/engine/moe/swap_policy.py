@@ -26,7 +26,7 @@ Nothing here moves bytes or changes `LayerSlots`: the owner of the slots does bo
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -108,8 +108,8 @@ def plan_updates(
         asked = _concatenate([selected[number] for selected in settled])
         layer.record_tokens(asked)
         planned.append(_plan_layer(number, layer, asked, in_flight[number], limit=swaps_per_layer))
-    able = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
-    chosen = sorted(able[: max(layer_budget, 0)], key=lambda plan: plan.swaps[0].layer)
+    evictable = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
+    chosen = sorted(evictable[: max(layer_budget, 0)], key=lambda plan: plan.swaps[0].layer)
     return SwapUpdate(
         tuple(swap for plan in chosen for swap in plan.swaps),
         tuple(plan.requests for plan in planned),
@@ -137,12 +137,12 @@ def _plan_layer(
     worth = layer.worths()
     wanted = sorted(missing, key=lambda expert: (-worth[expert], expert))[:limit]
     slots = layer.free_slots[: len(wanted)]
-    leasts = [_EMPTY_WORTH] * len(slots)
+    worths = [_EMPTY_WORTH] * len(slots)
     if len(slots) < len(wanted):
         stay = [*requested, *_list_distinct(in_flight, layer)]
-        able = layer.rank_evictable(stay, worths=worth)[: len(wanted)]
-        slots, leasts = slots + able, leasts + worth[layer.ids[able]].tolist()
-    gains = [float(worth[expert]) - least for expert, least in zip(wanted, leasts, strict=False)]
+        evictable = layer.rank_evictable(stay, worths=worth)[: len(wanted)]
+        slots, worths = slots + evictable, worths + worth[layer.ids[evictable]].tolist()
+    gains = [float(worth[expert]) - least for expert, least in zip(wanted, worths, strict=False)]
     fit = sum(gain > 0 for gain in gains)  # gains fall, so the first do
     adds = sorted(wanted[:fit])
     swaps = (_make_swap(number, layer, slot, add) for add, slot in zip(adds, slots, strict=False))
@@ -154,8 +154,8 @@ def _concatenate(parts: list[Ids]) -> Ids:
 
 
 def _make_swap(number: int, layer: LayerSlots, slot: int, add: int) -> Swap:
-    gone = int(layer.ids[slot])
-    return Swap(number, slot, None if gone < 0 else gone, add)
+    evicted = int(layer.ids[slot])
+    return Swap(number, slot, None if evicted < 0 else evicted, add)
 
 
 def _list_distinct(asked: Ids, layer: LayerSlots) -> list[int]:
@@ -192,29 +192,29 @@ class UpdateHistory:
 
 def choose_schedule(history: UpdateHistory) -> UpdateSchedule:
     """Return when to update next, and in how many layers."""
-    pace = _choose_base_schedule(history)
+    schedule = _choose_base_schedule(history)
     rate = history.fallback_rate
     if history.no_swap_streak >= 4 and rate < 0.15:
-        pace = UpdateSchedule(pace.interval * 2, max(8, pace.layer_budget // 2))
+        schedule = UpdateSchedule(schedule.interval * 2, max(8, schedule.layer_budget // 2))
     if history.low_streak >= 6 and rate < 0.08:
-        pace = UpdateSchedule(max(pace.interval, 12), 8)
+        schedule = UpdateSchedule(max(schedule.interval, 12), 8)
     if history.low_streak >= 12 and rate < 0.05:
-        pace = UpdateSchedule(max(pace.interval, 20), 8)
-    return pace
+        schedule = UpdateSchedule(max(schedule.interval, 20), 8)
+    return schedule
 
 
 def _choose_base_schedule(history: UpdateHistory) -> UpdateSchedule:
     """Return the schedule for a high miss rate, else that for the length of the sequence."""
-    for least, pace in (
+    for least, schedule in (
         (0.35, UpdateSchedule(1, 48)),
         (0.20, UpdateSchedule(1, 32)),
         (0.10, UpdateSchedule(2, 24)),
     ):
         if history.fallback_rate >= least:
-            return pace
-    for most, pace in ((32, UpdateSchedule(2, 24)), (96, UpdateSchedule(3, 16))):
+            return schedule
+    for most, schedule in ((32, UpdateSchedule(2, 24)), (96, UpdateSchedule(3, 16))):
         if history.tokens <= most:
-            return pace
+            return schedule
     return UpdateSchedule(4, 12)
 
 
@@ -238,22 +238,19 @@ class UpdatePolicy:
     def count_tokens(self, tokens: int = 1) -> None:
         """Count tokens of the sequence."""
         self._since += tokens
-        course = self.history
-        self.history = UpdateHistory(
-            course.tokens + tokens, course.fallback_rate, course.no_swap_streak, course.low_streak
-        )
+        self.history = replace(self.history, tokens=self.history.tokens + tokens)
 
     def record_update(self, update: SwapUpdate) -> None:
         """Record the result of an update; one without requests is ignored."""
         self._since = 0
         if not sum(update.requests):
             return
-        rate, course = update.fallback_rate, self.history
-        self.history = UpdateHistory(
-            course.tokens,
-            rate,
-            0 if update.swaps else course.no_swap_streak + 1,
-            course.low_streak + 1 if rate <= LOW_MISS_RATE else 0,
+        rate, history = update.fallback_rate, self.history
+        self.history = replace(
+            history,
+            fallback_rate=rate,
+            no_swap_streak=0 if update.swaps else history.no_swap_streak + 1,
+            low_streak=history.low_streak + 1 if rate <= LOW_MISS_RATE else 0,
         )
 
 
@@ -340,5 +337,5 @@ def _plan_layer_pins(number: int, layer: LayerSlots) -> Iterator[Swap]:
         *layer.rank_evictable(),
     ]  # enough: there are no more pins than slots
     for slot, expert in zip(slots, absent, strict=False):
-        gone = int(layer.ids[slot])
-        yield Swap(number, slot, None if gone == EMPTY_SLOT else gone, expert)
+        evicted = int(layer.ids[slot])
+        yield Swap(number, slot, None if evicted == EMPTY_SLOT else evicted, expert)

@@ -103,14 +103,14 @@ class ExpertUsage:
             raise IncompatibleError(f"{self.what} {fact}", hint="name a profile of this base")
 
     def _find_misfits(self, routed: ExpertsConfig) -> Iterator[str]:
-        told, used, there = self.activity.experts, self.activity.used, routed.count
-        if told not in (0, there):
-            yield f"is of {told} routed experts in a layer, the base has {there}"
+        experts, used, count = self.activity.experts, self.activity.used, routed.count
+        if experts not in (0, count):
+            yield f"is of {experts} routed experts in a layer, the base has {count}"
         if used not in (0, routed.used):
             yield f"is of tokens that use {used} experts each, those of the base use {routed.used}"
         highest = max((max(counts, default=0) for counts in self.layers.values()), default=0)
-        if highest >= there:
-            yield f"counts expert {highest}, the base has {there} in a layer"
+        if highest >= count:
+            yield f"counts expert {highest}, the base has {count} in a layer"
         if unknown := sorted(self.layers.keys() - set(routed.layers)):
             yield f"tells of layer {unknown[0]}, which has no routed experts"
 

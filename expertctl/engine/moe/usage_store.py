@@ -111,25 +111,25 @@ def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
     lines = data.split(b"\n", _LINE_COUNT)
     if len(lines) != _LINE_COUNT + 1 or lines[_LINE_COUNT]:
         raise InvalidPackageError(what, [f"these are not {_LINE_COUNT} lines"])
-    head = decode_record(
+    header = decode_record(
         load_object(lines[0], what=what, max_bytes=_MAX_HEADER_BYTES), _UsageHeader, what=what
     )
-    if head.version != USAGE_VERSION:
+    if header.version != USAGE_VERSION:
         raise InvalidPackageError(
-            what, [f"version {head.version} is not read, only {USAGE_VERSION}"]
+            what, [f"version {header.version} is not read, only {USAGE_VERSION}"]
         )
     return LearntUsage(
-        _parse_digest(head.base, what),
+        _parse_digest(header.base, what),
         read_activity(lines[1], what=what),
         read_state(lines[2], what=what) if lines[2] else None,
     )
 
 
-def encode_learnt_usage(habits: LearntUsage) -> bytes:
+def encode_learnt_usage(learnt: LearntUsage) -> bytes:
     """Return the contents of a file."""
-    head = json.dumps({"version": USAGE_VERSION, "base": str(habits.base)}).encode()
-    state = b"" if habits.state is None else write_state(habits.state)
-    return b"\n".join((head, write_activity(habits.activity), state, b""))
+    header = json.dumps({"version": USAGE_VERSION, "base": str(learnt.base)}).encode()
+    state = b"" if learnt.state is None else write_state(learnt.state)
+    return b"\n".join((header, write_activity(learnt.activity), state, b""))
 
 
 class _UsageHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -322,37 +322,37 @@ class ExpertUsageStore:
         It is called between two passes. An error is noted, and the next call tries again. Scores
         are in memory only, so they are updated at least every `SAVE_INTERVAL`.
         """
-        watched, now = self._observed, time.monotonic()
-        if watched is None:
+        observed, now = self._observed, time.monotonic()
+        if observed is None:
             return
-        if now - watched.scored_at >= min(interval, SAVE_INTERVAL):
-            watched.scored_at = now
-            watched.update_scores()
-        if self._config.learns and now - watched.saved_at >= interval:
-            watched.saved_at = now
-            self._save(watched)
+        if now - observed.scored_at >= min(interval, SAVE_INTERVAL):
+            observed.scored_at = now
+            observed.update_scores()
+        if self._config.learns and now - observed.saved_at >= interval:
+            observed.saved_at = now
+            self._save(observed)
 
-    def _save(self, watched: _ObservedBase) -> None:
+    def _save(self, observed: _ObservedBase) -> None:
         """Add new counts to the file."""
-        path, seen = watched.file.path, watched.snapshot
-        more = subtract_activity(seen, watched.saved)
+        path, seen = observed.file.path, observed.snapshot
+        more = subtract_activity(seen, observed.saved)
         if not more.is_usable:
             return
         try:
             left_out = update_learnt_usage(
-                watched.file,
-                watched.routed,
-                lambda habits: habits.add_activity(more, watched.slots, timestamp=time.time()),
+                observed.file,
+                observed.routed,
+                lambda learnt: learnt.add_activity(more, observed.slots, timestamp=time.time()),
             )
         except ExpertError as error:
             if not self._save_failed:
                 self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
             self._save_failed = True
             return
-        watched.saved, self._save_failed = seen, False
-        if left_out and watched.file.base.name not in self._noted_bases:
+        observed.saved, self._save_failed = seen, False
+        if left_out and observed.file.base.name not in self._noted_bases:
             self._notes.append(f"{path}: {_LEFT_OUT}: {left_out}")
-        self._noted_bases.discard(watched.file.base.name)
+        self._noted_bases.discard(observed.file.base.name)
 
     def stop_observing(self) -> None:
         """Save the counts of the observed base, and observe none."""
@@ -368,15 +368,15 @@ class ExpertUsageStore:
 
     def _collect_notes(self) -> None:
         """Take the notes of the observed base."""
-        if (watched := self._observed) is not None:
-            told = watched.cache.take_notes()
-            self._notes += [f"{watched.file.base.name}: {each}" for each in told]
+        if (observed := self._observed) is not None:
+            name, notes = observed.file.base.name, observed.cache.take_notes()
+            self._notes += [f"{name}: {note}" for note in notes]
 
     def _plan_new_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
-        wishes = self._config
-        if wishes.profile is not None:
-            return WarmupPlan(wishes, read_expert_usage(wishes.profile, routed))
-        if not wishes.learns:
+        config = self._config
+        if config.profile is not None:
+            return WarmupPlan(config, read_expert_usage(config.profile, routed))
+        if not config.learns:
             return self._plan_unknown_warmup()
         file = UsageProfileFile(self._bases, base)
         try:
@@ -384,16 +384,16 @@ class ExpertUsageStore:
         except ExpertError as error:
             self._noted_bases.add(base.name)
             self._notes.append(f"{file.path}: {_LEFT_OUT}: {error.message}")
-            return WarmupPlan(wishes)
+            return WarmupPlan(config)
         if known is None or not known[0].activity.is_usable:
             return self._plan_unknown_warmup()
-        habits, guide = known
-        return WarmupPlan(wishes, guide, habits.state)
+        learnt, usage = known
+        return WarmupPlan(config, usage, learnt.state)
 
     def _plan_unknown_warmup(self) -> WarmupPlan:
         """Start with unknown usage; note that if experts were to be pinned."""
         if self._config.pins is not None:
             once = "run it once more, or " if self._config.learns else ""
-            told = f"{once}give --moe-profile FILE"
-            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {told}")
+            advice = f"{once}give --moe-profile FILE"
+            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {advice}")
         return WarmupPlan(self._config)

@@ -104,12 +104,12 @@ def read_state(data: bytes, *, what: str) -> SavedCacheState:
         InvalidPackageError: when it is of another version, malformed or too large.
     """
     document = load_document(data, what=what)
-    told = parse_document(document, _StateDocument, what=what, schema="moe-state")
-    if problems := list(_find_contradictions(told)):
+    fields = parse_document(document, _StateDocument, what=what, schema="moe-state")
+    if problems := list(_find_contradictions(fields)):
         raise InvalidPackageError(what, problems)
-    layers = {int(number): _parse_layer(record) for number, record in told.layers.items()}
-    prompt = told.metadata.prompt
-    return SavedCacheState(told.timestamp, prompt, dict(sorted(layers.items())))
+    layers = {int(number): _parse_layer(record) for number, record in fields.layers.items()}
+    prompt = fields.metadata.prompt
+    return SavedCacheState(fields.timestamp, prompt, dict(sorted(layers.items())))
 
 
 def write_state(state: SavedCacheState) -> bytes:
@@ -264,18 +264,18 @@ class WarmupPlan:
         Raises:
             UsageError: when more experts are to be pinned than a layer has slots.
         """
-        guide, pins = self.usage, self.config.pins
-        if guide is None:
+        usage, pins = self.usage, self.config.pins
+        if usage is None:
             return plan
-        counts = [guide.layer_counts(number) for number in layer_numbers]
+        counts = [usage.layer_counts(number) for number in layer_numbers]
         activations = _equalise_layers([_to_array(counted, plan.experts) for counted in counts])
-        least = pins.count if isinstance(pins, TopPins) else 1
-        plan = adapt_plan(plan, activations, minimum=min(least, plan.slots))
+        minimum = pins.count if isinstance(pins, TopPins) else 1
+        plan = adapt_plan(plan, activations, minimum=min(minimum, plan.slots))
         if pins is None:
             return plan
         each = zip(layer_numbers, plan.capacities, strict=True)
-        named = tuple(select_pinned(pins, guide, n, capacity=slots) for n, slots in each)
-        return replace(plan, pinned=named)
+        pinned = tuple(select_pinned(pins, usage, n, capacity=slots) for n, slots in each)
+        return replace(plan, pinned=pinned)
 
     def rank_experts(self, slots: Mapping[int, LayerSlots]) -> list[list[int]]:
         """Return which experts to load into each layer, in order; restore the counts of a state.
@@ -324,9 +324,9 @@ def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, La
             cache.schedule_fill(ranked)
         case "none":
             pass
-    guide, rate = plan.usage, plan.config.exchange
+    usage, rate = plan.usage, plan.config.exchange
     if rate > 0:  # unknown usage may be learnt
-        counts = [{} if guide is None else guide.layer_counts(number) for number in sorted(slots)]
+        counts = [{} if usage is None else usage.layer_counts(number) for number in sorted(slots)]
         cache.set_scores(counts, rate=rate)
 
 
@@ -355,8 +355,8 @@ def _equalise_layers(counts: Sequence[_Counts]) -> list[_Counts]:
     A prompt runs the last layer for its last token only; a generated token runs all.
     """
     sums = [each.sum() for each in counts]
-    least = min(sums, default=0.0)
-    return [each * (least / max(total, 1.0)) for each, total in zip(counts, sums, strict=True)]
+    minimum = min(sums, default=0.0)
+    return [each * (minimum / max(total, 1.0)) for each, total in zip(counts, sums, strict=True)]
 
 
 def _to_array(counts: Mapping[int, int], experts: int) -> _Counts:
