@@ -167,7 +167,7 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
 ) -> None:
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert not plan["whole"]
-    assert plan["known"] == "the habits of moe"
+    assert plan["known"] == "the learnt usage of moe"
     assert plan["planned_bytes"] <= 0.71 * 90e6
     assert [layer["slots"] for layer in plan["layers"]] == [learnt["slots"]] * 4
     assert all(0.5 < layer["served"] <= 1 for layer in plan["layers"])

@@ -274,7 +274,7 @@ def _find_invalid_numbers(layers: Iterable[LayerActivity], experts: int) -> Iter
     seen = set[int]()
     for layer in layers:
         if layer.layer in seen:
-            yield f"layer {layer.layer} is there twice"
+            yield f"layer {layer.layer} appears twice"
         if not 0 <= layer.layer < MAX_LAYERS:
             yield f"layer {layer.layer} is not from 0 to {MAX_LAYERS - 1}"
         seen.add(layer.layer)

@@ -52,8 +52,8 @@ def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDo
         here, there = getattr(one, name), getattr(other, name)
         if here and there and here != there:
             raise IncompatibleError(
-                f"counts of {here} and of {there} routed experts do not add up",
-                hint="add up what was counted on one base",
+                f"cannot add counts of {here} and of {there} routed experts",
+                hint="add counts of one base only",
             )
     layers = {layer.layer: layer for layer in one.layers}
     for layer in other.layers:

@@ -61,8 +61,8 @@ def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
     if config.pins is not None or config.exchange:
         option = "--moe-exchange" if config.pins is None else "--moe-pin"
         raise UsageError(
-            f"{option}: by no profile; what was learnt of a base has no part in what is measured",
-            hint="give --moe-profile FILE; `expertctl base profile export` writes what was learnt",
+            f"{option} needs a profile: a benchmark does not use the learnt usage of a base",
+            hint="give --moe-profile FILE; `expertctl base profile export` writes the learnt one",
         )
     return WarmupPlan(config)
 
@@ -101,7 +101,7 @@ def _require_slots(start: WarmupPlan, plan: CachePlan, case: ResidencyCase) -> N
     pins = start.config.pins
     if isinstance(pins, TopPins) and pins.count > plan.slots:
         raise UsageError(
-            f"--moe-pin {pins.count}: with {case.share:.0%} resident a layer has "
+            f"--moe-pin {pins.count}: with {case.share:.0%} resident a layer has only "
             f"{plan.slots} slots",
             hint="pin fewer experts, or leave that share out of --resident",
         )
@@ -216,7 +216,9 @@ def _open_base(planner: Planner, name: str, config: RoutedBenchConfig) -> OpenBa
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
     if not isinstance(opened.backend, PackedBackend | CudaBackend):
         why = "; ".join(opened.warnings)
-        raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
+        raise IncompatibleError(
+            f"bench measures kernels, which cannot run this base: {why}", hint=_OTHER_BASE
+        )
     return opened
 
 
@@ -230,7 +232,7 @@ def _load_texts(opened: OpenBase, config: RoutedBenchConfig) -> list[_BenchText]
     longest = max(len(text.ids) for text in texts) + config.tokens
     if longest > opened.context:
         raise UsageError(
-            f"texts of {longest} tokens are longer than the {opened.context} that the base reads",
+            f"texts of {longest} tokens exceed the context of the base, {opened.context} tokens",
             hint="lower --prompt-tokens or --tokens, or give a shorter --prompt",
         )
     if not all(text.ids for text in texts):

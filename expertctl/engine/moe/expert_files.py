@@ -227,7 +227,7 @@ RejectCopy = Callable[[str], None]
 """Called once with the reason why a copy must be made again."""
 _CACHED_SHARE = 0.5
 """Share of the experts not in memory that the page cache must have room for to be useful."""
-_MODE_NAMES = {"map": "mapped", "direct": "read past the cache"}
+_MODE_NAMES = {"map": "mapped", "direct": "read with direct I/O"}
 
 
 def open_copied_experts(
@@ -261,12 +261,12 @@ def open_copied_experts(
         mapping = MappedFile.map_file(copy.handle) if way == "map" else None
     except OSError as error:
         if cold != "auto":
-            why = f"{_MODE_NAMES[way]} ({error.strerror or error}): read instead"
+            why = f"{_MODE_NAMES[way]} ({error.strerror or error}): read through the page cache"
             copies.note(name, f"{copies.path(name)} is not {why}")
         way = "read"
     found = CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
     if not found.is_useful:
-        why = "an expert is longer there than unpacked"
+        why = "an expert is longer in it than unpacked"
         copies.note(name, f"{copies.path(name)} is not used: {why}")
     return found
 

@@ -122,7 +122,7 @@ class ExpertLoader:
         notes = [self._unreported.popleft() for _ in range(len(self._unreported))]
         if not notes:
             return ()
-        return (f"routed experts that were to come could not be read: {len(notes)}; {notes[0]}",)
+        return (f"could not prefetch {len(notes)} routed experts; {notes[0]}",)
 
     def start_reads(self, missing: Sequence[Expert], protected: Collection[Expert]) -> list[Expert]:
         """Start to read experts; return those that arrived. Protected ones are not evicted.
@@ -252,7 +252,7 @@ class ExpertLoader:
     def _describe_failure(self, expert: Expert, error: BaseException) -> str:
         layer, name = expert
         why = error.message if isinstance(error, ExpertError) else str(error)
-        return f"the first was {name} of layer {self._layer_numbers[layer]}: {why}"
+        return f"the first is expert {name} of layer {self._layer_numbers[layer]}: {why}"
 
     def _promote(self, expert: Expert) -> bool:
         """Tell whether an expert is resident or read; move a queued prefetch to other threads."""

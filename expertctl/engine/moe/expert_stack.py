@@ -11,17 +11,17 @@ waits for the end of the copy, so a block is known to hold an expert only after 
 Computation is queued on one stream, copies on several others. A copy into a row waits for the last
 work that could read the row's old expert, and for nothing that was queued after that:
 
-    host      ask L   .   .   .   .   .   .   all have come; lookup    .   passed
-    compute   choose L | there L | E1                 | rest L | E2 | choose of the next layer
-    copying       after E0: copy missing experts   | C1
-                           after E1: copy experts read ahead    .   .   .  | C2
+    host      request L   .   .   .   .   .   all loaded; lookup        .   end
+    compute   choose L | resident L | E1              | missing L | E2 | choose in the next layer
+    copies        after E0: copy missing experts   | C1
+                               after E1: copy prefetched experts    .   .  | C2
 
-`there` and `rest` read the rows that were in the lookup of their layer. Each records an event, E1
-and E2, which is noted for these rows. A row that is taken at `ask` is in no lookup any more, so the
-copy into it waits for the event that was noted for it then, E0, and runs beside `there`. A row that
-is taken after `there` was queued may be one that `there` reads, so the copy into it waits for E1. A
-copy records an event, too: C1. Until it has happened, the expert is not reported as present, and
-the memory that it is copied from is not overwritten. So no computation waits for a copy on the
+`resident` and `missing` read the rows that were in the lookup of their layer. Each records an
+event, E1 and E2, for these rows. A row that is taken at `request` is in no lookup any more, so the
+copy into it waits for the last event of that row, E0, and runs in parallel with `resident`. A row
+that is taken after `resident` was queued may be one that `resident` reads, so the copy into it
+waits for E1. A copy records an event, too: C1. Until it has happened, the expert is not reported as
+present, and its staging buffer is not overwritten. So no computation waits for a copy on the
 device: it is queued when the copy is over. On a CPU all work is done immediately, and nothing
 waits.
 """

@@ -75,8 +75,8 @@ class ProfileOptions:
         pins = warmup.pins if self.pins is None else self.pins
         if pins is None and self.exchange is None and not warmup.exchange:
             raise UsageError(
-                "a profile changes nothing where it neither pins experts nor exchanges any",
-                hint='give "pin", such as 8 or "50%", or "exchange", such as 0.1, too',
+                "the profile changes nothing: it neither pins experts nor swaps any",
+                hint='also give "pin", such as 8 or "50%", or "exchange", such as 0.1',
             )
         return ProfileUpdate(
             tuple(

@@ -371,8 +371,8 @@ def redistribute_tensor_weights(weights: Tensor, hits: Tensor) -> Tensor:
     """Return `redistribute_weights` of tensors: hits take over the whole weight."""
     given = weights.double()
     kept = given * hits
-    mass, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
-    share = torch.where(left == 0, 0.0, mass / torch.where(left == 0, 1.0, left))
+    total, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+    share = torch.where(left == 0, 0.0, total / torch.where(left == 0, 1.0, left))
     return (kept * share).to(weights.dtype)
 
 

@@ -89,8 +89,8 @@ class ExpertUsage:
         """
         if not any(self.layers.values()):
             raise IncompatibleError(
-                f"{self.what} counts no expert as asked for",
-                hint="give one that was counted while texts were answered",
+                f"{self.what} counts no expert that was chosen",
+                hint="use a profile that was recorded while requests were answered",
             )
 
     def check_fits(self, routed: ExpertsConfig) -> None:
@@ -100,19 +100,19 @@ class ExpertUsage:
             IncompatibleError: when they are of other experts, or of layers that have none.
         """
         if fact := next(self._find_misfits(routed), None):
-            raise IncompatibleError(f"{self.what} {fact}", hint="name a profile of this base")
+            raise IncompatibleError(f"{self.what} {fact}", hint="use a profile of this base")
 
     def _find_misfits(self, routed: ExpertsConfig) -> Iterator[str]:
         experts, used, count = self.activity.experts, self.activity.used, routed.count
         if experts not in (0, count):
-            yield f"is of {experts} routed experts in a layer, the base has {count}"
+            yield f"has {experts} routed experts in a layer, the base has {count}"
         if used not in (0, routed.used):
-            yield f"is of tokens that use {used} experts each, those of the base use {routed.used}"
+            yield f"has {used} experts per token, the base has {routed.used}"
         highest = max((max(counts, default=0) for counts in self.layers.values()), default=0)
         if highest >= count:
             yield f"counts expert {highest}, the base has {count} in a layer"
         if unknown := sorted(self.layers.keys() - set(routed.layers)):
-            yield f"tells of layer {unknown[0]}, which has no routed experts"
+            yield f"has layer {unknown[0]}, which has no routed experts"
 
 
 def build_expert_usage(
@@ -245,7 +245,7 @@ def parse_pins(text: str) -> Pins:
         return TopPins(number)
     raise UsageError(
         f"{text[:40]!r} is neither a number of experts to pin nor a share up to 100%",
-        hint="write 8, the first of each layer, or 50%, those that half of all tokens ask for",
+        hint="write 8, the most frequent of each layer, or 50%, those that half of the tokens use",
     )
 
 
@@ -261,8 +261,8 @@ def select_pinned(pins: Pins, usage: ExpertUsage, layer: int, *, capacity: int) 
         case TopPins(count):
             if count > capacity:
                 raise UsageError(
-                    f"{count} of each layer's routed experts are to be pinned, but layer {layer} "
-                    f"has {capacity} slots",
+                    f"cannot pin {count} routed experts of each layer: layer {layer} has "
+                    f"{capacity} slots",
                     hint="pin fewer experts, or give more memory",
                 )
             return frozenset(usage.rank_experts(layer)[:count])
@@ -271,8 +271,7 @@ def select_pinned(pins: Pins, usage: ExpertUsage, layer: int, *, capacity: int) 
             ranked = [expert for expert in usage.rank_experts(layer) if expert in universal]
             if ranked and not capacity:
                 raise UsageError(
-                    f"{len(ranked)} of the routed experts of layer {layer} are to be pinned, but "
-                    "it has no slots",
+                    f"cannot pin {len(ranked)} routed experts of layer {layer}: it has no slots",
                     hint="pin none, or give more memory",
                 )
             return frozenset(ranked[:capacity])

@@ -110,13 +110,13 @@ def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
     """
     lines = data.split(b"\n", _LINE_COUNT)
     if len(lines) != _LINE_COUNT + 1 or lines[_LINE_COUNT]:
-        raise InvalidPackageError(what, [f"these are not {_LINE_COUNT} lines"])
+        raise InvalidPackageError(what, [f"expected {_LINE_COUNT} lines"])
     header = decode_record(
         load_object(lines[0], what=what, max_bytes=_MAX_HEADER_BYTES), _UsageHeader, what=what
     )
     if header.version != USAGE_VERSION:
         raise InvalidPackageError(
-            what, [f"version {header.version} is not read, only {USAGE_VERSION}"]
+            what, [f"version {header.version} is not supported, only {USAGE_VERSION}"]
         )
     return LearntUsage(
         _parse_digest(header.base, what),
@@ -146,7 +146,7 @@ def _parse_digest(text: str, what: str) -> Digest:
 
 SAVE_INTERVAL = 30.0
 """Longest time between two updates of scores, in seconds."""
-_LEFT_OUT = "what was learnt before is left out"
+_LEFT_OUT = "the learnt usage is ignored"
 
 
 def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
@@ -211,7 +211,7 @@ def _parse_own(data: bytes | None, file: UsageProfileFile) -> LearntUsage | None
 
 
 def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage:
-    return found.to_usage(routed, what=f"the habits of {file.base.name}")
+    return found.to_usage(routed, what=f"the learnt usage of {file.base.name}")
 
 
 class ObservableCache(Protocol):
@@ -346,7 +346,7 @@ class ExpertUsageStore:
             )
         except ExpertError as error:
             if not self._save_failed:
-                self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
+                self._notes.append(f"{path}: the learnt usage is not saved: {error.message}")
             self._save_failed = True
             return
         observed.saved, self._save_failed = seen, False
@@ -395,5 +395,7 @@ class ExpertUsageStore:
         if self._config.pins is not None:
             once = "run it once more, or " if self._config.learns else ""
             advice = f"{once}give --moe-profile FILE"
-            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {advice}")
+            self._notes.append(
+                f"--moe-pin pins no expert: the usage of the base is unknown; {advice}"
+            )
         return WarmupPlan(self._config)

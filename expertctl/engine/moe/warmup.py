@@ -211,7 +211,7 @@ def _find_contradictions(document: _StateDocument) -> Iterable[str]:
     for number, layer in document.layers.items():
         residents = [expert for expert in layer.cached_ids if expert != EMPTY_SLOT]
         if len(set(residents)) != len(residents):
-            yield f"layers/{number}/cached_ids: an expert is there twice"
+            yield f"layers/{number}/cached_ids: an expert appears twice"
         if (last := max(layer.last_active.values(), default=0)) > layer.step:
             yield f"layers/{number}/last_active: {last} is after the last step, {layer.step}"
 
@@ -343,8 +343,8 @@ def check_exchange_rate(rate: float) -> float:
     """
     if not 0.0 <= rate <= 1.0:
         raise UsageError(
-            f"--moe-exchange {rate} is not a share of the experts that have a slot",
-            hint="it goes from 0, a profile exchanges none, to 1",
+            f"--moe-exchange {rate} is not a share from 0 to 1",
+            hint="it is the share of residents that a profile may swap in an update; 0: none",
         )
     return rate
 

@@ -121,7 +121,7 @@ def test_a_layer_without_a_whole_number_is_ignored(number: object) -> None:
         ({"layer": 0, "experts": [[4, 1]]}, "expert 4 of only 4"),
         ({"layer": 1024, "experts": [[0, 1]]}, "layer 1024 is not from 0 to 1023"),
         ({"layer": -1, "experts": [[0, 1]]}, "layer -1 is not from 0 to 1023"),
-        ({"layer": 9, "experts": [[0, 1]]}, "layer 9 is there twice"),
+        ({"layer": 9, "experts": [[0, 1]]}, "layer 9 appears twice"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(record: dict[str, object], told: str) -> None:

@@ -151,7 +151,7 @@ def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
         assert reader.tried == dict.fromkeys(broken, 1)
         notes = cache.take_notes()
         assert len(notes) == 1
-        assert "could not be read: 4; the first was" in notes[0]
+        assert "could not prefetch 4 routed experts; the first is" in notes[0]
         assert "it is cut short" in notes[0]
         write(1)
         assert cache.take_notes() == ()

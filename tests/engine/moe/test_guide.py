@@ -93,7 +93,7 @@ def test_a_profile_that_is_written_and_read_is_written_the_same(
 def test_tokens_that_ask_for_another_number_of_experts_are_of_another_base(tmp_path: Path) -> None:
     path = tmp_path / "activity.json"
     path.write_bytes(write_activity(replace(COUNTED, used=3)))
-    with pytest.raises(IncompatibleError, match="use 3 experts each, those of the base use 2"):
+    with pytest.raises(IncompatibleError, match="has 3 experts per token, the base has 2"):
         read_expert_usage(path, ROUTED)
 
 
@@ -116,7 +116,7 @@ def test_an_activity_document_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "told"),
     [
-        ({"num_prompts": 1, "num_experts": 9, "layers": {}}, "of 9 routed experts"),
+        ({"num_prompts": 1, "num_experts": 9, "layers": {}}, "has 9 routed experts"),
         (
             {"num_prompts": 1, "num_experts": 8, "layers": {"2": {"activation_counts": {}}}},
             "layer 2, which has no routed experts",
@@ -152,7 +152,7 @@ def test_a_file_that_tells_of_nobody_is_refused(data: bytes, tmp_path: Path) -> 
     path.write_bytes(data)
     with pytest.raises(IncompatibleError, match=r"off\.json counts no expert") as caught:
         read_expert_usage(path, ROUTED)
-    assert "counted while texts" in caught.value.hint
+    assert "recorded while requests" in caught.value.hint
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"schema": "other"}', b"\xff", b"{}"])
