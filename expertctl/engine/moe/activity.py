@@ -76,6 +76,11 @@ Counts = Mapping[int, int]
 """How often each expert was chosen; never 0."""
 
 
+def cap_count(count: int) -> int:
+    """Return a count that every JSON reader represents exactly."""
+    return min(count, MAX_JSON_INTEGER)
+
+
 def _time_key(name: str) -> str:
     return f"{name}_time_per_call_us"
 
@@ -216,7 +221,7 @@ def activity_to_json(document: ActivityDocument) -> JsonObject:
     if document.mode == "off":
         return {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
     prompts: JsonObject = {
-        "num_prompts": min(document.prompts, MAX_JSON_INTEGER),
+        "num_prompts": cap_count(document.prompts),
         "prompt_preset": document.preset,
     }
     return {
@@ -225,8 +230,8 @@ def activity_to_json(document: ActivityDocument) -> JsonObject:
         "schema": FULL_SCHEMA if document.mode == "full" else UPDATE_SCHEMA,
         "n_expert": document.experts,
         "n_expert_used": document.used,
-        "updates": min(document.updates, MAX_JSON_INTEGER),
-        "overflow_resets": min(document.overflow_resets, MAX_JSON_INTEGER),
+        "updates": cap_count(document.updates),
+        "overflow_resets": cap_count(document.overflow_resets),
         **(prompts if document.prompts else {}),
         "summary": _summary_json(document),
         "layers": [_layer_json(layer, document.mode) for layer in document.layers],
@@ -311,7 +316,7 @@ def _parse_counts(pairs: Iterable[tuple[int, int]]) -> Counts:
     counts: dict[int, int] = {}
     for expert, count in pairs:
         if count:
-            counts[expert] = min(counts.get(expert, 0) + count, MAX_JSON_INTEGER)
+            counts[expert] = cap_count(counts.get(expert, 0) + count)
     return dict(sorted(counts.items()))
 
 
@@ -325,12 +330,9 @@ def _summary_json(document: ActivityDocument) -> JsonObject:
         "hot1": sum(layer.hot1_slots for layer in document.layers),
         "hot2": sum(layer.hot2_slots for layer in document.layers),
     }
-    summary: JsonObject = {
-        "layer_calls": min(calls, MAX_JSON_INTEGER),
-        "hot_slot_ratio": _ratio(hot, slots),
-    }
+    summary: JsonObject = {"layer_calls": cap_count(calls), "hot_slot_ratio": _ratio(hot, slots)}
     for name, total in totals.items():
-        summary[f"{name}_slots_total"] = min(total, MAX_JSON_INTEGER)
+        summary[f"{name}_slots_total"] = cap_count(total)
         summary[f"{name}_slots_per_call"] = _ratio(total, calls)
     requests = sum(layer.requests for layer in document.layers)
     missed = sum(layer.missed_requests for layer in document.layers)
@@ -340,9 +342,7 @@ def _summary_json(document: ActivityDocument) -> JsonObject:
         total = sum(getattr(layer.times, name) * layer.calls for layer in document.layers)
         summary[_time_key(name)] = _ratio(total, calls)
     if document.mode == "full":
-        summary["parallel_fallbacks"] = min(
-            sum(layer.fallbacks for layer in document.layers), MAX_JSON_INTEGER
-        )
+        summary["parallel_fallbacks"] = cap_count(sum(layer.fallbacks for layer in document.layers))
     return summary
 
 
@@ -350,20 +350,20 @@ def _layer_json(layer: LayerActivity, mode: CounterMode) -> JsonObject:
     hot, cold = sum(layer.hot.values()), sum(layer.cold.values())
     record: JsonObject = {
         "layer": layer.layer,
-        "calls": min(layer.calls, MAX_JSON_INTEGER),
-        "hot_slots_total": min(hot, MAX_JSON_INTEGER),
-        "cold_slots_total": min(cold, MAX_JSON_INTEGER),
+        "calls": cap_count(layer.calls),
+        "hot_slots_total": cap_count(hot),
+        "cold_slots_total": cap_count(cold),
         "hot_slots_per_call": _ratio(hot, layer.calls),
         "cold_slots_per_call": layer.cold_per_call or _ratio(cold, layer.calls),
         "hot_slot_ratio": _ratio(hot, hot + cold),
-        "hot1_slots_total": min(layer.hot1_slots, MAX_JSON_INTEGER),
-        "hot2_slots_total": min(layer.hot2_slots, MAX_JSON_INTEGER),
+        "hot1_slots_total": cap_count(layer.hot1_slots),
+        "hot2_slots_total": cap_count(layer.hot2_slots),
         **_miss_json(layer.requests, layer.missed_requests, layer.swaps),
     }
     for name in _list_times(mode):
         record[_time_key(name)] = getattr(layer.times, name)
     if mode == "full":
-        record["parallel_fallbacks"] = min(layer.fallbacks, MAX_JSON_INTEGER)
+        record["parallel_fallbacks"] = cap_count(layer.fallbacks)
         record["parallel_fallback_reasons"] = dict(layer.reasons)
     record["experts"] = _counts_json(layer.hits)
     record["hot_experts"] = _counts_json(layer.hot)
@@ -373,10 +373,10 @@ def _layer_json(layer: LayerActivity, mode: CounterMode) -> JsonObject:
 
 def _miss_json(requests: int, missed: int, swaps: int) -> JsonObject:
     return {
-        "requests": min(requests, MAX_JSON_INTEGER),
-        "missed_requests": min(missed, MAX_JSON_INTEGER),
+        "requests": cap_count(requests),
+        "missed_requests": cap_count(missed),
         "fallback_rate": _ratio(missed, requests),
-        "swaps": min(swaps, MAX_JSON_INTEGER),
+        "swaps": cap_count(swaps),
     }
 
 
@@ -385,9 +385,7 @@ def _list_times(mode: CounterMode) -> tuple[str, ...]:
 
 
 def _counts_json(counts: Counts) -> JsonValue:
-    return [
-        [expert, min(count, MAX_JSON_INTEGER)] for expert, count in sorted(counts.items()) if count
-    ]
+    return [[expert, cap_count(count)] for expert, count in sorted(counts.items()) if count]
 
 
 def _ratio(part: float, whole: float) -> float:

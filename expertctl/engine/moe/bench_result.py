@@ -57,7 +57,8 @@ class HitRateTimeline:
     def from_samples(cls, moments: Sequence[CounterSample]) -> "HitRateTimeline":
         """Return the timeline of samples; the first one is the start."""
         layers = tuple(moments[0].counters.layers) if moments else ()
-        counts = [[_hits_and_misses(m.counters.layers[layer]) for m in moments] for layer in layers]
+        each = [[moment.counters.layers[layer] for moment in moments] for layer in layers]
+        counts = [[(found.hits, found.misses) for found in row] for row in each]
         grown = np.diff(np.array(counts, np.float64).reshape(len(layers), len(moments), 2), axis=1)
         slots = grown.sum(-1)
         rates = np.divide(grown[..., 0], slots, out=np.full_like(slots, np.nan), where=slots > 0)
@@ -148,7 +149,9 @@ class RoutedBenchRow:
             "waited_reading_ms": round(self.prefill_wait_ms, 3),
             "swaps": did.swaps,
             "memory": self.memory,
-            "by_layer": [_layer_json(number, counted) for number, counted in self.layers.items()],
+            "by_layer": [
+                {"layer": number, **counts.to_json()} for number, counts in self.layers.items()
+            ],
             "timeline": {**self.timeline.to_json(), "counted_from": self.first_counted_token},
         }
 
@@ -189,11 +192,7 @@ class RoutedBenchResult:
         """Return the document of a benchmark."""
         return {
             "name": "bench moe",
-            "machine": {
-                "cpu": self.cpu,
-                "threads": self.threads,
-                "device": self.device or "cpu",
-            },
+            "machine": {"cpu": self.cpu, "threads": self.threads, "device": self.device or "cpu"},
             "measured": {
                 "what": self.what,
                 "dtype": self.dtype,
@@ -220,13 +219,5 @@ def _warmup_json(wishes: WarmupConfig, cold: MoeColdOption) -> JsonObject:
     }
 
 
-def _hits_and_misses(counted: LayerCounts) -> tuple[int, int]:
-    return counted.hits, counted.misses
-
-
 def _nan_to_none(rate: float) -> float | None:
     return None if np.isnan(rate) else round(rate, 6)
-
-
-def _layer_json(number: int, counted: LayerCounts) -> JsonObject:
-    return {"layer": number, **counted.to_json()}

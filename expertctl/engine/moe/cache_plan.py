@@ -25,7 +25,6 @@ WORKING_SHARE = 0.71
 """The share of the recommended memory that is used."""
 ROUNDING_THRESHOLD, SLOT_STEP = 16, 8
 MIN_SLOTS = 32
-Capacities = list[int]
 Activations = Sequence[Sequence[float] | NDArray[np.floating | np.integer]]
 
 
@@ -45,7 +44,7 @@ def compute_capacity(
 
 def distribute_by_gain(
     activations: Activations, *, total: int, minimum: int = MIN_SLOTS
-) -> Capacities:
+) -> list[int]:
     """Distribute slots over layers so that they serve most activations; return slots by layer.
 
     ``activations`` counts the activations of each expert in each layer. The slots start evenly

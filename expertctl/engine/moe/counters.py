@@ -106,7 +106,13 @@ class CounterSnapshot:
     @property
     def summary(self) -> LayerCounts:
         """The sums over layers, which saturate."""
-        return _sum_layers(list(self.layers.values()))
+        layers = self.layers.values()
+        return LayerCounts(
+            **{
+                name: min(sum(getattr(layer, name) for layer in layers), MAX_COUNTER)
+                for name in _COUNTER_NAMES
+            }
+        )
 
 
 def count_requests_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
@@ -282,12 +288,3 @@ class Counters:
 
 def _layer_counts(tally: _CounterArrays, row: int) -> LayerCounts:
     return LayerCounts(**dict(zip(_COUNTER_NAMES, tally.totals[row].tolist(), strict=True)))
-
-
-def _sum_layers(layers: Sequence[LayerCounts]) -> LayerCounts:
-    return LayerCounts(
-        **{
-            name: min(sum(getattr(layer, name) for layer in layers), MAX_COUNTER)
-            for name in _COUNTER_NAMES
-        }
-    )

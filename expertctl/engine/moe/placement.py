@@ -248,7 +248,9 @@ def place_experts(
         case "hot-even":
             for place in wanted:
                 _place_in_first(
-                    place, sizes, sorted(lanes, key=lambda lane: _lane_load(lane, place))
+                    place,
+                    sizes,
+                    sorted(lanes, key=lambda lane: (lane.layer_counts[place[0]], lane.used)),
                 )
         case "even-split":
             _place_in_bands(wanted, sizes, lanes)
@@ -265,11 +267,6 @@ def _place_in_order(
 def _place_in_first(place: LayerExpert, sizes: Sizes, lanes: Iterable[PlacementLane]) -> None:
     """Place an expert in the first lane where it fits."""
     any(lane.try_add(place, sizes[place]) for lane in lanes)
-
-
-def _lane_load(lane: PlacementLane, place: LayerExpert) -> tuple[int, int]:
-    """Return the sort key of a lane: its experts of that layer, then its bytes."""
-    return lane.layer_counts[place[0]], lane.used
 
 
 def _place_in_bands(

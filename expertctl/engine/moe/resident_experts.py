@@ -276,12 +276,9 @@ class ResidentExperts:
 
     def report(self) -> RoutedExpertStats:
         """Return the requests so far."""
-        layers, experts = self._places.shape
-        residence = ExpertResidency(
-            layers=layers, experts=experts, slots=experts, blocks=layers * experts
-        )
-        activity = ExpertActivity(requests=self.counters.cumulative_snapshot().summary.requests)
-        return RoutedExpertStats(residence, activity)
+        requests = self.counters.cumulative_snapshot().summary.requests
+        residency = ExpertResidency.whole(*self._places.shape)
+        return RoutedExpertStats(residency, ExpertActivity(requests=requests))
 
     def places(self, layer: int) -> Numbers:
         """Return the addresses of a layer's experts, int64 [experts]."""

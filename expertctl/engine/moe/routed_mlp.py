@@ -133,10 +133,7 @@ def build_shared_expert(
 def build_routing_rule(config: ExpertsConfig) -> RoutingRule:
     """Return the routing rule of a base."""
     return RoutingRule(
-        used=config.used,
-        scoring=config.scoring,
-        normalised=config.normalised,
-        scale=config.scale,
+        used=config.used, scoring=config.scoring, normalised=config.normalised, scale=config.scale
     )
 
 

@@ -112,10 +112,9 @@ class DeviceExpertCounts:
 
     def report(self) -> RoutedExpertStats:
         """Return the requests until the last `fetch_counts`."""
+        residency = ExpertResidency.whole(len(self._config.layers), self._config.count)
         requests = self.counters.cumulative_snapshot().summary.requests
-        return RoutedExpertStats(
-            ExpertResidency.whole(self._config), ExpertActivity(requests=requests)
-        )
+        return RoutedExpertStats(residency, ExpertActivity(requests=requests))
 
     def take_notes(self) -> tuple[str, ...]:
         """Return nothing: no expert is read later."""

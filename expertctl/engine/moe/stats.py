@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeMiss
 from expertctl.schema.strict_json import JsonObject
@@ -24,10 +23,9 @@ class ExpertResidency:
     """How the other experts are read from disk."""
 
     @classmethod
-    def whole(cls, config: ExpertsConfig) -> "ExpertResidency":
+    def whole(cls, layers: int, experts: int) -> "ExpertResidency":
         """Return the residency of a base whose routed experts are all in memory."""
-        layers, count = len(config.layers), config.count
-        return cls(layers=layers, experts=count, slots=count, blocks=layers * count)
+        return cls(layers=layers, experts=experts, slots=experts, blocks=layers * experts)
 
     @property
     def total(self) -> int:
@@ -141,7 +139,8 @@ def make_resident_stats(config: ModelConfig) -> RoutedExpertStats | None:
     routed = config.experts
     if routed is None:
         return None
-    return RoutedExpertStats(ExpertResidency.whole(routed), NO_ACTIVITY)
+    residency = ExpertResidency.whole(len(routed.layers), routed.count)
+    return RoutedExpertStats(residency, NO_ACTIVITY)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -105,7 +105,7 @@ def plan_updates(
         return SwapUpdate((), (0,) * len(slots), (0,) * len(slots))
     planned: list[_LayerUpdate] = []
     for number, layer in enumerate(slots):
-        asked = _concatenate([selected[number] for selected in settled])
+        asked = np.concatenate([selected[number] for selected in settled])
         layer.record_tokens(asked)
         planned.append(_plan_layer(number, layer, asked, in_flight[number], limit=swaps_per_layer))
     evictable = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
@@ -147,10 +147,6 @@ def _plan_layer(
     adds = sorted(wanted[:fit])
     swaps = (_make_swap(number, layer, slot, add) for add, slot in zip(adds, slots, strict=False))
     return _LayerUpdate(len(requested), len(missing), tuple(swaps), sum(gains[:fit]))
-
-
-def _concatenate(parts: list[Ids]) -> Ids:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _make_swap(number: int, layer: LayerSlots, slot: int, add: int) -> Swap:

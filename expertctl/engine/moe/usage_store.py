@@ -72,11 +72,7 @@ class LearntUsage:
     state: SavedCacheState | None = None
 
     def add_activity(
-        self,
-        more: ActivityDocument,
-        slots: Mapping[int, LayerSlots],
-        *,
-        timestamp: float,
+        self, more: ActivityDocument, slots: Mapping[int, LayerSlots], *, timestamp: float
     ) -> "LearntUsage":
         """Return it with further counts, and with the experts that have slots now.
 

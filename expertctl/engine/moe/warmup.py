@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity import MAX_JSON_INTEGER, load_document, parse_document
+from expertctl.engine.moe.activity import cap_count, load_document, parse_document
 from expertctl.engine.moe.cache_plan import CachePlan, adapt_plan
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
 from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, TopPins, select_pinned
@@ -165,10 +165,8 @@ def _capture_layer(layer: LayerSlots) -> LayerState:
     return LayerState(
         cached_ids=tuple(int(expert) for expert in layer.ids),
         frequency={expert: float(layer.counts[expert]) for expert in known},
-        last_active={
-            expert: min(int(layer.last_used[expert]), MAX_JSON_INTEGER) for expert in known
-        },
-        step=min(layer.step, MAX_JSON_INTEGER),
+        last_active={expert: cap_count(int(layer.last_used[expert])) for expert in known},
+        step=cap_count(layer.step),
     )
 
 
@@ -183,14 +181,8 @@ def _restore_layer(saved: LayerState | None, layer: LayerSlots) -> list[int]:
     worth = layer.priorities()
     best = sorted(residents, key=lambda expert: (-worth[expert], expert))
     bring = layer.choose_initial_experts(best)
-    return sorted(
-        bring, key=lambda expert: (expert not in residents, _resident_order(residents, expert))
-    )
-
-
-def _resident_order(residents: list[int], expert: int) -> int:
-    """Return the index of a saved resident; for other experts the id, which keeps their order."""
-    return residents.index(expert) if expert in residents else expert
+    saved_slots = {expert: slot for slot, expert in enumerate(residents)}
+    return sorted(bring, key=lambda e: (e not in saved_slots, saved_slots.get(e, e)))
 
 
 def _parse_layer(record: _StateLayer) -> LayerState:
