@@ -5,8 +5,8 @@ of its requests they serve. Lanes are memories of devices: this engine runs one,
 up to three.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
@@ -203,12 +203,12 @@ def plan_base(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    held = PackedBackend.choose(config, dtype)
-    block, texts = make_expert_shape(config, scheme).nbytes, held.sequence_bytes()
-    layers, rest, usage = len(routed.layers), held.min_weight_bytes, start.usage
-    whole = fits_in_memory(held.weight_bytes, limit, sequence_bytes=texts)
+    backend = PackedBackend.choose(config, dtype)
+    block, texts = make_expert_shape(config, scheme).nbytes, backend.sequence_bytes()
+    layers, rest, usage = len(routed.layers), backend.min_weight_bytes, start.usage
+    whole = fits_in_memory(backend.weight_bytes, limit, sequence_bytes=texts)
     if whole:
-        rest = held.weight_bytes - layers * routed.count * block
+        rest = backend.weight_bytes - layers * routed.count * block
         even = CachePlan(
             layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
         )
@@ -226,7 +226,10 @@ def plan_base(
         )
         plan = start.adapt_cache_plan(even, routed.layers)
     each = compact or block
-    in_slots, beyond = _count_requests(routed, plan, usage)
+    counts = [{} if usage is None else usage.layer_counts(n) for n in routed.layers]
+    ranked = [sorted(layer.values(), reverse=True) for layer in counts]
+    by_slots = list(zip(ranked, plan.capacities, strict=True))
+    beyond = [count for layer, slots in by_slots for count in layer[slots:]]
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return BaseMemoryPlan(
         base=base,
@@ -239,47 +242,28 @@ def plan_base(
         plan=plan,
         usage_source=None if usage is None else usage.what,
         sequence_bytes=texts,
-        layers=tuple(_plan_layers(routed, even, plan, usage)),
-        requests_in_slots=in_slots,
-        requests_beyond_slots=beyond,
+        layers=tuple(_plan_layers(routed, even, plan, ranked)),
+        requests_in_slots=sum(sum(layer[:slots]) for layer, slots in by_slots),
+        requests_beyond_slots=tuple(sorted(beyond, reverse=True)),
         weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
 
 
 def _plan_layers(
-    routed: ExpertsConfig, even_plan: CachePlan, plan: CachePlan, usage: ExpertUsage | None
-) -> list[LayerPlan]:
-    found = []
-    for place, number in enumerate(routed.layers):
-        counts = {} if usage is None else usage.layer_counts(number)
-        ranked = sorted(counts.values(), reverse=True)
-        found.append(
-            LayerPlan(
-                layer=number,
-                even_slots=even_plan.slots,
-                slots=plan.capacities[place],
-                pinned=len(plan.pinned_by_layer[place]),
-                requested_experts=len(counts),
-                even_served_share=_ratio(sum(ranked[: even_plan.slots]), sum(ranked)),
-                served_share=_ratio(sum(ranked[: plan.capacities[place]]), sum(ranked)),
-            )
+    routed: ExpertsConfig, even: CachePlan, plan: CachePlan, ranked: Sequence[Sequence[int]]
+) -> Iterator[LayerPlan]:
+    each = zip(routed.layers, plan.capacities, plan.pinned_by_layer, ranked, strict=True)
+    for number, slots, pinned, counts in each:
+        yield LayerPlan(
+            layer=number,
+            even_slots=even.slots,
+            slots=slots,
+            pinned=len(pinned),
+            requested_experts=len(counts),
+            even_served_share=_ratio(sum(counts[: even.slots]), sum(counts)),
+            served_share=_ratio(sum(counts[:slots]), sum(counts)),
         )
-    return found
-
-
-def _count_requests(
-    routed: ExpertsConfig, plan: CachePlan, usage: ExpertUsage | None
-) -> tuple[int, tuple[int, ...]]:
-    """Return the requests for experts in slots, and for each other expert."""
-    in_slots, beyond = 0, list[int]()
-    for number, slots in zip(routed.layers, plan.capacities, strict=True):
-        ranked = sorted(
-            ({} if usage is None else usage.layer_counts(number)).values(), reverse=True
-        )
-        in_slots += sum(ranked[:slots])
-        beyond += ranked[slots:]
-    return in_slots, tuple(sorted(beyond, reverse=True))
 
 
 def _plan_weightings(
@@ -314,13 +298,9 @@ def _plan_weightings(
 
 def _find_served_share(placement: Placement, usage: ExpertUsage) -> float | None:
     """Return the share of requests for experts in any lane."""
-    counts = {
-        (layer, expert): count
-        for layer, each in usage.layers.items()
-        for expert, count in each.items()
-    }
-    there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)
-    return _ratio(there, sum(counts.values()))
+    lanes = [lane.experts for lane in placement.lanes]
+    served = sum(usage.layer_counts(n).get(expert, 0) for lane in lanes for n, expert in lane)
+    return _ratio(served, sum(sum(counts.values()) for counts in usage.layers.values()))
 
 
 def _make_weighted_plan(
@@ -363,16 +343,7 @@ def _weighted_json(each: WeightedPlan) -> JsonObject:
     return {
         "weighting": each.weighting,
         "served": _round_share(each.served_share),
-        "lanes": [
-            {
-                "name": lane.name,
-                "budget": lane.budget,
-                "used": lane.used,
-                "experts": lane.experts,
-                "dummy_bytes": lane.dummy_bytes,
-            }
-            for lane in each.lanes
-        ],
+        "lanes": [asdict(lane) for lane in each.lanes],
     }
 
 

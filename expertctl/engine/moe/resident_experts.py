@@ -97,8 +97,8 @@ def _safe_divide(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArr
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0)
 
 
-_PASSES_PER_COUNT = 16
-"""Passes that are counted together."""
+_PASSES_PER_FLUSH = 16
+"""Passes that `PassLog` counts together."""
 TOKENS_PER_COUNT = 512
 """Passes are also counted after this many tokens, to bound what is kept."""
 
@@ -180,7 +180,7 @@ class PassLog:
         with self._lock:
             self._finished.append(now)
             kept = sum(each.tokens for each in self._finished)
-        if len(self._finished) >= _PASSES_PER_COUNT or kept >= TOKENS_PER_COUNT:
+        if len(self._finished) >= _PASSES_PER_FLUSH or kept >= TOKENS_PER_COUNT:
             self.flush()
         return now.selected
 
@@ -235,7 +235,7 @@ def _split_passes(passes: list[_PassRecord]) -> Iterator[list[_PassRecord]]:
 
 
 PASSES_PER_COUNT = 64
-"""Passes that are counted together: only their choices are kept."""
+"""Passes that `ResidentExperts` counts together: only their choices are kept."""
 
 
 class ResidentExperts:
