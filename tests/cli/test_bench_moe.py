@@ -116,7 +116,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
         (["--plot", "hits.gif"], 2, "no picture ends so"),
         (["--plot", "hits.png", "--resident", "1"], 2, "with all resident none is"),
         (["--threads", str(count_usable_cores() + 1)], 2, "can be used here"),
-        (["--prompt-tokens", "600"], 2, "longer than the 512 that the base reads"),
+        (["--prompt-tokens", "600"], 2, "exceed the context of the base, 512 tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(

@@ -346,7 +346,7 @@ def test_who_cannot_read_past_the_cache_reads_through_it_and_says_so_where_it_wa
 ) -> None:
     path = keep(directory, copies, Scheme.INT8)
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    monkeypatch.setattr(expert_files, "unused", lambda: 0)
+    monkeypatch.setattr(expert_files, "find_unused_bytes", lambda: 0)
     for wish in ("auto", "direct"):
         assert copies.take_notes() == ()
         with closing(reader_of(directory, copies, Scheme.INT8, cold=wish)) as reader:
@@ -392,7 +392,7 @@ def test_nobody_reads_through_a_cache_that_could_not_keep_half_of_what_is_left(
     shape, stored = shape_of(directory, Scheme.INT8), open_stored_experts(directory, Scheme.INT8)
     assert shape.blocks == 24
     there = None if free is None else int((6 + 18 * free) * shape.block_bytes)
-    monkeypatch.setattr(expert_files, "unused", lambda: there)
+    monkeypatch.setattr(expert_files, "find_unused_bytes", lambda: there)
     found = open_copied_experts(copies, read_model_config(directory), stored, cold="auto", blocks=6)
     assert found is not None
     with closing(found):

@@ -136,7 +136,7 @@ def test_learnt_usage_that_is_invalid_is_left_out_with_a_note_and_made_anew(
     )
     file_of(house).update(lambda _: other if data is None else data)
     result = answer()
-    noted = [warning for warning in result.warnings if "what was learnt before" in warning]
+    noted = [warning for warning in result.warnings if "the learnt usage is ignored" in warning]
     assert len(noted) == (0 if data is None else 1)
     assert load_learnt_usage(file_of(house)) is not None
     assert not any("learnt" in warning for warning in answer().warnings)
@@ -197,7 +197,7 @@ def test_pins_without_anything_known_are_told(answer: Answer) -> None:
     assert any("pins no expert" in warning for warning in result.warnings)
     assert any("run it once more" in warning for warning in result.warnings)
     never = answer(WarmupConfig(pins=TopPins(2), learns=False))
-    assert any("known of the base; give --moe-profile" in warning for warning in never.warnings)
+    assert any("is unknown; give --moe-profile" in warning for warning in never.warnings)
 
 
 def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) -> None:
