@@ -152,8 +152,8 @@ def test_a_shape_asks_for_no_base_so_the_setting_is_not_looked_up(
 def test_what_the_machine_cannot_hold_now_is_refused_before_anything_is_drawn(
     folder: Path, expertctl: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_subject, "unused", lambda: 9_000_000_000)
-    monkeypatch.setattr(bench_subject, "random_base", None)
+    monkeypatch.setattr(bench_subject, "find_unused_bytes", lambda: 9_000_000_000)
+    monkeypatch.setattr(bench_subject, "create_random_base", None)
     words = ("--shape", "llama-3.1-8b", "--memory-budget", "64GB", *QUICK)
     err = expertctl("bench", *words, exit_code=7).err
     assert "a base like llama-3.1-8b in bf16: 16." in err

@@ -45,7 +45,7 @@ from tests.store.fixtures import HomeFixture, make_key
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sleeps between two tries."""
     patient = RetrySchedule(attempts=2, sleep=RecordedPauses(), jitter=lambda: 1.0)
-    monkeypatch.setattr(http_module, "Retries", lambda tell=None: patient)
+    monkeypatch.setattr(http_module, "RetrySchedule", lambda tell=None: patient)
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def test_callers_who_meet_at_a_pool_that_never_worked_share_its_threads() -> Non
             meeting.wait()  # neither has a team yet
             return load_pool_functions()
 
-        patch.setattr(module, "sharing", meet)
+        patch.setattr(module, "load_pool_functions", meet)
         work = [make_array_program(make_count_kernel(), out, operations=20) for out in arrays]
         callers = [threading.Thread(target=crew.run, args=(each,)) for each in work]
         for caller in callers:
@@ -265,7 +265,7 @@ def test_a_pool_that_is_closed_while_its_first_run_begins_starts_no_thread() -> 
             crew.close()
             return load_pool_functions()
 
-        patch.setattr(module, "sharing", close_first)
+        patch.setattr(module, "load_pool_functions", close_first)
         with pytest.raises(ValueError, match="closed"):
             crew.run(make_array_program(make_count_kernel(), out))
     assert len(list_pool_threads()) == before

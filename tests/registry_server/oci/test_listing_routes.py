@@ -162,7 +162,7 @@ def test_referrers_of_one_type_alone_can_be_asked_for(alice: TestClient) -> None
     assert alice.get(REFERRERS, params={"artifactType": "a" * 256}).status_code == 400
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_ENTRIES", 2), ("MAX_BYTES", 1100)])
+@pytest.mark.parametrize(("name", "limit"), [("MAX_REFERRERS", 2), ("MAX_REFERRER_BYTES", 1100)])
 def test_many_referrers_come_in_pages(
     alice: TestClient, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:

@@ -185,7 +185,7 @@ def test_a_blob_that_is_needed_and_gone_is_told(
     assert not (tmp_path / "bad" / "backup.json").exists()
 
 
-@pytest.mark.parametrize("step", ["_copy_state", "_copy_blobs", "hash_file", "publish"])
+@pytest.mark.parametrize("step", ["_copy_state_files", "_copy_blobs", "hash_file", "publish_file"])
 def test_an_interrupted_backup_leaves_the_one_before_it(
     step: str,
     tmp_path: Path,

@@ -190,7 +190,7 @@ def test_garbage_beyond_one_batch_goes_too(
     assert lying(registry) == set()
 
 
-STEPS = ("collect_uploads", "_collect_links", "_collect_rows", "_collect_files")
+STEPS = ("remove_stale_uploads", "_collect_links", "_collect_rows", "_collect_files")
 
 
 @pytest.mark.parametrize("step", STEPS)

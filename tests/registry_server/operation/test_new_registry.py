@@ -91,7 +91,7 @@ def test_an_empty_folder_of_the_person_will_do_and_is_closed_to_others(tmp_path:
         "make_folders",
         "create_index_key",
         "open_registry",
-        "_new_admin_token",
+        "_create_admin_token",
         "write_settings",
     ],
 )

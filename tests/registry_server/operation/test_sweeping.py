@@ -68,7 +68,7 @@ def test_what_cannot_be_swept_is_logged_and_goes_later(
     def fail(*_: object) -> int:
         raise StoreError("the disk is gone")
 
-    monkeypatch.setattr(module, "collect_uploads", fail)
+    monkeypatch.setattr(module, "remove_stale_uploads", fail)
     with caplog.at_level(logging.WARNING):
         sweep_uploads(registry)
     assert "the disk is gone" in caplog.text

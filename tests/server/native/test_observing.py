@@ -456,7 +456,7 @@ def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
         assert goes_on.wait(120)
         adopt(*arguments)
 
-    monkeypatch.setattr(routed.engine, "adopt", slowly)
+    monkeypatch.setattr(routed.engine, "apply_profile", slowly)
     body, found = {"profile": pinning({"1": 1}), "pin": 0, "exchange": 0}, []
     asking = threading.Thread(
         target=lambda: found.append(routed.client().post("/moe", json=body).status_code)
