@@ -241,17 +241,18 @@ def kilobytes(name):
 scheme, homes = Scheme(sys.argv[1]), Path(sys.argv[4])
 owners = {name: add_known_base(Path(name), homes / Path(name).name) for name in sys.argv[2:4]}
 small, large = owners
-load_packed_base(Path(small), read_model_config(Path(small)), scheme, experts=False, copies=owners[small])
+config = read_model_config(Path(small))
+load_packed_base(Path(small), config, scheme, experts=False, copies=owners[small])
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
 config = read_model_config(Path(large))
 base = load_packed_base(Path(large), config, scheme, experts=False, copies=owners[large])
 shape = compute_copy_shape(config, scheme)
 times = 2 if scheme is Scheme.BFLOAT16 else 1
-scratch = packing_scratch_bytes(config) + times * (packing_thread_count() + 1) * shape.block
+scratch = packing_scratch_bytes(config) + times * (packing_thread_count() + 1) * shape.block_bytes
 size = owners[large].path(scheme.value).stat().st_size
 assert size == compute_file_size(shape) if times == 1 else size < 0.75 * compute_file_size(shape)
-print((kilobytes("VmHWM") - before) * 1024, shape.rest, scratch, shape.blocks * shape.block)
+print((kilobytes("VmHWM") - before) * 1024, shape.rest_bytes, scratch, shape.blocks * shape.block_bytes)
 """
 
 
