@@ -252,7 +252,8 @@ times = 2 if scheme is Scheme.BFLOAT16 else 1
 scratch = packing_scratch_bytes(config) + times * (packing_thread_count() + 1) * shape.block_bytes
 size = owners[large].path(scheme.value).stat().st_size
 assert size == compute_file_size(shape) if times == 1 else size < 0.75 * compute_file_size(shape)
-print((kilobytes("VmHWM") - before) * 1024, shape.rest_bytes, scratch, shape.blocks * shape.block_bytes)
+blocks = shape.blocks * shape.block_bytes
+print((kilobytes("VmHWM") - before) * 1024, shape.rest_bytes, scratch, blocks)
 """
 
 
