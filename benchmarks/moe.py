@@ -252,7 +252,8 @@ def _measure_budget(subject: BenchmarkedBase, scheme: Scheme, share: float | Non
         grown,
         budget,
         rival="--memory-budget",
-        note=f"{_SAMPLING_NOTE} while the base is read and {ANSWERS} answers of {ANSWER} tokens written",
+        note=f"{_SAMPLING_NOTE} while the base is read and {ANSWERS} answers of {ANSWER} tokens "
+        "written",
     )
     return judge(row, "<= 1.0")
 

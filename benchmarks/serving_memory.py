@@ -179,7 +179,7 @@ def make_rows(load: MemoryLoad, *, bound: int, what: str) -> Iterator[Row]:
     rest = load.at_rest or samples[-1]
     note = (
         f"{load.answers} answers in {minutes:.1f} minutes; by minute: resident "
-        f"{_average_by_minute(samples, lambda one: one.resident)} MB, of that outside of the ledger "
+        f"{_average_by_minute(samples, lambda one: one.resident)} MB, of that not accounted for "
         f"{_average_by_minute(samples, lambda one: one.resident - one.entered)} MB; "
         f"at rest {rest.resident / 1e6:.0f} and {(rest.resident - rest.entered) / 1e6:.0f} MB"
     )

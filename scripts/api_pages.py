@@ -128,7 +128,8 @@ def _write_operation(
         if parameter["in"] == "query":
             yield f"- `?{parameter['name']}=`: {_describe_type(parameter['schema'])}"
     if "requestBody" in operation:
-        yield f"- body: {_describe_type(operation['requestBody']['content']['application/json']['schema'])}"
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        yield f"- body: {_describe_type(schema)}"
     own = [status for status in operation["responses"] if int(status) not in page.always]
     good, *bad = own
     answer = _describe_response(operation["responses"][good].get("content", {}))

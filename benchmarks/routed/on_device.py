@@ -119,8 +119,8 @@ def measure_turns(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, 
     seconds = take_turns(runs, rounds=rounds)
     misses, read, waited = (run(DeviceReportTask(figure), 1) for figure in DeviceFigure)
     found = compare_rates(
-        CASE, seconds[DevicePlacement.SOME.name], seconds[DevicePlacement.ALL.name], work=(STEPS, STEPS),
-        rival=DevicePlacement.ALL.value, unit="tok/s", target=TARGET,
+        CASE, seconds[DevicePlacement.SOME.name], seconds[DevicePlacement.ALL.name],
+        work=(STEPS, STEPS), rival=DevicePlacement.ALL.value, unit="tok/s", target=TARGET,
     )  # fmt: skip
     note = (
         f"{simulates}; {misses:.0%} of requests had no slot; for a token {read / 1e6:.1f} MB were "

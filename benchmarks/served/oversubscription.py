@@ -2,11 +2,11 @@
 
 Two servers with the same budget stand side by side, and take turns: clients of one go through as
 many plans as fit, those of the other through twice as many. Memory is shared by experts and by kept
-keys and values, which may have up to half of it (`expertctl.engine.memory.budget`), so there is room for
-twice the plans that must fit, and for the texts that run. Packages' own bytes (the RAM tier) have
-room beside the plans that are compiled of them as long as little is kept; later they are evicted
-first, since plans are used more often. That so many fit and twice as many do not is not assumed
-from this: the servers' counters, read around the measurement, confirm it.
+keys and values, which may have up to half of it (`expertctl.engine.memory.budget`), so there is
+room for twice the plans that must fit, and for the texts that run. Packages' own bytes (the RAM
+tier) have room beside the plans that are compiled of them as long as little is kept; later they are
+evicted first, since plans are used more often. That so many fit and twice as many do not is not
+assumed from this: the servers' counters, read around the measurement, confirm it.
 """
 
 import statistics

@@ -1,12 +1,12 @@
 """Where a server is saturated: open-loop load, more and more of it, until it is no longer served.
 
 Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
-rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the gap below is halved, and what
-is around the rate that was found is measured as well. Should more be served there after all, the
-search goes on: what counts is the highest rate that was served. A point is measured from `LEAD`
-seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next
-point begins with a server at rest. A request without a first token by then counts with the time
-that it has waited, a lower bound.
+rate is doubled until less than `SUSTAINED_SHARE` of it is answered, then the gap below is halved,
+and what is around the rate that was found is measured as well. Should more be served there after
+all, the search goes on: what counts is the highest rate that was served. A point is measured from
+`LEAD` seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that
+the next point begins with a server at rest. A request without a first token by then counts with the
+time that it has waited, a lower bound.
 
 The picture of a server under more and more load (extra ``plot``).
 """

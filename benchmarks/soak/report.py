@@ -95,9 +95,10 @@ def describe_faults(told: Sequence[CallRecord], away: Sequence[Absence]) -> list
     """Say of each kind of wrong answer how many there were, and what one of them said."""
     wrong = [(one, fault) for one in told if (fault := _find_fault(one, away))]
     counts = Counter((one.kind, one.status, _fault_prefix(fault)) for one, fault in wrong)
+    examples = {_fault_prefix(fault): fault for _, fault in reversed(wrong)}
     return [
-        f"{count} times {kind}, status {status}: {next(f for o, f in wrong if _fault_prefix(f) == head)}"
-        for (kind, status, head), count in counts.most_common()
+        f"{count} times {kind}, status {status}: {examples[prefix]}"
+        for (kind, status, prefix), count in counts.most_common()
     ]
 
 

@@ -1,7 +1,8 @@
 """Who asks, and how often they may: looked at before any other part of the server.
 
 Sets ``scope["state"]["identity"]``. There are no cookies. A browser does remember the login of the
-pages; that other sites cannot use it to write is up to `LimitsMiddleware`, which looks at ``Origin``.
+pages; that other sites cannot use it to write is up to `LimitsMiddleware`, which looks at
+``Origin``.
 
 ``/token``: where container clients change a token for a session limited to what they ask.
 

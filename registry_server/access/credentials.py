@@ -26,9 +26,9 @@ all of an address together.
 Audit rows of what was refused: failed logins, and changes that were not allowed or not possible.
 
 A refusal costs whoever causes it nothing, so the rows are bounded: one a minute for the same thing
-from the same place, and `MAX_REFUSALS_PER_MINUTE` of each kind, so that failed logins, which anybody can cause,
-hide no refused change. What is not written is counted, and the next row says how many there were.
-They are written after the answer, without waiting for the disk.
+from the same place, and `MAX_REFUSALS_PER_MINUTE` of each kind, so that failed logins, which
+anybody can cause, hide no refused change. What is not written is counted, and the next row says how
+many there were. They are written after the answer, without waiting for the disk.
 """
 
 import base64

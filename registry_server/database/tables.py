@@ -203,8 +203,8 @@ PACKAGES = Table(
 """``index_document`` is the signed envelope, ``revision`` the version number in it, ``signed`` its
 time: ``updated`` is when the package itself changed.
 
-``latest`` is the version that speaks for the package, null when all are yanked; ``build_search_text`` is
-what it is found by, folded to lower case, one space between words.
+``latest`` is the version that speaks for the package, null when all are yanked;
+``search_text`` is what it is found by, folded to lower case, one space between words.
 """
 
 RELEASES = Table(

@@ -2,7 +2,8 @@
 
 Serving a registry under granian; any other ASGI server calls `application`.
 
-One process keeps the lock of the data folder, its workers answer; see `expertctl.http.granian_server`.
+One process keeps the lock of the data folder, its workers answer; see
+`expertctl.http.granian_server`.
 """
 
 import os

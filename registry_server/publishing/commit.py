@@ -95,9 +95,9 @@ def publish(
     the form that counts.
 
     Raises:
-        ExpertError: when it may not be published; see `parse_push_request`, `validate_push` and `read_blobs`.
-        StoreError: when the database or the storage fails; then nothing was published.
-        BudgetError: when the quota or the disk is used up; likewise.
+        ExpertError: when it may not be published; see `parse_push_request`, `validate_push` and
+        `read_blobs`. StoreError: when the database or the storage fails; then nothing was
+        published. BudgetError: when the quota or the disk is used up; likewise.
     """
     offer = parse_push_request(name=name, tag=tag, manifest=manifest)
     with registry.database.read() as connection:

@@ -7,8 +7,9 @@ What a push offers, read from its name, its tag and its manifest alone.
 
 Whether an offer may be published, from what the database and the storage know right now.
 
-`validate_push` is asked twice: before the bytes of the package are read, so that nobody makes the server
-work in vain, and again inside the write transaction, where what it finds cannot change any more.
+`validate_push` is asked twice: before the bytes of the package are read, so that nobody makes the
+server work in vain, and again inside the write transaction, where what it finds cannot change any
+more.
 """
 
 from collections.abc import Collection, Sequence
@@ -123,7 +124,8 @@ def decide_push(
     (existing,) = published
     if existing.content_digest != requested.content_digest:
         raise ConflictError(
-            f"{name}@{requested.version} is published with other content, and versions never change",
+            f"{name}@{requested.version} is published with other content, "
+            "and versions never change",
             hint="publish your change under a higher version; `yank` hides the old one",
         )
     return _decide_form(requested.forms[-1], existing.forms, revoked)

@@ -5,7 +5,7 @@ import sys
 
 
 def said_by(program: str) -> list[str]:
-    command = [sys.executable, "-c", "import gc\nfrom expertctl.cli import garbage\n" + program]
+    command = [sys.executable, "-c", "import gc\nfrom expertctl.cli import process\n" + program]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
@@ -23,9 +23,9 @@ def survivors():
 
 def test_a_command_that_starts_is_not_searched_and_one_that_runs_is() -> None:
     program = """
-garbage.search_seldom()
+process.reduce_collections()
 print(survivors() == 20_000)
-garbage.search_as_usual()
+process.restore_collections()
 print(survivors() < 2_000)
 """
     assert said_by(MAKE_CYCLES + program) == ["True", "True"]
@@ -33,9 +33,9 @@ print(survivors() < 2_000)
 
 def test_what_is_there_when_it_runs_is_never_looked_at_again() -> None:
     program = """
-garbage.search_seldom()
+process.reduce_collections()
 before = cycle()
-garbage.search_as_usual()
+process.restore_collections()
 after = cycle()
 gc.collect()
 print(before() is not None, after() is None)
@@ -47,7 +47,7 @@ def test_a_process_that_did_not_begin_as_a_command_keeps_its_settings() -> None:
     program = """
 gc.set_threshold(77)
 kept = cycle()
-garbage.search_as_usual()
+process.restore_collections()
 print(gc.get_threshold()[0], gc.get_freeze_count())
 """
     assert said_by(MAKE_CYCLES + program) == ["77", "0"]

@@ -69,13 +69,13 @@ def test_what_was_written_of_an_answer_stays(talkative: None, number: int) -> No
 def test_with_json_the_document_says_that_it_was_stopped(talkative: None) -> None:
     """A trace of the engine tells when the answer has begun: with --json nothing else does."""
     change = (
-        "from expertctl.cli.run import _Answer\n"
-        "advance, told = _Answer.advance, []\n"
+        "from expertctl.cli.run import _AnswerIterator\n"
+        "advance, told = _AnswerIterator.advance, []\n"
         "def stop(self):\n"
         "    advance(self)\n"
         "    told.append(self.piece)\n"
         "    if len(told) == 3: os.kill(os.getpid(), signal.SIGINT)\n"
-        "_Answer.advance = stop"
+        "_AnswerIterator.advance = stop"
     )
     said = patched(change, "run", PROMPT, *LONG, "--json")
     document = json.loads(said.stdout)
@@ -154,8 +154,8 @@ def test_whatever_a_command_does_it_says_that_it_was_stopped(signals: Sequence[s
 def test_who_has_sigterm_ignored_is_not_ended_by_it() -> None:
     program = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from expertctl.cli.process import heed_signals\n"
-        "heed_signals(); print(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)"
+        "from expertctl.cli.process import install_signal_handlers\n"
+        "install_signal_handlers(); print(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert said.stdout.strip() == b"True"
@@ -207,13 +207,13 @@ def test_a_second_signal_that_comes_while_c_calls_python_is_not_lost(number: int
     """In a chat kernels are compiled while its first answer is wanted, or not any more."""
     change = (
         "import ctypes\n"
-        "from expertctl.cli.process import Ending\n"
+        "from expertctl.cli.process import CancellationFlag\n"
         "from expertctl.routing.planner import Planner\n"
         f"once = ' os.kill(os.getpid(), {int(number)})\\n for _ in [1, 2]: pass\\n'\n"
         "body = 'def called():\\n' + once + once\n"
         "exec(compile(body, '/x/llvmlite/binding.py', 'exec'), space := {'os': os})\n"
         "def work(*_, **__):\n"
-        "    with Ending().heeding(signal.SIGINT, signal.SIGTERM):\n"
+        "    with CancellationFlag().catch_signals(signal.SIGINT, signal.SIGTERM):\n"
         "        ctypes.CFUNCTYPE(None)(space['called'])()\n"
         "        signal.pause()\n"
         "Planner.open = work"

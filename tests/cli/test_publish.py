@@ -161,8 +161,8 @@ def test_a_registry_that_is_not_there_is_named(
 
 
 def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop: PackageWorkspace,
-    monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop:
+    PackageWorkspace, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
@@ -176,8 +176,8 @@ def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package
 
 
 def test_a_dry_run_tells_all_that_is_missing_at_once(
-    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop: PackageWorkspace,
-    monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, admin: str, home: Path, workshop:
+    PackageWorkspace, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     store_credential(live, home, admin)
     monkeypatch.setenv("EXPERT_REGISTRY", live.host)
@@ -333,8 +333,8 @@ def test_a_yank_that_says_too_little_or_too_much_is_a_slip(
 
 
 def test_the_registry_that_a_namespace_was_given_to_is_the_one_that_is_meant(
-    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace, trust: TrustStore,
-    monkeypatch: pytest.MonkeyPatch,
+    expertctl: CommandRunner, live: LiveRegistry, key: str, workshop: PackageWorkspace, trust:
+    TrustStore, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     index_key = live.served.registry.index_key.public
     trust.add_registry(KnownRegistry(live.host, live.url, index_key, namespaces=("acme",)))

@@ -40,7 +40,7 @@ def kept_folder(
 
 @pytest.fixture(autouse=True, scope="module")
 def keeps_all_code(pytestconfig: pytest.Config, kept_folder: Path | None) -> Iterator[None]:
-    """Whatever home a test has, code is kept there, and by processes that say `use_shared_kernel_cache`.
+    """Keep compiled code there, whatever home a test has; `use_shared_kernel_cache` shares it.
 
     It holds before the fixtures of a whole module are made, which may be servers that compute.
     """

@@ -59,10 +59,10 @@ print((torch.ones(2, 3) @ torch.ones(3, 2)).sum().item())
 def test_where_there_is_no_such_library_nothing_is_mapped(origin: str | None) -> None:
     program = f"""
 from types import SimpleNamespace
-from expertctl.engine import torch_library
+from expertctl.engine import torch_preload
 origin = {origin!r}
-torch_library.find_spec = lambda name: origin and SimpleNamespace(origin=origin)
-torch_library.map_ahead()
+torch_preload.find_spec = lambda name: origin and SimpleNamespace(origin=origin)
+torch_preload.preload_torch()
 print(len(threading.enumerate()))
 """
     assert said_by(program) == ["1"]
@@ -76,9 +76,9 @@ def test_a_library_that_cannot_be_mapped_is_left_to_the_import(tmp_path: Path) -
         (lib / name).write_text("no library")
     program = f"""
 from types import SimpleNamespace
-from expertctl.engine import torch_library
-torch_library.find_spec = lambda name: SimpleNamespace(origin={str(lib.parent / "__init__.py")!r})
-torch_library.map_ahead()
+from expertctl.engine import torch_preload
+torch_preload.find_spec = lambda name: SimpleNamespace(origin={str(lib.parent / "__init__.py")!r})
+torch_preload.preload_torch()
 wait()
 print(mapped())
 """

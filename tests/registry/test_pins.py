@@ -343,16 +343,16 @@ class TestStore:
     def test_every_change_is_told_once(self, trust: TrustStore) -> None:
         first = make_index_document(1, keys=[make_key_entry("alice")])
         assert pin(first, trust) == [
-            f"pinned for acme/* of {HOST}: key {compute_named_key_id('alice')} (first install of the namespace; "
-            "compare it with what the publisher says)"
+            f"pinned for acme/* of {HOST}: key {compute_named_key_id('alice')} "
+            "(first install of the namespace; compare it with what the publisher says)"
         ]
         assert pin(first, trust) == []
         second = make_index_document(
             2, keys=[make_key_entry("bob", endorsed_by="alice")], revoked=["carol"]
         )
         assert pin(second, trust) == [
-            f"pinned for acme/* of {HOST}: key {compute_named_key_id('bob')} (a key that you trust already "
-            "vouches for it)"
+            f"pinned for acme/* of {HOST}: key {compute_named_key_id('bob')} "
+            "(a key that you trust already vouches for it)"
         ]
         assert trust.read().find_revocation(
             compute_named_key_id("carol"), namespace="acme", registry=HOST

@@ -24,8 +24,8 @@ from tests.store.fixtures import HomeFixture
 
 START_SECONDS = 120.0
 SERVE_PROGRAM = (
-    "from tests.engine.kernel_cache import keep_where_told\n"
-    "keep_where_told()\n"
+    "from tests.engine.kernel_cache import use_shared_kernel_cache\n"
+    "use_shared_kernel_cache()\n"
     "from expertctl.cli.app import main\n"
     "main()\n"
 )

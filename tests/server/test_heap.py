@@ -11,9 +11,9 @@ from expertctl.server.serve import MAX_ARENAS
 THREADS = 12
 PROGRAM = f"""
 import ctypes, sys, tempfile, threading
-from expertctl.server.serve import bound_arenas
+from expertctl.server.serve import limit_malloc_arenas
 if sys.argv[1] == "bound":
-    assert bound_arenas()
+    assert limit_malloc_arenas()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 held = threading.Barrier({THREADS} + 1)

@@ -119,9 +119,9 @@ def test_a_thought_is_read_where_the_clients_text_ends_in_its_tag(
 
 
 def test_json_that_was_asked_for_is_still_followed_from_its_beginning() -> None:
-    reading = reading_of(HERMES, "```json\n{", json_asked=True)
+    reading = reading_of(HERMES, "```json\n{", expects_json=True)
     assert read(reading, '"a": 1}\n```') == [PlainText('"a": 1}')]
-    reading = reading_of(HERMES, '```json\n{"name": ', json_asked=True)
+    reading = reading_of(HERMES, '```json\n{"name": ', expects_json=True)
     assert read(reading, '"now", "arguments": {"zone": "CET"}}\n```') == [CALLED]
 
 

@@ -37,7 +37,7 @@ def test_blobs_that_are_repaired_are_seen_though_the_ref_stays(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda house, _: house.store.remove(house.store.experts()[0]),
+        lambda house, _: house.store.remove(house.store.list_experts()[0]),
         lambda house, package: house.install(package),
     ],
     ids=["removing", "installing"],

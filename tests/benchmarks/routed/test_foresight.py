@@ -24,7 +24,9 @@ def test_as_much_is_wrong_as_is_said_and_what_was_chosen_stays() -> None:
     room.selected[...] = 5
     changed = []
     with closing(
-        ImperfectPrefetchCache(memory, MemoryExperts(base.experts), layer_numbers=(0, 1), slots=slots)
+        ImperfectPrefetchCache(
+            memory, MemoryExperts(base.experts), layer_numbers=(0, 1), slots=slots
+        )
     ) as cache:
         cache.fill_slots([[], []])
         for _ in range(4000):

@@ -243,9 +243,9 @@ def test_the_time_of_each_part_is_told_and_changes_no_bit(
     plan = make_packed_plan(decoder.config, chain(decoder.config, ("lora", "ia3")))
     unseen = [scores(decoder, IDS, prefill=9, deltas=deltas) for deltas in (None, plan)]
     alone, together = LayerTimer(), LayerTimer()
-    with decoder.timed(alone):
+    with decoder.time_layers(alone):
         seen = [scores(decoder, IDS, prefill=9)]
-    with decoder.timed(together):
+    with decoder.time_layers(together):
         seen.append(scores(decoder, IDS, prefill=9, deltas=plan))
     assert [torch.equal(a, b) for a, b in zip(seen, unseen, strict=True)] == [True, True]
     own = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
@@ -271,7 +271,7 @@ def test_what_loras_add_is_told_apart_from_the_base_while_it_is_timed(
     times, cache = LayerTimer(), PagedKVCache(decoder.config, 40)
     rows = [decoder.prefill(IDS[:9], cache, plan).logits]
     for place, token in enumerate(IDS[9:]):
-        with decoder.timed(times) if place % 2 else nullcontext():
+        with decoder.time_layers(times) if place % 2 else nullcontext():
             rows.append(decoder.decode(token, cache, plan).logits)
     assert torch.equal(torch.stack(rows), unseen)
     own = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
@@ -285,9 +285,9 @@ def test_what_loras_add_is_told_apart_from_the_base_while_it_is_timed(
 
 def test_a_decoder_at_rest_holds_only_its_weights(qwen3: ReferenceModel, crew: ThreadPool) -> None:
     decoder = packed(qwen3, crew)
-    assert decoder.is_at_rest
+    assert decoder.has_no_buffers
     first = scores(decoder, IDS, prefill=9)
-    assert not decoder.is_at_rest
-    decoder.rest()
-    assert decoder.is_at_rest
+    assert not decoder.has_no_buffers
+    decoder.free_buffers()
+    assert decoder.has_no_buffers
     assert torch.equal(scores(decoder, IDS, prefill=9), first)

@@ -1,8 +1,6 @@
 """A base read straight into packed matrices: its own numbers, in the memory told before."""
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -371,55 +369,3 @@ def test_a_version_is_never_given_to_other_bytes() -> None:
 
 def digest_of(matrix: PackedMatrix) -> str:
     return hashlib.sha256(matrix.data.tobytes() + matrix.scales.tobytes()).hexdigest()[:16]
-
-
-ROOT = Path(__file__).parents[3]
-PEAK = """
-import sys
-from pathlib import Path
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.cpu.packed_base import packed_base_bytes
-from expertctl.engine.cpu.base_loader import load_packed_base, packing_scratch_bytes
-from expertctl.package.model_config import read_model_config
-from tests.engine.kernel_cache import use_shared_kernel_cache
-
-use_shared_kernel_cache()
-
-def kilobytes(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-scheme, small, large = Scheme(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-load_packed_base(small, read_model_config(small), scheme)  # compiling takes memory of its own
-Path("/proc/self/clear_refs").write_text("5")
-before = kilobytes("VmRSS")
-config = read_model_config(large)
-base = load_packed_base(large, config, scheme)
-print((kilobytes("VmHWM") - before) * 1024, packed_base_bytes(config, scheme), packing_scratch_bytes(config))
-"""
-
-
-@pytest.fixture(scope="module")
-def small_and_large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two bases, of which the second takes a second to make; they are only read."""
-    folder = tmp_path_factory.mktemp("peak")
-    sizes = {"hidden": 1024, "intermediate": 2048, "vocab": 40_000, "layers": 4}
-    return (
-        made(folder / "small", dtype="bfloat16"),
-        made(folder / "large", dtype="bfloat16", **sizes),
-    )
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
-@pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT4])
-def test_loading_takes_the_memory_that_was_told_before(
-    scheme: Scheme, small_and_large: tuple[Path, Path]
-) -> None:
-    """A process of its own: the most that was ever resident, mapped files included."""
-    small, large = small_and_large
-    command = [sys.executable, "-c", PEAK, scheme.value, str(small), str(large)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    peak, packed, scratch = map(int, told.stdout.split())
-    size = (large / "model.safetensors").stat().st_size
-    assert packed * 0.9 < peak <= packed + scratch, "not measured, or more than was told"
-    assert scratch < size / 5, "so little could not show a second copy"

@@ -24,7 +24,7 @@ from expertctl.engine.kernels.quantisation import (
 from expertctl.engine.kernels.packed_format import Scheme
 
 cpu = get_host_cpu()
-assert cpu.half and not (cpu.has_512_bit_registers or cpu.bf16_dot or cpu.byte_dot), cpu
+assert cpu.has_float16 and not (cpu.has_512_bit_registers or cpu.bf16_dot or cpu.byte_dot), cpu
 rng = np.random.default_rng(0)
 for scheme in (Scheme.BFLOAT16, Scheme.INT8):
     matrix = pack_matrix(rng.standard_normal((70, 300)).astype(np.float32), scheme)
@@ -66,7 +66,7 @@ for scheme in (Scheme.FLOAT16, Scheme.INT8):
     plans.reduce(some)
     plans.assert_reduced(some)
     plans.assert_expanded(some, plans.expand(some))
-print(cpu.name, cpu.half)
+print(cpu.name, cpu.has_float16)
 """
 
 

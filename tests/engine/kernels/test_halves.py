@@ -37,7 +37,7 @@ from expertctl.engine.kernels.memory import float32_to_half_bits, half_bits_to_f
 from expertctl.engine.kernels.packed_format import Scheme
 
 cpu, half = get_host_cpu(), Scheme.FLOAT16
-assert not (cpu.has_512_bit_registers or cpu.half or cpu.bf16_dot or cpu.byte_dot), cpu
+assert not (cpu.has_512_bit_registers or cpu.has_float16 or cpu.bf16_dot or cpu.byte_dot), cpu
 
 @numba.njit
 def back(halves, out):
@@ -48,7 +48,8 @@ halves = np.arange(0x7C01, dtype=np.uint32).astype(np.uint16)
 out = np.zeros_like(halves)
 back(halves, out)
 assert np.array_equal(out, halves)
-assert all(k(half).address for k in (rope_kv_write_kernel, prefill_attention_kernel, decode_attention_kernel))
+KERNELS = rope_kv_write_kernel, prefill_attention_kernel, decode_attention_kernel
+assert all(k(half).address for k in KERNELS)
 print(cpu.name)
 """
 

@@ -1,4 +1,4 @@
-"""Who goes when room is needed: `AdapterCache` beside a model that is written from the rules alone."""
+"""Eviction: `AdapterCache` beside a model that is written from the rules alone."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

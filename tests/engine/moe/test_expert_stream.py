@@ -1,8 +1,6 @@
 """A copy of a base of which only a part is ever in memory: the bytes of one that was whole."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -215,70 +213,6 @@ def test_a_base_that_was_removed_meanwhile_is_run_all_the_same(tmp_path: Path) -
     bases.remove(base)
     load(directory, Scheme.INT8, copies)
     assert "removed or replaced meanwhile" in copies.take_notes()[0]
-
-
-ROOT = Path(__file__).parents[3]
-PEAK = """
-import sys
-from pathlib import Path
-from expertctl.engine.kernels.packed_format import Scheme
-from expertctl.engine.moe.expert_files import ExpertStream, compute_copy_shape
-from expertctl.engine.cpu.packed_base import packed_base_bytes
-from expertctl.engine.cpu.base_loader import load_packed_base, packing_scratch_bytes
-from expertctl.engine.cpu.tensor_packing import packing_thread_count
-from expertctl.package.base_tensors import read_base_tensors
-from expertctl.package.model_config import read_model_config
-from tests.engine.kernel_cache import use_shared_kernel_cache
-from tests.engine.moe.quantised_bases import add_known_base
-from tests.engine.moe.quantised_bases import compute_file_size
-
-use_shared_kernel_cache()
-
-def kilobytes(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-scheme, homes = Scheme(sys.argv[1]), Path(sys.argv[4])
-owners = {name: add_known_base(Path(name), homes / Path(name).name) for name in sys.argv[2:4]}
-small, large = owners
-config = read_model_config(Path(small))
-load_packed_base(Path(small), config, scheme, experts=False, copies=owners[small])
-Path("/proc/self/clear_refs").write_text("5")
-before = kilobytes("VmRSS")
-config = read_model_config(Path(large))
-base = load_packed_base(Path(large), config, scheme, experts=False, copies=owners[large])
-shape = compute_copy_shape(config, scheme)
-times = 2 if scheme is Scheme.BFLOAT16 else 1
-scratch = packing_scratch_bytes(config) + times * (packing_thread_count() + 1) * shape.block_bytes
-size = owners[large].path(scheme.value).stat().st_size
-assert size == compute_file_size(shape) if times == 1 else size < 0.75 * compute_file_size(shape)
-blocks = shape.blocks * shape.block_bytes
-print((kilobytes("VmHWM") - before) * 1024, shape.rest_bytes, scratch, blocks)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
-@pytest.mark.parametrize("scheme", ["int8", "bfloat16"])
-def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(
-    scheme: str, tmp_path: Path
-) -> None:
-    """A process of its own: the most that was ever resident."""
-    small = write_routed_base(tmp_path / "small", dtype="bfloat16")
-    large = write_routed_base(
-        tmp_path / "large",
-        dtype="bfloat16",
-        hidden=512,
-        moe_intermediate_size=1024,
-        num_experts=32,
-        layers=2,
-    )
-    homes = tmp_path / "homes"
-    homes.mkdir()
-    command = [sys.executable, "-c", PEAK, scheme, str(small), str(large), str(homes)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    peak, rest, scratch, experts = map(int, told.stdout.split())
-    assert rest * 0.9 < peak <= rest + scratch, "not measured, or more than was told"
-    assert rest + scratch < experts / 2, "so little could not show all experts"
 
 
 def test_blocks_are_as_large_as_the_kernels_say(directory: Path) -> None:

@@ -127,7 +127,10 @@ def test_a_prompt_asks_the_last_layer_for_its_last_token_alone(
             decoder, cache = stack.enter_context(cached(olmoe, crew, slots=slots, chunk=7))
         owner: Any = decoder._experts
         decoder.prefill(IDS[:20], PagedKVCache(decoder.config, 40))
-        counted = [layer.hits + layer.misses for layer in owner.counters.observed().layers.values()]
+        counted = [
+            layer.hits + layer.misses
+            for layer in owner.counters.observed_snapshot().layers.values()
+        ]
         routed = decoder.config.experts
         assert routed is not None
         assert counted == [20 * routed.used] * (len(routed.layers) - 1) + [3 * routed.used]

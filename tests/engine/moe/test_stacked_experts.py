@@ -307,7 +307,7 @@ def test_who_is_computed_and_not_told_of_is_overwritten_too_early(
 ) -> None:
     """So what watches would see if one of the four places where it is told were gone."""
     seen, told = record_row_accesses(monkeypatch, install_fake_device(monkeypatch)), [0]
-    cross = "_cross" if owner is PiecewiseStep else "__call__"
+    cross = "_run_experts" if owner is PiecewiseStep else "__call__"
     ask, computed, read = (
         StackedExperts.request,
         StackedExperts.record_computed,

@@ -63,10 +63,10 @@ def test_workers_count_together(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path\n"
         "from registry_server.database.connection import Database\n"
-        "from registry_server.operation.metrics import Metrics\n"
-        "metrics = Metrics(); metrics.publishes.inc(); metrics.running.inc()\n"
+        "from registry_server.operation.metrics import RegistryMetrics\n"
+        "metrics = RegistryMetrics(); metrics.publishes.inc(); metrics.running.inc()\n"
         "database = Database.open(Path(sys.argv[1]))\n"
-        "print(metrics.exposition(database).decode()); database.close()\n"
+        "print(metrics.render_exposition(database).decode()); database.close()\n"
     )
     (tmp_path / "counts").mkdir()
     environment = {SHARED_FOLDER: str(tmp_path / "counts"), "PATH": ""}

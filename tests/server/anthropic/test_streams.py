@@ -172,7 +172,7 @@ def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None
     asyncio.run(leave())
     with make_client(served) as client:
         client.messages.create(messages=HI, model=BASE, max_tokens=1)
-    totals = served.engine.snapshot().totals
+    totals = served.engine.take_snapshot().totals
     assert (totals.cancelled, totals.finished, totals.failed) == (1, 1, 0)
 
 
