@@ -32,7 +32,7 @@ from expertctl.store.quantised_cache import UsageProfileFile
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.base_plan import BaseMemoryPlan, WeightedPlan
-    from expertctl.engine.moe.usage_profile import ExpertUsage, UsageProfile
+    from expertctl.engine.moe.usage_profile import ExpertUsage
     from expertctl.package.architectures import ExpertsConfig
 
 
@@ -45,18 +45,18 @@ def build_profile_document(
     base: str, routed: "ExpertsConfig", guide: "ExpertUsage | None"
 ) -> dict[str, object]:
     """Return what ``base profile show --json`` prints."""
-    layers = {} if guide is None else guide.profile.layers
+    layers = {} if guide is None else guide.layers
     return {
         "base": base,
         "experts": routed.count,
         "used": routed.used,
-        "tokens": 0 if guide is None else guide.profile.prompts,
-        "counted": "tokens" if guide is None else f"{_name_counted_unit(guide.profile)}s",
+        "tokens": 0 if guide is None else guide.prompts,
+        "counted": "tokens" if guide is None else f"{_name_counted_unit(guide)}s",
         "layers": [
             {
                 "layer": number,
                 "asked": len(layers.get(number, {})),
-                "first": [] if guide is None else guide.profile.rank_experts(number),
+                "first": [] if guide is None else guide.rank_experts(number),
             }
             for number in routed.layers
         ],
@@ -67,21 +67,20 @@ def format_profile(base: str, routed: "ExpertsConfig", guide: "ExpertUsage | Non
     """Return a profile as a person reads it."""
     if guide is None:
         return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
-    usage = guide.profile
     head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
     rows = [
         [
             str(number),
-            f"{len(usage.layers.get(number, {}))} of {routed.count}",
-            " ".join(map(str, usage.rank_experts(number)[:_SHOWN_EXPERTS])),
+            f"{len(guide.layer_counts(number))} of {routed.count}",
+            " ".join(map(str, guide.rank_experts(number)[:_SHOWN_EXPERTS])),
         ]
         for number in routed.layers
     ]
-    learnt = f"{base}: learnt from {format_count(usage.prompts, _name_counted_unit(usage))}"
+    learnt = f"{base}: learnt from {format_count(guide.prompts, _name_counted_unit(guide))}"
     return f"{learnt}; the older, the less they count\n\n{format_table(head, rows)}"
 
 
-def _name_counted_unit(usage: "UsageProfile") -> str:
+def _name_counted_unit(usage: "ExpertUsage") -> str:
     """Return what was counted: how many of them asked for an expert."""
     from expertctl.engine.moe.usage_profile import TOKENS_PRESET
 
@@ -208,7 +207,7 @@ def export(
     Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
     """
     from expertctl.engine.moe.activity import write_activity
-    from expertctl.engine.moe.usage_profile import profile_from_activity, write_profile
+    from expertctl.engine.moe.usage_profile import write_profile
 
     base, routed = _find_routed_base(name)
     guide = _load_usage_profile(base, routed)
@@ -220,9 +219,7 @@ def export(
     if kind == "activity":
         data = write_activity(guide.activity)
     else:
-        data = write_profile(
-            profile_from_activity(guide.activity, experts=routed.count, model=base.name)
-        )
+        data = write_profile(guide, experts=routed.count, model=base.name)
     write_file(file, data + b"\n", mode=0o600)
     note("it tells something of what was written about: share it only as you would a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
@@ -259,7 +256,7 @@ def import_(
     update_learnt_usage(
         _open_usage_file(base), routed, lambda habits: LearntUsage(habits.base, taken)
     )
-    layers = len(guide.profile.layers)
+    layers = len(guide.layers)
     document = {"base": base.name, "path": str(file), "layers": layers}
     emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
 

@@ -12,7 +12,7 @@ import pytest
 
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.activity import read_activity
-from expertctl.engine.moe.usage_profile import read_profile
+from expertctl.engine.moe.usage_profile import ExpertUsage, parse_profile
 from expertctl.schema.validation import find_problems
 from expertctl.settings import format_size, parse_size
 from expertctl.store.quantised_cache import open_quantised_cache
@@ -77,9 +77,10 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
     documents = {p: json.loads(p.read_bytes()) for p in (activity, prompts)}
     assert find_problems(documents[activity], "moe-activity") == []
     assert find_problems(documents[prompts], "moe-profile") == []
-    usage = read_profile(prompts.read_bytes(), what="ours")
+    document = json.loads(prompts.read_bytes())
+    usage = ExpertUsage("ours", parse_profile(document, what="ours"))
     found = read_activity(activity.read_bytes(), what="ours")
-    assert (usage.model, usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
+    assert (document["model"], usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
     assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
     assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
     assert "nothing was learnt" in expertctl("base", "profile", "show", "moe").out
@@ -107,7 +108,7 @@ def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
     assert (shown["tokens"], shown["counted"]) == (24, "prompts")
     assert "learnt from 24 prompts" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", first, "--kind", "prompts")
-    usage = read_profile(first.read_bytes(), what="ours")
+    usage = ExpertUsage("ours", parse_profile(json.loads(first.read_bytes()), what="ours"))
     assert (usage.prompts, usage.preset) == (24, "mixed 70/30")
     assert usage.layers == {0: {3: 20, 5: 4}, 2: {7: 23}}
     for kind in ("prompts", "activity"):
@@ -166,7 +167,7 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
 ) -> None:
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert not plan["whole"]
-    assert plan["known"] == "the habits of moe"
+    assert plan["known"] == "the learnt usage of moe"
     assert plan["planned_bytes"] <= 0.71 * 90e6
     assert [layer["slots"] for layer in plan["layers"]] == [learnt["slots"]] * 4
     assert all(0.5 < layer["served"] <= 1 for layer in plan["layers"])

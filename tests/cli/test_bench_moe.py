@@ -104,8 +104,8 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
         (["--moe-miss", "guess"], 2, "--moe-miss 'guess'"),
         (["--moe-skip-cap", "2"], 2, "--moe-skip-cap 2.0 is not a share"),
         (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),
-        (["--moe-pin", "2"], 2, "--moe-pin: by no profile"),
-        (["--moe-exchange", "0.5"], 2, "--moe-exchange: by no profile"),
+        (["--moe-pin", "2"], 2, "--moe-pin needs a profile"),
+        (["--moe-exchange", "0.5"], 2, "--moe-exchange needs a profile"),
         (["--moe-pin", "some"], 2, "'some' is neither a number of experts to pin"),
         (["--moe-exchange", "2"], 2, "--moe-exchange 2.0 is not a share"),
         (["--moe-cold", "warm"], 2, "--moe-cold"),
@@ -116,7 +116,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: CommandRun
         (["--plot", "hits.gif"], 2, "no picture ends so"),
         (["--plot", "hits.png", "--resident", "1"], 2, "with all resident none is"),
         (["--threads", str(count_usable_cores() + 1)], 2, "can be used here"),
-        (["--prompt-tokens", "600"], 2, "longer than the 512 that the base reads"),
+        (["--prompt-tokens", "600"], 2, "exceed the context of the base, 512 tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(

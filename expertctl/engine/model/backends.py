@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from expertctl.engine.model.decoder import Decoder, LayerTimer, PrefillResult, e
 from expertctl.engine.model.weights import BaseWeights, load_base_weights
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.observation import TunableCache
 from expertctl.engine.moe.stats import RoutedExpertStats, make_resident_stats
 from expertctl.engine.moe.usage_store import ObservableCache
 from expertctl.engine.sampling import estimate_sample_bytes
@@ -41,6 +40,9 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_cache import QuantisedCache
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.expert_cache import ExpertCache
 
 BackendName = Literal["torch", "packed", "cuda"]
 ExpertWatcher = Callable[[ExpertsConfig, ObservableCache], None]
@@ -128,7 +130,7 @@ class RunnableModel(Protocol):
         """What is counted of them, layer by layer; None where nothing is counted."""
 
     @property
-    def experts(self) -> TunableCache | None:
+    def experts(self) -> "ExpertCache | None":
         """The owner of their slots, which applies profiles; None where all are in memory."""
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:

@@ -1,1 +1,1 @@
-"""Routed experts of MoE bases: where they lie, which are asked for, and what is computed where."""
+"""Routed experts of MoE bases: caching, prefetching, usage profiles and computation."""

@@ -1,15 +1,15 @@
-"""JSON documents that may be large: read once, checked by their schema, then made into values.
+"""Activity documents: how often each routed expert was chosen, and what that took, as JSON.
 
-What a run observed of its routed experts, as JSON: a profile to plan from, and telemetry.
+An `ActivityDocument` is both a usage profile to plan from and telemetry. The format is that of
+llama.cpp's hot cache, so profiles can be exchanged with it in both directions. Its *full* schema
+has all times, its *update* schema only what swapping experts needs; a run that observes nothing
+always writes the same bytes. Missed requests, swaps and the number of prompts are our additions,
+which other readers skip.
 
-The format is that of llama.cpp's hot cache, so profiles can be exchanged with it both ways. Its
-*full* schema has all times, its *update* schema only what an exchange of experts needs; a run that
-observes nothing always gives the same bytes. Missed requests, swaps and the number of prompts are
-our additions, which other readers skip.
-
-Reading drops zero counts, adds up the counts of one expert and sorts layers. Hot and cold counts
-override raw ones. A layer whose number is not a whole number is ignored, as in llama.cpp.
-Everything else that is malformed is refused, and sizes are bounded.
+Reading drops zero counts, adds the counts of an expert that is listed twice and sorts layers. Hot
+and cold counts override raw ones. A layer whose number is not an integer is ignored, as in
+llama.cpp. Everything else that is malformed is refused, and sizes are bounded. Documents may be
+large, so they are parsed once, checked against their schema and then converted.
 """
 
 import json
@@ -29,16 +29,16 @@ _Kind = TypeVar("_Kind")
 
 
 def load_document(data: bytes, *, what: str) -> JsonObject:
-    """Read an object of at most 16 MiB.
+    """Parse a JSON object of at most 16 MiB.
 
     Raises:
-        InvalidPackageError: when it is none, or too large.
+        InvalidPackageError: when it is not one, or is too large.
     """
     return load_object(data, what=what, max_bytes=MAX_BYTES)
 
 
 def parse_document(document: JsonObject, kind: type[_Kind], *, what: str, schema: str) -> _Kind:
-    """Make a value of an object that a schema describes.
+    """Convert an object to ``kind`` after checking it against a schema.
 
     Raises:
         InvalidPackageError: when it is malformed.
@@ -49,7 +49,7 @@ def parse_document(document: JsonObject, kind: type[_Kind], *, what: str, schema
 
 
 def decode_record(document: object, kind: type[_Kind], *, what: str) -> _Kind:
-    """Make a value of a document; a schema takes 4.0 for a whole number, a value does not.
+    """Convert a document to ``kind``; a schema accepts 4.0 as an integer, this does not.
 
     Raises:
         InvalidPackageError: when it does not fit ``kind``.
@@ -65,15 +65,20 @@ UPDATE_SCHEMA = "llama.cpp.moe_layer_opt_perf.v1"
 MAX_EXPERTS = 1024
 MAX_LAYERS = 1024
 MAX_JSON_INTEGER = 2**53 - 1
-"""The largest integer that every reader of JSON understands; a larger count is written as this."""
+"""Largest integer that every JSON reader represents exactly; larger counts are written as this."""
 FALLBACK_REASONS = (
     *("incomplete", "count_not_prefix", "bad_split_order", "same_backend", "hot_spans"),
     *("cold_spans", "hot_not_cuda", "cold_not_cpu", "count_readback", "threshold"),
     *("zero_output", "other"),
 )
-"""Why the lanes of a layer ran one after the other."""
+"""Reasons why the lanes of a layer ran one after the other."""
 Counts = Mapping[int, int]
-"""How often each expert was asked for; never 0."""
+"""How often each expert was chosen; never 0."""
+
+
+def cap_count(count: int) -> int:
+    """Return a count that every JSON reader represents exactly."""
+    return min(count, MAX_JSON_INTEGER)
 
 
 def _time_key(name: str) -> str:
@@ -81,7 +86,7 @@ def _time_key(name: str) -> str:
 
 
 class LaneTimes(msgspec.Struct, frozen=True, rename=_time_key):
-    """Microseconds per call of a layer; 0 where nothing was measured."""
+    """Microseconds per call of a layer; 0 if not measured."""
 
     total_moe: float = 0.0
     routing: float = 0.0
@@ -101,14 +106,14 @@ class LaneTimes(msgspec.Struct, frozen=True, rename=_time_key):
 
 TIMES = LaneTimes.__struct_fields__
 LANE_TIMES = ("parallel_hot_lane_wall", "parallel_cold_lane_wall", "parallel_join_wait")
-"""The times that the update schema has."""
+"""The times of the update schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivity:
-    """What one layer was asked for, and what that took.
+    """The choices of one layer, and what they took.
 
-    ``raw`` are counts not known to be hot or cold: empty where ``hot`` or ``cold`` has any.
+    ``raw`` holds counts not known to be hot or cold: empty if ``hot`` or ``cold`` is not.
     """
 
     layer: int
@@ -121,62 +126,54 @@ class LayerActivity:
     hot2_slots: int = 0
     """Hot slots that the second and the third lane computed; ``hot`` includes them."""
     requests: int = 0
-    """Experts that calls asked for, each counted once per call."""
+    """Experts that calls chose, each counted once per call."""
     missed_requests: int = 0
     """Those of them that were not hot."""
     swaps: int = 0
-    """How often an expert became hot in the place of another."""
+    """How often an expert took the slot of another."""
     times: LaneTimes = field(default_factory=LaneTimes)
     fallbacks: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hits(self) -> dict[int, int]:
-        """How often each expert was asked for, wherever it lay."""
+        """How often each expert was chosen, hot or not."""
         if not (self.hot or self.cold):
             return dict(self.raw)
-        asked = sorted({*self.hot, *self.cold})
-        return {expert: self.hot.get(expert, 0) + self.cold.get(expert, 0) for expert in asked}
+        experts = sorted({*self.hot, *self.cold})
+        return {expert: self.hot.get(expert, 0) + self.cold.get(expert, 0) for expert in experts}
 
     @property
     def pressure(self) -> float:
         """How much a call suffers from cold experts.
 
-        It is the first of these that is above zero: the call's wait, how much longer its cold lane
+        The first of these that is above zero: the wait of the call, how much longer its cold lane
         takes than its hot one, its cold slots.
         """
         times = self.times
         behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
         return next((p for p in (times.parallel_join_wait, behind, self.cold_per_call) if p > 0), 0)
 
-    @property
-    def wait_per_cold_slot(self) -> float:
-        """Microseconds that a call waits for each cold slot."""
-        times = self.times
-        behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
-        wait = times.parallel_join_wait if times.parallel_join_wait > 0 else max(behind, 0.0)
-        return wait / self.cold_per_call if self.cold_per_call > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class ActivityDocument:
-    """What was observed until now."""
+    """The activity of all layers of a base."""
 
     mode: CounterMode
     layers: tuple[LayerActivity, ...] = ()
     experts: int = 0
-    """Of each layer; 0 where the document does not say."""
+    """Of each layer; 0 if the document does not say."""
     used: int = 0
     updates: int = 0
     overflow_resets: int = 0
     prompts: int = 0
-    """How many prompts were counted, tokens of added documents included; 0: only tokens were."""
+    """Prompts that were counted, with the tokens of added documents; 0 if only tokens."""
     preset: str = ""
     """Which prompts these were."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether anything was asked for, so that a placement can follow from it."""
+        """Whether an expert was chosen at all, so that a placement can be planned from it."""
         return any(layer.hits for layer in self.layers)
 
 
@@ -184,32 +181,32 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
     """Read a document of either schema.
 
     Raises:
-        InvalidPackageError: when it is no such document, malformed or too large.
+        InvalidPackageError: when it is not one, malformed or too large.
     """
     return parse_activity(load_document(data, what=what), what=what)
 
 
 def parse_activity(document: JsonObject, *, what: str) -> ActivityDocument:
-    """Return what a parsed document of either schema says.
+    """Convert a parsed document of either schema.
 
     Raises:
-        InvalidPackageError: when it is no such document, or malformed.
+        InvalidPackageError: when it is not one, or malformed.
     """
-    told = parse_document(document, _ActivityFields, what=what, schema="moe-activity")
-    numbered = [record for record in told.layers if _is_number(record.get("layer"))]
+    fields = parse_document(document, _ActivityFields, what=what, schema="moe-activity")
+    numbered = [record for record in fields.layers if _is_number(record.get("layer"))]
     layers = [_parse_layer(record, what) for record in numbered]
-    if problems := list(_find_invalid_numbers(layers, told.n_expert or MAX_EXPERTS)):
+    if problems := list(_find_invalid_numbers(layers, fields.n_expert or MAX_EXPERTS)):
         raise InvalidPackageError(what, problems)
-    mode: CounterMode = "full" if told.schema == FULL_SCHEMA else "update"
+    mode: CounterMode = "full" if fields.schema == FULL_SCHEMA else "update"
     return ActivityDocument(
-        "off" if told.mode == "off" else mode,
+        "off" if fields.mode == "off" else mode,
         tuple(sorted(layers, key=lambda layer: layer.layer)),
-        experts=told.n_expert,
-        used=told.n_expert_used,
-        updates=told.updates,
-        overflow_resets=told.overflow_resets,
-        prompts=told.num_prompts,
-        preset=told.prompt_preset,
+        experts=fields.n_expert,
+        used=fields.n_expert_used,
+        updates=fields.updates,
+        overflow_resets=fields.overflow_resets,
+        prompts=fields.num_prompts,
+        preset=fields.prompt_preset,
     )
 
 
@@ -220,11 +217,11 @@ def write_activity(document: ActivityDocument) -> bytes:
 
 
 def activity_to_json(document: ActivityDocument) -> JsonObject:
-    """Return the document as the object that is written."""
+    """Return the document as a JSON object."""
     if document.mode == "off":
         return {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
     prompts: JsonObject = {
-        "num_prompts": min(document.prompts, MAX_JSON_INTEGER),
+        "num_prompts": cap_count(document.prompts),
         "prompt_preset": document.preset,
     }
     return {
@@ -233,8 +230,8 @@ def activity_to_json(document: ActivityDocument) -> JsonObject:
         "schema": FULL_SCHEMA if document.mode == "full" else UPDATE_SCHEMA,
         "n_expert": document.experts,
         "n_expert_used": document.used,
-        "updates": min(document.updates, MAX_JSON_INTEGER),
-        "overflow_resets": min(document.overflow_resets, MAX_JSON_INTEGER),
+        "updates": cap_count(document.updates),
+        "overflow_resets": cap_count(document.overflow_resets),
         **(prompts if document.prompts else {}),
         "summary": _summary_json(document),
         "layers": [_layer_json(layer, document.mode) for layer in document.layers],
@@ -275,28 +272,28 @@ def _is_number(value: object) -> bool:
 
 
 def _find_invalid_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
-    """Yield what a schema cannot rule out: layers that are twice there or cannot be, odd experts.
+    """Yield what a schema cannot check: duplicate or impossible layers, unknown experts.
 
     More missed requests than requests are wrong, too.
     """
     seen = set[int]()
     for layer in layers:
         if layer.layer in seen:
-            yield f"layer {layer.layer} is there twice"
+            yield f"layer {layer.layer} appears twice"
         if not 0 <= layer.layer < MAX_LAYERS:
             yield f"layer {layer.layer} is not from 0 to {MAX_LAYERS - 1}"
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
             yield f"layer {layer.layer}: expert {highest} of only {experts}"
-        missed, asked = layer.missed_requests, layer.requests
-        if missed > asked:
-            yield f"layer {layer.layer}: {missed} of {asked} requests missed"
+        missed, requests = layer.missed_requests, layer.requests
+        if missed > requests:
+            yield f"layer {layer.layer}: {missed} of {requests} requests missed"
 
 
 def _parse_layer(document: Mapping[str, object], what: str) -> LayerActivity:
     record = decode_record(document, _LayerActivityFields, what=what)
     hot, cold = _parse_counts(record.hot_experts), _parse_counts(record.cold_experts)
-    told = record.parallel_fallback_reasons
+    counts = record.parallel_fallback_reasons
     return LayerActivity(
         layer=record.layer,
         calls=record.calls,
@@ -311,7 +308,7 @@ def _parse_layer(document: Mapping[str, object], what: str) -> LayerActivity:
         swaps=record.swaps,
         times=decode_record(document, LaneTimes, what=what),
         fallbacks=record.parallel_fallbacks,
-        reasons={reason: told[reason] for reason in FALLBACK_REASONS if told.get(reason)},
+        reasons={reason: counts[reason] for reason in FALLBACK_REASONS if counts.get(reason)},
     )
 
 
@@ -319,12 +316,12 @@ def _parse_counts(pairs: Iterable[tuple[int, int]]) -> Counts:
     counts: dict[int, int] = {}
     for expert, count in pairs:
         if count:
-            counts[expert] = min(counts.get(expert, 0) + count, MAX_JSON_INTEGER)
+            counts[expert] = cap_count(counts.get(expert, 0) + count)
     return dict(sorted(counts.items()))
 
 
 def _summary_json(document: ActivityDocument) -> JsonObject:
-    """Return totals of all layers, and what a call of a layer takes on average."""
+    """Return totals of all layers, and the average times of a call of a layer."""
     calls = sum(layer.calls for layer in document.layers)
     hot = sum(sum(layer.hot.values()) for layer in document.layers)
     slots = hot + sum(sum(layer.cold.values()) for layer in document.layers)
@@ -333,12 +330,9 @@ def _summary_json(document: ActivityDocument) -> JsonObject:
         "hot1": sum(layer.hot1_slots for layer in document.layers),
         "hot2": sum(layer.hot2_slots for layer in document.layers),
     }
-    summary: JsonObject = {
-        "layer_calls": min(calls, MAX_JSON_INTEGER),
-        "hot_slot_ratio": _ratio(hot, slots),
-    }
+    summary: JsonObject = {"layer_calls": cap_count(calls), "hot_slot_ratio": _ratio(hot, slots)}
     for name, total in totals.items():
-        summary[f"{name}_slots_total"] = min(total, MAX_JSON_INTEGER)
+        summary[f"{name}_slots_total"] = cap_count(total)
         summary[f"{name}_slots_per_call"] = _ratio(total, calls)
     requests = sum(layer.requests for layer in document.layers)
     missed = sum(layer.missed_requests for layer in document.layers)
@@ -348,9 +342,7 @@ def _summary_json(document: ActivityDocument) -> JsonObject:
         total = sum(getattr(layer.times, name) * layer.calls for layer in document.layers)
         summary[_time_key(name)] = _ratio(total, calls)
     if document.mode == "full":
-        summary["parallel_fallbacks"] = min(
-            sum(layer.fallbacks for layer in document.layers), MAX_JSON_INTEGER
-        )
+        summary["parallel_fallbacks"] = cap_count(sum(layer.fallbacks for layer in document.layers))
     return summary
 
 
@@ -358,20 +350,20 @@ def _layer_json(layer: LayerActivity, mode: CounterMode) -> JsonObject:
     hot, cold = sum(layer.hot.values()), sum(layer.cold.values())
     record: JsonObject = {
         "layer": layer.layer,
-        "calls": min(layer.calls, MAX_JSON_INTEGER),
-        "hot_slots_total": min(hot, MAX_JSON_INTEGER),
-        "cold_slots_total": min(cold, MAX_JSON_INTEGER),
+        "calls": cap_count(layer.calls),
+        "hot_slots_total": cap_count(hot),
+        "cold_slots_total": cap_count(cold),
         "hot_slots_per_call": _ratio(hot, layer.calls),
         "cold_slots_per_call": layer.cold_per_call or _ratio(cold, layer.calls),
         "hot_slot_ratio": _ratio(hot, hot + cold),
-        "hot1_slots_total": min(layer.hot1_slots, MAX_JSON_INTEGER),
-        "hot2_slots_total": min(layer.hot2_slots, MAX_JSON_INTEGER),
+        "hot1_slots_total": cap_count(layer.hot1_slots),
+        "hot2_slots_total": cap_count(layer.hot2_slots),
         **_miss_json(layer.requests, layer.missed_requests, layer.swaps),
     }
     for name in _list_times(mode):
         record[_time_key(name)] = getattr(layer.times, name)
     if mode == "full":
-        record["parallel_fallbacks"] = min(layer.fallbacks, MAX_JSON_INTEGER)
+        record["parallel_fallbacks"] = cap_count(layer.fallbacks)
         record["parallel_fallback_reasons"] = dict(layer.reasons)
     record["experts"] = _counts_json(layer.hits)
     record["hot_experts"] = _counts_json(layer.hot)
@@ -381,10 +373,10 @@ def _layer_json(layer: LayerActivity, mode: CounterMode) -> JsonObject:
 
 def _miss_json(requests: int, missed: int, swaps: int) -> JsonObject:
     return {
-        "requests": min(requests, MAX_JSON_INTEGER),
-        "missed_requests": min(missed, MAX_JSON_INTEGER),
+        "requests": cap_count(requests),
+        "missed_requests": cap_count(missed),
         "fallback_rate": _ratio(missed, requests),
-        "swaps": min(swaps, MAX_JSON_INTEGER),
+        "swaps": cap_count(swaps),
     }
 
 
@@ -393,9 +385,7 @@ def _list_times(mode: CounterMode) -> tuple[str, ...]:
 
 
 def _counts_json(counts: Counts) -> JsonValue:
-    return [
-        [expert, min(count, MAX_JSON_INTEGER)] for expert, count in sorted(counts.items()) if count
-    ]
+    return [[expert, cap_count(count)] for expert, count in sorted(counts.items()) if count]
 
 
 def _ratio(part: float, whole: float) -> float:

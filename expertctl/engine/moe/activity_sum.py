@@ -1,9 +1,9 @@
-"""Sums and differences of activity documents: what was learnt of a base grows, and fades.
+"""Add and subtract activity documents: the usage of a base accumulates and fades.
 
 Counts are added; times and cold slots per call are means, weighted by calls. A sum of more than
-`MAX_ACTIVITY_TOKENS` tokens is halved, so old requests lose half of their weight again and again, and experts
-that are no longer asked for are forgotten. Raw counts, which are not known to be hot or cold, count
-as cold where a layer has hot or cold ones.
+`MAX_ACTIVITY_TOKENS` tokens is halved, so old requests lose half of their weight again and again,
+and experts that are no longer chosen are forgotten. Raw counts, which are not known to be hot or
+cold, count as cold if the layer has hot or cold ones.
 """
 
 from collections import Counter
@@ -12,26 +12,26 @@ from dataclasses import replace
 from typing import TypeVar
 
 from expertctl.engine.moe.activity import (
-    MAX_JSON_INTEGER,
     TIMES,
     ActivityDocument,
-    Counts,
     LaneTimes,
     LayerActivity,
+    cap_count,
 )
 from expertctl.errors import IncompatibleError
 
 MAX_ACTIVITY_TOKENS = 1 << 17
-"""A sum covers at most so many tokens."""
+"""A sum covers at most this many tokens."""
 EMPTY_ACTIVITY = ActivityDocument("update")
 _Key = TypeVar("_Key")
+_TOTALS = ("calls", "hot1_slots", "hot2_slots", "requests", "missed_requests", "swaps", "fallbacks")
 
 
 def count_tokens(document: ActivityDocument) -> int:
-    """Return how many tokens, or prompts, a document covers; never less than a count.
+    """Return how many tokens, or prompts, a document covers; at least its largest count.
 
-    Each token asks for as many experts of a layer as the document says; where it does not say, the
-    largest count is a lower bound. A prompt may ask for any number.
+    Each token chooses as many experts of a layer as the document says; if it does not say, the
+    largest count is a lower bound. A prompt may choose any number.
     """
     most = document.prompts
     for layer in document.layers:
@@ -43,7 +43,7 @@ def count_tokens(document: ActivityDocument) -> int:
 
 
 def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
-    """Return the sum of two documents, faded.
+    """Return the sum of two documents, halved until it covers at most `MAX_ACTIVITY_TOKENS`.
 
     Raises:
         IncompatibleError: when their numbers of experts, or of experts used, differ.
@@ -52,8 +52,8 @@ def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDo
         here, there = getattr(one, name), getattr(other, name)
         if here and there and here != there:
             raise IncompatibleError(
-                f"counts of {here} and of {there} routed experts do not add up",
-                hint="add up what was counted on one base",
+                f"cannot add counts of {here} and of {there} routed experts",
+                hint="add counts of one base only",
             )
     layers = {layer.layer: layer for layer in one.layers}
     for layer in other.layers:
@@ -65,8 +65,8 @@ def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDo
         layers=tuple(layers[number] for number in sorted(layers)),
         experts=one.experts or other.experts,
         used=one.used or other.used,
-        updates=_cap(one.updates + other.updates),
-        overflow_resets=_cap(one.overflow_resets + other.overflow_resets),
+        updates=cap_count(one.updates + other.updates),
+        overflow_resets=cap_count(one.overflow_resets + other.overflow_resets),
         prompts=_sum_prompts(one, other),
         preset=one.preset or other.preset,
     )
@@ -78,9 +78,9 @@ def add_activities(one: ActivityDocument, other: ActivityDocument) -> ActivityDo
 def accumulate_scores(
     scores: Sequence[Mapping[int, float]], more: ActivityDocument, layer_numbers: Sequence[int]
 ) -> list[dict[int, float]]:
-    """Return the scores of experts, by layer, with further counts added; they fade as sums do.
+    """Add further counts to the scores of experts, by layer; they fade as sums do.
 
-    ``numbers`` are the numbers of the layers in the base.
+    ``layer_numbers`` are the numbers of the layers in the base.
     """
     counted = {layer.layer: layer.hits for layer in more.layers}
     total = [
@@ -99,8 +99,8 @@ def accumulate_scores(
 def subtract_activity(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
     """Return what the same counters counted since an earlier document.
 
-    That is everything where they overflowed in between, for then they began again. Means are those
-    of all counts in ``now``.
+    All of ``now`` if they overflowed in between, because then they restarted. Means are those of
+    all counts in ``now``.
     """
     if now.overflow_resets != before.overflow_resets:
         return now
@@ -112,10 +112,10 @@ def subtract_activity(now: ActivityDocument, before: ActivityDocument) -> Activi
 
 
 def _sum_prompts(one: ActivityDocument, other: ActivityDocument) -> int:
-    """Return how many prompts both cover together; 0 where both count tokens alone."""
+    """Return how many prompts both cover together; 0 if both count tokens only."""
     if not (one.prompts or other.prompts):
         return 0
-    return _cap(count_tokens(one) + count_tokens(other))
+    return cap_count(count_tokens(one) + count_tokens(other))
 
 
 def _add_layers(one: LayerActivity, other: LayerActivity) -> LayerActivity:
@@ -129,37 +129,26 @@ def _add_layers(one: LayerActivity, other: LayerActivity) -> LayerActivity:
     raw = _add_counts(one.raw, other.raw)
     return replace(
         one,
-        calls=_cap(calls),
         hot=_add_counts(one.hot, other.hot),
         cold=_add_counts(one.cold, other.cold, raw) if has_lanes else {},
         raw={} if has_lanes else raw,
         cold_per_call=mean(_cold_per_call(one), _cold_per_call(other)),
-        hot1_slots=_cap(one.hot1_slots + other.hot1_slots),
-        hot2_slots=_cap(one.hot2_slots + other.hot2_slots),
-        requests=_cap(one.requests + other.requests),
-        missed_requests=_cap(one.missed_requests + other.missed_requests),
-        swaps=_cap(one.swaps + other.swaps),
         times=_make_times(lambda name: mean(getattr(one.times, name), getattr(other.times, name))),
-        fallbacks=_cap(one.fallbacks + other.fallbacks),
         reasons=_add_counts(one.reasons, other.reasons),
+        **_map_totals(lambda here, there: cap_count(here + there), one, other),
     )
 
 
 def _subtract_layer(now: LayerActivity, before: LayerActivity) -> LayerActivity:
     return replace(
         now,
-        calls=now.calls - before.calls,
         hot=_subtract_counts(now.hot, before.hot),
         cold=_subtract_counts(now.cold, before.cold),
         raw=_subtract_counts(now.raw, before.raw),
         cold_per_call=_cold_per_call(now),
-        hot1_slots=max(now.hot1_slots - before.hot1_slots, 0),
-        hot2_slots=max(now.hot2_slots - before.hot2_slots, 0),
-        requests=max(now.requests - before.requests, 0),
-        missed_requests=max(now.missed_requests - before.missed_requests, 0),
-        swaps=max(now.swaps - before.swaps, 0),
-        fallbacks=max(now.fallbacks - before.fallbacks, 0),
+        times=now.times,
         reasons=_subtract_counts(now.reasons, before.reasons),
+        **_map_totals(lambda after, earlier: max(after - earlier, 0), now, before),
     )
 
 
@@ -171,19 +160,19 @@ def _halve(document: ActivityDocument) -> ActivityDocument:
 def _halve_layer(layer: LayerActivity) -> LayerActivity:
     return replace(
         layer,
-        calls=layer.calls // 2,
         hot=_halve_counts(layer.hot),
         cold=_halve_counts(layer.cold),
         raw=_halve_counts(layer.raw),
         cold_per_call=_cold_per_call(layer),
-        hot1_slots=layer.hot1_slots // 2,
-        hot2_slots=layer.hot2_slots // 2,
-        requests=layer.requests // 2,
-        missed_requests=layer.missed_requests // 2,
-        swaps=layer.swaps // 2,
-        fallbacks=layer.fallbacks // 2,
-        reasons={reason: count // 2 for reason, count in layer.reasons.items() if count > 1},
+        times=layer.times,
+        reasons=_halve_counts(layer.reasons),
+        **_map_totals(lambda total: total // 2, layer),
     )
+
+
+def _map_totals(change: Callable[..., int], *layers: LayerActivity) -> dict[str, int]:
+    """Return the totals of a layer, each made of the same total of some layers."""
+    return {name: change(*(getattr(each, name) for each in layers)) for name in _TOTALS}
 
 
 def _make_times(value: Callable[[str], float]) -> LaneTimes:
@@ -199,7 +188,7 @@ def _add_counts(*counts: Mapping[_Key, int]) -> dict[_Key, int]:
     total = Counter[_Key]()
     for each in counts:
         total.update(each)
-    return {key: _cap(count) for key, count in total.items()}
+    return {key: cap_count(count) for key, count in total.items()}
 
 
 def _subtract_counts(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
@@ -207,9 +196,5 @@ def _subtract_counts(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dic
     return {key: count for key, count in left.items() if count > 0}
 
 
-def _halve_counts(counts: Counts) -> Counts:
-    return {expert: count // 2 for expert, count in counts.items() if count > 1}
-
-
-def _cap(count: int) -> int:
-    return min(count, MAX_JSON_INTEGER)
+def _halve_counts(counts: Mapping[_Key, int]) -> dict[_Key, int]:
+    return {key: count // 2 for key, count in counts.items() if count > 1}

@@ -1,12 +1,12 @@
-"""How the routed experts of a base would be held in a memory: what `base plan` shows.
+"""How the routed experts of a base would fit into a memory: the result of `base plan`.
 
-The slots and the pool are those of a run. What is known of the base, from a profile or from its
-habits, says how much of what was asked for they serve. The lanes are memories of devices: this
-engine runs one, on a processor, and plans up to three.
+Slots and pool are those of a run. The usage of the base, from a profile or learnt, says which share
+of its requests they serve. Lanes are memories of devices: this engine runs one, on a CPU, and plans
+up to three.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from expertctl.engine.cpu.backend import SCHEMES, PackedBackend
 from expertctl.engine.cpu.packed_base import make_expert_shape
@@ -32,22 +32,22 @@ from expertctl.routing.request import Dtype
 from expertctl.schema.strict_json import JsonObject
 
 NamedLanes = Mapping[str, int]
-"""The bytes of each lane, by a name for a person; in their order."""
+"""The bytes of each lane by name, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One layer: its slots, in an even plan and in this one, and what they serve."""
+    """One layer: its slots, in an even plan and in this one, and the share that they serve."""
 
     layer: int
     even_slots: int
     slots: int
     pinned: int
     requested_experts: int
-    """How many of its experts were asked for at all."""
+    """How many of its experts were chosen at all."""
     even_served_share: float | None
     served_share: float | None
-    """The share of what was asked for; None where nothing is known."""
+    """The share of requests; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class LanePlan:
     used: int
     experts: int
     dummy_bytes: int
-    """Bytes of the zeros that each layer which has experts there needs besides."""
+    """Bytes of the all-zero dummies, one for each layer that has experts there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedPlan:
-    """Which experts lie in which lane by one weighting."""
+    """Which experts are in which lane by one weighting."""
 
     weighting: Weighting
     lanes: tuple[LanePlan, ...]
@@ -73,7 +73,7 @@ class WeightedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseMemoryPlan:
-    """How one base would be held; sizes in bytes."""
+    """How one base would fit; sizes in bytes."""
 
     base: str
     dtype: Dtype
@@ -81,37 +81,37 @@ class BaseMemoryPlan:
     whole: bool
     """Whether all of it fits, so that nothing has to be planned."""
     other_bytes: int
-    """What is no routed expert."""
+    """All weights but routed experts."""
     expert_bytes: int
     compact_bytes: int | None
-    """Bytes of one in the copy that is read, see `expert_copies.compact_bytes`."""
+    """Bytes of one in the copy that is read, see `find_compact_bytes`."""
     plan: CachePlan
     usage_source: str | None
-    """Where what is known comes from."""
+    """Where the usage comes from; None if it is unknown."""
     sequence_bytes: int
-    """What a text that is asked for without further wishes takes besides."""
+    """Bytes of a sequence with default options."""
     layers: tuple[LayerPlan, ...]
     requests_in_slots: int
-    """How often experts in slots were asked for, all together."""
+    """Requests for experts in slots, of all layers."""
     requests_beyond_slots: tuple[int, ...]
-    """How often each of the others was, the largest count first."""
+    """Requests for each of the others, the largest count first."""
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
-    """Whether lanes were asked for: else one is as large as all slots."""
+    """Whether lanes were given: else one is as large as all slots."""
 
     @property
     def planned_bytes(self) -> int:
-        """What is no routed expert, and all blocks: what a run takes before any text."""
+        """All blocks, and all other weights: what a run takes without sequences."""
         return self.other_bytes + self.plan.blocks * self.expert_bytes
 
     @property
     def min_bytes(self) -> int:
-        """What a run takes so, with a text and without experts that are installed."""
+        """What a run takes with one sequence and without installed experts."""
         return self.planned_bytes + self.sequence_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a run can begin."""
+        """Whether a run can start."""
         return self.whole or self.min_bytes <= self.limit
 
     @property
@@ -121,25 +121,25 @@ class BaseMemoryPlan:
 
     @property
     def can_grow(self) -> bool:
-        """Whether more fit once a run has kept a copy, in which experts are shorter."""
+        """Whether more fit once a run has written a copy, in which experts are compact."""
         return not self.whole and self.compact_bytes is None
 
     @property
     def pool_blocks(self) -> int:
-        """How many blocks are for experts without a slot: all that the planned bytes hold."""
+        """Blocks for experts without a slot, within the planned bytes."""
         held = min(self.plan.blocks * self.expert_bytes // self.block_bytes, self._total_experts)
         return held - sum(self.plan.capacities)
 
     @property
     def served_share(self) -> float | None:
-        """The share of what was asked for that the slots of all layers serve."""
+        """The share of requests that the slots of all layers serve."""
         return _ratio(self.requests_in_slots, self._total_requests)
 
     @property
     def served_with_pool(self) -> float | None:
-        """The same where the pool holds those that are asked for most among the others.
+        """The same if the pool holds the most requested of the other experts.
 
-        A run keeps in it what is worth most to it at the time, which may serve more or less.
+        A run keeps in it what is worth most at the time, which may serve more or less.
         """
         return _ratio(
             self.requests_in_slots + sum(self.requests_beyond_slots[: self.pool_blocks]),
@@ -192,7 +192,7 @@ def plan_base(
 ) -> BaseMemoryPlan:
     """Plan a base in a memory; without lanes, one is as large as all slots.
 
-    ``compact`` is what an expert takes in the copy of the base, see `expert_copies.compact_bytes`.
+    ``compact`` is the size of an expert in the copy of the base, see `find_compact_bytes`.
 
     Raises:
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
@@ -203,12 +203,12 @@ def plan_base(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    held = PackedBackend.choose(config, dtype)
-    block, texts = make_expert_shape(config, scheme).nbytes, held.sequence_bytes()
-    layers, rest, guide = len(routed.layers), held.min_weight_bytes, start.usage
-    whole = fits_in_memory(held.weight_bytes, limit, sequence_bytes=texts)
+    backend = PackedBackend.choose(config, dtype)
+    block, texts = make_expert_shape(config, scheme).nbytes, backend.sequence_bytes()
+    layers, rest, usage = len(routed.layers), backend.min_weight_bytes, start.usage
+    whole = fits_in_memory(backend.weight_bytes, limit, sequence_bytes=texts)
     if whole:
-        rest = held.weight_bytes - layers * routed.count * block
+        rest = backend.weight_bytes - layers * routed.count * block
         even = CachePlan(
             layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
         )
@@ -226,7 +226,10 @@ def plan_base(
         )
         plan = start.adapt_cache_plan(even, routed.layers)
     each = compact or block
-    in_slots, beyond = _count_requests(routed, plan, guide)
+    counts = [{} if usage is None else usage.layer_counts(n) for n in routed.layers]
+    ranked = [sorted(layer.values(), reverse=True) for layer in counts]
+    by_slots = list(zip(ranked, plan.capacities, strict=True))
+    beyond = [count for layer, slots in by_slots for count in layer[slots:]]
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return BaseMemoryPlan(
         base=base,
@@ -237,90 +240,67 @@ def plan_base(
         expert_bytes=block,
         compact_bytes=compact,
         plan=plan,
-        usage_source=None if guide is None else guide.what,
+        usage_source=None if usage is None else usage.what,
         sequence_bytes=texts,
-        layers=tuple(_plan_layers(routed, even, plan, guide)),
-        requests_in_slots=in_slots,
-        requests_beyond_slots=beyond,
-        weightings=_plan_weightings(routed, guide, budgets, strategy, block=each, curve=curve),
+        layers=tuple(_plan_layers(routed, even, plan, ranked)),
+        requests_in_slots=sum(sum(layer[:slots]) for layer, slots in by_slots),
+        requests_beyond_slots=tuple(sorted(beyond, reverse=True)),
+        weightings=_plan_weightings(routed, usage, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
 
 
 def _plan_layers(
-    routed: ExpertsConfig, even_plan: CachePlan, plan: CachePlan, guide: ExpertUsage | None
-) -> list[LayerPlan]:
-    found = []
-    for place, number in enumerate(routed.layers):
-        counts = {} if guide is None else guide.layer_counts(number)
-        ranked = sorted(counts.values(), reverse=True)
-        found.append(
-            LayerPlan(
-                layer=number,
-                even_slots=even_plan.slots,
-                slots=plan.capacities[place],
-                pinned=len(plan.pinned_by_layer[place]),
-                requested_experts=len(counts),
-                even_served_share=_ratio(sum(ranked[: even_plan.slots]), sum(ranked)),
-                served_share=_ratio(sum(ranked[: plan.capacities[place]]), sum(ranked)),
-            )
+    routed: ExpertsConfig, even: CachePlan, plan: CachePlan, ranked: Sequence[Sequence[int]]
+) -> Iterator[LayerPlan]:
+    each = zip(routed.layers, plan.capacities, plan.pinned_by_layer, ranked, strict=True)
+    for number, slots, pinned, counts in each:
+        yield LayerPlan(
+            layer=number,
+            even_slots=even.slots,
+            slots=slots,
+            pinned=len(pinned),
+            requested_experts=len(counts),
+            even_served_share=_ratio(sum(counts[: even.slots]), sum(counts)),
+            served_share=_ratio(sum(counts[:slots]), sum(counts)),
         )
-    return found
-
-
-def _count_requests(
-    routed: ExpertsConfig, plan: CachePlan, guide: ExpertUsage | None
-) -> tuple[int, tuple[int, ...]]:
-    """Return how often experts were asked for: all that slots hold together, and each other."""
-    in_slots, beyond = 0, list[int]()
-    for number, slots in zip(routed.layers, plan.capacities, strict=True):
-        ranked = sorted(
-            ({} if guide is None else guide.layer_counts(number)).values(), reverse=True
-        )
-        in_slots += sum(ranked[:slots])
-        beyond += ranked[slots:]
-    return in_slots, tuple(sorted(beyond, reverse=True))
 
 
 def _plan_weightings(
     routed: ExpertsConfig,
-    guide: ExpertUsage | None,
+    usage: ExpertUsage | None,
     lanes: NamedLanes,
     strategy: Strategy,
     *,
     block: int,
     curve: float,
 ) -> tuple[WeightedPlan, ...]:
-    """Place experts by each rule; where nothing is known, all rules are one."""
+    """Place experts by each rule; if the usage is unknown, all rules are the same."""
     sizes = {(layer, n): block for layer in routed.layers for n in range(routed.count)}
     budgets = list(lanes.values())
-    if guide is None:
+    if usage is None:
         placement = place_experts(
             append_unobserved([], sizes), sizes, budgets=budgets, strategy=strategy
         )
         return (_make_weighted_plan("flat", placement, lanes, sizes, None),)
     found = []
     for weighting in WEIGHTINGS:
-        scored = score_experts(guide.activity.layers, weighting=weighting, curve=curve)
+        scored = score_experts(usage.activity.layers, weighting=weighting, curve=curve)
         order = append_unobserved(list_observed(scored), sizes)
         placement = place_experts(order, sizes, budgets=budgets, strategy=strategy)
         found.append(
             _make_weighted_plan(
-                weighting, placement, lanes, sizes, _find_served_share(placement, guide)
+                weighting, placement, lanes, sizes, _find_served_share(placement, usage)
             )
         )
     return tuple(found)
 
 
-def _find_served_share(placement: Placement, guide: ExpertUsage) -> float | None:
-    """Return how much of what was asked for lies in some lane."""
-    counts = {
-        (layer, expert): count
-        for layer, each in guide.profile.layers.items()
-        for expert, count in each.items()
-    }
-    there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)
-    return _ratio(there, sum(counts.values()))
+def _find_served_share(placement: Placement, usage: ExpertUsage) -> float | None:
+    """Return the share of requests for experts in any lane."""
+    lanes = [lane.experts for lane in placement.lanes]
+    served = sum(usage.layer_counts(n).get(expert, 0) for lane in lanes for n, expert in lane)
+    return _ratio(served, sum(sum(counts.values()) for counts in usage.layers.values()))
 
 
 def _make_weighted_plan(
@@ -330,7 +310,7 @@ def _make_weighted_plan(
     sizes: Sizes,
     served: float | None,
 ) -> WeightedPlan:
-    told = tuple(
+    planned = tuple(
         LanePlan(
             name=name,
             budget=lane.budget,
@@ -340,7 +320,7 @@ def _make_weighted_plan(
         )
         for name, lane in zip(lanes, placement.lanes, strict=True)
     )
-    return WeightedPlan(weighting=weighting, lanes=told, served_share=served)
+    return WeightedPlan(weighting=weighting, lanes=planned, served_share=served)
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -363,16 +343,7 @@ def _weighted_json(each: WeightedPlan) -> JsonObject:
     return {
         "weighting": each.weighting,
         "served": _round_share(each.served_share),
-        "lanes": [
-            {
-                "name": lane.name,
-                "budget": lane.budget,
-                "used": lane.used,
-                "experts": lane.experts,
-                "dummy_bytes": lane.dummy_bytes,
-            }
-            for lane in each.lanes
-        ],
+        "lanes": [asdict(lane) for lane in each.lanes],
     }
 
 

@@ -1,12 +1,9 @@
-"""One way to hold routed experts while a base is measured: how many have slots, which come first.
+"""Measure a base of routed experts with all of them in memory, and with a share of them.
 
-What was learnt of a base has no part in what is measured; a profile that is named has.
-
-How a base of routed experts runs with all of them in memory, and with a share of them.
-
-The ways are measured one after the other: each reads and writes the same texts for some rounds. The
-first round fills the slots and counts only for the picture. Random texts are given, token by token;
-prompts are followed by what the base is likeliest to write, the same wherever nothing is skipped.
+The cases are measured one after the other: each reads and writes the same texts for some rounds.
+The first round fills the slots and counts only for the timeline. Random texts are given, token by
+token; prompts are continued greedily, the same wherever nothing is skipped. The usage learnt from
+earlier runs is not used; a profile that the user names is.
 """
 
 import time
@@ -52,28 +49,28 @@ from expertctl.routing.planner import Planner
 from expertctl.routing.request import DeviceName, Dtype, MoeColdOption, MoeMiss
 
 
-def make_warmup_plan(wishes: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
-    """Return how each way to hold them begins.
+def make_warmup_plan(config: WarmupConfig, routed: ExpertsConfig) -> WarmupPlan:
+    """Return how each case starts.
 
     Raises:
         ExpertError: when a profile cannot be read, or is of another base.
-        UsageError: when there is no profile by which to pin or exchange.
+        UsageError: when there is no profile by which to pin or swap.
     """
-    if wishes.profile is not None:
-        return WarmupPlan(wishes, read_expert_usage(wishes.profile, routed))
-    if wishes.pins is not None or wishes.exchange:
-        option = "--moe-exchange" if wishes.pins is None else "--moe-pin"
+    if config.profile is not None:
+        return WarmupPlan(config, read_expert_usage(config.profile, routed))
+    if config.pins is not None or config.exchange:
+        option = "--moe-exchange" if config.pins is None else "--moe-pin"
         raise UsageError(
-            f"{option}: by no profile; what was learnt of a base has no part in what is measured",
-            hint="give --moe-profile FILE; `expertctl base profile export` writes what was learnt",
+            f"{option} needs a profile: a benchmark does not use the learnt usage of a base",
+            hint="give --moe-profile FILE; `expertctl base profile export` writes the learnt one",
         )
-    return WarmupPlan(wishes)
+    return WarmupPlan(config)
 
 
 def configure_backend(
     base: OpenBase, case: ResidencyCase, start: WarmupPlan, *, cap: float, cold: MoeColdOption
 ) -> PackedBackend | CudaBackend:
-    """Return what holds so many experts of each layer, at least one.
+    """Return a backend that holds the case's share of the experts of each layer, at least one.
 
     Raises:
         UsageError: when more are pinned than a layer has slots.
@@ -104,29 +101,29 @@ def _require_slots(start: WarmupPlan, plan: CachePlan, case: ResidencyCase) -> N
     pins = start.config.pins
     if isinstance(pins, TopPins) and pins.count > plan.slots:
         raise UsageError(
-            f"--moe-pin {pins.count}: with {case.share:.0%} resident a layer has "
+            f"--moe-pin {pins.count}: with {case.share:.0%} resident a layer has only "
             f"{plan.slots} slots",
             hint="pin fewer experts, or leave that share out of --resident",
         )
 
 
 MAX_SAMPLES = 60
-"""How many stretches the picture has, at most."""
+"""Most columns of the timeline."""
 MIN_SAMPLE_TOKENS = 4
-"""Tokens of a stretch, at least: a token of one layer asks for few experts."""
+"""Fewest tokens of a column: a token of one layer chooses few experts."""
 _OTHER_BASE = "choose another --base: one whose layers have routed experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedBenchConfig:
-    """What is measured: shares resident, what happens to the rest, and the texts."""
+    """The cases to measure, and the texts."""
 
     shares: tuple[float, ...] = (1.0, 0.6, 0.4)
     misses: tuple[MoeMiss, ...] = ("exact", "skip")
     cap: float = 0.5
-    """How much of a token's weights may be skipped at most."""
+    """The largest share of a token's weight that may be skipped."""
     prompts: tuple[str, ...] = ()
-    """Random tokens where there are none."""
+    """Empty: random tokens."""
     prompt_tokens: int = 64
     """Of a random text."""
     tokens: int = 64
@@ -135,14 +132,14 @@ class RoutedBenchConfig:
     dtype: Dtype | None = None
     threads: int | None = None
     cold: MoeColdOption = "auto"
-    """How experts that have no slot come from the disk."""
+    """How experts without a slot are read from disk."""
     device: DeviceName = "cpu"
     start: WarmupConfig = COLD_START
-    """How each way begins; what was learnt of the base has no part in it."""
+    """How each case starts; usage learnt from earlier runs is not used."""
 
     @property
     def cases(self) -> tuple[ResidencyCase, ...]:
-        """All ways to hold the experts; where all are in memory nothing is missed."""
+        """All shares and miss policies; with all experts in memory nothing is missed."""
         found: list[ResidencyCase] = []
         for share in self.shares:
             misses: tuple[MoeMiss, ...] = ("exact",) if share >= 1 else self.misses
@@ -151,13 +148,13 @@ class RoutedBenchConfig:
 
     @property
     def run_count(self) -> int:
-        """How many texts are read: what ``progress`` counts."""
+        """How many texts are run: the total of ``progress``."""
         return len(self.cases) * self.rounds * max(len(self.prompts), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _BenchText:
-    """What is read; and what follows it, if the base is not to choose that itself."""
+    """A prompt; and what follows it, unless the base chooses that itself."""
 
     ids: tuple[int, ...]
     follows: tuple[int, ...] = ()
@@ -165,75 +162,77 @@ class _BenchText:
 
 def measure_routed(
     planner: Planner,
-    wanted: RoutedBenchConfig,
+    config: RoutedBenchConfig,
     *,
     base: str,
     budget: int | None = None,
     progress: Progress = ignore_progress,
     tell: Notify = ignore_notification,
 ) -> RoutedBenchResult:
-    """Measure a base of the store; ``progress`` counts ``wanted.runs`` and may raise.
+    """Measure a base of the store; ``progress`` counts up to ``run_count`` and may raise.
 
-    What does not fit into the memory is left out, and a warning says so.
+    Cases that do not fit into the memory are left out, with a warning.
 
     Raises:
         NotFoundError: when there is no such base, or no such device.
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
-        UsageError: when texts are longer than it reads.
-        BudgetError: when nothing of it fits.
+        UsageError: when texts are longer than its context.
+        BudgetError: when no case fits.
     """
-    limit = find_budget_limit(budget, wanted.device)
-    opened = _open_base(planner, base, wanted)
-    config = opened.config.experts
-    assert config is not None
-    start = make_warmup_plan(wanted.start, config)
-    texts = _load_texts(opened, wanted)
-    threads = wanted.threads or choose_thread_count(opened.weight_bytes)
-    laboratory = _RoutedBench(planner, opened, wanted, start, texts, threads, limit, progress, tell)
+    limit = find_budget_limit(budget, config.device)
+    opened = _open_base(planner, base, config)
+    routed = opened.config.experts
+    assert routed is not None
+    start = make_warmup_plan(config.start, routed)
+    texts = _load_texts(opened, config)
+    threads = config.threads or choose_thread_count(opened.weight_bytes)
+    bench = _RoutedBench(planner, opened, config, start, texts, threads, limit, progress, tell)
     with translate_device_errors():
-        rows, left_out = laboratory.measure_all()
+        rows, left_out = bench.measure_all()
     return RoutedBenchResult(
         what=f"base {opened.stored.name}",
         cpu=cpu_model_name(),
-        device=get_device_name(wanted.device),
+        device=get_device_name(config.device),
         dtype=opened.backend.dtype,
         threads=threads,
-        texts=_describe_texts(wanted),
-        start=wanted.start,
-        cold=wanted.cold,
-        skip_cap=wanted.cap if any(row.case.miss == "skip" for row in rows) else None,
-        seed=None if wanted.prompts else wanted.seed,
-        experts=config.count,
-        used=config.used,
-        layers=len(config.layers),
+        texts=_describe_texts(config),
+        start=config.start,
+        cold=config.cold,
+        skip_cap=config.cap if any(row.case.miss == "skip" for row in rows) else None,
+        seed=None if config.prompts else config.seed,
+        experts=routed.count,
+        used=routed.used,
+        layers=len(routed.layers),
         rows=rows,
         warnings=(*opened.warnings, *left_out),
     )
 
 
-def _open_base(planner: Planner, name: str, wanted: RoutedBenchConfig) -> OpenBase:
+def _open_base(planner: Planner, name: str, config: RoutedBenchConfig) -> OpenBase:
     stored = planner.bases.find(name)
-    wish = LoadConfig(dtype=choose_dtype(stored, wanted.dtype), device=wanted.device)
-    opened = open_base(planner.bases, stored, wish, rehash=False, torch_below=0)
+    options = LoadConfig(dtype=choose_dtype(stored, config.dtype), device=config.device)
+    opened = open_base(planner.bases, stored, options, rehash=False, torch_below=0)
     if opened.config.experts is None:
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
     if not isinstance(opened.backend, PackedBackend | CudaBackend):
         why = "; ".join(opened.warnings)
-        raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
+        raise IncompatibleError(
+            f"bench measures kernels, which cannot run this base: {why}", hint=_OTHER_BASE
+        )
     return opened
 
 
-def _load_texts(opened: OpenBase, wanted: RoutedBenchConfig) -> list[_BenchText]:
+def _load_texts(opened: OpenBase, config: RoutedBenchConfig) -> list[_BenchText]:
     encode, vocabulary = opened.tokenizer.encode, opened.config.vocab_size
-    texts = [_BenchText(tuple(encode(prompt))) for prompt in wanted.prompts]
+    texts = [_BenchText(tuple(encode(prompt))) for prompt in config.prompts]
     if not texts:
-        drawn = np.random.default_rng(wanted.seed)
-        ids = drawn.integers(vocabulary, size=wanted.prompt_tokens + wanted.tokens).tolist()
-        texts = [_BenchText(tuple(ids[: wanted.prompt_tokens]), tuple(ids[wanted.prompt_tokens :]))]
-    longest = max(len(text.ids) for text in texts) + wanted.tokens
+        drawn = np.random.default_rng(config.seed)
+        ids = drawn.integers(vocabulary, size=config.prompt_tokens + config.tokens).tolist()
+        texts = [_BenchText(tuple(ids[: config.prompt_tokens]), tuple(ids[config.prompt_tokens :]))]
+    longest = max(len(text.ids) for text in texts) + config.tokens
     if longest > opened.context:
         raise UsageError(
-            f"texts of {longest} tokens are longer than the {opened.context} that the base reads",
+            f"texts of {longest} tokens exceed the context of the base, {opened.context} tokens",
             hint="lower --prompt-tokens or --tokens, or give a shorter --prompt",
         )
     if not all(text.ids for text in texts):
@@ -241,21 +240,21 @@ def _load_texts(opened: OpenBase, wanted: RoutedBenchConfig) -> list[_BenchText]
     return texts
 
 
-def _describe_texts(wanted: RoutedBenchConfig) -> str:
-    count = len(wanted.prompts)
-    read = f"{wanted.prompt_tokens} random tokens"
+def _describe_texts(config: RoutedBenchConfig) -> str:
+    count = len(config.prompts)
+    read = f"{config.prompt_tokens} random tokens"
     if count:
         read = "a prompt" if count == 1 else f"{count} prompts"
-    often = "once" if wanted.rounds == 1 else f"{wanted.rounds} times"
-    return f"{read}, then {wanted.tokens} tokens more, {often}"
+    times = "once" if config.rounds == 1 else f"{config.rounds} times"
+    return f"{read}, then {config.tokens} tokens more, {times}"
 
 
 def _explain_refusal(refused: Mapping[ResidencyCase, BudgetError]) -> BudgetError:
-    """Say what the way with the fewest experts in memory would take.
+    """Return an error that names the case with the fewest experts in memory.
 
-    What a device itself refused is told as it is: a smaller share would not help.
+    An error of the device itself is returned as it is: a smaller share would not help.
     """
-    least = min(refused, key=lambda holding: holding.share)
+    least = min(refused, key=lambda case: case.share)
     if refused[least].__cause__ is not None:
         return refused[least]
     return BudgetError(
@@ -266,168 +265,168 @@ def _explain_refusal(refused: Mapping[ResidencyCase, BudgetError]) -> BudgetErro
 
 @dataclass(frozen=True, slots=True)
 class _RoutedBench:
-    """A base, and the texts by which each way to hold its experts is measured."""
+    """A base, and the texts by which each case is measured."""
 
     planner: Planner
     base: OpenBase
-    wanted: RoutedBenchConfig
+    config: RoutedBenchConfig
     start: WarmupPlan
     texts: list[_BenchText]
     threads: int
     limit: int
-    """Of the memory that is computed in."""
+    """Of the memory that computes."""
     progress: Progress
     tell: Notify
 
     def measure_all(self) -> tuple[tuple[RoutedBenchRow, ...], list[str]]:
-        """Measure what fits; return what did not in words.
+        """Measure the cases that fit; return warnings about the others.
 
         Raises:
-            BudgetError: when nothing does.
-            UsageError: when more experts are pinned than some way has slots.
+            BudgetError: when none fits.
+            UsageError: when more experts are pinned than some case has slots.
         """
         rows: list[RoutedBenchRow] = []
         refused: dict[ResidencyCase, BudgetError] = {}
-        ways = [(each, self._configure(each)) for each in self.wanted.cases]
-        for holding, base in ways:
+        cases = [(each, self._configure(each)) for each in self.config.cases]
+        for case, base in cases:
             try:
-                rows.append(self._measure_case(holding, base))
+                rows.append(self._measure_case(case, base))
             except BudgetError as error:
-                refused[holding] = error
+                refused[case] = error
         if not rows:
             raise _explain_refusal(refused)
         return tuple(rows), [f"left out: {h.label}: {e.message}" for h, e in refused.items()]
 
-    def _configure(self, holding: ResidencyCase) -> OpenBase:
-        wanted = self.wanted
-        backend = configure_backend(
-            self.base, holding, self.start, cap=wanted.cap, cold=wanted.cold
-        )
+    def _configure(self, case: ResidencyCase) -> OpenBase:
+        config = self.config
+        backend = configure_backend(self.base, case, self.start, cap=config.cap, cold=config.cold)
         return replace(self.base, backend=backend)
 
-    def _measure_case(self, holding: ResidencyCase, base: OpenBase) -> RoutedBenchRow:
-        with _load_model(self, base) as (model, read):
-            course = _RunRecorder(model, self.wanted)
-            for number in range(self.wanted.rounds):
-                if number == min(1, self.wanted.rounds - 1):
-                    course.start_counting()
+    def _measure_case(self, case: ResidencyCase, base: OpenBase) -> RoutedBenchRow:
+        with _load_model(self, base) as (model, start_session):
+            recorder = _RunRecorder(model, self.config)
+            for number in range(self.config.rounds):
+                if number == min(1, self.config.rounds - 1):
+                    recorder.start_counting()
                 for text in self.texts:
-                    with read(text) as reading:
-                        course.run_text(reading, text)
+                    with start_session(text) as session:
+                        recorder.run_text(session, text)
                     self.progress(1)
-                course.end_round()
-            return course.make_row(holding, memory=base.weight_bytes)
+                recorder.end_round()
+            return recorder.make_row(case, memory=base.weight_bytes)
 
 
-_Read = Callable[[_BenchText], AbstractContextManager[DecodeSession]]
+_StartSession = Callable[[_BenchText], AbstractContextManager[DecodeSession]]
 
 
 @contextmanager
-def _load_model(laboratory: _RoutedBench, base: OpenBase) -> Iterator[tuple[RunnableModel, _Read]]:
-    """Load a base in the memory that there is, and lend room for texts; nothing stays."""
-    wanted = laboratory.wanted
+def _load_model(
+    bench: _RoutedBench, base: OpenBase
+) -> Iterator[tuple[RunnableModel, _StartSession]]:
+    """Load a base, and yield it with a context manager that runs a text; nothing is kept."""
+    config = bench.config
     residents = ResourceManager(
-        laboratory.planner,
-        MemoryBudget(laboratory.limit),
-        ram=None if wanted.device == "cpu" else MemoryBudget(find_default_budget()),
+        bench.planner,
+        MemoryBudget(bench.limit),
+        ram=None if config.device == "cpu" else MemoryBudget(find_default_budget()),
         progress=ignore_progress,
-        tell=laboratory.tell,
+        tell=bench.tell,
         warmup=COLD_START,
     )
-    longest = max(len(text.ids) for text in laboratory.texts) + wanted.tokens
+    longest = max(len(text.ids) for text in bench.texts) + config.tokens
     buffers = base.buffer_bytes(longest)
     try:
-        model = residents.load_base(base, threads=laboratory.threads)
+        model = residents.load_base(base, threads=bench.threads)
 
         @contextmanager
-        def read(text: _BenchText) -> Iterator[DecodeSession]:
-            room = KVRequest(
+        def start_session(text: _BenchText) -> Iterator[DecodeSession]:
+            request = KVRequest(
                 cache_key=None,
                 identity=_NO_PLAN,
                 config=base.config,
                 ids=text.ids,
                 virtual_tokens=0,
-                capacity=len(text.ids) + wanted.tokens,
+                capacity=len(text.ids) + config.tokens,
             )
-            with residents.get_kv_store(base.backend).allocate(room) as kv:
+            with residents.get_kv_store(base.backend).allocate(request) as kv:
                 model.prepare(kv.cache, BASE_ONLY, tokens=len(text.ids))
                 yield model.start_session(kv.cache, BASE_ONLY)
 
         with residents.tiers.reserve_during(Tier.DEVICE, "buffers", buffers, what="buffers"):
-            yield model, read
+            yield model, start_session
             model.free_buffers()
     finally:
         residents.close()
 
 
 class _RunRecorder:
-    """What happens while texts are read and written, and what it took."""
+    """Records times and counters while texts are run."""
 
-    def __init__(self, model: RunnableModel, wanted: RoutedBenchConfig) -> None:
-        """Begin before the first text."""
-        self._model, self._wanted = model, wanted
-        self._moments: list[CounterSample] = []
-        self._written_tokens, self._stretch = 0, _choose_sample_interval(wanted)
+    def __init__(self, model: RunnableModel, config: RoutedBenchConfig) -> None:
+        """Start before the first text."""
+        self._model, self._config = model, config
+        self._samples: list[CounterSample] = []
+        self._written_tokens, self._sample_interval = 0, _choose_sample_interval(config)
         self._steps: list[tuple[float, ...]] = []
-        self._now: list[float] = []
+        self._round_steps: list[float] = []
         self._prompts: list[tuple[int, float]] = []
-        self._waited_reading = 0.0
+        self._prefill_wait_ms = 0.0
         self._before = self._read_report()
         self._counted: CounterSnapshot | None = None
         self._counted_from = 0
         self._sample()
 
     def start_counting(self) -> None:
-        """Let only what comes from now on count."""
+        """Discard what was recorded, except the timeline."""
         self._counted_from = self._written_tokens
-        self._steps, self._now, self._prompts = [], [], []
-        self._waited_reading = 0.0
+        self._steps, self._round_steps, self._prompts = [], [], []
+        self._prefill_wait_ms = 0.0
         self._before = self._read_report()
         self._counted = self._observe()
 
-    def run_text(self, reading: DecodeSession, text: _BenchText) -> None:
-        """Read a text, and write what comes after it."""
+    def run_text(self, session: DecodeSession, text: _BenchText) -> None:
+        """Prefill a text, and decode the tokens after it."""
         waited = self._read_waited_ms()
         started = time.perf_counter()
-        scores = reading.prefill(text.ids).logits
+        scores = session.prefill(text.ids).logits
         self._prompts.append((len(text.ids), time.perf_counter() - started))
-        self._waited_reading += self._read_waited_ms() - waited
-        for place in range(self._wanted.tokens):
+        self._prefill_wait_ms += self._read_waited_ms() - waited
+        for place in range(self._config.tokens):
             token = text.follows[place] if text.follows else int(scores.argmax())
             started = time.perf_counter()
-            scores = reading.decode(token).logits
-            self._now.append(time.perf_counter() - started)
+            scores = session.decode(token).logits
+            self._round_steps.append(time.perf_counter() - started)
             self._count_token()
 
     def end_round(self) -> None:
-        """Put the steps of a round together."""
-        self._steps.append(tuple(self._now))
-        self._now = []
+        """Collect the steps of a round."""
+        self._steps.append(tuple(self._round_steps))
+        self._round_steps = []
 
-    def make_row(self, holding: ResidencyCase, *, memory: int) -> RoutedBenchRow:
-        """Return what counts."""
-        if self._moments and self._moments[-1].tokens < self._written_tokens:
+    def make_row(self, case: ResidencyCase, *, memory: int) -> RoutedBenchRow:
+        """Return the row of a case."""
+        if self._samples and self._samples[-1].tokens < self._written_tokens:
             self._sample()
         return RoutedBenchRow(
-            case=holding,
+            case=case,
             steps=TimingSeries(tuple(self._steps)),
             prompts=tuple(self._prompts),
             report=self._read_report().since(self._before),
             layers=self._layer_deltas(),
-            timeline=HitRateTimeline.from_samples(self._moments),
+            timeline=HitRateTimeline.from_samples(self._samples),
             first_counted_token=self._counted_from,
-            prefill_wait_ms=self._waited_reading,
+            prefill_wait_ms=self._prefill_wait_ms,
             memory=memory,
         )
 
     def _count_token(self) -> None:
         self._written_tokens += 1
-        if self._written_tokens % self._stretch == 0:
+        if self._written_tokens % self._sample_interval == 0:
             self._sample()
 
     def _sample(self) -> None:
         if (seen := self._observe()) is not None:
-            self._moments.append(CounterSample(self._written_tokens, seen))
+            self._samples.append(CounterSample(self._written_tokens, seen))
 
     def _read_report(self) -> RoutedExpertStats:
         report = self._model.routed
@@ -435,11 +434,11 @@ class _RunRecorder:
         return report
 
     def _read_waited_ms(self) -> float:
-        """Return how many milliseconds were waited for experts so far."""
+        """Return how many milliseconds passes waited for experts so far."""
         return self._read_report().activity.waited_ms
 
     def _observe(self) -> CounterSnapshot | None:
-        """Return what was counted; None where all experts are there, and nothing can be missed."""
+        """Return the counters; None if all experts are in memory, where none can be missed."""
         counters = self._model.counters
         return (
             None
@@ -454,11 +453,11 @@ class _RunRecorder:
         return {number: found.since(before.layers[number]) for number, found in now.layers.items()}
 
 
-def _choose_sample_interval(wanted: RoutedBenchConfig) -> int:
-    """Return after how many tokens there is a new column of the picture."""
-    total = wanted.tokens * wanted.rounds * max(len(wanted.prompts), 1)
+def _choose_sample_interval(config: RoutedBenchConfig) -> int:
+    """Return the number of tokens of a column of the timeline."""
+    total = config.tokens * config.rounds * max(len(config.prompts), 1)
     return max(MIN_SAMPLE_TOKENS, -(-total // MAX_SAMPLES))
 
 
 _NO_PLAN = Digest.compute(b"bench moe")
-"""Nothing is kept under it."""
+"""Identity of a plan under which nothing is cached."""

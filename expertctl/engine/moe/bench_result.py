@@ -1,4 +1,4 @@
-"""What a bench of routed experts found: how fast texts went, and how often experts were there."""
+"""Results of a benchmark of routed experts: rates of tokens, and hit rates of experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,12 @@ from expertctl.routing.request import MoeColdOption, MoeMiss
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 ALL_RESIDENT = "all resident"
-_MS = 1e-6
-"""Of a nanosecond."""
 Shares = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyCase:
-    """A share of the experts of each layer that has slots, and what happens to others."""
+    """The share of the experts of each layer that has slots, and the miss policy for others."""
 
     share: float
     miss: MoeMiss = "exact"
@@ -33,13 +31,13 @@ class ResidencyCase:
 
     @property
     def label(self) -> str:
-        """How it is called."""
+        """Its name in the results."""
         return ALL_RESIDENT if self.is_whole else f"{100 * self.share:.0f} % resident, {self.miss}"
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSample:
-    """What was counted when so many tokens had been written."""
+    """The counters after ``tokens`` decoded tokens."""
 
     tokens: int
     counters: CounterSnapshot
@@ -47,26 +45,27 @@ class CounterSample:
 
 @dataclass(frozen=True, slots=True)
 class HitRateTimeline:
-    """How often a routed slot was hot, in each layer, between one moment and the next."""
+    """The share of hot routed slots of each layer, from one sample to the next."""
 
     tokens: tuple[int, ...]
-    """Where each stretch ends; it begins where the one before ends, the first at 0."""
+    """Where each column ends; it starts where the one before ends, the first at 0."""
     layers: tuple[int, ...]
     rates: Shares
-    """[layers, stretches]; not a number where a layer was not asked."""
+    """[layers, columns]; NaN if no token ran the layer."""
 
     @classmethod
     def from_samples(cls, moments: Sequence[CounterSample]) -> "HitRateTimeline":
-        """Return it; the first moment is the beginning."""
+        """Return the timeline of samples; the first one is the start."""
         layers = tuple(moments[0].counters.layers) if moments else ()
-        counts = [[_hits_and_misses(m.counters.layers[layer]) for m in moments] for layer in layers]
+        each = [[moment.counters.layers[layer] for moment in moments] for layer in layers]
+        counts = [[(found.hits, found.misses) for found in row] for row in each]
         grown = np.diff(np.array(counts, np.float64).reshape(len(layers), len(moments), 2), axis=1)
         slots = grown.sum(-1)
         rates = np.divide(grown[..., 0], slots, out=np.full_like(slots, np.nan), where=slots > 0)
         return cls(tuple(m.tokens for m in moments[1:]), layers, rates)
 
     def to_json(self) -> JsonObject:
-        """Return it with a row for each layer; null where a layer was not asked."""
+        """Return a JSON object with a row for each layer; null if no token ran it."""
         rows = [list[JsonValue](map(_nan_to_none, row)) for row in self.rates.tolist()]
         return {
             "tokens": list[JsonValue](self.tokens),
@@ -77,55 +76,55 @@ class HitRateTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedBenchRow:
-    """One way to hold the experts; what is counted leaves out the round that filled the slots."""
+    """The result of one case; counts exclude the round that filled the slots."""
 
     case: ResidencyCase
     steps: TimingSeries
     prompts: tuple[tuple[int, float], ...]
-    """Tokens that were read, and the seconds that took."""
+    """Tokens of each prompt, and the seconds of its prefill."""
     report: RoutedExpertStats
     """Of the rounds that count."""
     layers: dict[int, LayerCounts]
-    """Of these rounds, too; empty where nothing is counted."""
+    """Of these rounds, too; empty if nothing is counted."""
     timeline: HitRateTimeline
     """Of all rounds."""
     first_counted_token: int
-    """How many tokens had been written when rounds began to count."""
+    """Tokens that had been decoded when rounds began to count."""
     prefill_wait_ms: float
-    """How long was waited for experts while prompts were read."""
+    """How long prefills waited for experts."""
     memory: int
     """Bytes of the weights and of all blocks for experts."""
 
     @property
     def decode_rate(self) -> Spread:
-        """Tokens that were written in a second."""
+        """Decoded tokens per second."""
         return self.steps.rate(1)
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of prompts that were read in a second."""
+        """Prompt tokens per second."""
         return sum(tokens for tokens, _ in self.prompts) / sum(s for _, s in self.prompts)
 
     @property
     def written_tokens(self) -> int:
-        """How many tokens were written."""
+        """The number of decoded tokens."""
         return sum(map(len, self.steps.rounds))
 
     @property
     def waited_ms_per_token(self) -> float:
-        """How long was waited for experts, for each token that was written."""
+        """How long each decoded token waited for experts."""
         waited = self.report.activity.waited_ms - self.prefill_wait_ms
         return waited / self.written_tokens if self.written_tokens else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """How many routed slots had their expert in a slot; 1 where all are there."""
+        """The share of routed slots whose expert had a slot; 1 if all are in memory."""
         hits = sum(layer.hits for layer in self.layers.values())
         slots = hits + sum(layer.misses for layer in self.layers.values())
         return hits / slots if slots else 1.0
 
     def to_json(self, whole: "RoutedBenchRow | None") -> JsonObject:
-        """Return it as a row of a benchmark; ``whole``: with all experts in memory."""
+        """Return a row of the result; ``whole`` is the row with all experts in memory."""
         rate, did = self.decode_rate, self.report.activity
         theirs = None if whole is None or whole is self else whole.decode_rate.median
         return {
@@ -150,36 +149,38 @@ class RoutedBenchRow:
             "waited_reading_ms": round(self.prefill_wait_ms, 3),
             "swaps": did.swaps,
             "memory": self.memory,
-            "by_layer": [_layer_json(number, counted) for number, counted in self.layers.items()],
+            "by_layer": [
+                {"layer": number, **counts.to_json()} for number, counts in self.layers.items()
+            ],
             "timeline": {**self.timeline.to_json(), "counted_from": self.first_counted_token},
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedBenchResult:
-    """All rows of a bench of routed experts."""
+    """All rows of a benchmark of routed experts."""
 
     what: str
     cpu: str
     device: str | None = None
-    """The device that computed; None where the processor did."""
+    """The device that computed; None for the CPU."""
     dtype: str
     threads: int
     texts: str
-    """What was read and written, in words."""
+    """The texts, in words."""
     experts: int
     """Of each layer."""
     used: int
     layers: int
     rows: tuple[RoutedBenchRow, ...]
     start: WarmupConfig = COLD_START
-    """How each way began."""
+    """How each case started."""
     cold: MoeColdOption = "auto"
-    """How experts without a slot were to come from the disk; rows say how they did."""
+    """How experts without a slot were to be read from disk; rows say how they were."""
     skip_cap: float | None = None
-    """How much of a token's weights might be left out; None where nothing was."""
+    """The largest share of a token's weight that might be skipped; None if none might."""
     seed: int | None = None
-    """Of random texts; None where prompts were read."""
+    """Of random texts; None for prompts."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -191,11 +192,7 @@ class RoutedBenchResult:
         """Return the document of a benchmark."""
         return {
             "name": "bench moe",
-            "machine": {
-                "cpu": self.cpu,
-                "threads": self.threads,
-                "device": self.device or "cpu",
-            },
+            "machine": {"cpu": self.cpu, "threads": self.threads, "device": self.device or "cpu"},
             "measured": {
                 "what": self.what,
                 "dtype": self.dtype,
@@ -222,13 +219,5 @@ def _warmup_json(wishes: WarmupConfig, cold: MoeColdOption) -> JsonObject:
     }
 
 
-def _hits_and_misses(counted: LayerCounts) -> tuple[int, int]:
-    return counted.hits, counted.misses
-
-
 def _nan_to_none(rate: float) -> float | None:
     return None if np.isnan(rate) else round(rate, 6)
-
-
-def _layer_json(number: int, counted: LayerCounts) -> JsonObject:
-    return {"layer": number, **counted.to_json()}

@@ -1,21 +1,16 @@
-"""How many routed experts of each layer have a slot, and how many bytes they may take.
+"""How many routed experts of each layer have a slot in memory, and what the cache takes in bytes.
 
-`compute_capacity` is the formula for layers that are alike. Two rules share a number of slots out among
-layers that are not: `distribute_by_unique_experts` by how many different experts a layer asks for, `distribute_by_gain` by
-where another slot serves most activations. Both give away every slot that some layer can use.
+`plan_cache` gives all layers the same number of slots, as many as `compute_capacity` allows.
+`adapt_plan` moves slots to the layers where they serve more requests (`distribute_by_gain`), once
+enough was counted.
 
-How much memory the routed experts of a base get, where not all of them fit.
-
-The bytes of what is known of routed experts: which have a slot, which were asked for, how often.
-
-These are many small arrays and tables, each with its own owner. For a base of 48 layers with 128
-experts, of which a token uses 8, they come to 12 MB, without the chances of which expert follows
-which (`estimate_transition_bytes`). They grow with what passes ask for, so memory is set aside for all of
-them at once; a test compares that with what is taken.
+The bookkeeping of routed experts is many small arrays: for 48 layers with 128 experts, of which a
+token uses 8, 12 MB without the transition model (`estimate_transition_bytes`). It grows with the
+passes, so its memory is reserved once for all; a test compares the estimate with what is used.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,20 +24,14 @@ from expertctl.routing.sampling_presets import PRESETS
 WORKING_SHARE = 0.71
 """The share of the recommended memory that is used."""
 ROUNDING_THRESHOLD, SLOT_STEP = 16, 8
-HEADROOM = 1.3
-"""Slots for each expert that a layer asked for."""
 MIN_SLOTS = 32
-CONTEXT_MULTIPLE = 256
-"""A context takes a multiple of so many rows."""
-_EPSILON = 1e-9
-Capacities = list[int]
 Activations = Sequence[Sequence[float] | NDArray[np.floating | np.integer]]
 
 
 def compute_capacity(
     *, recommended_gb: float, base_gb: float, layers: int, slot_mb: float, experts: int
 ) -> int:
-    """Return how many slots each layer gets; 0 where slots have no size to divide by."""
+    """Return the number of slots of each layer; 0 where the size of a slot is not positive."""
     room = WORKING_SHARE * recommended_gb - base_gb
     a_slot_in_all_layers = layers * slot_mb / 1024
     if not (a_slot_in_all_layers > 0 and math.isfinite(room)):
@@ -53,38 +42,14 @@ def compute_capacity(
     return min(max(slots, 0), experts)
 
 
-def distribute_by_unique_experts(
-    unique: Sequence[int], *, total: int, experts: int, minimum: int = MIN_SLOTS
-) -> Capacities:
-    """Share out slots by how many different experts layers ask for: 1.3 each, scaled to the total.
-
-    Each layer has at least ``least`` slots, or an even share of the total where that is less.
-    """
-    total, minimum = _clamp_total(len(unique), total=total, experts=experts, minimum=minimum)
-    wants = [max(HEADROOM * count, 1.0) for count in unique]
-    low, high = 0.0, float(experts)
-    for _ in range(60):  # the scale at which rounded down shares just fit
-        scale = (low + high) / 2
-        fits = sum(_clamp_share(want * scale, minimum, experts) for want in wants) <= total
-        low, high = (scale, high) if fits else (low, scale)
-    shares = [_clamp_share(want * low, minimum, experts) for want in wants]
-    rest = total - sum(shares)
-    order = sorted(range(len(wants)), key=lambda i: (shares[i] - wants[i] * low, i))
-    while rest:
-        for layer in order:
-            if rest and shares[layer] < experts:
-                shares[layer], rest = shares[layer] + 1, rest - 1
-    return shares
-
-
 def distribute_by_gain(
     activations: Activations, *, total: int, minimum: int = MIN_SLOTS
-) -> Capacities:
-    """Share out slots so that most activations are served.
+) -> list[int]:
+    """Distribute slots over layers so that they serve most activations; return slots by layer.
 
-    ``activations`` are counts of each expert in each layer. Slots are first shared out evenly; then
-    they move from where the last one serves least to where one more would serve most, as long as
-    that serves more.
+    ``activations`` counts the activations of each expert in each layer. The slots start evenly
+    distributed and move from the layer whose last slot serves least to the one whose next slot
+    would serve most, as long as that serves more.
     """
     layers, experts = len(activations), len(activations[0]) if activations else 0
     total, minimum = _clamp_total(layers, total=total, experts=experts, minimum=minimum)
@@ -103,7 +68,7 @@ def distribute_by_gain(
 
 
 def compute_miss_shares(activations: Activations, capacities: Sequence[int]) -> list[float]:
-    """Return which share of each layer's activations its top ``capacity`` experts do not serve."""
+    """Return the share of activations outside the ``capacity`` top experts, by layer."""
     shares = []
     for counts, capacity in zip(activations, capacities, strict=True):
         ranked = sorted(map(float, counts), reverse=True)
@@ -111,87 +76,50 @@ def compute_miss_shares(activations: Activations, capacities: Sequence[int]) -> 
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class KVRowSize:
-    """Bytes that one layer keeps of a token: its key, and its value where it has one.
-
-    ``window`` is how far back it looks, where that is limited.
-    """
-
-    key_bytes: int
-    value_bytes: int
-    window: int | None = None
-
-
-def estimate_kv_reserve(
-    layers: Iterable[KVRowSize], *, context: int, streams: int, batch: int
-) -> int:
-    """Return the bytes that keys and values of ``streams`` texts may take.
-
-    A layer with a window keeps only the window of each text and what one batch adds.
-    """
-    padded = -(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE * streams
-    reserve = 0
-    for layer in layers:
-        rows = padded if layer.window is None else min(padded, layer.window * streams + batch)
-        reserve += rows * (layer.key_bytes + layer.value_bytes)
-    return reserve
-
-
-def compute_budget_mib(*, free: float, kv: float, reserve: float) -> int:
-    """Return how many whole MiB are left for routed experts; 0 when none is."""
-    left = free - kv - reserve
-    return math.floor(left) if math.isfinite(left) and left > 0 else 0
-
-
 def _clamp_total(layers: int, *, total: int, experts: int, minimum: int) -> tuple[int, int]:
-    """Return how many slots can be used at all, and the least for each layer."""
+    """Return how many slots can be used at all, and the minimum of each layer."""
     total = max(0, min(total, layers * experts))
     return total, min(minimum, experts, total // layers if layers else 0)
 
 
-def _clamp_share(wanted: float, minimum: int, experts: int) -> int:
-    return min(max(math.floor(wanted + _EPSILON), minimum), experts)
-
-
 TYPICAL_PROMPT_TOKENS = 256
-"""Tokens of a usual prompt."""
+"""Tokens of a typical prompt."""
 TYPICAL_SEQUENCE_TOKENS = PRESETS["default"].max_tokens + TYPICAL_PROMPT_TOKENS
-"""Tokens of a text with the default preset, its prompt included."""
+"""Tokens of a sequence with the default preset, its prompt included."""
 RESIDENT_SHARE = 0.85
-"""A base that takes at most so much of the memory is held whole; the rest is for texts."""
+"""A base that takes at most this share of the memory is kept whole; the rest is for sequences."""
 MIN_EVIDENCE = 8
-"""From so many activations per expert of a layer on, counts say where slots are worth most."""
+"""Activations per expert of a layer from which counts decide how slots are distributed."""
 _MIN_SHARE_DIVISOR = 2
-"""No layer gets fewer slots than its share in an even plan, divided by this."""
+"""A layer keeps at least its slots of the even plan divided by this."""
 _MAX_MISS_RATIO = 0.99
-"""Slots are shared out unevenly where misses are at most this share of those in an even plan."""
+"""An uneven plan is used if its misses are at most this share of those of the even plan."""
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """Blocks for experts: so many slots in each layer, and a pool for experts without a slot.
+    """Memory blocks for experts: slots in each layer, and a pool for experts without a slot.
 
-    The pool holds all experts of any one layer that have no slot, for one prompt may ask for all of
-    them.
+    The pool can hold all experts of one layer that have no slot, because one prompt may choose all
+    of them.
     """
 
     layers: int
     experts: int
     slots: int
-    """Of each layer, where all have the same number."""
+    """Of each layer, if all have the same number."""
     slots_by_layer: tuple[int, ...] = ()
-    """Of each layer, where they differ."""
+    """Of each layer, if they differ."""
     pinned: tuple[frozenset[int], ...] = ()
-    """The pinned experts of each layer; empty: there are none."""
+    """The pinned experts of each layer; empty if none is pinned."""
     miss: MoeMiss = "exact"
     cap: float = 1.0
     cold: MoeColdOption = "auto"
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """How many slots each layer has."""
+        """The number of slots of each layer."""
         return self.slots_by_layer or (self.slots,) * self.layers
 
     @property
@@ -201,17 +129,17 @@ class CachePlan:
 
     @property
     def pool(self) -> int:
-        """How many blocks are for experts without a slot."""
+        """The number of blocks for experts without a slot."""
         return self.experts - min(self.capacities, default=0)
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of all blocks."""
         return sum(self.capacities) + self.pool
 
 
 def fits_in_memory(size: int, limit: int | None, *, sequence_bytes: int = 0) -> bool:
-    """Tell whether a base of ``size`` bytes is held whole, with ``texts`` bytes left for texts."""
+    """Tell whether a base of ``size`` bytes is kept whole, beside ``sequence_bytes``."""
     return limit is None or size <= min(RESIDENT_SHARE * limit, limit - sequence_bytes)
 
 
@@ -226,11 +154,12 @@ def plan_cache(
     cap: float,
     sequence_bytes: int = 0,
 ) -> CachePlan:
-    """Share out a memory: ``rest`` bytes are not routed experts, ``block`` bytes are one of them.
+    """Return a plan with the same number of slots in each layer.
 
-    Each layer gets as many slots as `compute_capacity` says, or fewer where the pool and ``texts`` bytes
-    would not fit besides; none where even one is too much. So texts that have room in a memory have
-    it in a larger one, too. Where the pool is too large, the caller that reserves it reports that.
+    ``block_bytes`` is the size of an expert, ``other_bytes`` that of all other weights. A layer
+    gets as many slots as `compute_capacity` returns, or fewer if the pool and ``sequence_bytes``
+    would not fit; none if even one does not fit. So a sequence that fits in a memory also fits in a
+    larger one. If the pool is too large, the caller that reserves it reports that.
     """
     slots = compute_capacity(
         recommended_gb=limit / _GIB,
@@ -250,11 +179,11 @@ def plan_cache(
 
 
 def adapt_plan(plan: CachePlan, activations: Activations, *, minimum: int = 1) -> CachePlan:
-    """Return a plan of no more blocks, with slots where they serve most of what was counted.
+    """Return a plan with at most as many blocks whose slots serve more of what was counted.
 
-    ``activations`` are counts of each expert in each layer. Where too little was counted, or hardly
-    more would be served, the plan stays as it is. The fewer slots a layer has, the larger the pool
-    must be, so no layer gets fewer than half of what it had, nor fewer than ``least``.
+    ``activations`` counts the activations of each expert in each layer. The plan stays as it is if
+    too little was counted or hardly more would be served. The fewer slots a layer has, the larger
+    the pool must be, so each layer keeps at least half of its slots, and ``minimum``.
     """
     counted = [sum(map(float, counts)) for counts in activations]
     if plan.slots == 0 or min(counted, default=0.0) < MIN_EVIDENCE * plan.experts:
@@ -270,7 +199,7 @@ def adapt_plan(plan: CachePlan, activations: Activations, *, minimum: int = 1) -
 
 
 def _distribute_slots(plan: CachePlan, activations: Activations, *, minimum: int) -> CachePlan:
-    """Share out all blocks: where no layer gets the least, some of the pool's become slots."""
+    """Distribute all blocks: if each layer has more than the minimum, the pool can give up some."""
     total, best = plan.blocks - plan.experts + minimum, plan
     while True:
         shares = distribute_by_gain(activations, total=total, minimum=minimum)
@@ -290,30 +219,30 @@ def _count_misses(plan: CachePlan, activations: Activations) -> float:
 
 
 _BYTES_PER_EXPERT = 512
-"""For each expert: slot, place, worth and counts, also in passes not counted yet, and in habits.
+"""Slot, place, worth and counts of an expert, also those of unfinished passes and the usage store.
 
-The arrays take 160 of it.
+The arrays take 160 bytes of it.
 """
 _BYTES_PER_RESIDENT_EXPERT = 256
-"""For each expert where all are in memory, and none has a slot."""
+"""The same if all experts are in memory, where none has a slot."""
 _BYTES_PER_CHOICE = 48
-"""For each choice of a token in a layer: its id while it is kept, and what counting it takes."""
+"""A choice of a token in a layer: the id that is kept, and the temporary memory of counting it."""
 _KEPT_TOKENS = 512
-"""So many tokens are kept and counted at once."""
+"""Tokens that are kept and counted at once."""
 
 
 def estimate_bookkeeping_bytes(config: ExpertsConfig) -> int:
-    """Return the bytes set aside where experts may be missing, without `estimate_transition_bytes`."""
+    """Return the bytes reserved if experts may be missing, without the transition model."""
     return _table_bytes(config, _BYTES_PER_EXPERT)
 
 
 def estimate_resident_bookkeeping_bytes(config: ExpertsConfig) -> int:
-    """Return the bytes set aside where no expert is ever missing."""
+    """Return the bytes reserved if all experts are in memory."""
     return _table_bytes(config, _BYTES_PER_RESIDENT_EXPERT)
 
 
 def estimate_cache_metadata_bytes(config: ExpertsConfig) -> int:
-    """Return the bytes of what is known where experts may be missing, with `estimate_transition_bytes`."""
+    """Return the bytes reserved if experts may be missing, with the transition model."""
     followers = estimate_transition_bytes(layers=len(config.layers), experts=config.count)
     return followers + estimate_bookkeeping_bytes(config)
 

@@ -1,12 +1,11 @@
-"""What the lanes of each layer did: calls, routed slots, requests, swaps and times.
+"""Counters of each routed layer: calls, routed slots, requests, swaps and times.
 
-All are unsigned numbers of 64 bits. An overflow sets all of them to zero, so that their ratios
-never mix counters that were cut off with others; sums over layers saturate. The shape stays, and
-the number of overflows is reported. An expert or a layer that does not exist is ignored: a wrong
-count is no reason to end a text.
+All are unsigned 64-bit integers. An overflow resets all of them, so their ratios never mix counters
+that were reset with others; sums over layers saturate. The number of overflows is reported. Experts
+and layers that do not exist are ignored: a wrong count is no reason to fail a request.
 
-There are two independent views. What is *observed* counts from the last reset, in the mode that is
-wanted, which may be off. What is there *in all* is what habits are learnt from: it never falls,
+There are two independent views. The *observed* counts start at the last reset, in the requested
+mode, which may be off. The *cumulative* counts, from which the usage profile is learnt, never fall,
 unless a counter overflowed.
 """
 
@@ -22,7 +21,6 @@ from expertctl.schema.strict_json import JsonObject
 
 MAX_COUNTER = 2**64 - 1
 _MS_PER_NS = 1e-6
-"""One, in milliseconds."""
 _COUNTER_NAMES = (
     "calls",
     "hits",
@@ -35,7 +33,7 @@ _COUNTER_NAMES = (
 )
 
 CounterMode = Literal["full", "update", "off"]
-"""What is wanted of counters: all, only what an exchange of experts needs, or nothing."""
+"""Which counters to report: all, those that swapping experts needs, or none."""
 Counts = NDArray[np.int64]
 _Totals = NDArray[np.uint64]
 
@@ -48,35 +46,35 @@ class LayerCounts:
     hits: int
     """Routed slots whose expert was in memory, in a hot lane."""
     misses: int
-    """Those whose expert was not: it had to be brought, lent or left out."""
+    """Routed slots whose expert was not: it was read, mapped or skipped."""
     requests: int
-    """Experts that were asked for, each counted once per call."""
+    """Experts that were chosen, each counted once per call."""
     missed_requests: int
     swaps: int
     hot_ns: int
-    """Computing its experts, and all that follows until those of the next layer are chosen."""
+    """Time to compute the experts, and everything until those of the next layer are chosen."""
     cold_ns: int
-    """Waiting for experts that were not there."""
+    """Time spent waiting for missing experts."""
 
     @property
     def fallback_rate(self) -> float:
-        """How many of the experts that calls asked for were missed, 0 to 1."""
+        """The share of requests that were missed, 0 to 1."""
         return self.missed_requests / self.requests if self.requests else 0.0
 
     @property
     def hot_slot_ratio(self) -> float:
-        """How many routed slots were hot, 0 to 1."""
+        """The share of routed slots that were hot, 0 to 1."""
         slots = self.hits + self.misses
         return self.hits / slots if slots else 0.0
 
     def since(self, before: "LayerCounts") -> "LayerCounts":
-        """Return what was added since an earlier state."""
+        """Return the difference to an earlier state."""
         return LayerCounts(
             **{name: getattr(self, name) - getattr(before, name) for name in _COUNTER_NAMES}
         )
 
     def to_json(self) -> JsonObject:
-        """Return them as a document, times in milliseconds."""
+        """Return the counters as a JSON object, times in milliseconds."""
         return {
             "calls": self.calls,
             "hits": self.hits,
@@ -93,13 +91,13 @@ class LayerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CounterSnapshot:
-    """What was counted, as it was at one moment."""
+    """A consistent copy of all counters."""
 
     mode: CounterMode
     passes: int
-    """How often something was counted."""
+    """Number of passes that were counted."""
     overflow_resets: int
-    """How often a counter overflowed, and all of them began again."""
+    """How often a counter overflowed, which resets all of them."""
     layers: Mapping[int, LayerCounts]
     """By the number of the layer in the base."""
     expert_counts: NDArray[np.uint64]
@@ -108,16 +106,20 @@ class CounterSnapshot:
     @property
     def summary(self) -> LayerCounts:
         """The sums over layers, which saturate."""
-        return _sum_layers(list(self.layers.values()))
-
-
-def count_requests(selected: NDArray[np.integer], experts: int) -> Counts:
-    """Return how often each expert was chosen, [experts]; ids that do not exist are ignored."""
-    return count_requests_by_layer(selected[None], experts).reshape(experts)
+        layers = self.layers.values()
+        return LayerCounts(
+            **{
+                name: min(sum(getattr(layer, name) for layer in layers), MAX_COUNTER)
+                for name in _COUNTER_NAMES
+            }
+        )
 
 
 def count_requests_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
-    """Return the same for several layers, [layers, experts]; ``selected`` is [layers, ...]."""
+    """Return how often each expert was chosen, int64 [layers, experts].
+
+    ``selected`` is [layers, ...]; ids that do not exist are ignored.
+    """
     layers = len(selected)
     ids = selected.reshape(layers, -1)
     places = ids + np.arange(layers)[:, None] * experts
@@ -127,7 +129,7 @@ def count_requests_by_layer(selected: NDArray[np.integer], experts: int) -> Coun
 
 @dataclass(slots=True)
 class _CounterArrays:
-    """What was counted, by layer and counter, and by layer, hot or cold, and expert."""
+    """Counters [layers, counters], and counts of experts [layers, 2, experts]: hot, and cold."""
 
     totals: _Totals
     experts: _Totals
@@ -156,29 +158,14 @@ class Counters:
     """The counters of a base. One thread counts; any thread reads."""
 
     def __init__(self, layers: Sequence[int], *, experts: int) -> None:
-        """Begin with nothing counted; ``layers``: the numbers of those with routed experts."""
+        """Create counters for the routed layers with these numbers."""
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._cumulative = _CounterArrays.zeros(len(layers), experts)
         self._baseline = self._cumulative.copy()
-        """The state of `_all` when what is observed was last reset."""
+        """The cumulative counts at the last reset of the observed ones."""
         self._overflows = 0
         self._mode: CounterMode = "full"
         self._lock = Lock()
-
-    def count_pass(
-        self,
-        requests: Counts,
-        lanes: Counts,
-        *,
-        hot_ns: Counts | int = 0,
-        cold_ns: Counts | int = 0,
-    ) -> None:
-        """Count one call of each layer.
-
-        ``requests``: how often each expert was chosen; ``lanes``: the number of its hot lane, or
-        -1. Both are [layers, experts]; times are [layers].
-        """
-        self.count_passes(requests[None], lanes[None], hot_ns=hot_ns, cold_ns=cold_ns)
 
     def count_passes(
         self,
@@ -188,100 +175,11 @@ class Counters:
         hot_ns: Counts | int = 0,
         cold_ns: Counts | int = 0,
     ) -> None:
-        """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
-        self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
+        """Count one call of each layer in each of several passes.
 
-    def count_hits(self, chosen: Counts, *, calls: int, requests: Counts) -> None:
-        """Count several calls of each layer in which no expert was missing.
-
-        ``chosen``: how often each expert was chosen, [layers, experts]; ``requests``: how many
-        different experts each call asked for, added up, [layers].
+        ``requests`` says how often each expert was chosen, ``lanes`` the number of its hot lane, or
+        -1; both are [passes, layers, experts]. Times are sums, [layers].
         """
-        values = {"calls": calls, "hits": chosen.sum(-1), "requests": requests}
-        self._add(slice(None), values, (chosen, 0), passes=calls)
-
-    def count_call(
-        self, layer: int, requests: Counts, lanes: Counts, *, hot_ns: int = 0, cold_ns: int = 0
-    ) -> None:
-        """Count one call of one layer; ``requests`` and ``lanes`` are [experts]."""
-        row = self._row(layer)
-        self._count_calls(row, requests[None, None], lanes[None, None], hot_ns, cold_ns)
-
-    def count_swaps(self, layer: int, swaps: int) -> None:
-        """Count experts that took the slot of another."""
-        self._add(self._row(layer), {"swaps": swaps})
-
-    def reset(self) -> None:
-        """Observe from here on; the number of overflows stays."""
-        self.configure(reset=True)
-
-    def configure(self, *, mode: CounterMode | None = None, reset: bool = False) -> CounterSnapshot:
-        """Set the mode or reset what is observed; return what is observed then.
-
-        Another mode resets, too. The mode that is set already resets nothing by itself.
-        """
-        with self._lock:
-            if reset or mode not in {None, self._mode}:
-                self._baseline = self._cumulative.copy()
-            self._mode = mode or self._mode
-            return self._make_snapshot(self._since_baseline(), self._mode)
-
-    def observed_snapshot(self) -> CounterSnapshot:
-        """Return what was counted since the last reset, as it was at one moment."""
-        with self._lock:
-            return self._make_snapshot(self._since_baseline(), self._mode)
-
-    def cumulative_snapshot(self) -> CounterSnapshot:
-        """Return what was counted since the beginning, whatever is observed.
-
-        Where there were more overflows than before, all of it was counted after the last one.
-        """
-        with self._lock:
-            return self._make_snapshot(self._cumulative.copy(), "full")
-
-    def layer_counts(self, layer: int) -> LayerCounts:
-        """Return the counters of one layer."""
-        with self._lock:
-            return _layer_counts(self._since_baseline(), self._rows[layer])
-
-    def expert_counts(self, layer: int) -> tuple[_Totals, _Totals]:
-        """Return how often each expert of a layer was chosen: hot, and cold, [experts] each."""
-        with self._lock:
-            hot, cold = self._since_baseline().experts[self._rows[layer]]
-        return hot, cold
-
-    def to_json(self) -> JsonObject:
-        """Return all layers and their sum, as they were at one moment."""
-        seen = self.observed_snapshot()
-        return {
-            "overflow_resets": seen.overflow_resets,
-            "summary": seen.summary.to_json(),
-            "layers": [{"layer": layer, **found.to_json()} for layer, found in seen.layers.items()],
-        }
-
-    def check_integrity(self) -> None:
-        """Assert that the counters agree with one another, where nothing overflowed."""
-        for tally in (self._cumulative, self._baseline):
-            hits, misses = (
-                tally.totals[:, _COUNTER_NAMES.index(name)] for name in ("hits", "misses")
-            )
-            assert (tally.experts.sum(-1) == np.stack((hits, misses), 1)).all()
-        assert (self._baseline.totals <= self._cumulative.totals).all()
-        assert (self._baseline.experts <= self._cumulative.experts).all()
-
-    def _row(self, layer: int) -> slice:
-        """Return the row of a layer, as a slice; an empty one where it does not exist."""
-        row = self._rows.get(layer)
-        return slice(0) if row is None else slice(row, row + 1)
-
-    def _count_calls(
-        self,
-        rows: slice,
-        requests: Counts,
-        lanes: Counts,
-        hot_ns: Counts | int,
-        cold_ns: Counts | int,
-    ) -> None:
         cold = np.where(lanes < 0, requests, 0)
         missed = cold.sum(0)
         chosen = requests.sum(0) - missed, missed
@@ -295,7 +193,60 @@ class Counters:
             "hot_ns": hot_ns,
             "cold_ns": cold_ns,
         }
-        self._add(rows, values, chosen, passes=len(requests))
+        self._add(slice(None), values, chosen, passes=len(requests))
+
+    def count_hits(self, chosen: Counts, *, calls: int, requests: Counts) -> None:
+        """Count several calls of each layer in which no expert was missing.
+
+        ``chosen`` says how often each expert was chosen, [layers, experts]; ``requests`` is the
+        number of different experts of each call, summed, [layers].
+        """
+        values = {"calls": calls, "hits": chosen.sum(-1), "requests": requests}
+        self._add(slice(None), values, (chosen, 0), passes=calls)
+
+    def count_swaps(self, layer: int, swaps: int) -> None:
+        """Count experts of a layer that took the slot of another; unknown layers are ignored."""
+        row = self._rows.get(layer)
+        if row is not None:
+            self._add(slice(row, row + 1), {"swaps": swaps})
+
+    def reset(self) -> None:
+        """Reset the observed counts; the number of overflows stays."""
+        self.configure(reset=True)
+
+    def configure(self, *, mode: CounterMode | None = None, reset: bool = False) -> CounterSnapshot:
+        """Set the mode, or reset the observed counts; return them.
+
+        Changing the mode also resets; setting the current mode does not.
+        """
+        with self._lock:
+            if reset or mode not in {None, self._mode}:
+                self._baseline = self._cumulative.copy()
+            self._mode = mode or self._mode
+            return self._make_snapshot(self._since_baseline(), self._mode)
+
+    def observed_snapshot(self) -> CounterSnapshot:
+        """Return the counts since the last reset."""
+        with self._lock:
+            return self._make_snapshot(self._since_baseline(), self._mode)
+
+    def cumulative_snapshot(self) -> CounterSnapshot:
+        """Return the counts since the start, whatever the mode.
+
+        If ``overflow_resets`` has grown, they are the counts since the last overflow.
+        """
+        with self._lock:
+            return self._make_snapshot(self._cumulative.copy(), "full")
+
+    def check_integrity(self) -> None:
+        """Assert that the counters agree with one another, if nothing overflowed."""
+        for tally in (self._cumulative, self._baseline):
+            hits, misses = (
+                tally.totals[:, _COUNTER_NAMES.index(name)] for name in ("hits", "misses")
+            )
+            assert (tally.experts.sum(-1) == np.stack((hits, misses), 1)).all()
+        assert (self._baseline.totals <= self._cumulative.totals).all()
+        assert (self._baseline.experts <= self._cumulative.experts).all()
 
     def _add(
         self,
@@ -306,8 +257,6 @@ class Counters:
         passes: int = 0,
     ) -> None:
         totals = self._cumulative.totals[rows]
-        if not len(totals):
-            return
         amounts = np.zeros_like(totals)
         for name, value in values.items():
             amounts[:, _COUNTER_NAMES.index(name)] = value
@@ -324,7 +273,7 @@ class Counters:
             self._cumulative.passes = min(self._cumulative.passes + passes, MAX_COUNTER)
 
     def _since_baseline(self) -> _CounterArrays:
-        """Return what is observed; nothing while that is off."""
+        """Return the observed counts; zeros while the mode is off."""
         return self._cumulative.since(self._cumulative if self._mode == "off" else self._baseline)
 
     def _make_snapshot(self, tally: _CounterArrays, mode: CounterMode) -> CounterSnapshot:
@@ -339,12 +288,3 @@ class Counters:
 
 def _layer_counts(tally: _CounterArrays, row: int) -> LayerCounts:
     return LayerCounts(**dict(zip(_COUNTER_NAMES, tally.totals[row].tolist(), strict=True)))
-
-
-def _sum_layers(layers: Sequence[LayerCounts]) -> LayerCounts:
-    return LayerCounts(
-        **{
-            name: min(sum(getattr(layer, name) for layer in layers), MAX_COUNTER)
-            for name in _COUNTER_NAMES
-        }
-    )

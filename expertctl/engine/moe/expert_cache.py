@@ -1,16 +1,17 @@
 """The routed experts of a base that is larger than its memory: which are kept, which are read.
 
-A pass asks for experts layer by layer. Missing ones are read by threads into the pool of
-`expert_memory` while the pass waits, or are left out where that was asked for. Slots are reassigned
-only between two passes, so nothing that a program reads changes under it. An expert without a slot
-stays in the pool as long as it is worth more than others: by what was asked for, and by which
-expert follows which. Likely experts of the next layer are read ahead, where that is mostly right.
+A pass requests experts layer by layer. Threads read missing ones into the pool of `ExpertMemory`
+while the pass waits, or they are skipped if the user chose that. Slots are reassigned only between
+two passes, so nothing that a program reads changes under it. An expert without a slot stays in the
+pool as long as it is worth more than others, by past requests and by the transition model. Likely
+experts of the next layer are prefetched, if such predictions are mostly right.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_loader import ExpertLoader, PageCacheExperts
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.phase import Phase, resolve_phase
+from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.placement import interleave
 from expertctl.engine.moe.prefetch import PredictionFilter, TransitionModel
 from expertctl.engine.moe.resident_experts import PassLog, find_tokens_over_cap
@@ -41,11 +42,11 @@ from expertctl.engine.moe.swap_policy import (
 
 Numbers = np.ndarray[Any, Any]
 _PREFETCH_DEPTH = 4
-"""So many expected experts are read while a pass is computed."""
+"""Experts that are prefetched during a pass."""
 
 
 class ExpertCache:
-    """The one owner of routed experts that do not all fit; it serves one pass at a time."""
+    """Owner of routed experts that do not all fit; it serves one pass at a time."""
 
     is_whole = False
 
@@ -59,7 +60,7 @@ class ExpertCache:
         policy: MissPolicy = EXACT_POLICY,
         threads: int = 3,
     ) -> None:
-        """Begin with no expert in memory; ``numbers`` are those of routed layers in the base.
+        """Start with no expert in memory; ``layer_numbers`` are those of routed layers in the base.
 
         The blocks beyond all slots must hold the experts of any one layer that have no slot.
         """
@@ -71,7 +72,7 @@ class ExpertCache:
         self._pass_log = PassLog(self._layer_numbers, experts=memory.experts, skips=policy.skips)
         self._loader = ExpertLoader(memory, reader, self._layer_numbers, threads=threads)
         self._warmup_queue = deque[Expert]()
-        """Experts that will probably be asked for, read as long as there are empty slots."""
+        """Likely experts, read as long as there are empty slots."""
         self._scores: dict[int, ExpertScores] = {}
         self._exchange_rate = 0.0
         self._has_pending_pins = False
@@ -81,45 +82,45 @@ class ExpertCache:
         self._missing: list[Expert] = []
         """The experts that the pass waits for."""
         self._protected = frozenset[Expert]()
-        """Experts that are not evicted until all have come."""
+        """Experts that are not evicted until all have arrived."""
         self._prediction_filter = PredictionFilter()
         self._predicted: tuple[int, Numbers] | None = None
-        """The place of the next layer, and what it will probably be asked for."""
+        """The index of the next layer, and its predicted choices."""
 
     @property
     def shape(self) -> ExpertShape:
-        """What the block of an expert holds."""
+        """The contents of the block of an expert."""
         return self._memory.shape
 
     @property
     def skips(self) -> bool:
-        """Whether what is missing may be left out."""
+        """Whether missing experts may be skipped."""
         return self._policy.skips
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, and of the chances of which expert follows which."""
+        """Bytes of all blocks and of the transition model."""
         return self._memory.nbytes + self._transitions.nbytes
 
     def places(self, layer: int) -> Numbers:
-        """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
+        """Return the addresses of a layer's experts, int64 [experts]; 0 if missing."""
         row: Numbers = self._memory.places[layer]
         return row
 
     def hits(self, layer: int) -> Numbers:
-        """Return float32 [experts], 1 for what is there and 0 for what is missing."""
+        """Return float32 [experts], 1 for resident experts and 0 for missing ones."""
         row: Numbers = self._memory.hits[layer]
         return row
 
     @property
     def counters(self) -> Counters:
-        """What the lanes of each layer did until now; another thread may ask."""
+        """The counters of each layer, up to date; any thread may read them."""
         return self._pass_log.counters
 
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
-        """Begin to read what tokens chose in a layer and may not skip; tell whether to `wait`.
+        """Start to read the choices in a layer that may not be skipped; return whether to `wait`.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -127,7 +128,7 @@ class ExpertCache:
         if layer == 0:
             self._memory.unmap_all()  # of a pass that failed
         selected, slots = choices.selected[layer, :tokens], self.slots[layer]
-        self._collect_loaded()  # first, so that experts found present below stay
+        self._collect_loaded()  # first, so that experts found resident below stay
         self._pass_log.record_request(layer, selected, self._memory.resident_mask(layer))
         different = set(selected.ravel().tolist())
         self._prediction_filter.record_outcome(layer, different)
@@ -150,7 +151,7 @@ class ExpertCache:
         return True
 
     def wait_for_some(self) -> bool:
-        """Wait for some of the missing experts; tell whether others are still to come.
+        """Wait for some of the missing experts; return whether others are still missing.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -170,12 +171,12 @@ class ExpertCache:
             pass
 
     def load(self, layer: int, choices: RoutingChoices, tokens: int) -> None:
-        """Ask, and wait for all of them, as `wait_for_some` does."""
+        """Request experts, and wait for all of them, as `wait_for_some` does."""
         if self.request(layer, choices, tokens):
             self.wait()
 
     def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
-        """Learn what was chosen in all layers of a pass that is over; then slots may change."""
+        """Learn from the choices of all layers of a pass that ended; then slots may change."""
         asked = self._pass_log.end_pass(choices, tokens)
         self._collect_loaded()
         self._memory.unmap_all()
@@ -184,7 +185,7 @@ class ExpertCache:
         self._requests.append(asked)
         if self._can_evict:
             self._transitions.observe_pass(asked, tokens)
-        begins = phase is not Phase.DECODE and resolve_phase(phase, tokens) is Phase.PROMPT
+        begins = phase is Phase.PROMPT
         if begins:
             self._update_policy = UpdatePolicy()
         self._update_policy.count_tokens(tokens)
@@ -196,23 +197,20 @@ class ExpertCache:
             self._continue_fill(_PREFETCH_DEPTH)
 
     def activity(self) -> ExpertActivity:
-        """Return what was asked for and brought until now; another thread may ask."""
-        totals, arrivals = self._pass_log.totals, self._loader
-        return ExpertActivity(
-            requests=totals.requests,
-            misses=totals.misses,
-            loads=arrivals.loads,
-            read_ahead=arrivals.prefetched,
-            read_bytes=arrivals.read_bytes,
+        """Return requests and reads so far; any thread may call this."""
+        loader = self._loader
+        return replace(
+            self._pass_log.totals,
+            loads=loader.loads,
+            read_ahead=loader.prefetched,
+            read_bytes=loader.read_bytes,
             waited_ms=self._waited_seconds * 1e3,
             mapped=self._page_cache.mapped_requests,
             swaps=self._swaps,
-            router_weight=totals.router_weight,
-            skipped_weight=totals.skipped_weight,
         )
 
     def report(self) -> RoutedExpertStats:
-        """Return `activity`, with how many experts are in memory at most."""
+        """Return `activity`, with how many experts can be in memory."""
         held = ExpertResidency(
             miss="skip" if self.skips else "exact",
             layers=len(self._layer_numbers),
@@ -234,7 +232,7 @@ class ExpertCache:
         self._update_policy.record_update(update)
 
     def fill_slots(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Bring experts into all empty slots, those ranked first; those ranked next into the pool.
+        """Fill all empty slots with the experts ranked first, and the pool with the next ones.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -245,9 +243,9 @@ class ExpertCache:
         self._load_all(self._memory.choose_absent(ranked), frozenset())
 
     def schedule_fill(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Fill empty slots while passes go on, in each layer with the experts ranked first.
+        """Fill empty slots during passes, in each layer with the experts ranked first.
 
-        Pinned experts come in any case: they replace others that took the slots first.
+        Pinned experts are loaded in any case: they replace others that took the slots first.
         """
         room = [len(slots.free_slots) for slots in self.slots]
         firsts = [[(n, e) for e in order[: room[n]]] for n, order in enumerate(ranked)]
@@ -256,45 +254,45 @@ class ExpertCache:
         self._continue_fill(len(self._warmup_queue))
 
     def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Let updates also exchange experts for ones with higher scores; a rate of 0 ends that.
+        """Let updates also swap experts for ones with higher scores; a rate of 0 ends that.
 
-        ``rate`` is the share of all residents that an update may exchange within its usual budget.
+        ``rate`` is the share of all residents that an update may swap within its budget.
         """
         self._scores, self._exchange_rate = dict(enumerate(scores)), rate
 
     @property
     def scores(self) -> Sequence[ExpertScores]:
-        """The scores of experts for exchanges, by layer."""
+        """The scores of experts for swaps, by layer."""
         return [self._scores.get(layer, {}) for layer in range(len(self.slots))]
 
     @property
     def exchange_rate(self) -> float:
-        """The share of all residents that a profile may exchange in an update."""
+        """The share of all residents that a profile may swap in an update."""
         return self._exchange_rate
 
     def pin(self, experts: Sequence[frozenset[int]]) -> None:
-        """Pin these experts of each layer from now on, and bring those that are absent."""
+        """Pin these experts of each layer from now on, and load absent ones."""
         for slots, pinned in zip(self.slots, experts, strict=True):
             slots.pin(pinned)
         self._has_pending_pins = True
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what a person should know of experts that could not be read."""
+        """Return, once, notes for the user about experts that could not be read."""
         return self._loader.take_notes()
 
     def close(self) -> None:
-        """End all reads."""
+        """Stop all reads."""
         self._loader.close()
 
     def check_integrity(self) -> None:
-        """Assert what always holds between two passes."""
+        """Assert the invariants between two passes."""
         kept = [(n, expert) for n, slots in enumerate(self.slots) for expert in slots.resident_ids]
         self._memory.check_integrity(coming=len(self._loader), kept=kept)
         for slots in self.slots:
             slots.check_integrity()
 
     def _continue_fill(self, count: int) -> None:
-        """Read some expected experts; those that gave way to more urgent ones are tried again."""
+        """Read some queued experts; those that gave way to more urgent ones are queued again."""
         first: list[Expert] = []
         while self._warmup_queue and len(first) < count:
             expert = self._warmup_queue.popleft()
@@ -305,22 +303,22 @@ class ExpertCache:
         self._warmup_queue.extendleft(reversed(first))
 
     def _is_worth_loading(self, expert: Expert) -> bool:
-        """Tell whether an expert asked for may have a slot: not if it was read, then evicted."""
+        """Tell whether a requested expert may get a slot: not if it was read, then evicted."""
         if self.skips or expert in self._memory:
             return True
         return self._page_cache.is_cached(expert)
 
     def _swap_by_score(self, update: SwapUpdate) -> None:
-        """Do the exchanges that gain most by scores, as far as the update may do more."""
+        """Do the swaps that gain most by scores, within what is left of the budget."""
         found = plan_profile_swaps(
             dict(enumerate(self.slots)), self._scores, rate=self._exchange_rate
         )
         layers = self._update_policy.layer_budget
-        for swap in limit_swaps(found.swaps, update.swaps, layer_budget=layers):
+        for swap in limit_swaps(found, update.swaps, layer_budget=layers):
             self._apply_swap(swap)
 
     def _assign_pinned(self) -> None:
-        """Give pinned experts slots, as many at once as an update may, and read the next ones."""
+        """Give slots to pinned experts, as many as an update may swap, and read the next ones."""
         due = plan_pin_swaps(self.slots)
         there = [swap for swap in due if (swap.layer, swap.add) in self._memory]
         for swap in limit_swaps(there, (), layer_budget=len(self.slots)):
@@ -331,7 +329,7 @@ class ExpertCache:
         self._loader.prefetch(readable[:_PREFETCH_DEPTH], frozenset())
 
     def _finish_request(self) -> None:
-        """Log that all missing experts came, and begin to read ahead."""
+        """Record that all missing experts arrived, and start to prefetch."""
         self._pass_log.finish_load()
         if self._predicted is not None and not self.slots[self._predicted[0]].has_all:
             self._prefetch_next(*self._predicted, self._protected)
@@ -339,7 +337,7 @@ class ExpertCache:
     def _select_required(
         self, layer: int, choices: RoutingChoices, tokens: int, asked: list[Expert]
     ) -> list[Expert]:
-        """Return which of the experts without a slot must be read, for they may not be left out."""
+        """Return which of the experts without a slot must be read because they are not skipped."""
         self._memory.touch(asked)
         missing = self._page_cache.map_requested(asked)
         if missing and self._policy.skips:
@@ -351,7 +349,7 @@ class ExpertCache:
         return missing
 
     def _load_all(self, missing: Sequence[Expert], protected: frozenset[Expert]) -> None:
-        """Read experts and wait for them; spared ones are not evicted."""
+        """Read experts and wait for them; protected ones are not evicted."""
         if missing:
             with self._measure_wait():
                 self._assign_slots(self._loader.start_reads(missing, protected))
@@ -366,7 +364,7 @@ class ExpertCache:
             self._waited_seconds += time.perf_counter() - begun
 
     def _prefetch_next(self, layer: int, predicted: Numbers, protected: Iterable[Expert]) -> None:
-        """Begin to read what a layer will probably be asked for, first choices first."""
+        """Start to read the predicted choices of a layer, the likeliest first."""
         absent = self._memory.places[layer][predicted] == 0
         if absent.any():
             worth_it = self._prediction_filter.select(layer, predicted, absent)
@@ -376,12 +374,12 @@ class ExpertCache:
                 self._loader.prefetch(missing, protected, is_prediction=True)
 
     def _collect_loaded(self) -> None:
-        """Take in what has come meanwhile."""
+        """Take the experts that arrived meanwhile."""
         if len(self._loader):
             self._assign_slots(self._loader.collect())
 
     def _assign_slots(self, loaded: Iterable[Expert]) -> None:
-        """Give each expert that came a slot, if its layer has an empty one."""
+        """Give each expert that arrived a slot, if its layer has an empty one."""
         for layer, name in loaded:
             slots = self.slots[layer]
             if slots.free_slots and (layer, name) in self._memory:  # it may be evicted already
@@ -391,7 +389,7 @@ class ExpertCache:
                 self._has_pending_pins |= name in slots.pinned
 
     def _apply_swap(self, swap: Swap) -> None:
-        """Give a slot to another expert if it has a block; else read it for a later exchange."""
+        """Give a slot to another expert if it has a block; else read it for a later swap."""
         expert = (swap.layer, swap.add)
         if expert not in self._memory:
             self._loader.prefetch([expert], frozenset())

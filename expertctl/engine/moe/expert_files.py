@@ -1,12 +1,9 @@
-"""Routed experts in the files of a base: each is read alone, without touching the rest.
+"""Routed experts in files: in those of a base, and in its quantised copy.
 
-`ExpertStream`: the routed experts of a base packed one after another, for a copy of them.
-
-Where not all of them fit into memory, only some are in it at a time: as many as threads pack, and
-one that is being written. Those in bfloat16 are compact in a copy.
-
-Routed experts in the copy of a base: each is one read, or lies in the system's file cache.
-
+`StoredExperts` reads one expert from the safetensors files of the base and packs it. `ExpertStream`
+packs all experts one after another to write a copy; if they do not all fit into memory, only as
+many are in it as threads pack, and one that is being written. Experts in bfloat16 are compact in a
+copy. `CopiedExperts` reads an expert from the copy in one piece, or maps it in the page cache.
 Damage is reported; damaged experts are read from the files of the base, and the copy is made again
 the next time.
 """
@@ -37,6 +34,7 @@ from expertctl.engine.cpu.tensor_packing import (
 from expertctl.engine.kernels.exponent_packing import MIN_BITS
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.memory.host import MappedFile, allocate, find_unused_bytes
+from expertctl.engine.moe.placement import LayerExpert
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeColdOption
@@ -51,42 +49,42 @@ from expertctl.store.quantised_file import (
     hash_piece,
 )
 
-BlockArray = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 IsWanted = Callable[[], bool]
-"""Called now and then during a read: tells whether it is still wanted."""
+"""Called repeatedly during a read: returns whether it is still wanted."""
 
 
 class ExpertReader(Protocol):
     """Reads experts; several threads may use it at a time."""
 
     def read(
-        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Array, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
         Raises:
             InvalidPackageError: when a file cannot be read to its end.
-            Dropped: when it is no longer wanted; then anything may be in the block.
+            ReadCancelled: when it is no longer wanted; the block then has undefined contents.
         """
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Return the address of an expert that can be computed where it lies now.
+        """Return the address of an expert in the page cache; None if it has to be read.
 
-        Its bytes stay the same as long as this reader lives, though the system may need time to
-        bring them later. None where it has to be read.
+        Its bytes stay the same as long as this reader lives, though the operating system may have
+        to load them again.
         """
 
 
 class StoredExperts:
     """Reads the rows of an expert from safetensors files, and packs them.
 
-    Where the files hold the experts of a layer as one tensor, these are some of its rows.
+    If the files hold the experts of a layer as one tensor, these are some of its rows.
     """
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
     ) -> None:
-        """Read from where the tensors of a base lie."""
+        """Read the tensors of a base from where they are stored."""
         self._stored, self.shape = stored, make_expert_shape(config, scheme)
         self.scheme = scheme
         self.is_compact = supports_compact(scheme)
@@ -94,7 +92,7 @@ class StoredExperts:
 
     @property
     def cold(self) -> MoeCold:
-        """How experts come from the disk."""
+        """How experts are read from disk."""
         return "read"
 
     @property
@@ -103,7 +101,7 @@ class StoredExperts:
         return 0
 
     def read(
-        self, layer: int, expert: int, block: BlockArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Array, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
@@ -115,27 +113,24 @@ class StoredExperts:
             read += tensor.size
         return read
 
-    def read_whole(self, layer: int, expert: int, block: BlockArray) -> int:
-        """Do the same as `read`, which always gives experts as they are computed."""
+    def read_whole(self, layer: int, expert: int, block: Array) -> int:
+        """Do the same as `read`, which always unpacks."""
         return self.read(layer, expert, block)
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Return None: what files hold has to be packed."""
+        """Return None: the contents of the files have to be packed."""
         return None
 
     def close(self) -> None:
         """Do nothing: files are open only while they are read."""
 
 
-_PackedBlock = np.ndarray[Any, Any]
-Expert = tuple[int, int]
-"""A layer of the base, and the number of an expert there."""
-_PendingPack = tuple[_PackedBlock, Future[tuple[QuantisedPiece, dict[str, str]]]]
-"""A block, and what will be in it."""
+_PendingPack = tuple[Array, Future[tuple[QuantisedPiece, dict[str, str]]]]
+"""A block, and its future contents."""
 
 
-def list_experts(config: ModelConfig) -> list[Expert]:
-    """Return all routed experts, in the order in which they lie in memory and in a copy."""
+def list_experts(config: ModelConfig) -> list[LayerExpert]:
+    """Return all routed experts, in their order in memory and in a copy."""
     routed = config.experts
     if routed is None:
         return []
@@ -143,7 +138,7 @@ def list_experts(config: ModelConfig) -> list[Expert]:
 
 
 def compute_copy_shape(config: ModelConfig, scheme: Scheme) -> QuantisedLayout:
-    """Return what a copy of a base holds, whether it is run whole or not.
+    """Return the layout of a copy of a base, whether or not all of it is loaded.
 
     Raises:
         IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
@@ -154,7 +149,7 @@ def compute_copy_shape(config: ModelConfig, scheme: Scheme) -> QuantisedLayout:
 
 
 class ExpertStream:
-    """Packs all experts once; knows then the digests of their tensors, and how much was read."""
+    """Packs all experts once, and hashes their tensors."""
 
     def __init__(
         self,
@@ -164,24 +159,26 @@ class ExpertStream:
         *,
         progress: Progress,
     ) -> None:
-        """Read from where the tensors of a base lie; ``progress`` counts packed bytes."""
+        """Read tensors of a base from where they are stored; ``progress`` counts packed bytes."""
         self._stored, self._shape = stored, make_expert_shape(config, scheme)
         self._experts, self._progress = list_experts(config), progress
         self._is_compact = supports_compact(scheme)
         assert config.experts is not None
         room = config.experts.count // 2 if self._is_compact else config.experts.count
         self._max_experts = max(min(packing_thread_count() + 1, room), 1)
-        """Experts at a time. The memory for those of one layer is not filled yet; one that is made
-        compact takes that of two."""
+        """Experts at a time.
+
+        The memory for those of one layer is not filled yet; compacting one takes that of two.
+        """
         whole = len(self._experts) * self._shape.nbytes
         self.min_bytes = whole * MIN_BITS // 16 if self._is_compact else whole
-        """What all pieces take at least."""
+        """Lower bound of the bytes of all pieces."""
         self.digests: dict[str, str] = {}
-        """The sha256 of each tensor that was read, by its name."""
+        """The SHA-256 of each tensor that was read, by its name."""
         self.read_bytes = 0
 
     def pieces(self) -> Generator[QuantisedPiece]:
-        """Yield each expert in its block, which is reused after the next one was asked for.
+        """Yield each expert in its block, which is reused after the next one was requested.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read to its end.
@@ -204,9 +201,9 @@ class ExpertStream:
             pool.shutdown(cancel_futures=True)
 
     def _finish_first(
-        self, coming: deque[_PendingPack], free: list[_PackedBlock]
+        self, coming: deque[_PendingPack], free: list[Array]
     ) -> Generator[QuantisedPiece]:
-        """Yield what was begun first; its block is free after that."""
+        """Yield the expert that was started first; its block is free after that."""
         block, packing = coming.popleft()
         piece, digests = packing.result()
         self.digests |= digests
@@ -215,7 +212,7 @@ class ExpertStream:
         self._progress(block.nbytes)
         free.append(block)
 
-    def _pack(self, expert: Expert, block: _PackedBlock) -> tuple[QuantisedPiece, dict[str, str]]:
+    def _pack(self, expert: LayerExpert, block: Array) -> tuple[QuantisedPiece, dict[str, str]]:
         """Fill a block with an expert; return it with the digests of what was read."""
         at, digests = f"model.layers.{expert[0]}.{EXPERTS}{expert[1]}", {}
         for name, place in expert_tensor_places(at, self._shape, block).items():
@@ -226,12 +223,11 @@ class ExpertStream:
         return QuantisedPiece(found.data, hash_piece(found.data)), digests
 
 
-Array = np.ndarray[Any, Any]
 RejectCopy = Callable[[str], None]
 """Called once with the reason why a copy must be made again."""
 _CACHED_SHARE = 0.5
-"""The share of experts not in memory that the system's cache must have room for to be of use."""
-_MODE_NAMES = {"map": "mapped", "direct": "read past the cache"}
+"""Share of the experts not in memory that the page cache must have room for to be useful."""
+_MODE_NAMES = {"map": "mapped", "direct": "read with direct I/O"}
 
 
 def open_copied_experts(
@@ -242,10 +238,10 @@ def open_copied_experts(
     cold: MoeColdOption,
     blocks: int,
 ) -> "CopiedExperts | None":
-    """Open the copy of a base to read its experts; None where none can be trusted.
+    """Open the copy of a base to read its experts; None if no copy can be trusted.
 
-    ``blocks`` is how many experts will be in memory. Where the others cannot come from the disk in
-    the way that is wished, that is reported, and they are read.
+    ``blocks`` is how many experts will be in memory. If the others cannot be read in the requested
+    mode, that is noted, and they are read through the page cache.
     """
     name = stored.scheme.value
     copy = copies.open(name, compute_copy_shape(config, stored.scheme))
@@ -265,12 +261,12 @@ def open_copied_experts(
         mapping = MappedFile.map_file(copy.handle) if way == "map" else None
     except OSError as error:
         if cold != "auto":
-            why = f"{_MODE_NAMES[way]} ({error.strerror or error}): read instead"
+            why = f"{_MODE_NAMES[way]} ({error.strerror or error}): read through the page cache"
             copies.note(name, f"{copies.path(name)} is not {why}")
         way = "read"
     found = CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
     if not found.is_useful:
-        why = "an expert is longer there than unpacked"
+        why = "an expert is longer in it than unpacked"
         copies.note(name, f"{copies.path(name)} is not used: {why}")
     return found
 
@@ -278,10 +274,10 @@ def open_copied_experts(
 def find_compact_bytes(
     copies: QuantisedCache | None, config: ModelConfig, scheme: Scheme
 ) -> int | None:
-    """Return the bytes of a block for an expert of a base's copy; 0 where experts are not compact.
+    """Return the bytes of an expert's block in the copy of a base; 0 if experts are not compact.
 
-    None where they will be, in a copy that is still to be written: before the first run in less
-    memory, or after a copy was damaged, which a note of the copies tells.
+    None if they will be, in a copy that is still to be written: before the first run in less
+    memory, or after a copy was damaged, which the notes of the copies say.
     """
     if copies is None or not supports_compact(scheme):
         return 0
@@ -293,16 +289,16 @@ def find_compact_bytes(
 
 
 def _find_fitting_bytes(copy: QuantisedFile) -> int:
-    """Return the bytes of the largest expert, where none takes more than unpacked; else 0."""
+    """Return the bytes of the largest expert if none takes more than unpacked; else 0."""
     most = _find_largest_bytes(copy)
     return most if most <= copy.shape.block_bytes else 0
 
 
 def _choose_cold_mode(shape: QuantisedLayout, each: int, blocks: int) -> MoeCold:
-    """Return how to read experts of so many bytes where the user did not say.
+    """Return how to read experts of ``each`` bytes if the user did not say.
 
-    Where the system's cache has a piece, it is several times as fast as a disk; where it has not,
-    reading through it is slower, and takes the processor's time.
+    A piece in the page cache is several times as fast as a disk; reading others through it is
+    slower, and takes processor time.
     """
     free, room = find_unused_bytes(), blocks * shape.block_bytes
     others = max(shape.blocks * each - room, 0)
@@ -317,9 +313,9 @@ def _find_largest_bytes(copy: QuantisedFile) -> int:
 
 
 class CopiedExperts:
-    """Reads experts as they were packed, or lends them where the copy is mapped.
+    """Reads experts as they were packed, or maps them.
 
-    The one owner of the open copy. Several threads may use it at a time.
+    Owner of the open copy. Several threads may use it at a time.
     """
 
     def __init__(
@@ -336,18 +332,18 @@ class CopiedExperts:
         self._copy, self._stored, self._give_up = copy, stored, give_up
         first = copy.shape.rest_pieces
         self.compact = _find_fitting_bytes(copy) if stored.is_compact else 0
-        """Bytes of a block for a compact expert; 0: experts are kept as they are computed."""
+        """Bytes of a block for a compact expert; 0: experts are kept unpacked."""
         self.is_useful = _find_largest_bytes(copy) == copy.shape.block_bytes or bool(self.compact)
         """False: a compact expert is longer than unpacked, so blocks are for unpacked ones."""
         self._pieces = {expert: first + n for n, expert in enumerate(list_experts(config))}
         self._cold, self._mapped = cold, mapped
         self._verified: set[tuple[FileEdition, int]] = set()
-        """Pieces whose bytes were checked in the mapping, in an edition of the file."""
+        """Pieces of the mapping that were verified, with the edition of the file."""
         self._damaged: set[int] = set()
 
     @property
     def cold(self) -> MoeCold:
-        """How experts come from the disk."""
+        """How experts are read from disk."""
         return "read" if self._cold == "map" and self._mapped is None else self._cold
 
     def read(
@@ -368,12 +364,12 @@ class CopiedExperts:
         return read
 
     def read_whole(self, layer: int, expert: int, block: Array) -> int:
-        """Fill memory with an expert as it is computed, wherever it is; return the bytes read."""
+        """Fill memory of any owner with an unpacked expert; return the bytes read."""
         reader = self._stored if self.compact else self
         return reader.read(layer, expert, block)
 
     def find_cached_address(self, layer: int, expert: int) -> int | None:
-        """Return the address of an expert in the mapped copy, if the system holds all of it."""
+        """Return the address of an expert in the mapped copy if the page cache holds all of it."""
         piece = self._pieces[layer, expert]
         if self._mapped is None or not self.is_useful or piece in self._damaged:
             return None
@@ -383,7 +379,7 @@ class CopiedExperts:
         return self._mapped.address_at(begin)
 
     def close(self) -> None:
-        """Let go of the copy; what was lent of it may not be used any more."""
+        """Close the copy; its mapped experts may not be used any more."""
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
@@ -401,7 +397,7 @@ class CopiedExperts:
         return False
 
     def _verify_piece(self, piece: int, mapped: MappedFile) -> bool:
-        """Tell whether a piece is what was written; it is checked once in each edition."""
+        """Tell whether a piece is what was written; it is checked once per edition of the file."""
         known = self._copy.edition, piece
         if known in self._verified:
             return True

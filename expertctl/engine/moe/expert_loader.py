@@ -1,13 +1,12 @@
-"""Routed experts that are computed where they lie, outside the blocks of a memory.
+"""Read routed experts into memory, in threads, or map those in the page cache of a copy.
 
-The reader is asked each time whether an expert can be lent, for that changes: the system decides
-which parts of a file it holds. A lent expert stays lent to the end of a pass.
+`PageCacheExperts` asks the reader each time whether an expert is cached, because the operating
+system decides which parts of a file it caches. A mapped expert stays mapped until the end of a
+pass.
 
-Routed experts on their way into memory: which threads read them, and with what result.
-
-Several threads read what a pass waits for. One thread reads what is only foreseen: an expert that
-is needed after all does not wait in its queue, and a wrong guess is *dropped* in the middle of the
-read, so that it delays no other expert.
+`ExpertLoader` has several threads for the experts that a pass waits for and one thread for
+predictions: an expert that is needed after all does not wait in its queue, and a wrong prediction
+is *dropped* in the middle of the read, so that it delays no other expert.
 """
 
 from collections import deque
@@ -24,22 +23,22 @@ from expertctl.store.quantised_file import ReadCancelled
 
 
 class PageCacheExperts:
-    """Lends experts of a reader to a memory, and counts those that were asked for."""
+    """Maps experts of a reader into a memory, and counts those that were chosen."""
 
     def __init__(
         self, memory: ExpertMemory, reader: ExpertReader, layer_numbers: Sequence[int]
     ) -> None:
-        """Begin with no expert lent; ``numbers`` are those of routed layers in the base."""
+        """Start with no expert mapped; ``layer_numbers`` are those of routed layers in the base."""
         self._memory, self._reader, self._layer_numbers = memory, reader, layer_numbers
         self.mapped_requests = 0
-        """Experts that were asked for and lent."""
+        """Experts that were chosen and mapped."""
 
     def is_cached(self, expert: Expert) -> bool:
-        """Tell whether an expert can be computed where it lies now."""
+        """Tell whether an expert can be computed in the page cache now."""
         return self._find_address(expert) is not None
 
     def map_cached(self, wanted: Iterable[Expert]) -> list[Expert]:
-        """Lend the missing experts that can be lent; return those that have to be read."""
+        """Map the missing experts that are cached; return those that have to be read."""
         missing = []
         for expert in wanted:
             if self._memory.places[expert]:
@@ -52,7 +51,7 @@ class PageCacheExperts:
         return missing
 
     def map_requested(self, asked: Sequence[Expert]) -> list[Expert]:
-        """Do the same for experts that are asked for now, and count those that are lent."""
+        """Do the same for experts that were chosen, and count those that are mapped."""
         missing = self.map_cached(asked)
         self.mapped_requests += self._memory.count_mapped(asked)
         return missing
@@ -63,29 +62,29 @@ class PageCacheExperts:
 
 
 _MAX_WAVES, _MIN_WAVE = 3, 8
-"""Missing experts are computed in at most so many parts, each but the last of at least so many."""
+"""Missing experts are computed in at most three parts, all but the last of at least eight."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRead:
-    """A read under way, and the block that it fills."""
+    """A read in progress, and the block that it fills."""
 
     block: int
     future: Future[int]
     is_prefetch: bool
     generation: int
-    """How often `Arrivals.begin` had been called when this read was begun."""
+    """The number of `ExpertLoader.start_reads` calls when this read was submitted."""
     drop_event: Event | None = None
-    """Set when the expert is no longer wanted; only guesses have one."""
+    """Set when the expert is no longer wanted; only predictions have one."""
 
     @property
     def was_dropped(self) -> bool:
-        """Whether it was dropped; then it may still come, or not."""
+        """Whether it was dropped; the read may complete all the same."""
         return self.drop_event is not None and self.drop_event.is_set()
 
 
 class ExpertLoader:
-    """The one owner of all reads into the blocks of a memory; one thread uses it."""
+    """Owner of all reads into the blocks of a memory; one thread uses it."""
 
     def __init__(
         self,
@@ -95,7 +94,10 @@ class ExpertLoader:
         *,
         threads: int,
     ) -> None:
-        """Read with so many threads, and one more; ``numbers`` are layer numbers in the base."""
+        """Read in ``threads`` threads, and one more for predictions.
+
+        ``layer_numbers`` are the numbers of routed layers in the base.
+        """
         self._memory, self._reader, self._layer_numbers = memory, reader, layer_numbers
         self._urgent_pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
@@ -103,11 +105,11 @@ class ExpertLoader:
         self._generation = 0
         self._unread: set[Expert] = set()
         self._unreported = deque[str]()
-        """Why experts in `unread` could not be read, until `take_notes` tells it."""
+        """Why experts in `unread` could not be read, until `take_notes` returns it."""
         self.loads = self.prefetched = self.read_bytes = 0
 
     def __len__(self) -> int:
-        """How many experts are on their way."""
+        """Return the number of reads in progress."""
         return len(self._pending)
 
     @property
@@ -116,14 +118,14 @@ class ExpertLoader:
         return self._unread
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, a note of experts that failed while no pass waited; one thread calls it."""
-        untold = [self._unreported.popleft() for _ in range(len(self._unreported))]
-        if not untold:
+        """Return, once, a note of reads that failed while no pass waited; one thread calls it."""
+        notes = [self._unreported.popleft() for _ in range(len(self._unreported))]
+        if not notes:
             return ()
-        return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)
+        return (f"could not prefetch {len(notes)} routed experts; {notes[0]}",)
 
     def start_reads(self, missing: Sequence[Expert], protected: Collection[Expert]) -> list[Expert]:
-        """Begin to read experts; return those that came meanwhile. Spared ones are not evicted.
+        """Start to read experts; return those that arrived. Protected ones are not evicted.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -131,22 +133,22 @@ class ExpertLoader:
         self._generation += 1
         self.drop_wrong_predictions(protected)
         self._cancel_others(protected)
-        came = [*self.collect(), *self._wait_for_dropped(missing)]
+        loaded = [*self.collect(), *self._wait_for_dropped(missing)]
         for expert in missing:
             if not self._promote(expert):
-                came += self._start_read(expert, protected)
-        return came
+                loaded += self._start_read(expert, protected)
+        return loaded
 
     def wait_for_some(
         self, missing: Sequence[Expert], protected: Collection[Expert]
     ) -> list[Expert]:
-        """Wait until enough missing experts came to be worth computing; return those that came.
+        """Wait for enough missing experts to be worth computing; return those that arrived.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        least = max(_MIN_WAVE, -(-len(missing) // _MAX_WAVES))
-        return self.finish_reads(missing, protected, minimum=least)
+        minimum = max(_MIN_WAVE, -(-len(missing) // _MAX_WAVES))
+        return self.finish_reads(missing, protected, minimum=minimum)
 
     def finish_reads(
         self,
@@ -155,17 +157,17 @@ class ExpertLoader:
         *,
         minimum: int | None = None,
     ) -> list[Expert]:
-        """Wait until all missing experts came, or ``least`` more; return those that came.
+        """Wait for all missing experts, or for ``minimum`` more; return those that arrived.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        came: list[Expert] = []
+        loaded: list[Expert] = []
         left = sum(expert in self._pending for expert in missing)
         enough = 0 if minimum is None else max(left - minimum, 0)
         while sum(expert in self._pending for expert in missing) > enough:
-            came += self._wait_for_one(protected)
-        return came
+            loaded += self._wait_for_one(protected)
+        return loaded
 
     def prefetch(
         self,
@@ -174,9 +176,9 @@ class ExpertLoader:
         *,
         is_prediction: bool = False,
     ) -> None:
-        """Begin to read experts that will be asked for, as far as there are blocks for them.
+        """Start to read experts that will probably be chosen, as far as blocks are available.
 
-        A guess is dropped as soon as a layer asks for others.
+        A prediction is dropped as soon as a layer chooses other experts.
         """
         for expert in wanted:
             if expert in self._memory or expert in self._pending or expert in self._unread:
@@ -189,36 +191,36 @@ class ExpertLoader:
             )
 
     def collect(self, wanted: Container[Expert] = ()) -> list[Expert]:
-        """Take in the experts that have come: put them into the pool, and return them.
+        """Put the experts that arrived into the pool, and return them.
 
-        A failed read is an error where its expert is wanted; if it was begun before the last
-        `begin`, the expert is read again instead. An expert that is not wanted is then not foreseen
-        again until it is wanted. A bug of ours is an error in any case.
+        A failed read is an error if its expert is wanted; if it was submitted before the last
+        `start_reads`, it is retried instead. An unwanted expert is then not prefetched until it is
+        wanted. A bug of ours is an error in any case.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        came: list[Expert] = []
+        loaded: list[Expert] = []
         failed: list[BaseException] = []
-        for expert, coming in [(e, c) for e, c in self._pending.items() if c.future.done()]:
+        for expert, read in [(e, c) for e, c in self._pending.items() if c.future.done()]:
             del self._pending[expert]
-            if coming.future.cancelled():
-                self._memory.release_block(coming.block)
+            if read.future.cancelled():
+                self._memory.release_block(read.block)
                 continue
-            error = coming.future.exception()
+            error = read.future.exception()
             if error is None:
                 self._unread.discard(expert)
-                self._memory.add(expert, coming.block)
+                self._memory.add(expert, read.block)
                 self.loads += 1
-                self.prefetched += coming.is_prefetch
-                self.read_bytes += coming.future.result()
-                came.append(expert)
+                self.prefetched += read.is_prefetch
+                self.read_bytes += read.future.result()
+                loaded.append(expert)
                 continue
             is_ours = not isinstance(error, ExpertError | OSError)
-            if expert in wanted and coming.generation < self._generation and not is_ours:
-                self._submit_read(expert, coming.block)
+            if expert in wanted and read.generation < self._generation and not is_ours:
+                self._submit_read(expert, read.block)
                 continue
-            self._memory.release_block(coming.block)
+            self._memory.release_block(read.block)
             if isinstance(error, ReadCancelled):
                 self.read_bytes += error.read_bytes
             elif expert in wanted or is_ours:
@@ -228,63 +230,63 @@ class ExpertLoader:
                 self._unreported.append(self._describe_failure(expert, error))
         for error in failed:
             raise error
-        return came
+        return loaded
 
     def drop_wrong_predictions(self, requested: Container[Expert]) -> None:
-        """Drop wrong guesses; right ones are ordinary reads from now on."""
-        for expert, coming in list(self._pending.items()):
-            if coming.drop_event is None:
+        """Drop wrong predictions; right ones are ordinary reads from now on."""
+        for expert, read in list(self._pending.items()):
+            if read.drop_event is None:
                 continue
             if expert not in requested:
-                coming.drop_event.set()
-            elif not coming.was_dropped:
-                self._pending[expert] = replace(coming, drop_event=None)
+                read.drop_event.set()
+            elif not read.was_dropped:
+                self._pending[expert] = replace(read, drop_event=None)
 
     def close(self) -> None:
-        """End all reads."""
-        for coming in self._pending.values():
-            coming.future.cancel()
+        """Stop all reads."""
+        for read in self._pending.values():
+            read.future.cancel()
         for pool in (self._urgent_pool, self._prefetch_pool):
             pool.shutdown(cancel_futures=True)
 
     def _describe_failure(self, expert: Expert, error: BaseException) -> str:
         layer, name = expert
         why = error.message if isinstance(error, ExpertError) else str(error)
-        return f"the first was {name} of layer {self._layer_numbers[layer]}: {why}"
+        return f"the first is expert {name} of layer {self._layer_numbers[layer]}: {why}"
 
     def _promote(self, expert: Expert) -> bool:
-        """Tell whether an expert is there or coming; move one that is queued to other threads."""
-        coming = self._pending.get(expert)
-        if coming is None:
+        """Tell whether an expert is resident or read; move a queued prefetch to other threads."""
+        read = self._pending.get(expert)
+        if read is None:
             return expert in self._memory
-        if coming.is_prefetch and coming.future.cancel():
-            self._submit_read(expert, coming.block)
+        if read.is_prefetch and read.future.cancel():
+            self._submit_read(expert, read.block)
         return True
 
     def _cancel_others(self, wanted: Container[Expert]) -> None:
-        """Cancel reads that have not started, of experts that are not wanted."""
-        for expert, coming in list(self._pending.items()):
-            if expert not in wanted and coming.future.cancel():
+        """Cancel reads of unwanted experts that have not started."""
+        for expert, read in list(self._pending.items()):
+            if expert not in wanted and read.future.cancel():
                 del self._pending[expert]
-                self._memory.release_block(coming.block)
+                self._memory.release_block(read.block)
 
     def _wait_for_dropped(self, missing: Iterable[Expert]) -> list[Expert]:
-        """Wait for experts that were dropped before and are wanted now; return those that came."""
+        """Wait for experts that were dropped and are wanted now; return those that arrived."""
         there = (self._pending[expert] for expert in missing if expert in self._pending)
-        dropped = [coming.future for coming in there if coming.was_dropped]
+        dropped = [read.future for read in there if read.was_dropped]
         if not dropped:
             return []
         wait(dropped)
         return self.collect()
 
     def _start_read(self, expert: Expert, protected: Collection[Expert]) -> list[Expert]:
-        """Begin to read an expert; while all blocks are taken, wait for others to come."""
-        came: list[Expert] = []
+        """Start to read an expert; while all blocks are taken, wait for other reads."""
+        loaded: list[Expert] = []
         while (number := self._memory.take_block(protected)) is None:
             assert self._pending, "there are blocks for the experts of any one layer"
-            came += self._wait_for_one(protected)
+            loaded += self._wait_for_one(protected)
         self._submit_read(expert, number)
-        return came
+        return loaded
 
     def _submit_read(
         self,
@@ -312,12 +314,12 @@ class ExpertLoader:
             raise
 
     def _wait_for_one(self, wanted: Container[Expert]) -> list[Expert]:
-        wait([coming.future for coming in self._pending.values()], return_when=FIRST_COMPLETED)
+        wait([read.future for read in self._pending.values()], return_when=FIRST_COMPLETED)
         return self.collect(wanted)
 
 
 def _run_read(reading: Future[int], read: Callable[[], int]) -> None:
-    """Read, unless that was cancelled: a pool may keep a task that it found no thread for."""
+    """Read, unless cancelled: a pool may keep a task for which it found no thread."""
     if not reading.set_running_or_notify_cancel():
         return
     try:

@@ -1,15 +1,11 @@
-"""Routed experts that have a block of memory and no slot: which of them is evicted next.
+"""Blocks of memory for routed experts, fewer than there are experts.
 
-The least valuable expert goes; of equals, the one that was used longest ago. That is asked once for
-each expert that is read, and worths change for a whole layer at a time, so no order is kept: numpy
-looks at all of them.
-
-Blocks of memory for routed experts, fewer than there are experts.
-
-A block is free, being filled, or holds an expert. Experts that have a slot stay; all others share
-the rest of the blocks, the *pool*, where the least valuable expert gives its block to the next one
-(`expert_pool`). All blocks are alike: an expert that gets a slot, or loses it, is not moved. An
-expert may also be *lent* for one pass: it is computed where it lies outside these blocks.
+A block is free, being filled, or holds an expert. Experts with a slot stay; all others share the
+rest of the blocks, the *pool*, where the least valuable expert is evicted for the next one; of
+equals, the least recently used. A victim is chosen once for each expert that is read, and worths
+change for a whole layer at a time, so no order is kept: numpy looks at all of them. All blocks are
+alike: an expert that gets or loses a slot is not moved. An expert may also be *mapped* for one
+pass: it is computed in the page cache, outside these blocks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,36 +19,36 @@ from expertctl.engine.memory.host import allocate
 from expertctl.engine.moe.placement import interleave
 
 Expert = tuple[int, int]
-"""A routed layer, counted from 0, and the number of an expert there."""
+"""The index of a routed layer, and the number of an expert there."""
 
 
 class ExpertPool:
-    """The one owner of its members and when each was used; others set what each is worth."""
+    """Owner of the pool's members and their last uses; others set the worths."""
 
     def __init__(self, *, layers: int, experts: int) -> None:
-        """Begin with no expert in it."""
+        """Start empty."""
         self.worths = np.zeros((layers, experts))
-        """What each expert is worth to keep, in the pool or not."""
+        """The worth of each expert, in the pool or not."""
         self._last_use = np.zeros((layers, experts), np.int64)
         self._membership = np.zeros((layers, experts), np.bool_)
         self._clock = 0
 
     def __len__(self) -> int:
-        """How many experts are in it."""
+        """Return the number of experts in the pool."""
         return int(np.count_nonzero(self._membership))
 
     def __contains__(self, expert: Expert) -> bool:
-        """Whether an expert is in it."""
+        """Tell whether an expert is in the pool."""
         return bool(self._membership[expert])
 
     @property
     def members(self) -> set[Expert]:
-        """All experts in it."""
+        """All experts in the pool."""
         layers, experts = self._membership.nonzero()
         return set(zip(layers.tolist(), experts.tolist(), strict=True))
 
     def add(self, expert: Expert) -> None:
-        """Add an expert, as used last."""
+        """Add an expert, as the last used."""
         self._membership[expert] = True
         self.touch([expert])
 
@@ -68,64 +64,64 @@ class ExpertPool:
             self._last_use[expert] = self._clock
 
     def find_victim(self, protected: Collection[Expert] = ()) -> Expert | None:
-        """Return the expert to evict next, never a spared one; None where there is none."""
-        able = self._membership
+        """Return the expert to evict next, never a protected one; None if there is none."""
+        candidates = self._membership
         if protected:
-            able = able.copy()
+            candidates = candidates.copy()
             for expert in protected:
-                able[expert] = False
-        there = np.flatnonzero(able)
-        if not len(there):
+                candidates[expert] = False
+        members = np.flatnonzero(candidates)
+        if not len(members):
             return None
-        worths = self.worths.ravel()[there]
-        equals = there[worths == worths.min()]
+        worths = self.worths.ravel()[members]
+        equals = members[worths == worths.min()]
         oldest = equals[self._last_use.ravel()[equals].argmin()]
         return divmod(int(oldest), self._membership.shape[1])
 
 
 Numbers = np.ndarray[Any, Any]
 ReadExpert = Callable[[Numbers], int]
-"""Fills the bytes of an expert; returns how many bytes of files that took."""
+"""Fills the bytes of an expert; returns how many bytes of files it read."""
 
 
 class BlockStorage(Protocol):
-    """Memory in blocks that are all alike, wherever it is."""
+    """Memory in blocks of equal size, in host or device memory."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all blocks."""
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
 
     def locate(self, number: int) -> int:
-        """Return where a block is, such as its address or row; never 0."""
+        """Return the address or row of a block; never 0."""
 
     def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block, in any thread; return what ``read`` returns."""
 
 
 class HostBlockStorage:
-    """Blocks in the memory of the machine, by their addresses."""
+    """Blocks in host memory, by their addresses."""
 
     def __init__(self, size: int, *, count: int, taken: int = 0) -> None:
-        """Allocate ``count`` blocks of a size, or ``taken`` bytes if that is more."""
+        """Allocate ``count`` blocks of ``size`` bytes, or ``taken`` bytes if that is more."""
         self._memory = np.frombuffer(allocate(max(count * size, taken)), np.uint8)
         self._blocks = self._memory[: count * size].reshape(count, size)
 
     @classmethod
     def from_budget(cls, total: int, shape: ExpertShape, *, max_count: int) -> "HostBlockStorage":
-        """Allocate ``total`` bytes for blocks of a shape, at most ``most`` of them."""
+        """Allocate ``total`` bytes for blocks of a shape, at most ``max_count`` of them."""
         size = shape.block_bytes
         return cls(size, count=min(total // size, max_count), taken=total)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were taken for them."""
+        """Bytes that were allocated."""
         return self._memory.nbytes
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
         return len(self._blocks)
 
     def locate(self, number: int) -> int:
@@ -133,12 +129,12 @@ class HostBlockStorage:
         return int(self._blocks[number].ctypes.data)
 
     def fill(self, number: int, read: ReadExpert) -> int:
-        """Fill a block where it is."""
+        """Fill a block in place."""
         return read(self._blocks[number])
 
 
 class ExpertMemory:
-    """The one owner of the blocks, and of the tables that say where experts are.
+    """Owner of the blocks, and of the tables that say where experts are.
 
     ``places`` int64 and ``hits`` float32 [layers, experts] are read by programs while they run.
     """
@@ -146,7 +142,7 @@ class ExpertMemory:
     def __init__(
         self, shape: ExpertShape, *, layers: int, experts: int, blocks: int | BlockStorage
     ) -> None:
-        """Own blocks, all of them free; given only their number, allocate them in host memory."""
+        """Own blocks, all of them free; a number allocates them in host memory."""
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
@@ -158,7 +154,7 @@ class ExpertMemory:
         self._pool = ExpertPool(layers=layers, experts=experts)
         """Experts in a block but without a slot."""
         self._mapped: dict[int, list[int]] = {}
-        """Those that are lent, of each layer that has some."""
+        """Mapped experts, by layer."""
 
     @property
     def nbytes(self) -> int:
@@ -167,35 +163,35 @@ class ExpertMemory:
 
     @property
     def worths(self) -> Numbers:
-        """What each is worth to keep, float64 [layers, experts]; the owner of the slots sets it."""
+        """Worth of each expert, float64 [layers, experts]; the owner of the slots sets it."""
         return self._pool.worths
 
     @property
     def experts(self) -> int:
-        """How many experts a layer has."""
+        """The number of experts of a layer."""
         return int(self.places.shape[1])
 
     def __contains__(self, expert: Expert) -> bool:
-        """Whether an expert is there."""
+        """Tell whether an expert has a block."""
         return expert in self._block_numbers
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return len(self._blocks)
 
     def choose_absent(self, ranked: Iterable[Sequence[int]]) -> list[Expert]:
-        """Return as many experts as there are free blocks: the first of each layer, then on."""
+        """Return as many absent experts as blocks are free: the first of each layer, and so on."""
         orders = ([(layer, one) for one in order] for layer, order in enumerate(ranked))
         there_not = (expert for expert in interleave(orders) if expert not in self._block_numbers)
         return list(islice(there_not, len(self._free)))
 
     def resident_mask(self, layer: int) -> Numbers:
-        """Return float32 [experts], 1 for each that has a block; it may change with the memory."""
+        """Return float32 [experts], 1 for each that has a block; a view that may change."""
         row: Numbers = self.hits[layer]
-        if lent := self._mapped.get(layer):
+        if mapped := self._mapped.get(layer):
             row = row.copy()
-            row[[name for name in lent if (layer, name) not in self._block_numbers]] = 0
+            row[[name for name in mapped if (layer, name) not in self._block_numbers]] = 0
         return row
 
     def fill(self, number: int, read: ReadExpert) -> int:
@@ -203,17 +199,14 @@ class ExpertMemory:
         return self._blocks.fill(number, read)
 
     def take_block(self, protected: Collection[Expert]) -> int | None:
-        """Return a block to fill; if need be, evict an expert of the pool that is not spared.
-
-        None where there is none.
-        """
+        """Return a free block, or evict an unprotected expert of the pool; None if neither."""
         if self._free:
             return self._free.pop()
         least = self._pool.find_victim(protected)
         return None if least is None else self._evict(least)
 
     def add(self, expert: Expert, number: int) -> None:
-        """Record that an expert is in a block that was taken; it is in the pool, as used last."""
+        """Record that an expert is in a taken block; it joins the pool, as the last used."""
         assert expert not in self._block_numbers
         self._block_numbers[expert] = number
         self._pool.add(expert)
@@ -221,7 +214,7 @@ class ExpertMemory:
         self.hits[expert] = 1
 
     def release_block(self, number: int) -> None:
-        """Give back a block that was taken, as nothing came into it."""
+        """Return a block that was taken and stayed empty."""
         self._free.append(number)
 
     def touch(self, experts: Iterable[Expert]) -> None:
@@ -229,39 +222,39 @@ class ExpertMemory:
         self._pool.touch(experts)
 
     def assign_slot(self, expert: Expert) -> None:
-        """Take an expert out of the pool, into a slot."""
+        """Move an expert from the pool into a slot."""
         self._pool.remove(expert)
 
     def release_slot(self, expert: Expert) -> None:
-        """Put an expert that had a slot into the pool, as used last."""
+        """Move an expert from its slot into the pool, as the last used."""
         assert expert in self._block_numbers
         self._pool.add(expert)
 
     def map_expert(self, expert: Expert, address: int) -> None:
-        """Record where an expert without a block lies, until `unmap_all`."""
+        """Record the address of an expert without a block, until `unmap_all`."""
         assert expert not in self._block_numbers
         self.places[expert], self.hits[expert] = address, 1
         self._mapped.setdefault(expert[0], []).append(expert[1])
 
     def count_mapped(self, experts: Iterable[Expert]) -> int:
-        """Return how many of these experts are lent and have no block."""
+        """Return how many of these experts are mapped and have no block."""
         return sum(
             expert not in self._block_numbers and bool(self.places[expert]) for expert in experts
         )
 
     def unmap_all(self) -> None:
-        """Forget where lent experts lie, except those that have got a block meanwhile."""
+        """Forget the addresses of mapped experts, except those that got a block meanwhile."""
         for layer, names in self._mapped.items():
             gone = [name for name in names if (layer, name) not in self._block_numbers]
             self.places[layer, gone], self.hits[layer, gone] = 0, 0
         self._mapped.clear()
 
     def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
-        """Assert what always holds; so many blocks are being filled, and ``kept`` have slots."""
-        held = list(self._block_numbers.values())
-        assert len(held) == len(set(held))
-        assert len(held) + len(self._free) + coming == len(self._blocks)
-        assert not set(held) & set(self._free)
+        """Assert the invariants; ``coming`` blocks are being filled, and ``kept`` have slots."""
+        numbers = list(self._block_numbers.values())
+        assert len(numbers) == len(set(numbers))
+        assert len(numbers) + len(self._free) + coming == len(self._blocks)
+        assert not set(numbers) & set(self._free)
         assert self._pool.members | set(kept) == self._block_numbers.keys()
         assert not self._pool.members & set(kept)
         places = np.zeros_like(self.places)

@@ -1,37 +1,29 @@
-"""In which order a device reads rows of memory and copies experts into them, kept by events.
+"""`ExpertStack`: routed experts stacked in two tensors on a device, and the copies into them.
 
-Computation is queued on one stream, every copy on one of several others. A copy into a row waits
-for the last work that could read the row's old expert, and for nothing that was queued after that:
+One tensor holds gate above up, one holds down; an expert is a row of both. Row 0 is the *dummy*,
+all zero: missing experts are looked up there, so a product over all chosen experts needs no
+condition, and no other expert ever stands in. The rows after it are the blocks of `ExpertMemory`,
+for experts of all layers. `StackRowReader` reads an expert from the files of a base as the rows
+that torch multiplies; rows stored in the dtype of the run are read straight to where they are
+wanted. A thread reads an expert into a staging buffer in host memory, copies it from there and
+waits for the end of the copy, so a block is known to hold an expert only after it does.
 
-    host      ask L   .   .   .   .   .   .   all have come; lookup    .   passed
-    compute   choose L | there L | E1                 | rest L | E2 | choose of the next layer
-    copying       after E0: copy missing experts   | C1
-                           after E1: copy experts read ahead    .   .   .  | C2
+Computation is queued on one stream, copies on several others. A copy into a row waits for the last
+work that could read the row's old expert, and for nothing that was queued after that:
 
-`there` and `rest` read the rows that were in the lookup of their layer. Each records an event, E1
-and E2, which is noted for these rows. A row that is taken at `ask` is in no lookup any more, so the
-copy into it waits for the event that was noted for it then, E0, and runs beside `there`. A row that
-is taken after `there` was queued may be one that `there` reads, so the copy into it waits for E1. A
-copy records an event, too: C1. Until that has happened, the expert is not reported as present, and
-the memory that it is copied from is not overwritten. So no computation waits for a copy on the
-device: it is queued when the copy is over.
+    host      request L   .   .   .   .   .   all loaded; lookup        .   end
+    compute   choose L | resident L | E1              | missing L | E2 | choose in the next layer
+    copies        after E0: copy missing experts   | C1
+                               after E1: copy prefetched experts    .   .  | C2
 
-On a CPU all work is done immediately, and nothing waits.
-
-`ExpertStack`: routed experts stacked in tensors on a device, and how they get there.
-
-There is one tensor for what reads a token, gate above up, and one for down; an expert is a row of
-both. Row 0 is the *dummy*, all zero: missing experts are looked up there, so a product over all
-chosen experts needs no condition, and no other expert ever stands in. The rows after it are the
-blocks of `expert_memory`, for experts of all layers.
-
-A thread reads an expert into a buffer of the machine's memory and copies it from there. The copy
-runs beside all computation except what could read the row's old expert: `copy_order` has a diagram.
-The thread waits for the end of the copy, so a block is known to hold an expert only after it does.
-
-Routed experts in the files of a base, read as the rows that torch multiplies.
-
-Rows stored in the dtype of the run are read straight from the file to where they are wanted.
+`resident` and `missing` read the rows that were in the lookup of their layer. Each records an
+event, E1 and E2, for these rows. A row that is taken at `request` is in no lookup any more, so the
+copy into it waits for the last event of that row, E0, and runs in parallel with `resident`. A row
+that is taken after `resident` was queued may be one that `resident` reads, so the copy into it
+waits for E1. A copy records an event, too: C1. Until it has happened, the expert is not reported as
+present, and its staging buffer is not overwritten. So no computation waits for a copy on the
+device: it is queued when the copy is over. On a CPU all work is done immediately, and nothing
+waits.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,26 +45,26 @@ from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.store.quantised_file import ReadCancelled, always_wanted
 
-RowIndex = np.ndarray[Any, Any] | slice
+Numbers = np.ndarray[Any, Any]
 _ALL_ROWS = slice(None)
 
 
 class ReadEvents:
     """The event after the last work that could read each row.
 
-    One thread notes what is read. Others may ask for a row that was taken: no new work reads it.
+    One thread records reads. Others may query a row that was taken: no new work reads it.
     """
 
     def __init__(self, device: torch.device, *, rows: int) -> None:
-        """Begin with the work of previous owners of the memory."""
+        """Start with the work of previous owners of the memory."""
         self._device = device
         self._is_queued = is_queued(device)
         self._events = np.full(rows, None, object)
         self._newest: torch.cuda.Event | None = None
         self.record(_ALL_ROWS)
 
-    def record(self, rows: RowIndex) -> None:
-        """Note that the work queued until now could read these rows."""
+    def record(self, rows: Numbers | slice) -> None:
+        """Record that the work queued until now could read these rows."""
         if self._is_queued:
             self._newest = event = make_event()
             event.record(torch.cuda.current_stream(self._device))
@@ -84,19 +76,19 @@ class ReadEvents:
         return found
 
     def wait(self) -> None:
-        """Wait until the work that was noted last is done."""
+        """Wait until the work that was recorded last is done."""
         if self._newest is not None:
             self._newest.synchronize()
 
 
 class CopyStream:
-    """A stream for copies, one at a time, each out of the same memory of the machine.
+    """A stream for copies, one at a time, each from the same host memory.
 
     It has one owner: no copy waits for another's, nor gets into a graph that is captured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with no copy under way."""
+        """Start without a copy in progress."""
         is_queue = is_queued(device)
         self._lease = acquire_stream(device, computes=False) if is_queue else None
         self._copy_done = make_event() if is_queue else None
@@ -104,7 +96,7 @@ class CopyStream:
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: "torch.cuda.Event | None"
     ) -> None:
-        """Copy into the first of each pair after that event; return when the copy is over."""
+        """Copy into the first of each pair after an event; return when the copy is over."""
         if self._lease is None or self._copy_done is None:
             _copy_pairs(pairs)
             return
@@ -119,18 +111,18 @@ class CopyStream:
             self._copy_done.synchronize()
 
     def wait(self) -> None:
-        """Wait until no copy is under way, even if one ended with an error."""
+        """Wait until no copy is in progress, even if one ended with an error."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
 
 
 def is_queued(device: torch.device) -> bool:
-    """Tell whether a device does its work later, in the order of its streams."""
+    """Tell whether a device works asynchronously, in the order of its streams."""
     return device.type == "cuda"
 
 
 def make_event() -> torch.cuda.Event:
-    """Return an event for which a thread waits asleep, without polling."""
+    """Return an event on which a thread sleeps instead of polling."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types
 
 
@@ -139,16 +131,15 @@ def _copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         there.copy_(here, non_blocking=True)
 
 
-Numbers = np.ndarray[Any, Any]
 DUMMY_ROW = 0
-"""The row of the expert that is all zero."""
+"""The row of the all-zero expert."""
 STAGING_BUFFERS = 4
-"""So many experts are read at a time."""
+"""Experts that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
-    """What every routed expert of a base looks like in a stack."""
+    """The shape of each routed expert of a base in a stack."""
 
     hidden: int
     intermediate: int
@@ -173,14 +164,14 @@ class StackShape:
 
 
 class ExpertStack:
-    """The one owner of both tensors; any thread may fill its blocks."""
+    """Owner of both tensors; any thread may fill its blocks."""
 
     def __init__(self, shape: StackShape, *, blocks: int, device: torch.device) -> None:
-        """Allocate so many blocks, the dummy and the buffers."""
+        """Allocate the blocks, the dummy and the staging buffers."""
         self.shape, self._blocks = shape, blocks
         high, wide = 2 * shape.intermediate, shape.hidden
         count, dtype = 1 + blocks, shape.dtype
-        with torch.inference_mode(False):  # threads write there, whatever mode they are in
+        with torch.inference_mode(False):  # threads in any mode write there
             self.gate_up = torch.empty(count, high, wide, dtype=dtype, device=device)
             self.down = torch.empty(count, wide, shape.intermediate, dtype=dtype, device=device)
             buffers = [_StagingBuffer(shape, device) for _ in range(STAGING_BUFFERS)]
@@ -198,11 +189,11 @@ class ExpertStack:
 
     @property
     def device(self) -> torch.device:
-        """The device that it is on."""
+        """The device of both tensors."""
         return self.gate_up.device
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
         return self._blocks
 
     def locate(self, number: int) -> int:
@@ -212,7 +203,8 @@ class ExpertStack:
     def fill(self, number: int, read: ReadExpert) -> int:
         """Fill a block, in any thread; return what ``read`` returns.
 
-        It waits for a buffer, and then until the copy is over. No lookup may lead to the block.
+        It waits for a staging buffer, and then until the copy is over. No lookup may lead to the
+        block.
 
         Raises:
             BudgetError: when the device is full.
@@ -230,15 +222,15 @@ class ExpertStack:
         return size
 
     def record_reads(self, rows: Numbers) -> None:
-        """Note that the work queued until now could read these rows."""
+        """Record that the work queued until now could read these rows."""
         self._read_events.record(rows)
 
     def wait_for_reads(self) -> None:
-        """Wait until what was noted last is computed."""
+        """Wait until the work that was recorded last is done."""
         self._read_events.wait()
 
     def expert(self, row: int, module: str) -> FeedForward:
-        """Return the expert that is in a row now, as the module of that name."""
+        """Return the expert in a row, as the module of that name."""
         gate, up = self.gate_up[row].tensor_split(2)
         return FeedForward(
             Linear(f"{module}.gate_proj", gate, None),
@@ -249,7 +241,7 @@ class ExpertStack:
     def apply(self, x: Tensor, rows: Tensor) -> Tensor:
         """Apply to each token its experts: [tokens, hidden], [tokens, used] -> [.., hidden].
 
-        All is token-major and reads no number back from the device, so it can be captured.
+        The order is token-major, and no value is read back from the device, so it can be captured.
         """
         tokens, used = rows.shape
         both = self._multiply_gate_up(x, rows).view(tokens, used, 2, -1)
@@ -266,7 +258,7 @@ class ExpertStack:
 
 
 class _StagingBuffer:
-    """Room for one expert on its way, and the stream that it is copied on."""
+    """Host memory for one expert, and the stream that copies it."""
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:
         octets = torch.empty(shape.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -275,52 +267,51 @@ class _StagingBuffer:
         self._stream = CopyStream(device)
 
     def acquire(self) -> Numbers:
-        """Return its bytes, once nothing is copied from them any more."""
+        """Return its bytes, once no copy reads them any more."""
         self._stream.wait()
         return self._numbers
 
     def copy_to(self, gate_up: Tensor, down: Tensor, *, after: torch.cuda.Event | None) -> None:
-        """Copy what was read, after that event, and wait until it is there."""
+        """Copy what was read, after an event, and wait until the copy is over."""
         self._stream.copy(zip((gate_up, down), self._parts, strict=True), after=after)
 
 
 def estimate_stack_bytes(shape: StackShape, *, blocks: int) -> int:
-    """Return what a stack takes on the device: its blocks, and the dummy."""
+    """Return the bytes of a stack on the device: its blocks, and the dummy."""
     return (1 + blocks) * shape.nbytes
 
 
 def estimate_staging_bytes(shape: StackShape) -> int:
-    """Return what its buffers take in the memory of the machine at most."""
+    """Return the bytes of its buffers in host memory, at most."""
     return STAGING_BUFFERS * round_pinned_bytes(shape.nbytes)
 
 
 def round_pinned_bytes(size: int) -> int:
-    """Return what so many bytes take of the machine's memory, which torch pins by powers of two."""
+    """Return the host memory that a pinned tensor takes: torch rounds up to powers of two."""
     return 1 << (size - 1).bit_length()
 
 
-_RowArray = np.ndarray[Any, Any]
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StackRowReader:
     """Reads the rows of an expert from safetensors files, in the dtype of a stack.
 
-    Where the files hold the experts of a layer as one tensor, these are some of its rows.
+    If the files hold the experts of a layer as one tensor, these are some of its rows.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], shape: StackShape) -> None:
-        """Read from where the tensors of a base lie."""
+        """Read the tensors of a base from where they are stored."""
         self._stored, self._shape = stored, shape
 
     def read(
-        self, layer: int, expert: int, block: _RowArray, *, is_wanted: IsWanted = always_wanted
+        self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always_wanted
     ) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
         Raises:
             InvalidPackageError: when a file cannot be read to its end.
-            Dropped: when it is no longer wanted.
+            ReadCancelled: when it is no longer wanted.
         """
         gate_up, down = self._shape.split(torch.from_numpy(block))
         gate, up = gate_up.tensor_split(2)
@@ -353,7 +344,7 @@ class StackRowReader:
 
 
 def expert_module_name(layer: int, expert: int) -> str:
-    """Return the name of an expert in a layer of the base."""
+    """Return the module name of an expert in a layer of the base."""
     return f"model.layers.{layer}.mlp.experts.{expert}"
 
 

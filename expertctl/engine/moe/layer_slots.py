@@ -1,19 +1,21 @@
 """Which routed experts of one layer are resident, in which slot, and which are worth keeping.
 
-A layer has ``capacity`` slots for its experts. `LayerSlots.lookup` leads from an expert to its slot
-and from an absent one to the slot behind the last, which holds the all-zero dummy: never to a slot
-that holds another expert. `LayerSlots` moves no bytes. Its owner first writes an expert into a
-slot, then exchanges it here, between two passes.
+A layer has ``capacity`` slots. `LayerSlots.lookup` maps an expert to its slot, and an absent one to
+the slot behind the last, which holds the all-zero dummy: never to a slot of another expert.
+`LayerSlots` moves no bytes. Its owner first writes an expert into a slot, then assigns it here,
+between two passes.
 
-Priority: ``count * 0.25 ** (age / 128)``, the age in tokens since the last that asked. The count is
-one for each token that asked, not for each window in which one did: a window of twenty tokens may
-hide twenty activations. Of an activation ``0.25 ** (tokens since / 48)`` is left, so that
-favourites of an old topic give way. Counts outlive residence: an evicted expert that is asked for
-again need not begin at one, and one that is asked for once need not evict a favourite.
+The priority of an expert is ``count * 0.25 ** (age / 128)``, the age in tokens since it was last
+chosen. The count is one for each token that chose it, not for each window in which one did: a
+window of twenty tokens may hide twenty activations. After ``tokens`` an activation counts ``0.25 **
+(tokens / 48)``, so that favourites of an old topic give way. Counts outlive residency: an evicted
+expert that is chosen again does not start at one, and one that is chosen once does not evict a
+favourite.
 
-Where it is known how likely the next token asks for each expert (`followers`), that counts too:
-``worth = priority + 3 * 35.1 * chance``. If every token asks for an expert with some chance, its
-count comes to 35.1 times that chance: what is likely next counts three times as much as the past.
+The predicted chance of each expert to be chosen by the next token (`TransitionModel`) counts too:
+``worth = priority + 3 * 35.1 * chance``. An expert that every token chooses with some chance
+reaches a count of 35.1 times that chance: what is likely next counts three times as much as the
+past.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,11 +27,11 @@ from expertctl.engine.memory.budget import AGE_PERIOD, DECAY
 from expertctl.errors import UsageError
 
 DECAY_TOKENS = 48
-"""After so many tokens an activation counts a quarter."""
+"""Tokens after which an activation counts a quarter."""
 PREDICTION_WEIGHT = 3.0 / (1 - DECAY ** (1 / DECAY_TOKENS))
-"""How many activations it is worth to be asked for next for certain."""
+"""How many activations a certain prediction is worth."""
 _CHUNK_TOKENS = 1024
-"""Tokens counted at once: with more, what is left of the first would be lost in rounding."""
+"""Tokens counted at once: with more, the decayed first ones would be lost in rounding."""
 EMPTY_SLOT = -1
 """The id in a slot that holds no expert."""
 Ids = NDArray[np.integer]
@@ -40,7 +42,7 @@ class LayerSlots:
     """The slots of one layer; its owner changes them between passes only."""
 
     def __init__(self, *, experts: int, capacity: int, pinned: Collection[int] = ()) -> None:
-        """Begin with empty slots; what is ``pinned`` stays once it is resident.
+        """Start with empty slots; ``pinned`` experts stay once they are resident.
 
         Raises:
             UsageError: when more experts are pinned than there are slots.
@@ -53,18 +55,18 @@ class LayerSlots:
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
         self.resident_set: set[int] = set()
-        """The experts of the hit mask; where few are asked for, a set tells sooner than numpy."""
+        """The experts of the hit mask; for few lookups a set is faster than numpy."""
         self.counts: NDArray[np.float64] = np.zeros(experts)
-        """Activations of each expert, resident or not, faded as of the last of them."""
+        """Activations of each expert, resident or not, decayed as of the last of them."""
         self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
         self.chances: Worths = np.zeros(experts)
-        """How likely the next token asks for each expert, as far as that is known."""
+        """Predicted chance of each expert to be chosen by the next token."""
         self.step = 0
-        """Tokens that were noted."""
+        """Tokens that were counted."""
 
     @property
     def resident_ids(self) -> list[int]:
-        """The experts that are resident, by slot."""
+        """The resident experts, in the order of their slots."""
         return [int(expert) for expert in self.ids if expert != EMPTY_SLOT]
 
     @property
@@ -79,7 +81,7 @@ class LayerSlots:
         return slots
 
     def choose_initial_experts(self, ranked: Iterable[int] = ()) -> list[int]:
-        """Return experts to bring into empty slots: pinned ones, then as ranked, then by id."""
+        """Return experts for the empty slots: pinned ones, then as ranked, then by id."""
         order = dict.fromkeys([*sorted(self.pinned), *ranked, *range(self.experts)])
         absent = [expert for expert in order if not self.hit_mask[expert]]
         return absent[: len(self.free_slots)]
@@ -101,7 +103,7 @@ class LayerSlots:
         self.pinned = frozenset(pinned)
 
     def record_tokens(self, selected: Ids) -> None:
-        """Count what tokens asked for, oldest first; ``selected`` is [tokens, k].
+        """Count the choices of tokens, oldest first; ``selected`` is [tokens, k].
 
         Ids that name no expert, such as padding, are not counted.
         """
@@ -112,11 +114,11 @@ class LayerSlots:
             self._record_chunk(selected[begin : begin + _CHUNK_TOKENS])
 
     def priorities(self) -> Worths:
-        """Return what each expert is worth now, resident or not."""
+        """Return the priority of each expert, resident or not."""
         return compute_priority(self.counts, self.step - self.last_used)
 
     def worths(self) -> Worths:
-        """Return what each expert is worth, by what was asked for and by what is likely next."""
+        """Return the worth of each expert: its priority, and the prediction for the next token."""
         worth: Worths = self.priorities() + PREDICTION_WEIGHT * self.chances
         return worth
 
@@ -125,10 +127,9 @@ class LayerSlots:
     ) -> list[int]:
         """Return the slots whose experts may go, the least valuable first, then the lower slot.
 
-        Experts that are pinned or ``requested`` now stay. ``worths`` are the `worths`, where they
-        are at hand.
+        Experts that are pinned or ``requested`` now stay. ``worths`` are the `worths`, if known.
         """
-        stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
+        stays = np.zeros(self.experts + 1, bool)  # the last is that of EMPTY_SLOT
         stays[[*self.pinned, *requested, EMPTY_SLOT]] = True
         slots = (~stays[self.ids]).nonzero()[0]
         worth = (self.worths() if worths is None else worths)[self.ids[slots]]
@@ -136,9 +137,9 @@ class LayerSlots:
         return order
 
     def assign(self, *, slot: int, expert: int) -> int | None:
-        """Note that a slot now holds another expert; return the one that went, None if none did.
+        """Record that a slot now holds another expert; return the evicted one, if any.
 
-        An expert that was not asked for yet counts as if asked for once, now.
+        An expert that was never chosen counts as if chosen once, now.
         """
         if not 0 <= expert < self.experts:
             raise ValueError(f"expert {expert} is not in 0 to {self.experts - 1}")
@@ -153,7 +154,7 @@ class LayerSlots:
         return gone
 
     def clear(self, *, slot: int) -> int | None:
-        """Note that a slot holds no expert any more; return the one that went, None if none did."""
+        """Record that a slot holds no expert any more; return the evicted one, if any."""
         if not 0 <= slot < self.capacity:
             raise ValueError(f"slot {slot} is not in 0 to {self.capacity - 1}")
         gone = int(self.ids[slot])
@@ -167,7 +168,7 @@ class LayerSlots:
         return gone
 
     def check_integrity(self) -> None:
-        """Assert that slots, lookup and hit mask say the same."""
+        """Assert that slots, lookup and hit mask agree."""
         residents = self.resident_ids
         assert len(set(residents)) == len(residents) <= self.capacity
         assert self.resident_set == set(residents)
@@ -180,12 +181,12 @@ class LayerSlots:
         assert (self.last_used <= self.step).all()
 
     def _are_distinct(self, asked: list[int]) -> bool:
-        """Tell whether they are different experts of the layer, as those of a token mostly are."""
+        """Tell whether they are different experts of the layer, as those of a token usually are."""
         different = set(asked)
         return len(different) == len(asked) > 0 <= min(asked) <= max(asked) < self.experts
 
     def _record_token(self, asked: Ids) -> None:
-        """Do what `_note` does for one token with different experts: most passes are one token."""
+        """Do what `_record_chunk` does for one token with different experts, the usual case."""
         self.step += 1
         kept = self.counts[asked] * _decay(self.step - self.last_used[asked])
         self.counts[asked] = kept + 1
@@ -214,6 +215,6 @@ def compute_priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> Wo
 
 
 def _decay(tokens: NDArray[np.int64] | int) -> NDArray[np.float64] | float:
-    """Return what is left of an activation after so many tokens."""
+    """Return what is left of an activation after some tokens."""
     share: NDArray[np.float64] | float = DECAY ** (tokens / DECAY_TOKENS)
     return share

@@ -1,18 +1,17 @@
-"""A profile for a running base: checked as a whole in any thread, applied between two passes.
+"""What a base in memory observes of its routed experts, and profiles that are applied to it.
 
-Errors in it are reported before anything is changed. It says which experts to pin from then on, and
-for which ones updates may exchange residents; each layer keeps its number of slots. Answers stay
-the same where no expert is left out. It lasts as long as the base is in memory: habits stay as is.
+A profile is checked as a whole in any thread, and applied between two passes: errors are reported
+before anything changes. It says which experts to pin from then on, and which ones updates may swap
+in; each layer keeps its number of slots. Results stay the same if no expert is skipped. It lasts as
+long as the base is in memory and does not change the learnt usage.
 
-What was counted of routed experts as an activity document, to read or to plan from.
-
-Times are means of a call, in microseconds: *hot* is computing, *cold* is waiting for missing
-experts while nothing is computed.
+Observed counts are an activity document, to read or to plan from. Its times are means per call, in
+microseconds: *hot* is computing, *cold* is waiting for missing experts while nothing is computed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,6 @@ from expertctl.engine.moe.activity import (
     activity_to_json,
 )
 from expertctl.engine.moe.counters import CounterSnapshot, LayerCounts
-from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.stats import ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
 from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, select_pinned
@@ -34,34 +32,19 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject
 
-
-class TunableCache(Protocol):
-    """What a profile is applied to: `ExpertCache`, in its own thread, between two passes."""
-
-    @property
-    def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each layer: which experts are resident and which are pinned."""
-
-    @property
-    def exchange_rate(self) -> float:
-        """The share of all residents that a profile may exchange in an update."""
-
-    def pin(self, experts: Sequence[frozenset[int]]) -> None:
-        """Pin these experts of each layer, and bring those that are absent."""
-
-    def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Let updates also exchange experts for ones with higher scores."""
+if TYPE_CHECKING:
+    from expertctl.engine.moe.expert_cache import ExpertCache
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileUpdate:
-    """The pins and scores of a base in memory from now on, layer by layer."""
+    """New pins and scores of a base in memory, by layer."""
 
     pinned: tuple[frozenset[int], ...]
     scores: tuple[ExpertScores, ...]
     rate: float
 
-    def apply(self, cache: TunableCache) -> None:
+    def apply(self, cache: "ExpertCache") -> None:
         """Apply it to a cache; between two passes."""
         cache.pin(self.pinned)
         cache.set_scores(self.scores, rate=self.rate)
@@ -69,7 +52,7 @@ class ProfileUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How to apply a profile; None: as wished when the base was opened."""
+    """How to apply a profile; None: the options of the base."""
 
     pins: Pins | None = None
     exchange: float | None = None
@@ -77,12 +60,12 @@ class ProfileOptions:
     def make_update(
         self,
         usage: ExpertUsage,
-        cache: TunableCache,
+        cache: "ExpertCache",
         routed: ExpertsConfig,
         *,
         warmup: WarmupConfig,
     ) -> ProfileUpdate:
-        """Return what a profile that fits a base makes it do.
+        """Return the changes of a profile that fits the base.
 
         Raises:
             IncompatibleError: when the profile counts no expert.
@@ -92,14 +75,14 @@ class ProfileOptions:
         pins = warmup.pins if self.pins is None else self.pins
         if pins is None and self.exchange is None and not warmup.exchange:
             raise UsageError(
-                "a profile changes nothing where it neither pins experts nor exchanges any",
-                hint='give "pin", such as 8 or "50%", or "exchange", such as 0.1, too',
+                "the profile changes nothing: it neither pins experts nor swaps any",
+                hint='also give "pin", such as 8 or "50%", or "exchange", such as 0.1',
             )
         return ProfileUpdate(
             tuple(
                 frozenset[int]()
                 if pins is None
-                else select_pinned(pins, usage.profile, number, capacity=slots.capacity)
+                else select_pinned(pins, usage, number, capacity=slots.capacity)
                 for number, slots in zip(routed.layers, cache.slots, strict=True)
             ),
             tuple(usage.layer_counts(number) for number in routed.layers),
@@ -109,11 +92,11 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class ActiveProfile:
-    """What a profile does to a base in memory now."""
+    """The effect of profiles on a base in memory now."""
 
     exchange: float
     pinned: Mapping[int, frozenset[int]]
-    """By the number of the layer; only of layers that have pins."""
+    """By the number of the layer; only layers that have pins."""
 
     def to_json(self) -> JsonObject:
         """Return the ``guide`` object."""
@@ -124,74 +107,75 @@ class ActiveProfile:
         }
 
 
-def find_active_profile(cache: TunableCache, routed: ExpertsConfig) -> ActiveProfile:
-    """Return what a profile does now; any thread may call this."""
+def find_active_profile(cache: "ExpertCache", routed: ExpertsConfig) -> ActiveProfile:
+    """Return the current effect of profiles; any thread may call this."""
     each = zip(routed.layers, cache.slots, strict=True)
     by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
     return ActiveProfile(cache.exchange_rate, by_layer)
 
 
 _US_PER_NS = 1e-3
-"""In a nanosecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What is known of the routed experts of a base in memory, at one moment."""
+    """The state of the routed experts of a base in memory, at one moment."""
 
     base: str
     document: ActivityDocument
     residence: ExpertResidency | None = None
-    """None where it has none."""
+    """None if it has none."""
     active_profile: ActiveProfile | None = None
-    """What a profile does; None where no expert could be missing."""
+    """The effect of profiles; None if no expert can be missing."""
 
     def to_json(self) -> JsonObject:
-        """Return the document, and what it is of; nothing else where nothing is observed."""
-        told = activity_to_json(self.document)
+        """Return the document with the base and its state; only the document if the mode is off."""
+        document = activity_to_json(self.document)
         if self.document.mode == "off" or self.residence is None:
-            return told
-        told |= {"base": self.base, "residence": self.residence.to_json()}
+            return document
+        document |= {"base": self.base, "residence": self.residence.to_json()}
         return (
-            told
+            document
             if self.active_profile is None
-            else {**told, "guide": self.active_profile.to_json()}
+            else {**document, "guide": self.active_profile.to_json()}
         )
 
 
 def make_observation(
-    seen: CounterSnapshot | None,
+    counters: CounterSnapshot | None,
     *,
     base: str,
     config: ModelConfig,
     report: RoutedExpertStats | None,
-    cache: TunableCache | None,
+    cache: "ExpertCache | None",
 ) -> Observation:
-    """Return what was counted of a base; its mode is "off" where nothing was."""
-    document, guidance = ActivityDocument("off"), None
-    if seen is not None and config.experts is not None:
-        document = build_activity_document(seen, used=config.experts.used)
-        guidance = None if cache is None else find_active_profile(cache, config.experts)
+    """Return the observation of a base; its mode is "off" if nothing was counted."""
+    document, profile = ActivityDocument("off"), None
+    if counters is not None and config.experts is not None:
+        document = build_activity_document(counters, used=config.experts.used)
+        profile = None if cache is None else find_active_profile(cache, config.experts)
     residence = None if report is None else report.residence
-    return Observation(base=base, document=document, residence=residence, active_profile=guidance)
+    return Observation(base=base, document=document, residence=residence, active_profile=profile)
 
 
-def build_activity_document(seen: CounterSnapshot, *, used: int) -> ActivityDocument:
-    """Return the document; ``used``: how many experts a token asks for in a layer."""
-    if seen.mode == "off":
+def build_activity_document(counters: CounterSnapshot, *, used: int) -> ActivityDocument:
+    """Return the document; ``used``: how many experts a token chooses in a layer."""
+    if counters.mode == "off":
         return ActivityDocument("off")
     return ActivityDocument(
-        seen.mode,
-        tuple(_build_layers(seen)),
-        experts=seen.expert_counts.shape[-1],
+        counters.mode,
+        tuple(_build_layers(counters)),
+        experts=counters.expert_counts.shape[-1],
         used=used,
-        updates=seen.passes,
-        overflow_resets=seen.overflow_resets,
+        updates=counters.passes,
+        overflow_resets=counters.overflow_resets,
     )
 
 
-def _build_layers(seen: CounterSnapshot) -> Iterator[LayerActivity]:
-    for (number, counted), (hot, cold) in zip(seen.layers.items(), seen.expert_counts, strict=True):
+def _build_layers(counters: CounterSnapshot) -> Iterator[LayerActivity]:
+    for (number, counted), (hot, cold) in zip(
+        counters.layers.items(), counters.expert_counts, strict=True
+    ):
         yield LayerActivity(
             layer=number,
             calls=counted.calls,

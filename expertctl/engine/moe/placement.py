@@ -1,22 +1,21 @@
-"""What each observed expert is worth, by one of five rules; a planner takes the best first.
+"""Rank routed experts by what was observed, and place them in the memories of devices.
 
-*flat* (the usual one) ranks the experts of each layer and takes the first of every layer, then the
-second of every layer. *balanced* ranks them too, but a layer with more experts goes first. The
-other three multiply hits with a weight of the layer: *pressure* by how much the layer suffers from
-cold experts, *smooth* the same, damped and never below 1, *time* by the layer's total time.
-``compute_risk_coverage``, from 0 to 1, says how far weights may go. In these three a hot hit counts a twentieth
-more, so that a profile does not undo itself. The rules are those of llama.cpp's hot cache.
+Five rules weigh experts. *flat*, the default, ranks the experts of each layer and takes the first
+of every layer, then the second of every layer. *balanced* ranks them too, but a layer with more
+experts goes first. The other three multiply hits with a weight of the layer: *pressure* by how much
+the layer suffers from cold experts, *smooth* the same, damped and at least 1, *time* by the layer's
+total time. ``curve``, from 0 to 1, limits how far these weights may go. In these three a hot hit
+counts a twentieth more, so that a profile does not undo itself. The rules are those of llama.cpp's
+hot cache.
 
-Which experts are placed in which memory, from what was observed and what there is room for.
-
-The planner takes experts in their order while they fit. The first of a layer in a memory also pays
-for the all-zero dummy, which stands for every expert that is not resident there; it is as large as
-that first expert. An expert that is too expensive is skipped, and the next is tried.
+A placement takes experts in their order while they fit. The first expert of a layer in a memory
+also pays for the all-zero dummy, which stands for every expert that is not resident there and is as
+large as that first expert. An expert that does not fit is skipped, and the next one is tried.
 
 There are up to three *lanes*: memories of devices, each with its budget. *warm* fills the first
 lane, then the next. *hot-even* gives each expert to the lane that has the fewest of its layer, so
-that lanes share the work of each layer. *even-split* gives each lane a band of layers as large as
-its part of all budgets, and goes through a band's layers in turn.
+that lanes share the work of each layer. *even-split* gives each lane a band of layers in proportion
+to its budget, and goes through the layers of a band in turn.
 """
 
 import math
@@ -27,7 +26,6 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertctl.engine.moe.activity import LayerActivity
 from expertctl.errors import UsageError
@@ -43,7 +41,7 @@ Layers = Sequence[LayerActivity]
 
 @dataclass(frozen=True, slots=True)
 class ScoredExpert:
-    """An expert of a layer and what it is worth; never 0."""
+    """An expert of a layer and its score; never 0."""
 
     layer: int
     expert: int
@@ -53,9 +51,9 @@ class ScoredExpert:
 def score_experts(
     layers: Layers, *, weighting: Weighting = "flat", curve: float = DEFAULT_CURVE
 ) -> list[ScoredExpert]:
-    """Return all experts that were asked for, the best first; ties by layer, then by expert.
+    """Return all experts that were chosen, the best first; ties by layer, then by expert.
 
-    A ``compute_risk_coverage`` outside 0 to 1 stands for the usual one.
+    A ``curve`` outside 0 to 1 is replaced by the default.
     """
     curve = curve if 0 <= curve <= 1 else DEFAULT_CURVE
     match weighting:
@@ -76,7 +74,7 @@ def score_experts(
 
 
 def _score_by_rank(layer: LayerActivity, highest: int) -> Iterable[ScoredExpert]:
-    """Yield the experts of a layer, whose rank counts before their hits."""
+    """Yield the experts of a layer; the rank counts before the hits."""
     order = sorted(layer.hits.items(), key=lambda item: (-item[1], item[0]))
     for rank, (expert, hits) in enumerate(order):
         yield ScoredExpert(
@@ -85,7 +83,7 @@ def _score_by_rank(layer: LayerActivity, highest: int) -> Iterable[ScoredExpert]
 
 
 def _score_by_weight(layers: Layers, weights: Sequence[float]) -> list[ScoredExpert]:
-    """Multiply without rounding: ten times 0.85, which is a little less, is not yet 8.5."""
+    """Multiply without rounding: ten times 0.85, which is a little less, is below 8.5."""
     found = []
     for layer, weight in zip(layers, weights, strict=True):
         of_hit, of_weight = weight.as_integer_ratio()
@@ -125,8 +123,8 @@ def _weigh_smoothly(layers: Layers, curve: float) -> list[float]:
 def _weigh_by_time(layers: Layers, curve: float) -> list[float]:
     """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
 
-    Where the time of a whole call is not told, it is that of its lanes side by side, or else the
-    sum of both; a layer that tells none of these is weighed by its pressure.
+    If the time of a whole call is unknown, that of its lanes side by side is used, or else the sum
+    of both; a layer without any of these is weighed by its pressure.
     """
     times = [_layer_time(layer) or layer.pressure for layer in layers]
     low, high = min(_positive_values(times)), max(_positive_values(times))
@@ -143,31 +141,29 @@ def _layer_time(layer: LayerActivity) -> float:
 
 
 def _positive_values(values: Iterable[float]) -> list[float]:
-    """Return the values that are known; a 1 if none is."""
+    """Return the values that are known; a 1 if there are none."""
     return [value for value in values if value > 0] or [1.0]
 
 
 def _weigh_layers(values: Iterable[float], weight: Callable[[float], float]) -> list[float]:
-    """Weigh each layer; one of which nothing is known has weight 1."""
+    """Return the weight of each layer; 1 if its value is unknown."""
     return [weight(value) if value > 0 else 1.0 for value in values]
 
 
 MAX_LANES = 3
-COLD = -1
 SHUFFLE_SEED = 0x6D6F65
-"""Decides the order of experts that were not observed, the same everywhere and for ever."""
+"""Fixes the order of experts that were not observed, everywhere and in all versions."""
 _ADDRESSABLE = 2**64 - 1
 Strategy = Literal["warm", "hot-even", "even-split"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LayerExpert = tuple[int, int]
-"""The number of a layer, and of an expert in it."""
+"""The number of a layer in the base, and of an expert in it."""
 Sizes = Mapping[LayerExpert, int]
-"""Bytes of each expert that a base has."""
+"""Bytes of each expert of a base."""
 
 
 @dataclass(slots=True)
 class PlacementLane:
-    """What one memory holds, in the order in which it was placed."""
+    """The experts in one memory, in the order of placement."""
 
     budget: int
     used: int = 0
@@ -175,11 +171,11 @@ class PlacementLane:
     layer_counts: Counter[int] = field(default_factory=Counter)
 
     def list_layer(self, layer: int) -> list[int]:
-        """Return the experts of a layer, by slot; the dummy is behind them."""
+        """Return the experts of a layer, in the order of their slots; the dummy is behind them."""
         return [expert for number, expert in self.experts if number == layer]
 
     def try_add(self, place: LayerExpert, size: int) -> bool:
-        """Place an expert if it fits; tell whether it did."""
+        """Place an expert if it fits; return whether it did."""
         layer, _ = place
         cost = size if self.layer_counts[layer] else 2 * size
         if cost > min(self.budget, _ADDRESSABLE) - self.used:
@@ -195,21 +191,6 @@ class Placement:
     """Which lane holds which experts; the others are cold."""
 
     lanes: tuple[PlacementLane, ...]
-
-    def lane_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
-        """Return the lane of each expert of a layer, `COLD` for none."""
-        lanes: NDArray[np.int32] = np.full(experts, COLD, np.int32)
-        for number, lane in enumerate(self.lanes):
-            lanes[lane.list_layer(layer)] = number
-        return lanes
-
-    def slot_map(self, layer: int, *, experts: int) -> NDArray[np.int32]:
-        """Return the slot of each expert in its lane, `COLD` for none."""
-        slots: NDArray[np.int32] = np.full(experts, COLD, np.int32)
-        for lane in self.lanes:
-            held = lane.list_layer(layer)
-            slots[held] = np.arange(len(held))
-        return slots
 
     def check_integrity(self, sizes: Sizes) -> None:
         """Assert that no expert is placed twice and each lane is within its budget."""
@@ -227,15 +208,15 @@ class Placement:
 
 
 def list_observed(scored: Iterable[ScoredExpert]) -> list[LayerExpert]:
-    """Return the experts that were asked for, in their order."""
+    """Return the experts without their scores, in the same order."""
     return [(expert.layer, expert.expert) for expert in scored]
 
 
 def append_unobserved(order: Sequence[LayerExpert], sizes: Sizes) -> list[LayerExpert]:
     """Return an order with all other experts of the base behind it, in a fixed shuffle.
 
-    Sorted by layer and number, they are shuffled by numpy's ``RandomState``, which never changes.
-    Memory that is left is better used for them than for nothing.
+    Sorted by layer and number, they are shuffled by numpy's ``RandomState``, whose sequence never
+    changes. So spare memory is used as well.
     """
     rest = sorted(sizes.keys() - set(order))
     shuffled = np.random.RandomState(SHUFFLE_SEED).permutation(len(rest))
@@ -249,7 +230,7 @@ def place_experts(
     budgets: Sequence[int],
     strategy: Strategy = "warm",
 ) -> Placement:
-    """Place experts in their order; those that the base does not have are left out.
+    """Place experts in their order; those that the base does not have are ignored.
 
     Raises:
         UsageError: when there are no budgets, or more than there can be lanes.
@@ -267,7 +248,9 @@ def place_experts(
         case "hot-even":
             for place in wanted:
                 _place_in_first(
-                    place, sizes, sorted(lanes, key=lambda lane: _lane_load(lane, place))
+                    place,
+                    sizes,
+                    sorted(lanes, key=lambda lane: (lane.layer_counts[place[0]], lane.used)),
                 )
         case "even-split":
             _place_in_bands(wanted, sizes, lanes)
@@ -282,13 +265,8 @@ def _place_in_order(
 
 
 def _place_in_first(place: LayerExpert, sizes: Sizes, lanes: Iterable[PlacementLane]) -> None:
-    """Offer an expert to one lane after the other."""
+    """Place an expert in the first lane where it fits."""
     any(lane.try_add(place, sizes[place]) for lane in lanes)
-
-
-def _lane_load(lane: PlacementLane, place: LayerExpert) -> tuple[int, int]:
-    """Return what makes another lane the better one: experts of that layer, then bytes."""
-    return lane.layer_counts[place[0]], lane.used
 
 
 def _place_in_bands(
@@ -305,7 +283,7 @@ def _place_in_bands(
 
 
 def _band_ends(budgets: Sequence[int], layers: int) -> list[int]:
-    """Return where each lane's band of layers ends: its part of all budgets, halves rounded up."""
+    """Return where the band of each lane ends, by its share of budgets, halves rounded up."""
     total, ends, sums = sum(budgets) or 1, [], 0
     for budget in budgets:
         sums += budget
@@ -314,6 +292,6 @@ def _band_ends(budgets: Sequence[int], layers: int) -> list[int]:
 
 
 def interleave(orders: Iterable[Iterable[LayerExpert]]) -> Iterator[LayerExpert]:
-    """Yield the first of every layer, then the second of every layer, as far as there is one."""
+    """Yield the first of every layer, then the second of every layer, and so on."""
     for each in zip_longest(*orders):
         yield from (place for place in each if place is not None)

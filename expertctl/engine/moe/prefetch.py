@@ -1,31 +1,31 @@
-"""Which experts the next token is likely to ask for, learnt from what followed earlier tokens.
+"""Predict which experts are chosen next, and which predictions are worth reading.
 
-For each expert ``s`` and each expert ``e`` of a layer the chance is kept that ``e`` is asked for
-one token after ``s``. It is updated after each token that asked for ``s``:
+`TransitionModel` predicts the next token of a sequence. For each expert ``s`` and each expert ``e``
+of a layer it keeps the chance that ``e`` is chosen one token after ``s``, updated after each token
+that chose ``s``:
 
-    chance[s, e] += 0.02 * ((1 if e was asked for else 0) - chance[s, e])
+    chance[s, e] += 0.02 * ((1 if e was chosen else 0) - chance[s, e])
 
-So a chance is the share of recent such tokens with ``e`` asked for next; one that was 34 of them
-ago counts half. The prediction after a token is the mean of the rows of its experts. That is the
+So a chance is the share of recent such tokens with ``e`` chosen next; one that was 34 of them ago
+counts half. The prediction after a token is the mean of the rows of its experts. This is the
 predictor of D. Joseph and D. Grunwald, "Prefetching using Markov predictors" (ISCA 1997), with
-chances instead of the last few followers. All chances begin at 0. Where tokens do not depend on
-each other, all that is learnt is how often each expert is asked for.
+chances instead of the last few successors. All chances start at 0. If tokens do not depend on each
+other, all it learns is how often each expert is chosen.
 
-Which guesses at what the next layer asks for are worth reading: those that are mostly right.
-
-The router of a layer judges early, by what the layer before it reads, and names as many experts as
-a token uses, the likeliest first: each has a *rank*. How often a guess is right differs: with a
-small trained base from 98 % for the first rank of a late layer to 22 % in the second layer. For
-each layer and rank the share of absent experts that were in fact asked for is kept:
+`PredictionFilter` judges predictions of the next layer. The router of a layer is applied early, to
+what the layer before it reads, and names as many experts as a token uses, the likeliest first: each
+has a *rank*. How often a prediction is right differs: with a small trained base from 98 % for the
+first rank of a late layer to 22 % in the second layer. For each layer and rank it keeps the share
+of absent experts that were in fact chosen, updated once per pass with its share ``right``:
 
     share += 0.02 * (right - share)
 
-once for a pass, ``right`` being the share in it. A rank that is right in less than half of all
-cases is not read: half of what it brings would evict other experts for nothing. It is judged all
-the same, so it may be read again. At first all ranks are read.
+A rank that is right in less than half of all cases is not read: half of what it reads would evict
+other experts for nothing. It is judged all the same, so it may be read again later. At first all
+ranks are read.
 
-Passes of more than 16 tokens, which are prompts, are neither held back nor judged: so many tokens
-ask for nearly every expert.
+Passes of more than 16 tokens, which are prompts, are neither filtered nor judged: that many tokens
+choose nearly every expert.
 """
 
 from collections.abc import Sequence, Set
@@ -40,25 +40,25 @@ LEARNING_RATE = 0.02
 """The weight of the next token in a chance."""
 _CHANCE_DTYPE = np.dtype(np.float32)
 MAX_SEQUENCES = 16
-"""Up to so many tokens of a pass each have their own text, or are guesses; more are of one text."""
+"""Up to this many tokens of a pass are of different sequences, or guesses; more are of one."""
 MAX_LEARNT_PAIRS = 64
 """How many of the last tokens of a prompt are learnt from."""
 
 
 def estimate_transition_bytes(*, layers: int, experts: int) -> int:
-    """Return the bytes of `TransitionModel`."""
+    """Return the bytes of a `TransitionModel`."""
     return layers * experts * experts * _CHANCE_DTYPE.itemsize
 
 
 class TransitionModel:
-    """The one owner of the chances of all layers; one pass at a time reports what it asked for."""
+    """Owner of the chances of all layers, float32; one pass at a time reports its choices."""
 
     def __init__(self, *, layers: int, experts: int) -> None:
-        """Begin with all chances at 0."""
+        """Start with all chances at 0."""
         self._layers, self._experts = layers, experts
         self._chances = np.zeros((layers * experts, experts), _CHANCE_DTYPE)
         self._previous: NDArray[np.int64] | None = None
-        """What the last tokens asked for, [tokens, layers, used] in rows of chances."""
+        """The choices of the last tokens, [tokens, layers, used] as rows of chances."""
 
     @property
     def nbytes(self) -> int:
@@ -66,9 +66,9 @@ class TransitionModel:
         return self._chances.nbytes
 
     def predict(self, layer: int, selected: Ids) -> Worths:
-        """Return how likely each expert is asked for next, after ``selected`` [tokens, used].
+        """Return the chance of each expert to be chosen next, after ``selected`` [tokens, used].
 
-        With several texts the chances of all are added up.
+        With several sequences the chances of all are summed.
         """
         last = selected if len(selected) <= MAX_SEQUENCES else selected[-1:]
         rows = self._chances.take(last.ravel() + layer * self._experts, axis=0)
@@ -77,9 +77,10 @@ class TransitionModel:
         return found
 
     def observe_pass(self, asked: Sequence[Ids], tokens: int) -> None:
-        """Learn from a pass over so many tokens; ``asked`` is [tokens, k] of each layer.
+        """Learn from a pass over ``tokens``; ``asked`` holds the choices [tokens, k] of each layer.
 
-        The last layer may be asked for a prompt's last token alone; then nothing is learnt for it.
+        The last layer may be computed for a prompt's last token only; then nothing is learnt for
+        it.
         """
         base = np.arange(self._layers)[:, None] * self._experts
         last = np.array([ids[-1] for ids in asked]) + base  # [layers, used]
@@ -95,7 +96,7 @@ class TransitionModel:
         self._previous = last[None]
 
     def _learn_sequences(self, before: NDArray[np.int64] | None, after: NDArray[np.int64]) -> None:
-        """Learn what followed each token, where each is of its own text."""
+        """Learn from one token of each of several sequences, if the pass before had as many."""
         if before is not None and len(before) == len(after):
             for one, next_one in zip(before, after, strict=True):
                 self._learn_transition(one, next_one)
@@ -111,21 +112,21 @@ class TransitionModel:
 HIT_RATE_STEP = 0.02
 """The weight of the next pass in a share."""
 MIN_HIT_RATE = 0.5
-"""The least share with which a rank is read."""
+"""The share from which a rank is read."""
 _INITIAL_HIT_RATE = 1.0
 
 
 class PredictionFilter:
-    """The one owner of the shares of all layers; a layer is guessed at before it is asked for."""
+    """Owner of the shares of all layers; a layer is predicted before its experts are chosen."""
 
     def __init__(self) -> None:
-        """Begin by trusting all ranks."""
+        """Start by trusting all ranks."""
         self._hit_rates: dict[int, list[float]] = {}
         self._pending: tuple[int, Sequence[list[int]]] | None = None
-        """The last layer that was guessed at, and the experts that were absent there, by rank."""
+        """The last layer that was predicted, and the experts that were absent there, by rank."""
 
     def hit_rates(self, layer: int) -> Sequence[float]:
-        """Return how often each rank of a layer was right of late; none before its first guess."""
+        """Return the share of each rank of a layer; empty before its first prediction."""
         return tuple(self._hit_rates.get(layer, ()))
 
     def select(self, layer: int, likely: Ids, absent: NDArray[np.bool_]) -> list[int]:
@@ -144,10 +145,10 @@ class PredictionFilter:
         return list(dict.fromkeys(expert for rank in trusted for expert in rank))
 
     def record_outcome(self, layer: int, asked: Set[int]) -> None:
-        """Count how many of the last guesses were right, now that it is known who is asked for."""
+        """Update the shares of the last prediction with the experts that were in fact chosen."""
         guess, self._pending = self._pending, None
         if guess is None or guess[0] != layer:
-            return  # there was no guess, or that pass failed
+            return  # there was no prediction, or that pass failed
         shares = self._hit_rates[layer]
         for number, rank in enumerate(guess[1]):
             if rank:

@@ -1,20 +1,17 @@
-"""Leaving out experts that are not at hand, without changing the total weight of a token.
+"""Counting of the choices of passes, and the routed experts of a base that is in memory as a whole.
 
-Mass is what the router gave: the sum of the weights of a token. The experts that are there take
-over the mass of those that are missed, in proportion; where all are missed nothing is left. An
-expert that was not asked for never stands in. How much of its mass a token may lose to skipping is
-capped: tokens above the cap are to be computed in full.
+`redistribute_weights` and its neighbours skip missing experts without changing the total weight of
+a token: the experts that are in memory take over the weight of the missing ones, in proportion; if
+all are missing nothing is left. An expert that was not chosen never stands in. The share of weight
+that a token may lose is capped: tokens above the cap are computed in full.
 
-What passes asked for and which experts were in memory then, kept until it is worth counting.
+`PassLog` keeps the choices of passes, and which experts were in memory, until it is worth counting
+them: counting one pass takes about as long as counting sixteen at once, too long for a token of a
+small base. Reading the counts flushes them.
 
-Counting one pass takes about as long as counting sixteen at once, too long for a token of a small
-base. Reading the counts brings them up to date.
-
-The routed experts of a base that is whole in memory: where they are, and what is asked for.
-
-No expert is ever missing. What passes ask for is counted all the same: a run in less memory begins
-with it. It is kept until it is worth counting, as in `pass_log`. How long a layer took is unknown,
-because all layers are one program.
+`ResidentExperts` serves a base without missing experts. Its choices are counted all the same,
+because a run in less memory starts with them. The time of a layer is unknown, because all layers
+are one program.
 """
 
 import threading
@@ -36,75 +33,34 @@ from expertctl.engine.moe.routed_experts import NO_EXPERT, RoutingChoices
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 from expertctl.engine.moe.swap_policy import ExpertScores
 
+Numbers = np.ndarray[Any, Any]
 Weights = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
 
 def redistribute_weights(weights: Weights, hits: NDArray[np.generic]) -> Weights:
-    """Return weights [tokens, used] with the mass of what is missed given to what is hit.
+    """Return weights [tokens, used] with the weight of misses given to the hits.
 
-    ``effective = w * h * (sum(w) / sum(w * h))``, and zeros where all is missed. Where all is hit
-    the weights are unchanged, to the bit.
+    ``effective = w * h * (sum(w) / sum(w * h))``, and zeros if all are missed. If all are hits the
+    weights are unchanged, to the bit.
     """
     given, kept = _split_weights(weights, hits)
-    mass, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)
-    return (kept * _safe_divide(mass, left)).astype(np.float32)
+    total, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)
+    return (kept * _safe_divide(total, left)).astype(np.float32)
 
 
 def compute_skipped_share(weights: Weights, hits: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Return how much of each token's mass is missed: 0 to 1, [tokens]."""
+    """Return the share of each token's weight that is missed: 0 to 1, [tokens]."""
     given, kept = _split_weights(weights, hits)
     return _safe_divide((given - kept).sum(-1), given.sum(-1))
 
 
 def find_tokens_over_cap(weights: Weights, hits: NDArray[np.generic], max_share: float) -> Flags:
-    """Tell which tokens would lose more than the cap, and must be computed in full.
+    """Return a mask of tokens that would lose more than the cap: they are computed in full.
 
-    So must tokens whose weights are not numbers: skipping would hide that.
+    So are tokens whose weights are not numbers, which skipping would hide.
     """
     return ~(compute_skipped_share(weights, hits) <= max_share)
-
-
-def apply_skip_cap(weights: Weights, hits: NDArray[np.generic], cap: float) -> Weights:
-    """Return the weights to compute with: tokens above the cap keep theirs, hit or missed."""
-    full = find_tokens_over_cap(weights, hits, cap)
-    return np.where(full[:, None], weights, redistribute_weights(weights, hits))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkipTotals:
-    """What was missed, and what of it was left out, over layers and tokens; they add up."""
-
-    requests: int = 0
-    """Experts that were asked for, each once for a window."""
-    misses: int = 0
-    """Those of them that were not at hand."""
-    router_weight: float = 0.0
-    """The weights that routers gave."""
-    skipped_weight: float = 0.0
-    """What of them was left out."""
-    max_share: float = 0.0
-    """The largest share that a token lost in a layer."""
-
-    @property
-    def fallback_rate(self) -> float:
-        """How many of the experts that were asked for were missed, 0 to 1."""
-        return self.misses / self.requests if self.requests else 0.0
-
-    @property
-    def skipped_share(self) -> float:
-        """How much of all mass was left out, 0 to 1."""
-        return self.skipped_weight / self.router_weight if self.router_weight else 0.0
-
-    def __add__(self, other: "SkipTotals") -> "SkipTotals":
-        """Return the totals of both."""
-        return SkipTotals(
-            requests=self.requests + other.requests,
-            misses=self.misses + other.misses,
-            router_weight=self.router_weight + other.router_weight,
-            skipped_weight=self.skipped_weight + other.skipped_weight,
-            max_share=max(self.max_share, other.max_share),
-        )
 
 
 def sum_skips(
@@ -113,68 +69,65 @@ def sum_skips(
     *,
     router_weight: NDArray[np.floating],
     skipped_weight: NDArray[np.floating],
-) -> SkipTotals:
-    """Return the totals of one window.
+) -> ExpertActivity:
+    """Return the requests, misses and weights of one pass or several.
 
     ``requests`` [layers, experts] says how often each expert was chosen and ``hits`` which of them
-    were at hand then; ``router_weight`` and ``skipped`` [layers, tokens] are the weights that routers gave
-    and those that were left out in the end, for what is missed may be computed all the same.
+    were in memory then. ``router_weight`` and ``skipped_weight`` [layers, tokens] are the weights
+    that the router gave and those that were skipped in the end: a missed expert may be read.
     """
-    given, lost = router_weight.astype(np.float64), skipped_weight.astype(np.float64)
-    return SkipTotals(
+    return ExpertActivity(
         requests=int(np.count_nonzero(requests)),
         misses=int(np.count_nonzero((requests > 0) & (hits == 0))),
-        router_weight=float(given.sum()),
-        skipped_weight=float(lost.sum()),
-        max_share=float(_safe_divide(lost, given).max(initial=0.0)),
+        router_weight=float(router_weight.astype(np.float64).sum()),
+        skipped_weight=float(skipped_weight.astype(np.float64).sum()),
     )
 
 
 def _split_weights(
     weights: Weights, hits: NDArray[np.generic]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all weights and those that are hit; in float64, as one may be tiny beside another."""
+    """Return all weights and those of hits, in float64, because weights may differ widely."""
     given = weights.astype(np.float64)
     return given, given * hits.astype(np.float64)
 
 
 def _safe_divide(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the quotients, 0 where there is nothing to divide by."""
+    """Return the quotients, 0 where the divisor is 0."""
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0)
 
 
-_PassArray = np.ndarray[Any, Any]
-_PASSES_PER_COUNT = 16
-"""Passes that are counted together."""
-_TOKENS_PER_COUNT = 512
-"""Passes are also counted once they have read so many tokens: what is kept must not grow."""
+_PASSES_PER_FLUSH = 16
+"""Passes that `PassLog` counts together."""
+TOKENS_PER_COUNT = 512
+"""Passes are also counted after this many tokens, to bound what is kept."""
 
 
 @dataclass(slots=True)
 class _PassRecord:
-    """What is known of a pass, layer by layer."""
+    """What is known of a pass, by layer."""
 
-    selected: list[_PassArray] = field(default_factory=list)
-    """[tokens, used] of each layer; of the last it may be fewer tokens."""
-    hits: list[_PassArray] = field(default_factory=list)
+    selected: list[Numbers] = field(default_factory=list)
+    """[tokens, used] of each layer; the last may have fewer tokens."""
+    hits: list[Numbers] = field(default_factory=list)
     """Which experts were in memory then, [experts] of each layer."""
     waited_ns: list[int] = field(default_factory=list)
     """Nanoseconds that each layer waited for its experts, with nothing to compute."""
     loaded_at: list[int] = field(default_factory=list)
-    """When all experts of each layer were there, and at the end when the pass was over."""
-    weights: _PassArray | None = None
-    skipped: _PassArray | None = None
+    """When all experts of each layer were in memory, and finally when the pass ended."""
+    weights: Numbers | None = None
+    skipped: Numbers | None = None
     tokens: int = 0
 
 
 class PassLog:
-    """What one pass after the other asked for. One thread writes; any thread reads the counts."""
+    """The choices of one pass after the other. One thread writes; any thread reads the counts."""
 
     def __init__(self, layer_numbers: Sequence[int], *, experts: int, skips: bool) -> None:
-        """Begin without a pass; ``numbers`` are those of routed layers in the base."""
+        """Start without a pass; ``layer_numbers`` are those of routed layers in the base."""
         self._layers, self._experts, self._skips = len(layer_numbers), experts, skips
         self._counters = Counters(layer_numbers, experts=experts)
-        self._totals = SkipTotals()
+        self._totals = ExpertActivity()
         self._current = _PassRecord()
         self._finished: list[_PassRecord] = []
         self._lock = threading.Lock()
@@ -186,36 +139,36 @@ class PassLog:
         return self._counters
 
     @property
-    def totals(self) -> SkipTotals:
-        """What was missed and left out, up to date."""
+    def totals(self) -> ExpertActivity:
+        """Misses and skipped weights, up to date."""
         self.flush()
         return self._totals
 
-    def record_request(self, layer: int, selected: _PassArray, hits: _PassArray) -> None:
-        """Note what tokens chose in a layer, and which experts are there; layer 0 begins a pass."""
+    def record_request(self, layer: int, selected: Numbers, hits: Numbers) -> None:
+        """Record the choices in a layer, and the experts in memory; layer 0 starts a pass."""
         now = self._current
         if layer != len(now.selected):  # a pass failed, here or before
             del now.selected[layer:], now.hits[layer:], now.waited_ns[layer:], now.loaded_at[layer:]
-        now.selected.append(selected.copy())  # skipped experts are struck out of the original
+        now.selected.append(selected.copy())  # skipped experts are removed from the original
         now.hits.append(hits.copy())
         now.waited_ns.append(-time.perf_counter_ns())
 
     def start_compute(self) -> None:
-        """Note that missing experts are being read, and there is something to compute."""
+        """Record that missing experts are being read while others are computed."""
         self._current.waited_ns[-1] += time.perf_counter_ns()
 
     def start_wait(self) -> None:
-        """Note that there is nothing left to compute until they come."""
+        """Record that there is nothing left to compute until they arrive."""
         self._current.waited_ns[-1] -= time.perf_counter_ns()
 
     def finish_load(self) -> None:
-        """Note that all experts that were asked for are there."""
+        """Record that all chosen experts are in memory."""
         now = time.perf_counter_ns()
         self._current.waited_ns[-1] += now
         self._current.loaded_at.append(now)
 
-    def end_pass(self, choices: RoutingChoices, tokens: int) -> list[_PassArray] | None:
-        """Note that the pass is over; return what it asked for, None if not all layers did."""
+    def end_pass(self, choices: RoutingChoices, tokens: int) -> list[Numbers] | None:
+        """Record the end of the pass; return its choices, None unless all layers made some."""
         now, self._current = self._current, _PassRecord()
         if len(now.loaded_at) < self._layers:
             return None
@@ -227,7 +180,7 @@ class PassLog:
         with self._lock:
             self._finished.append(now)
             kept = sum(each.tokens for each in self._finished)
-        if len(self._finished) >= _PASSES_PER_COUNT or kept >= _TOKENS_PER_COUNT:
+        if len(self._finished) >= _PASSES_PER_FLUSH or kept >= TOKENS_PER_COUNT:
             self.flush()
         return now.selected
 
@@ -236,7 +189,7 @@ class PassLog:
         self._counters.count_swaps(number, 1)
 
     def flush(self) -> None:
-        """Count what is not counted yet."""
+        """Count the passes that are not counted yet."""
         with self._lock:
             over, self._finished = self._finished, []
             for _, alike in groupby(over, key=lambda each: each.tokens):
@@ -259,37 +212,34 @@ class PassLog:
             hot_ns=computed.sum(0),
             cold_ns=waited.sum(0),
         )
-        mass = np.array([each.weights for each in passes]).sum(-1).reshape(layers, -1)
-        skipped = np.zeros_like(mass)
+        total = np.array([each.weights for each in passes]).sum(-1).reshape(layers, -1)
+        skipped = np.zeros_like(total)
         if self._skips:
             skipped = np.array([each.skipped for each in passes]).reshape(layers, -1)
-            mass = np.where(mass > 0, mass, skipped)  # experts that stay took over all the mass
-        self._totals += sum_skips(requests, hits, router_weight=mass, skipped_weight=skipped)
+            total = np.where(total > 0, total, skipped)  # other experts took over the whole weight
+        self._totals += sum_skips(requests, hits, router_weight=total, skipped_weight=skipped)
 
 
-def _pad_selected(ids: _PassArray, tokens: int) -> _PassArray:
-    """Return what so many tokens asked for; `NO_EXPERT` for those that did not ask."""
+def _pad_selected(ids: Numbers, tokens: int) -> Numbers:
+    """Return the choices of ``tokens`` tokens, flat; `NO_EXPERT` for tokens without any."""
     found = np.full(tokens * ids.shape[1], NO_EXPERT)
     found[: ids.size] = ids.ravel()
     return found
 
 
 def _split_passes(passes: list[_PassRecord]) -> Iterator[list[_PassRecord]]:
-    """Cut passes into groups that are each counted together in little memory."""
-    some = max(1, _TOKENS_PER_COUNT // passes[0].tokens)
+    """Split passes into groups that are each counted together in little memory."""
+    some = max(1, TOKENS_PER_COUNT // passes[0].tokens)
     for first in range(0, len(passes), some):
         yield passes[first : first + some]
 
 
-Numbers = np.ndarray[Any, Any]
 PASSES_PER_COUNT = 64
-"""Passes that are counted together: only what they asked for is kept of them."""
-TOKENS_PER_COUNT = 512
-"""Passes are also counted once they have read so many tokens: what is kept must not grow."""
+"""Passes that `ResidentExperts` counts together: only their choices are kept."""
 
 
 class ResidentExperts:
-    """All experts are in memory and stay there. One thread asks; any thread reads the counts."""
+    """All experts of a base, in memory. One thread uses it; any thread reads the counts."""
 
     is_whole, skips = True, False
     slots: tuple[LayerSlots, ...] = ()
@@ -302,9 +252,9 @@ class ResidentExperts:
         blocks: Mapping[tuple[int, int], Numbers],
         layer_numbers: Sequence[int],
     ) -> None:
-        """Take the block of each expert, by layer and number, and keep it alive.
+        """Keep the block of each expert, by layer and number, alive.
 
-        ``numbers`` are those of routed layers in the base.
+        ``layer_numbers`` are the numbers of routed layers in the base.
         """
         self.shape = shape
         by_layer: dict[int, list[int]] = {}
@@ -314,24 +264,21 @@ class ResidentExperts:
         self._hits = np.ones(self._places.shape, np.float32)
         self._counters = Counters(layer_numbers, experts=self._places.shape[1])
         self._uncounted: list[Numbers] = []
-        """What passes asked for that is not counted yet, [layers, tokens, used] each."""
+        """Choices of passes that are not counted yet, [layers, tokens, used] each."""
         self._tokens = 0
         self._lock = threading.Lock()
 
     @property
     def counters(self) -> Counters:
-        """What its layers were asked for until now, up to date."""
+        """The counters, up to date."""
         self._flush()
         return self._counters
 
     def report(self) -> RoutedExpertStats:
-        """Return what was asked for until now."""
-        layers, experts = self._places.shape
-        residence = ExpertResidency(
-            layers=layers, experts=experts, slots=experts, blocks=layers * experts
-        )
-        activity = ExpertActivity(requests=self.counters.cumulative_snapshot().summary.requests)
-        return RoutedExpertStats(residence, activity)
+        """Return the requests so far."""
+        requests = self.counters.cumulative_snapshot().summary.requests
+        residency = ExpertResidency.whole(*self._places.shape)
+        return RoutedExpertStats(residency, ExpertActivity(requests=requests))
 
     def places(self, layer: int) -> Numbers:
         """Return the addresses of a layer's experts, int64 [experts]."""
@@ -346,15 +293,15 @@ class ResidentExperts:
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
-        """Return False: all are there."""
+        """Return False: no expert is missing."""
         return False
 
     def wait_for_some(self) -> bool:
-        """Return False: all are there."""
+        """Return False: no expert is missing."""
         return False
 
     def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
-        """Note what was chosen in all layers of a pass that is over."""
+        """Record the choices of all layers of a pass that ended."""
         with self._lock:
             self._uncounted.append(choices.selected[:, :tokens].copy())
             self._tokens += tokens
@@ -362,10 +309,10 @@ class ResidentExperts:
             self._flush()
 
     def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Do nothing: no expert has to go for another."""
+        """Do nothing: no expert is ever swapped."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: no expert is to come."""
+        """Return nothing: no expert is read later."""
         return ()
 
     def _flush(self) -> None:
@@ -375,10 +322,10 @@ class ResidentExperts:
                 self._count(np.stack(list(alike)))
 
     def _count(self, asked: Numbers) -> None:
-        """Count passes that read the same number of tokens, [passes, layers, tokens, used]."""
+        """Count passes with the same number of tokens, [passes, layers, tokens, used]."""
         passes, layers, tokens, used = asked.shape
         experts = self._places.shape[1]
-        if tokens == 1:  # which asks for each expert once
+        if tokens == 1:  # which chooses each expert once
             ids = asked.transpose(1, 0, 2, 3).reshape(layers, passes * used)
             chosen = count_requests_by_layer(ids, experts)
             different = chosen.sum(-1)
@@ -390,7 +337,7 @@ class ResidentExperts:
 
 
 def make_resident_experts(base: PackedBase) -> ResidentExperts | None:
-    """Return the experts of a base that holds all of them, if it has any."""
+    """Return the routed experts of a base that is in memory as a whole, if it has any."""
     routed = base.config.experts
     if routed is None:
         return None

@@ -1,15 +1,9 @@
-"""What the tokens of one pass chose, layer by layer, for the owner of the experts.
+"""The routed experts of a base as a decoder sees them, and what one pass computes with.
 
-It stays until the next pass, so that it can be counted.
-
-What happens where a routed expert is not in memory: `MissPolicy`.
-
-The memory that the routed experts of one pass compute in, known in bytes before it is made.
-
-A *position* is one expert of one token; those of one expert are adjacent. What was chosen stays
-until the next pass, layer by layer, so that it can be counted.
-
-The routed experts of a base, as a decoder sees them: where they are and how they are brought.
+`RoutedExperts` is the owner of the experts. `RoutingChoices` holds the choices of the tokens of one
+pass, layer by layer; they stay until the next pass, so that they can be counted. `RoutedWorkspace`
+is the memory in which the CPU backend computes a pass; its bytes are known before it is allocated.
+A *position* is one expert of one token; those of one expert are adjacent.
 """
 
 from dataclasses import dataclass
@@ -30,36 +24,36 @@ from expertctl.engine.kernels.simd import LANES
 from expertctl.engine.moe.phase import Phase
 from expertctl.package.model_config import ModelConfig
 
-ChoiceArray = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 NO_EXPERT = -1
-"""Stands where a token asked for no expert; kernels write it where one is left out."""
+"""Id where a token chose no expert; kernels write it where one is skipped."""
 
 
 class RoutingChoices(Protocol):
-    """The choices of up to so many tokens; layers are routed ones, counted from 0."""
+    """The choices of a pass; layers are routed ones, counted from 0."""
 
-    selected: ChoiceArray
-    """The experts of each token, int64 [layers, tokens, used]; `NO_EXPERT` where it did not ask."""
-    weights: ChoiceArray
+    selected: Array
+    """The experts of each token, int64 [layers, tokens, used]; `NO_EXPERT` if it chose none."""
+    weights: Array
     """Their weights, float32 [layers, tokens, used]."""
-    skipped: ChoiceArray
-    """How much of the weights of a token was left out, float32 [layers, tokens]."""
-    likely: ChoiceArray
-    """What a layer will be asked for, as the one before it foresaw; nothing for the first."""
+    skipped: Array
+    """The weight of a token that was skipped, float32 [layers, tokens]."""
+    likely: Array
+    """Choices of a layer as predicted by the one before it; unused for the first."""
 
 
 def mask_last_layer(choices: RoutingChoices, first: int, tokens: int) -> None:
-    """Let tokens from ``first`` up to ``tokens`` ask for no expert in the last layer."""
+    """Remove the choices of tokens from ``first`` up to ``tokens`` in the last layer."""
     choices.selected[-1, first:tokens] = NO_EXPERT
     choices.weights[-1, first:tokens] = 0
     choices.skipped[-1, first:tokens] = 0
 
 
 class HostRoutingChoices:
-    """Choices that were made on a device, in the memory of the machine."""
+    """Choices that were made on a device, in host memory."""
 
     def __init__(self, *, layers: int, tokens: int, used: int) -> None:
-        """Make room for so many tokens."""
+        """Allocate for ``tokens`` tokens."""
         self.selected = np.zeros((layers, tokens, used), np.int64)
         self.weights = np.zeros((layers, tokens, used), np.float32)
         self.skipped = np.zeros((layers, tokens), np.float32)
@@ -69,10 +63,10 @@ class HostRoutingChoices:
 
 @dataclass(frozen=True, slots=True)
 class MissPolicy:
-    """What happens where an expert is missing: it is brought, or left out within a cap.
+    """What happens when an expert is missing: it is read, or skipped within a cap.
 
-    ``cap`` is the largest share of a token's weights that may be left out. With ``prefetches``,
-    what the next layer will ask for is read early; how fast that is decides what is left out.
+    ``cap`` is the largest share of a token's weight that may be skipped. With ``prefetches``,
+    predicted experts of the next layer are read early; how fast that is decides what is skipped.
     """
 
     skips: bool = False
@@ -83,15 +77,14 @@ class MissPolicy:
 EXACT_POLICY = MissPolicy()
 
 
-_WorkspaceArray = np.ndarray[Any, Any]
 _FLOAT_BYTES, _LONG_BYTES = 4, 8
 
 
 class RoutedWorkspace:
-    """Room for ``tokens`` that are read at a time, each with all its experts."""
+    """Memory for passes of up to ``tokens`` tokens, each with all its experts."""
 
     def __init__(self, config: ModelConfig, scheme: Scheme, *, tokens: int) -> None:
-        """Make it for a base in a scheme."""
+        """Allocate it for a base in a scheme."""
         routed = config.experts
         assert routed is not None, "a base with routed experts"
         positions, layers = tokens * routed.used, len(routed.layers)
@@ -99,12 +92,12 @@ class RoutedWorkspace:
         self.selected = aligned_zeros((layers, tokens, routed.used), np.int64)
         self.weights = aligned_zeros((layers, tokens, routed.used), np.float32)
         self.skipped = aligned_zeros((layers, tokens), np.float32)
-        """How much of the weights of a token was skipped."""
+        """The weight of a token that was skipped."""
         self.likely = aligned_zeros((layers, tokens, routed.used), np.int64)
-        """What a layer will be asked for, as the one before it foresaw; unused for the first."""
+        """Choices of a layer as predicted by the one before it; unused for the first."""
         self.likely_weights = aligned_zeros((tokens, routed.used), np.float32)
         self.absent = aligned_zeros(1, np.int64)
-        """1 + the id of an expert that was asked for but not there: a bug of ours."""
+        """1 + the id of an expert that was chosen but not in memory: a bug of ours."""
         self.order = allocate_permutation(routed.count, positions)
         self.rows = _allocate_rows(scheme, positions, config.hidden_size)
         self.gates = aligned_zeros(
@@ -113,12 +106,12 @@ class RoutedWorkspace:
         self.middle = _allocate_rows(scheme, positions, routed.intermediate_size, here=self.gates)
         self.down = aligned_zeros((positions, _pad_columns(config.hidden_size)), np.float32)
         self.scratch = aligned_zeros((tokens, _pad_columns(config.hidden_size)), np.float32)
-        """A row for each token, for what is made beside its experts."""
+        """A row for each token, for results other than those of its experts."""
         self.shares = aligned_zeros((tokens, LANES), np.float32)
 
 
 def estimate_workspace_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int) -> int:
-    """Return the bytes of such room; 0 where no expert is routed."""
+    """Return the bytes of a `RoutedWorkspace`; 0 without routed experts."""
     routed = config.experts
     if routed is None:
         return 0
@@ -136,9 +129,9 @@ def estimate_workspace_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int
 
 
 def _allocate_rows(
-    scheme: Scheme, positions: int, columns: int, *, here: _WorkspaceArray | None = None
+    scheme: Scheme, positions: int, columns: int, *, here: Array | None = None
 ) -> PreparedActivations:
-    """Return room for rows as a scheme wants them; ``here`` where floats may stay."""
+    """Allocate rows in the form of a scheme; floats may stay in ``here``."""
     if scheme not in FLOAT_SCHEMES:
         return allocate_activations(scheme, positions, columns)
     if here is None:
@@ -159,19 +152,16 @@ def _pad_columns(columns: int) -> int:
     return -(-columns // LANES) * LANES
 
 
-TableArray = np.ndarray[Any, Any]
-
-
 class RoutedExperts(Protocol):
-    """The owner of the experts of all layers; one pass at a time asks it.
+    """The owner of the experts of all layers; one pass at a time uses it.
 
     Routed layers are counted from 0, whatever their numbers in the base. Programs read the tables
-    at each run, so these stay where they are.
+    at each run, so their addresses never change.
     """
 
     @property
     def shape(self) -> ExpertShape:
-        """What the block of an expert holds."""
+        """The contents of the block of an expert."""
 
     @property
     def is_whole(self) -> bool:
@@ -179,32 +169,32 @@ class RoutedExperts(Protocol):
 
     @property
     def skips(self) -> bool:
-        """Whether what is missing may be left out."""
+        """Whether missing experts may be skipped."""
 
-    def places(self, layer: int) -> TableArray:
-        """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
+    def places(self, layer: int) -> Array:
+        """Return the addresses of a layer's experts, int64 [experts]; 0 if missing."""
 
-    def hits(self, layer: int) -> TableArray:
-        """Return float32 [experts], 1 for what is there and 0 for what is missing."""
+    def hits(self, layer: int) -> Array:
+        """Return float32 [experts], 1 for resident experts and 0 for missing ones."""
 
     def request(
         self, layer: int, choices: RoutingChoices, tokens: int, *, predicts_next: bool = True
     ) -> bool:
-        """Ask for what tokens chose in a layer; tell whether experts have to be waited for.
+        """Request the choices of tokens in a layer; return whether to wait for experts.
 
-        Meanwhile those that have a place may be computed. ``predicts_next``: the room says what the next
-        layer is likely to be asked for. The last layer may be asked for fewer tokens than others.
+        Meanwhile those that have an address may be computed. ``predicts_next``: the choices have a
+        prediction for the next layer. The last layer may be requested for fewer tokens than others.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
 
     def wait_for_some(self) -> bool:
-        """Wait for some of the experts that were asked for; tell whether others are still to come.
+        """Wait for some of the requested experts; return whether others are still missing.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
 
     def end_pass(self, choices: RoutingChoices, tokens: int, *, phase: Phase) -> None:
-        """Learn what was chosen in all layers of a pass that is over."""
+        """Learn from the choices of all layers of a pass that ended."""

@@ -1,20 +1,18 @@
-"""A layer's routed experts, run one after the other: the plain formula, exact, for any device.
+"""Layers of routed experts in torch: the plain formula, and layers whose experts are in a stack.
 
-Every expert that some token asks for reads all of its tokens at once; outputs are added in the
-order of expert numbers, that of the shared expert last.
+`RoutedMlp` is the plain formula, exact, for any device: every chosen expert reads all of its tokens
+at once; outputs are added in the order of expert numbers, that of the shared expert last.
 
-`StackedWorkspace`: what the stages of a step leave each other, at addresses that never change.
+`StackedMlp` computes with the rows of an `ExpertStack`. A prompt is computed expert after expert,
+each reading all of its tokens at once: first those that are resident, while the others are read. A
+step computes all choices of its tokens in two products. Either way each token's experts are added
+in the order in which it chose them, so the result does not depend on where an expert was or when it
+arrived.
 
-A stage reads what another one wrote and never what it writes itself, so repeating it changes
-nothing. The place of the layer is stored here too, so that the same stage serves all layers. What
-was chosen is copied to where the host reads it.
-
-A layer whose routed experts are in the rows of a stack: prompts by experts, steps by tokens.
-
-A prompt is computed expert after expert, each reading all of its tokens at once: those that are
-there while the others come, then these. A step computes all that its tokens chose in two products.
-Either way each token's experts are added in the order in which it chose them, so where an expert
-was, and when it came, leaves no trace.
+`StackedWorkspace` holds the results of the stages of a step, at fixed addresses. A stage reads what
+another one wrote and never what it writes itself, so it can be repeated. The index of the layer is
+stored there too, so that the same stage serves all layers. Choices are copied to where the host
+reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +38,7 @@ from expertctl.engine.moe.expert_stack import (
     expert_module_name,
     round_pinned_bytes,
 )
-from expertctl.engine.moe.routing import (
-    RouterOutput,
-    RoutingRule,
-    WorklistLane,
-    build_worklist,
-    make_lane_map,
-    route,
-)
+from expertctl.engine.moe.routing import RouterOutput, RoutingRule, route, split_by_residency
 from expertctl.engine.moe.stacked_experts import StackedExperts
 from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.model_config import (
@@ -61,27 +52,27 @@ from expertctl.package.model_config import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Router:
-    """What chooses the experts of a layer."""
+    """Chooses the experts of a layer."""
 
     weight: Tensor  # [experts, hidden]
     choice_bias: Tensor | None  # [experts]
     rule: RoutingRule
 
     def __call__(self, x: Tensor) -> RouterOutput:
-        """Choose the experts of tokens; logits are float32, however the router is held."""
+        """Choose the experts of tokens; logits are float32, whatever the dtype of the router."""
         logits = F.linear(x, self.weight.float())  # [tokens, experts]
         return route(logits, self.rule, self.choice_bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedExpert:
-    """The expert that reads every token; its gate, if any, scales what it adds."""
+    """The expert that reads every token; its gate, if any, scales its output."""
 
     mlp: FeedForward
     gate: Linear | None
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
+        """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
         out = self.mlp(x, deltas)
         if self.gate is None:
             return out
@@ -97,7 +88,7 @@ class RoutedMlp:
     shared: SharedExpert | None
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
+        """Apply it, with the deltas of a plan: [tokens, hidden] -> [tokens, hidden]."""
         routed = self.route(x)
         out = torch.zeros_like(x)
         for number in sorted(set(routed.selected.flatten().tolist())):
@@ -140,45 +131,42 @@ def build_shared_expert(
 
 
 def build_routing_rule(config: ExpertsConfig) -> RoutingRule:
-    """Return how the logits of a base's routers become experts and weights."""
+    """Return the routing rule of a base."""
     return RoutingRule(
-        used=config.used,
-        scoring=config.scoring,
-        normalised=config.normalised,
-        scale=config.scale,
+        used=config.used, scoring=config.scoring, normalised=config.normalised, scale=config.scale
     )
 
 
 def estimate_routed_floats(config: ExpertsConfig, *, hidden: int) -> int:
-    """Return how many float32 numbers a token of a pass needs in a layer of experts, at most.
+    """Return how many float32 values a token of a pass needs in a layer of experts, at most.
 
-    All tokens may ask for the same expert, which then has as many rows as the pass.
+    All tokens may choose the same expert, which then has as many rows as the pass.
     """
     inner = max(config.intermediate_size, config.shared_size)
-    choice = 8 * config.count + 8 * config.used  # scores, their order, numbers of eight bytes
+    choice = 8 * config.count + 8 * config.used  # scores, their order, 8-byte ids
     return 5 * hidden + 3 * inner + choice
 
 
-_HostArray = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 _HIDDEN_BUFFERS, _ID_BUFFERS = 4, 3
 _LONG_BYTES, _FLOAT_BYTES = 8, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSelection:
-    """What some rows chose in a layer, as the host knows it; all [rows, used]."""
+    """The choices of some rows in a layer, in host memory; all [rows, used]."""
 
-    selected: _HostArray
-    weights: _HostArray
-    likely: _HostArray
-    """What the next layer will be asked for."""
+    selected: HostArray
+    weights: HostArray
+    likely: HostArray
+    """Predicted choices of the next layer."""
 
 
 class StackedWorkspace:
-    """Room for the routed layers of a step over up to so many rows; one layer at a time uses it."""
+    """Memory for the routed layers of a step over up to ``rows`` rows, one layer at a time."""
 
     def __init__(self, config: ModelConfig, *, rows: int, device: torch.device) -> None:
-        """Take the memory, once."""
+        """Allocate it."""
         routed, wide = config.experts, config.hidden_size
         assert routed is not None, "a base with routed experts"
         pinned, each = device.type == "cuda", (rows, routed.used)
@@ -195,7 +183,7 @@ class StackedWorkspace:
         self._host_weights = torch.zeros(each, pin_memory=pinned)
 
     def __len__(self) -> int:
-        """For how many rows there is room."""
+        """Return the largest number of rows."""
         return self._size
 
     @property
@@ -206,11 +194,11 @@ class StackedWorkspace:
         return sum(part.nbytes for part in parts)
 
     def read_selection(self, rows: int) -> RouterOutput:
-        """Return what the first rows chose, on the device."""
+        """Return the choices of the first rows, on the device."""
         return RouterOutput(self.chosen[0, :rows], self.weights[:rows])
 
     def fetch_selection(self, sequences: Tensor) -> HostSelection:
-        """Wait until the rows of ``texts`` have chosen; return their choices."""
+        """Wait until the rows of ``sequences`` have chosen; return their choices."""
         self._host_chosen.copy_(self.chosen, non_blocking=True)
         self._host_weights.copy_(self.weights, non_blocking=True)
         if self.chosen.is_cuda:
@@ -220,7 +208,7 @@ class StackedWorkspace:
 
 
 def estimate_stacked_workspace_bytes(config: ModelConfig, *, rows: int) -> int:
-    """Return what a `StackedWorkspace` takes on the device."""
+    """Return the bytes of a `StackedWorkspace` on the device."""
     assert config.experts is not None
     used, wide = config.experts.used, config.hidden_size
     numbers = _HIDDEN_BUFFERS * wide + used * wide + used
@@ -228,20 +216,19 @@ def estimate_stacked_workspace_bytes(config: ModelConfig, *, rows: int) -> int:
 
 
 def estimate_host_selection_bytes(config: ModelConfig, *, rows: int) -> int:
-    """Return what a `StackedWorkspace` takes of the machine's memory, pinned in powers of two."""
+    """Return the bytes of a `StackedWorkspace` in host memory, pinned in powers of two."""
     assert config.experts is not None
     chosen = rows * config.experts.used
     return round_pinned_bytes(2 * _LONG_BYTES * chosen) + round_pinned_bytes(_FLOAT_BYTES * chosen)
 
 
-Array = np.ndarray[Any, Any]
 _FLOATS_PER_CHOICE = 8
-"""Float32 numbers of a token and expert while it is chosen: scores, their order, ids."""
+"""Float32 values per token and expert of choosing: scores, their order, ids."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextLayerPredictor:
-    """What the next routed layer is likely to be asked for: its router judges what this one reads.
+    """Predicts the choices of the next routed layer: applies its router to the input of this layer.
 
     Little is added to that in between. It is normed for this layer, and rescaled for the next.
     """
@@ -249,7 +236,7 @@ class NextLayerPredictor:
     scale: Tensor  # the norm of the next layer divided by that of this one, [hidden]
     route: Router
     is_last: bool
-    """Whether the next layer is the last of the base, which a prompt asks for one token alone."""
+    """Whether the next layer is the last of the base, which a prompt runs for one token only."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return experts of tokens, [tokens, hidden] -> int64 [tokens, used]."""
@@ -263,14 +250,14 @@ class StackedMlp:
     layer: int
     """Its number in the base."""
     layer_index: int
-    """Its place among routed layers."""
+    """Its index among routed layers."""
     route: Router
     experts: StackedExperts
     shared: SharedExpert | None
     predictor: NextLayerPredictor | None
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it expert after expert, with what a plan changes: [tokens, hidden].
+        """Apply it expert after expert, with the deltas of a plan: [tokens, hidden].
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -279,44 +266,42 @@ class StackedMlp:
         selected, weights = routed.selected.cpu().numpy(), routed.weights.cpu().numpy()
         likely = self._predict_next(x)
         waits = self.experts.request(self.layer_index, selected, weights, likely)
-        rows = self.experts.layer_rows(self.layer_index)
-        lanes = build_worklist(
-            selected, weights, make_lane_map(rows - 1, len(self.experts.stack)), "expert_major"
-        )
+        resident, missing = split_by_residency(selected, self.experts.layer_rows(self.layer_index))
         out = x.new_zeros(selected.size, x.shape[1])
-        [there] = lanes.hot
-        self._run_experts(x, there, out, deltas)
+        self._run_experts(x, selected, resident, out, deltas)
         if waits:
             self.experts.wait(self.layer_index, len(selected))
-            self._run_experts(x, lanes.cold, out, deltas)
+            self._run_experts(x, selected, missing, out, deltas)
         found = torch.from_numpy(self.experts.layer_rows(self.layer_index)[selected]).to(x.device)
         weighed = self.experts.mask_weights(routed, found)
         merged = merge_rows(out.view(*selected.shape, -1), weighed)
         return merged if self.shared is None else merged + self.shared(x, deltas)
 
-    def _predict_next(self, x: Tensor) -> Array | None:
-        """Return what the next layer is likely to be asked for by all of these tokens."""
+    def _predict_next(self, x: Tensor) -> HostArray | None:
+        """Return the predicted choices of all tokens in the next layer."""
         if (
             self.predictor is None
             or self.experts.is_whole
             or (self.predictor.is_last and len(x) > 1)
         ):
             return None
-        found: Array = self.predictor(x).cpu().numpy()
+        found: HostArray = self.predictor(x).cpu().numpy()
         return found
 
-    def _run_experts(self, x: Tensor, lane: WorklistLane, out: Tensor, deltas: Deltas) -> None:
-        """Write what the experts of a lane make of their tokens; missing ones write nothing."""
-        count = lane.count
-        sources = torch.from_numpy(lane.sources[:count]).to(x.device)
-        tokens = torch.from_numpy(lane.tokens[:count]).to(x.device)
-        for begin, end in pairwise(_find_run_bounds(lane.experts[:count])):
-            number = int(lane.experts[begin])
+    def _run_experts(
+        self, x: Tensor, selected: HostArray, sources: HostArray, out: Tensor, deltas: Deltas
+    ) -> None:
+        """Write the outputs of the experts of some sources; those without a row write nothing."""
+        experts = selected.ravel()[sources]
+        places = torch.from_numpy(sources).to(x.device)
+        tokens = torch.from_numpy(sources // selected.shape[1]).to(x.device)
+        for begin, end in pairwise(_find_run_bounds(experts)):
+            number = int(experts[begin])
             row = int(self.experts.layer_rows(self.layer_index)[number])
             if row != DUMMY_ROW:
                 expert = self.experts.stack.expert(row, expert_module_name(self.layer, number))
                 made = expert(x.index_select(0, tokens[begin:end]), deltas)
-                out.index_copy_(0, sources[begin:end], made)
+                out.index_copy_(0, places[begin:end], made)
         self.experts.record_computed(self.layer_index)
 
 
@@ -337,7 +322,7 @@ class StackedLayers:
 def build_stacked_layers(
     config: ModelConfig, tensors: Mapping[str, Tensor], experts: StackedExperts
 ) -> StackedLayers:
-    """Return the routed layers of a base, whose other tensors are given."""
+    """Return the routed layers of a base, given its other tensors."""
     routed = config.experts
     assert routed is not None, "a base with routed experts"
     routers = [
@@ -346,7 +331,7 @@ def build_stacked_layers(
     norms = [tensors[f"{_layer_prefix(n)}.post_attention_layernorm.weight"] for n in routed.layers]
     scales = [_safe_divide(after, norm) for norm, after in pairwise(norms)]
     nexts = zip(scales, routers[1:], routed.layers[1:], strict=True)
-    foresights = [NextLayerPredictor(scale, to, n == config.layers - 1) for scale, to, n in nexts]
+    predictors = [NextLayerPredictor(scale, to, n == config.layers - 1) for scale, to, n in nexts]
     mlps = {
         number: StackedMlp(
             layer=number,
@@ -354,30 +339,30 @@ def build_stacked_layers(
             route=routers[place],
             experts=experts,
             shared=build_shared_expert(tensors, routed, layer=_layer_prefix(number)),
-            predictor=foresee,
+            predictor=predictor,
         )
-        for place, (number, foresee) in enumerate(
-            zip(routed.layers, [*foresights, None], strict=True)
+        for place, (number, predictor) in enumerate(
+            zip(routed.layers, [*predictors, None], strict=True)
         )
     }
     return StackedLayers(experts, mlps)
 
 
 def estimate_prompt_floats(config: ExpertsConfig, *, hidden: int) -> int:
-    """Return how many float32 numbers a token of a prompt needs in a layer of experts, at most."""
+    """Return how many float32 values a token of a prompt needs in a layer of experts, at most."""
     inner = max(config.intermediate_size, config.shared_size)
-    rows = config.used * (2 * hidden + 4)  # of the grid and one expert's, and the worklist
+    rows = config.used * (2 * hidden + 4)  # all outputs, those of one expert, and sources
     return rows + 6 * hidden + 4 * inner + _FLOATS_PER_CHOICE * (config.count + config.used)
 
 
 def estimate_stacked_step_bytes(config: ExpertsConfig, shape: StackShape) -> int:
-    """Return the bytes a token of a step needs in a layer, with copies of the experts it chose."""
+    """Return the bytes a token of a step needs in a layer, with copies of its experts."""
     numbers = config.used * (4 * config.intermediate_size + 2 * shape.hidden + _FLOATS_PER_CHOICE)
     numbers += 4 * config.shared_size + _FLOATS_PER_CHOICE * config.count
     return config.used * shape.nbytes + 4 * numbers
 
 
-def _find_run_bounds(experts: Array) -> Sequence[int]:
+def _find_run_bounds(experts: HostArray) -> Sequence[int]:
     """Return where each run of one expert begins, and where the last ends."""
     if not len(experts):
         return (0,)

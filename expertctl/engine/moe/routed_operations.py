@@ -1,7 +1,7 @@
-"""The operations of routed layers: choosing experts, then computing them.
+"""The operations of routed layers in a program: choosing experts, then computing them.
 
-Between the two lies a border, where experts may be brought. Their outputs are added in the order
-in which a token chose them, so where they lie changes no bit.
+The program stops between the two, so that missing experts can be read. Outputs are added in the
+order in which a token chose its experts, so the result does not depend on where they are.
 """
 
 from collections.abc import Collection
@@ -61,7 +61,7 @@ from expertctl.engine.moe.routed_experts import RoutedExperts
 
 Numbers = np.ndarray[Any, Any]
 _EXPERTS_PART = "experts"
-"""The part name of operations that a base alone would not have."""
+"""The part name of operations that a base without adapters does not have."""
 
 
 class RoutedOperations:
@@ -78,10 +78,10 @@ class RoutedOperations:
         adapters: Collection[Scheme] = (),
         scales: bool = False,
     ) -> None:
-        """Compute with experts that are where ``experts`` says; ``tokens`` is int64 [1].
+        """Compute with the experts at the addresses of ``experts``; ``tokens`` is int64 [1].
 
-        Allow for plans that change the experts, in the schemes of ``adapters``, and with ``scales``
-        for factors on what they read.
+        Support plans that adapt the experts, in the schemes of ``adapters``, and with ``scales``
+        input scales.
         """
         assert workspace.routed is not None
         assert base.config.experts is not None
@@ -96,11 +96,11 @@ class RoutedOperations:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no expert ever has to be brought between choosing and computing."""
+        """Whether no expert ever has to be read between choosing and computing."""
         return self._experts.is_whole
 
     def set_tokens(self, tokens: int) -> None:
-        """Say how many tokens the next run reads."""
+        """Set the number of tokens of the next run."""
         shape, positions = self._experts.shape, tokens * self._config.used
         active = min(positions, self._config.count)
         self._positions[0] = positions
@@ -108,24 +108,28 @@ class RoutedOperations:
         self._outputs[0] = moe_gemm_items(shape.down_matrix, active=active)
 
     def add_shared_expert(self) -> None:
-        """Add the output of the shared expert, as far as its gate opens."""
-        room, tokens = self.workspace, self._tokens
+        """Add the output of the shared expert, times its gate."""
+        workspace, tokens = self.workspace, self._tokens
         arguments = gated_add_arguments(
-            gates=room.shares, rows=room.scratch, out=self._decoder.hidden, width=self._hidden
+            gates=workspace.shares,
+            rows=workspace.scratch,
+            out=self._decoder.hidden,
+            width=self._hidden,
         )
         self._builder.add(gated_add_kernel(), arguments, tokens)
 
     def add_router(self, number: int, routing: PackedRouting) -> int:
-        """Write what is asked for in a layer of the base; return its place among routed layers."""
-        place, room = self._config.layers.index(number), self.workspace
+        """Write the choices in a layer of the base; return its index among routed layers."""
+        place, workspace = self._config.layers.index(number), self.workspace
         rows = self._decoder.normed
-        self._add_routing(routing, rows, room.selected[place], room.weights[place])
+        self._add_routing(routing, rows, workspace.selected[place], workspace.weights[place])
         return place
 
     def add_prediction(self, layer_index: int, layer: PackedLayer) -> None:
-        """Write which experts the next routed layer is likely to be asked for.
+        """Write the predicted choices of the next routed layer.
 
-        Its router judges by what the layer before it reads: little is added to that in between.
+        Its router is applied to the input of the layer before it: little is added to that in
+        between.
         """
         assert isinstance(layer.mlp, PackedRouting)
         rows, out = self._decoder.hidden, self.workspace.scratch
@@ -153,36 +157,36 @@ class RoutedOperations:
 
     @property
     def can_split(self) -> bool:
-        """Whether experts that are there can be computed before the others.
+        """Whether resident experts can be computed before the others.
 
-        Which experts take over a skipped one's weight is known only when all have come; and what
-        plans add is added to all positions.
+        Not if experts may be skipped, because the weights are known only when all have arrived, nor
+        if plans adapt experts, because deltas are added to all positions.
         """
         return not (self._experts.skips or self._adapters or self._scales)
 
     def add_experts(self, layer_index: int) -> None:
-        """Add what the experts of a routed layer make of the normed rows."""
-        room, add = self.workspace, self._builder.add
-        selected, weights = room.selected[layer_index], room.weights[layer_index]
+        """Add the output of the experts of a routed layer, which read the normed rows."""
+        workspace, add = self.workspace, self._builder.add
+        selected, weights = workspace.selected[layer_index], workspace.weights[layer_index]
         if self._experts.skips:
             arguments = drop_experts_arguments(
                 hits=self._experts.hits(layer_index),
                 selected=selected,
                 weights=weights,
-                dropped=room.skipped[layer_index],
+                dropped=workspace.skipped[layer_index],
             )
             add(drop_experts_kernel(), arguments, self._tokens)
-        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=room.order)
+        arguments = permute_arguments(selected=selected, tokens=self._tokens, order=workspace.order)
         add(permute_kernel(), arguments, 1)
         self._add_products(layer_index)
         self._add_merge(layer_index)
 
     def add_present_experts(self, layer_index: int) -> None:
-        """Compute those of the chosen experts that are in memory now."""
+        """Compute the chosen experts that are in memory now."""
         self._add_subset(layer_index, behind=False)
 
     def add_loaded_experts(self, layer_index: int) -> None:
-        """Compute those that have come since."""
+        """Compute those that have arrived since."""
         self._add_subset(layer_index, behind=True)
 
     def add_remaining_experts(self, layer_index: int) -> None:
@@ -202,11 +206,11 @@ class RoutedOperations:
         self._add_products(layer_index)
 
     def _add_merge(self, layer_index: int) -> None:
-        room = self.workspace
+        workspace = self.workspace
         arguments = combine_arguments(
-            order=room.order,
-            weights=room.weights[layer_index],
-            rows=room.down,
+            order=workspace.order,
+            weights=workspace.weights[layer_index],
+            rows=workspace.down,
             out=self._decoder.hidden,
             width=self._hidden,
         )
@@ -215,32 +219,34 @@ class RoutedOperations:
     def _add_products(self, layer_index: int) -> None:
         """``down (silu(gate x) * up x)`` of each position of an order.
 
-        Intermediate values of earlier positions are computed anew; their ``down`` is done already,
+        Intermediate values of earlier positions are computed again; their ``down`` is done already,
         so that does no harm.
         """
-        room, wide = self.workspace, self._experts.shape.intermediate
+        workspace, width = self.workspace, self._experts.shape.intermediate
         arguments = gather_rows_arguments(
-            order=room.order,
+            order=workspace.order,
             top_k=self._config.used,
             rows=self._prepare_normed(),
-            gathered=room.rows,
+            gathered=workspace.rows,
         )
         self._builder.add(gather_rows_kernel(), arguments, self._positions)
-        self._add_routed_product(layer_index, room.rows, room.gates, self._inputs, down=False)
-        self._add_deltas(
-            layer_index, self._decoder.normed[:, : self._hidden], room.gates, down=False
+        self._add_routed_product(
+            layer_index, workspace.rows, workspace.gates, self._inputs, down=False
         )
-        gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
-        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._add_deltas(
+            layer_index, self._decoder.normed[:, : self._hidden], workspace.gates, down=False
+        )
+        gate, up = workspace.gates[:, :width], workspace.gates[:, width : 2 * width]
+        arguments = swiglu_arguments(gate=gate, up=up, out=gate, width=width)
         self._builder.add(swiglu_kernel(), arguments, self._positions)
         middle = self._prepare_middle(
             self._add_scale(layer_index, gate, up) if self._scales else gate
         )
-        self._add_routed_product(layer_index, middle, room.down, self._outputs, down=True)
-        self._add_deltas(layer_index, gate, room.down, down=True)
+        self._add_routed_product(layer_index, middle, workspace.down, self._outputs, down=True)
+        self._add_deltas(layer_index, gate, workspace.down, down=True)
 
     def _prepare_middle(self, rows: Numbers) -> PreparedActivations:
-        """Return the intermediate rows as the experts' scheme wants them."""
+        """Return the intermediate rows in the form of the experts' scheme."""
         if self._scheme in FLOAT_SCHEMES:
             return wrap_float_activations(rows)
         prepared = self.workspace.middle
@@ -249,7 +255,7 @@ class RoutedOperations:
         return prepared
 
     def _add_scale(self, layer_index: int, rows: Numbers, out: Numbers) -> Numbers:
-        """``u * x`` of each position, beside x, because A takes x as it is."""
+        """``u * x`` of each position, in other memory than x, because A reads x unscaled."""
         arguments = moe_input_scale_arguments(
             batch=self._decoder.get_routed_batch_table(None).words,
             order=self.workspace.order,
@@ -263,7 +269,7 @@ class RoutedOperations:
         return out
 
     def _add_deltas(self, layer_index: int, rows: Numbers, out: Numbers, *, down: bool) -> None:
-        """Add what plans change in down, or in gate and up, which read the rows of tokens."""
+        """Add the deltas of plans to down, or to gate and up, which read the rows of tokens."""
         for scheme in self._adapters:
             arguments = moe_lora_arguments(
                 scheme=scheme,
@@ -301,13 +307,13 @@ class RoutedOperations:
             self._builder.add(moe_gemm_compact_kernel(), arguments, items)
             return
         arguments = moe_gemm_arguments(
-            part=shape.down_matrix if down else shape.gate_up_matrix, block_addresses=places, order=order,
-            rows=rows, out=out, items=items, absent=absent,
+            part=shape.down_matrix if down else shape.gate_up_matrix, block_addresses=places,
+            order=order, rows=rows, out=out, items=items, absent=absent,
         )  # fmt: skip
         self._builder.add(moe_gemm_kernel(self._scheme), arguments, items)
 
     def _prepare_normed(self) -> PreparedActivations:
-        """Return the normed rows as the experts' scheme wants them."""
+        """Return the normed rows in the form of the experts' scheme."""
         normed = self._decoder.normed
         prepared = self._decoder.get_prepared_rows(self._scheme, self._hidden)
         if prepared is None:
@@ -317,7 +323,7 @@ class RoutedOperations:
         return prepared
 
     def _add_product(self, matrix: PackedMatrix, rows: Numbers, out: Numbers) -> None:
-        """A product with a float32 matrix."""
+        """Add a product with a float32 matrix."""
         arguments = gemm_arguments(
             matrix=matrix, rows=wrap_float_activations(rows), out=out, tokens=self._tokens
         )

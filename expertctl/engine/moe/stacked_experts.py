@@ -1,15 +1,14 @@
-"""Which experts are asked for where all routed experts of a base are on a device.
+"""The routed experts of a base on a device: which row of the stack each is in.
 
-No expert is ever missing, so a step never stops to tell the host what was chosen. It adds up the
-choices on the device, and they are fetched when an answer is over; for prompts the host knows them
-anyway. A run in less memory begins with these counts, as in `make_resident_experts`.
+`StackedExperts.lookup` is on the device and maps an expert to its row, and a missing one to the
+dummy. Steps use nothing else, and it changes only between two of their stages: an expert that is
+still being read is in no row. `ExpertCache` decides which experts are loaded and evicted, as on a
+CPU.
 
-The routed experts of a base on a device: which row of the stack each is in.
-
-`lookup` is on the device and leads from an expert to its row, and from one that is missing to the
-dummy. Steps ask nothing else, and it changes only between two of their stages: an expert that is
-still on its way is in no row. `ExpertCache` decides which experts come and go, as on a processor.
-Where all experts are there, nothing has to be decided or asked, and choices are only counted.
+If all experts are on the device, choices are only counted, by `DeviceExpertCounts`: a step does not
+stop to report its choices to the host. It adds them up on the device, and they are fetched at the
+end of a request; those of prompts are known to the host. A run in less memory starts with these
+counts, as with those of `ResidentExperts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,22 +47,22 @@ from expertctl.package.architectures import ExpertsConfig
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 
-_ChoiceArray = np.ndarray[Any, Any]
-_COUNTER_BYTES = 8
+Numbers = np.ndarray[Any, Any]
+_LONG_BYTES = 8
 
 
 class DeviceExpertCounts:
-    """All experts are there and stay. One thread adds up and fetches; any thread reads counters."""
+    """Counts choices on the device. One thread adds and fetches; any thread reads the counters."""
 
     slots: tuple[LayerSlots, ...] = ()
     scores: Sequence[ExpertScores] = ()
     exchange_rate = 0.0
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
-        """Begin with nothing counted."""
+        """Start at zero."""
         self._config, layers = config, len(config.layers)
         self.counters = Counters(config.layers, experts=config.count)
-        """What layers were asked for until the last `fetch`."""
+        """The counts until the last `fetch_counts`."""
         with torch.inference_mode(False):  # steps run in inference mode; `fetch` may not
             self._counts = torch.zeros(layers * config.count, dtype=torch.long, device=device)
             self._unique_counts = torch.zeros(layers, dtype=torch.long, device=device)
@@ -80,9 +79,9 @@ class DeviceExpertCounts:
         )
 
     def count_step(self, selected: Tensor) -> None:
-        """Add what a step chose, on the device and without waiting, int64 [layers, tokens, used].
+        """Add the choices of a step, int64 [layers, tokens, used], on the device, without waiting.
 
-        A token asks for each expert once.
+        A token chooses each expert once.
         """
         layers, tokens, used = selected.shape
         places = (selected.reshape(layers, -1) + self._layer_offsets).flatten()
@@ -95,13 +94,13 @@ class DeviceExpertCounts:
         seen = torch.zeros_like(self._counts).scatter_(0, places, ones)
         self._unique_counts += seen.view(layers, -1).sum(-1)
 
-    def count_pass(self, selected: _ChoiceArray) -> None:
-        """Count the choices of a pass, known to the host, int64 [layers, tokens, used]."""
+    def count_pass(self, selected: Numbers) -> None:
+        """Count the choices of a pass, int64 [layers, tokens, used] in host memory."""
         chosen = count_requests_by_layer(selected, self._config.count)
         self.counters.count_hits(chosen, calls=1, requests=np.count_nonzero(chosen, axis=-1))
 
     def fetch_counts(self) -> None:
-        """Count what steps chose since the last call; this waits for the device, once."""
+        """Count the choices of steps since the last call; this waits for the device, once."""
         if not self._steps:
             return
         chosen = self._counts.cpu().numpy().reshape(-1, self._config.count)
@@ -112,36 +111,30 @@ class DeviceExpertCounts:
         self._steps = self._requests = 0
 
     def report(self) -> RoutedExpertStats:
-        """Return what was asked for until the last `fetch`."""
-        layers, experts = len(self._config.layers), self._config.count
-        residence = ExpertResidency(
-            layers=layers, experts=experts, slots=experts, blocks=layers * experts
-        )
-        return RoutedExpertStats(
-            residence, ExpertActivity(requests=self.counters.cumulative_snapshot().summary.requests)
-        )
+        """Return the requests until the last `fetch_counts`."""
+        residency = ExpertResidency.whole(len(self._config.layers), self._config.count)
+        requests = self.counters.cumulative_snapshot().summary.requests
+        return RoutedExpertStats(residency, ExpertActivity(requests=requests))
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: no expert is still to come."""
+        """Return nothing: no expert is read later."""
         return ()
 
     def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Do nothing: no expert has to make room for another."""
+        """Do nothing: no expert is ever swapped."""
 
 
 def estimate_counter_bytes(config: ExpertsConfig) -> int:
-    """Return the bytes of counting on the device: counts of experts, and numbers of layers."""
+    """Return the bytes of counters on the device: of experts, and of layers."""
     layers = len(config.layers)
-    return _COUNTER_BYTES * (layers * config.count + 2 * layers + 1)
+    return _LONG_BYTES * (layers * config.count + 2 * layers + 1)
 
 
-Numbers = np.ndarray[Any, Any]
-_LONG_BYTES = 8
 _SCHEMES = {torch.float32: Scheme.FLOAT32, torch.bfloat16: Scheme.BFLOAT16}
 
 
 class StackedExperts:
-    """The owner of a stack and of the lookup; one pass at a time asks it.
+    """Owner of a stack and of the lookup; one pass at a time uses it.
 
     Routed layers are counted from 0, whatever their numbers in the base.
     """
@@ -154,13 +147,13 @@ class StackedExperts:
         *,
         cache: ExpertCache | None = None,
     ) -> None:
-        """Have a cache decide about the blocks of the stack; without one each expert has its own.
+        """Let a cache manage the blocks of the stack; without one each expert has its own block.
 
-        Without a cache, `fill_all` brings the experts.
+        Without a cache, `load_all` reads the experts.
         """
         self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
         self.device_counts = DeviceExpertCounts(config, stack.device) if cache is None else None
-        """Counts what is asked for where there is no cache."""
+        """Counts choices if there is no cache."""
         shape = len(config.layers), config.count
         with torch.inference_mode(False):
             self._pinned_lookup = torch.full(
@@ -186,11 +179,11 @@ class StackedExperts:
 
     @property
     def skips(self) -> bool:
-        """Whether what is missing may be left out."""
+        """Whether missing experts may be skipped."""
         return self.cache is not None and self.cache.skips
 
     def load_all(self, progress: Progress = ignore_progress) -> int:
-        """Bring each expert into the row that is its own; return how many bytes were read.
+        """Read each expert into its own row; return how many bytes were read.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -208,7 +201,7 @@ class StackedExperts:
         return read
 
     def layer_rows(self, layer_index: int) -> Numbers:
-        """Return the row of each expert of a layer, int64 [experts]; the dummy's where missing."""
+        """Return the row of each expert of a layer, int64 [experts]; the dummy's if missing."""
         found: Numbers = self._host_lookup[layer_index]
         return found
 
@@ -217,16 +210,16 @@ class StackedExperts:
         return _gather_rows(self.lookup[layer_index], selected)
 
     def look_up_on_device(self, layer_index: Tensor, selected: Tensor) -> Tensor:
-        """Return the same for a layer whose place only the device knows, int64 [1]."""
+        """Return the same for a layer whose index is on the device, int64 [1]."""
         return _gather_rows(self.lookup.index_select(0, layer_index)[0], selected)
 
     def request(
         self, layer_index: int, selected: Numbers, weights: Numbers, likely: Numbers | None = None
     ) -> bool:
-        """Ask for what tokens chose in a layer, [tokens, used]; tell whether to `wait`.
+        """Request the choices in a layer, [tokens, used]; return whether to `wait`.
 
-        Meanwhile experts that are there may be computed. ``likely`` is what the next layer will be
-        asked for. The last layer may be asked for fewer tokens than others.
+        Meanwhile resident experts may be computed. ``likely`` holds the predicted choices of the
+        next layer. The last layer may be requested for fewer tokens than others.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -247,19 +240,19 @@ class StackedExperts:
         return waits
 
     def record_computed(self, layer_index: int) -> None:
-        """Learn that the device was asked to compute the experts of a layer that are there.
+        """Record that the computation of a layer's resident experts was queued.
 
-        Until it has, no other expert is copied into their rows.
+        Until it is done, no other expert is copied into their rows.
         """
         if self.cache is not None:
             rows = self._host_lookup[layer_index]
             self.stack.record_reads(rows[rows != DUMMY_ROW])
 
     def wait(self, layer_index: int, tokens: int) -> None:
-        """Wait for experts that so many tokens asked for in a layer and that may not be skipped.
+        """Wait for the experts that some tokens chose in a layer and that may not be skipped.
 
-        The work that `record_computed` reported is waited for first: time in which the device computes is
-        not counted as waiting for experts.
+        The work of `record_computed` is waited for first: time in which the device computes does
+        not count as waiting for experts.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -271,14 +264,14 @@ class StackedExperts:
             self._record_skipped(layer_index, tokens)
 
     def end_pass(self, tokens: int, *, phase: Phase) -> None:
-        """Learn that a pass over so many tokens is over; now experts may come and go."""
+        """End a pass over ``tokens`` tokens; after it, experts may be swapped."""
         if self.cache is not None:
             self.cache.end_pass(self.choices, tokens, phase=phase)
         elif self.device_counts is not None:
             self.device_counts.count_pass(self.choices.selected[:, :tokens])
 
     def mask_weights(self, routed: RouterOutput, rows: Tensor) -> Tensor:
-        """Return the weights of experts in rows; where they may be skipped, the dummy gets 0."""
+        """Return the weights of experts in rows; if they may be skipped, the dummy gets 0."""
         return (
             redistribute_tensor_weights(routed.weights, rows != DUMMY_ROW)
             if self.skips
@@ -299,7 +292,7 @@ class StackedExperts:
             self.cache.close()
 
     def check_integrity(self) -> None:
-        """Assert what always holds between two passes."""
+        """Assert the invariants between two passes."""
         assert np.array_equal(self.lookup.cpu().numpy(), self._host_lookup)
         assert not self.stack.gate_up[DUMMY_ROW].any()
         assert not self.stack.down[DUMMY_ROW].any()
@@ -313,10 +306,10 @@ class StackedExperts:
         return self.choices
 
     def _update_lookup(self, layer_index: int) -> None:
-        """Tell the device where the experts of a layer are now, if that changed.
+        """Copy the rows of a layer's experts to the device if they changed.
 
-        What was sent before has arrived: the caller of `ask` waited for a choice that was queued
-        after it, and `wait` waits for what was computed by it.
+        The previous copy has arrived: the caller of `request` waited for a choice that was queued
+        after it, and `wait` waits for the work that used it.
         """
         assert self.cache is not None
         now = self.cache.places(layer_index)
@@ -344,9 +337,9 @@ def open_stacked_experts(
     plan: CachePlan | None,
     device: torch.device,
 ) -> StackedExperts:
-    """Make room for the routed experts of a base, for all of them without a plan; none is read.
+    """Allocate the routed experts of a base, all of them if there is no plan; none is read.
 
-    ``stored`` says where the tensors of the base lie.
+    ``stored`` says where the tensors of the base are stored.
     """
     routed, reader = config.experts, StackRowReader(stored, shape)
     assert routed is not None, "a base with routed experts"
@@ -374,11 +367,11 @@ def open_stacked_experts(
 
 
 def redistribute_tensor_weights(weights: Tensor, hits: Tensor) -> Tensor:
-    """Return `skipping.effective_weights` of tensors: what is hit takes over all the mass."""
+    """Return `redistribute_weights` of tensors: hits take over the whole weight."""
     given = weights.double()
     kept = given * hits
-    mass, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
-    share = torch.where(left == 0, 0.0, mass / torch.where(left == 0, 1.0, left))
+    total, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+    share = torch.where(left == 0, 0.0, total / torch.where(left == 0, 1.0, left))
     return (kept * share).to(weights.dtype)
 
 
@@ -387,5 +380,5 @@ def _gather_rows(rows: Tensor, selected: Tensor) -> Tensor:
 
 
 def estimate_lookup_bytes(config: ExpertsConfig) -> int:
-    """Return what the lookup takes on the device."""
+    """Return the bytes of the lookup on the device."""
     return _LONG_BYTES * len(config.layers) * config.count

@@ -1,4 +1,4 @@
-"""What became of routed experts while an answer was made: the ``moe`` object of a result."""
+"""Statistics of routed experts during a request: the ``moe`` object of a result."""
 
 from dataclasses import dataclass
 
@@ -9,31 +9,36 @@ from expertctl.schema.strict_json import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertResidency:
-    """How many routed experts a base has, and how many of them are in memory at most."""
+    """How many routed experts a base has, and how many can be in memory."""
 
     miss: MoeMiss = "exact"
     layers: int
     experts: int
     """Of each layer."""
     slots: int
-    """Of each layer: how many are kept; the mean, where layers differ."""
+    """Of each layer: how many are kept; the mean if layers differ."""
     blocks: int
-    """How many are in memory at most, of all layers."""
+    """How many experts can be in memory, in all layers."""
     cold: MoeCold = "read"
-    """How the others come from the disk."""
+    """How the other experts are read from disk."""
+
+    @classmethod
+    def whole(cls, layers: int, experts: int) -> "ExpertResidency":
+        """Return the residency of a base whose routed experts are all in memory."""
+        return cls(layers=layers, experts=experts, slots=experts, blocks=layers * experts)
 
     @property
     def total(self) -> int:
-        """How many there are in all layers."""
+        """The number of experts in all layers."""
         return self.layers * self.experts
 
     @property
     def is_whole(self) -> bool:
-        """Whether each expert has a slot; else one may be missing though there is room for all."""
+        """Whether each expert has a slot; if not, one may be missing even if all fit."""
         return self.slots >= self.experts
 
     def to_json(self) -> JsonObject:
-        """Return it as it stands in the ``moe`` object."""
+        """Return the fields of the ``moe`` object."""
         return {
             "miss": self.miss,
             "layers": self.layers,
@@ -46,37 +51,37 @@ class ExpertResidency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivity:
-    """What was asked for and brought since a model was loaded; everything only grows."""
+    """Requests and reads since a model was loaded; all values only grow."""
 
     requests: int = 0
-    """Experts that passes asked for, each once for a pass and layer."""
+    """Experts that passes chose, each once per pass and layer."""
     misses: int = 0
-    """Those of them that were not in memory then."""
+    """Requests whose expert was not in memory."""
     loads: int = 0
     """Experts that were read from files."""
     read_ahead: int = 0
-    """Those of them that had not been asked for yet."""
+    """Loads that started before the expert was chosen."""
     read_bytes: int = 0
     waited_ms: float = 0.0
-    """How long passes waited for them."""
+    """How long passes waited for experts."""
     mapped: int = 0
-    """Experts that were asked for and computed where the system caches their copy."""
+    """Experts that were chosen and computed in the page cache of their copy."""
     swaps: int = 0
-    """Slots that got another expert."""
+    """Slots that were given to another expert."""
     router_weight: float = 0.0
-    """The weights that routers gave."""
+    """Sum of the weights that routers gave."""
     skipped_weight: float = 0.0
-    """What of them was left out."""
+    """The part of it that was skipped."""
 
     def __add__(self, other: "ExpertActivity") -> "ExpertActivity":
-        """Return what both did."""
+        """Return the sums."""
         names = self.__dataclass_fields__
         return ExpertActivity(
             **{name: getattr(self, name) + getattr(other, name) for name in names}
         )
 
     def since(self, before: "ExpertActivity") -> "ExpertActivity":
-        """Return what was added to what was known before."""
+        """Return the difference to an earlier state."""
         names = self.__dataclass_fields__
         return ExpertActivity(
             **{name: getattr(self, name) - getattr(before, name) for name in names}
@@ -85,31 +90,31 @@ class ExpertActivity:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExpertStats:
-    """Residence and activity, for one answer."""
+    """Residency and activity for one request."""
 
     residence: ExpertResidency
     activity: ExpertActivity
 
     @property
     def fallback_rate(self) -> float:
-        """Misses by requests, 0 where nothing was asked for."""
+        """Misses by requests; 0 without requests."""
         return _ratio(self.activity.misses, self.activity.requests)
 
     @property
     def skipped_share(self) -> float:
-        """How much of all weights was left out, 0 to 1."""
+        """The share of router weight that was skipped, 0 to 1."""
         return _ratio(self.activity.skipped_weight, self.activity.router_weight)
 
     def combine(self, later: "RoutedExpertStats") -> "RoutedExpertStats":
-        """Return the activity of both, with the later residence."""
+        """Return the activity of both, with the later residency."""
         return RoutedExpertStats(later.residence, self.activity + later.activity)
 
     def since(self, before: "RoutedExpertStats") -> "RoutedExpertStats":
-        """Return what happened after another report."""
+        """Return the activity since an earlier report."""
         return RoutedExpertStats(self.residence, self.activity.since(before.activity))
 
     def to_json(self) -> JsonObject:
-        """Return the ``moe`` object; shares are 0 where nothing was asked for."""
+        """Return the ``moe`` object; shares are 0 without requests."""
         activity = self.activity
         return {
             **self.residence.to_json(),
@@ -130,13 +135,12 @@ NO_ACTIVITY = ExpertActivity()
 
 
 def make_resident_stats(config: ModelConfig) -> RoutedExpertStats | None:
-    """Return the report of a base whose routed experts are all in memory, if it has any."""
+    """Return the statistics of a base in memory as a whole; None without routed experts."""
     routed = config.experts
     if routed is None:
         return None
-    layers, count = len(routed.layers), routed.count
-    residence = ExpertResidency(layers=layers, experts=count, slots=count, blocks=layers * count)
-    return RoutedExpertStats(residence, NO_ACTIVITY)
+    residency = ExpertResidency.whole(len(routed.layers), routed.count)
+    return RoutedExpertStats(residency, NO_ACTIVITY)
 
 
 def _ratio(part: float, whole: float) -> float:

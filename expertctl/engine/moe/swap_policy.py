@@ -1,58 +1,48 @@
-"""Which experts are exchanged between two tokens, by what the tokens before asked for.
+"""Which experts swap slots between two passes, and how often.
 
-`RequestBuffer` keeps what passes asked for, one entry a pass. The last may still be in flight, so
-it waits for the next update, and what it asks for stays resident. Every activation of the other
-passes is counted. Then residents that were neither asked for nor pinned give way to missing
-experts, the least valuable first: at most ten in a layer, and in no more layers than the budget
-allows; other layers only count. Where more are missing than may come, the most valuable come; where
-more layers could swap than may, those that gain most do.
+`plan_updates` works by recent requests. `RequestBuffer` keeps the choices of passes, one entry per
+pass. The last may still be in flight, so it waits for the next update, and the experts it chose
+stay resident. Every activation of the other passes is counted. Then missing experts replace
+residents that were neither chosen nor pinned, the least valuable first: at most ten in a layer, and
+in no more layers than the budget allows; other layers only count. If more are missing than may be
+added, the most valuable are; if more layers could swap than may, those that gain most do. An expert
+is added only if it is worth more than the one it replaces. Without that rule an expert that is
+chosen once evicts one that is chosen every other token, and is evicted in turn.
 
-An expert comes only if it is worth more than the one that would go. Without that rule an expert
-that is asked for once evicts one that is asked for every other token, and is evicted in turn.
+`UpdatePolicy` says when to update, and in how many layers: the more requests miss, the sooner;
+while nothing changes, seldom. The numbers are those of flash-moe, from which this policy comes.
 
-An update moves no bytes and exchanges nothing in `LayerSlots`: its owner does both, in that order.
+`plan_profile_swaps` works by the scores of a profile, while a base stays loaded. In each layer the
+experts with the best scores are wanted, as many as are resident. Each absent one is paired with the
+resident that scores worst; the gain is the difference of their scores. The pairs that gain most are
+swapped, up to a share of all residents. Pinned experts stay.
 
-How often experts are exchanged between tokens, and in how many layers at once.
+`plan_pin_swaps` gives slots to pinned experts when pins change: free ones, then those of the least
+valuable experts, so pins evict as little as possible.
 
-The more of what was asked for is missing, the sooner; as long as nothing changes, seldom. The
-numbers are those of flash-moe, from which this policy comes.
-
-Which residents a profile would replace: the exchange of experts while a base stays loaded.
-
-In each layer the experts with the best scores are wanted, as many as are resident. Each absent one
-is paired with the resident that scores worst; the gain is the difference of their scores. The pairs
-that gain most are exchanged, up to a share of all residents. Pinned experts stay.
-
-This works in one lane. Where several devices hold experts, a new placement is planned instead.
-
-Which experts come into slots because they are pinned, where pins change while a base runs.
-
-Pinned experts that are resident stay where they are. Absent ones take free slots, then those of
-the least valuable experts, so pins cost no more than they must. As with every exchange, nothing
-is moved here.
+Nothing here moves bytes or changes `LayerSlots`: the owner of the slots does both, in that order.
 """
 
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, Ids, LayerSlots
-from expertctl.errors import UsageError
 
 MAX_SWAPS_PER_LAYER = 10
 """Of one layer in one update."""
 MAX_PASSES = 256
-"""So many are remembered while there is no update; older ones are forgotten uncounted."""
+"""Passes that are kept while there is no update; older ones are dropped uncounted."""
 _EMPTY_WORTH = -1.0
-"""What an empty slot is worth: less than any expert."""
+"""Worth of an empty slot: less than any expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """An expert that comes into a slot, and the one that goes: None where the slot is empty."""
+    """An expert to put into a slot, and the one it evicts; None if the slot is empty."""
 
     layer: int
     slot: int
@@ -62,9 +52,9 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class SwapUpdate:
-    """What an update found in its window, and what is to be swapped.
+    """What an update counted, and what to swap.
 
-    ``requests`` and ``misses`` are of each layer: different experts asked for, and those of them
+    ``requests`` and ``misses`` are by layer: different experts that were chosen, and those of them
     that were not resident.
     """
 
@@ -74,28 +64,28 @@ class SwapUpdate:
 
     @property
     def fallback_rate(self) -> float:
-        """Unique misses by unique requests, 0 where nothing was asked for."""
+        """Unique misses by unique requests; 0 without requests."""
         return sum(self.misses) / (sum(self.requests) or 1)
 
 
 class RequestBuffer:
-    """What the last passes asked for, oldest first."""
+    """The choices of the last passes, oldest first."""
 
     def __init__(self) -> None:
-        """Begin without a pass."""
+        """Start empty."""
         self._passes: deque[tuple[Ids, ...]] = deque(maxlen=MAX_PASSES)
 
     def append(self, selected: Sequence[Ids]) -> None:
-        """Keep a copy of what a pass asked for, [tokens, k] of each layer."""
+        """Keep a copy of the choices of a pass, [tokens, k] of each layer."""
         self._passes.append(tuple(np.array(asked) for asked in selected))
 
     def take_settled(self) -> tuple[tuple[Ids, ...], ...]:
-        """Hand out all passes but the last, which stays."""
+        """Remove and return all passes but the last."""
         return tuple(self._passes.popleft() for _ in range(len(self._passes) - 1))
 
     @property
     def in_flight(self) -> tuple[Ids, ...]:
-        """What the last pass asked for, of each layer; empty before the first."""
+        """The choices of the last pass, by layer; empty before the first."""
         return self._passes[-1] if self._passes else ()
 
 
@@ -106,20 +96,20 @@ def plan_updates(
     layer_budget: int,
     swaps_per_layer: int = MAX_SWAPS_PER_LAYER,
 ) -> SwapUpdate:
-    """Count what settled passes asked for, and return what is to be swapped now.
+    """Count the choices of settled passes, and return what to swap now.
 
-    A layer is a position in ``slots``, as in the passes of the buffer.
+    A layer is an index into ``slots``, as in the passes of the buffer.
     """
     settled, in_flight = buffer.take_settled(), buffer.in_flight
     if not settled:
         return SwapUpdate((), (0,) * len(slots), (0,) * len(slots))
     planned: list[_LayerUpdate] = []
     for number, layer in enumerate(slots):
-        asked = _concatenate([selected[number] for selected in settled])
+        asked = np.concatenate([selected[number] for selected in settled])
         layer.record_tokens(asked)
         planned.append(_plan_layer(number, layer, asked, in_flight[number], limit=swaps_per_layer))
-    able = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
-    chosen = sorted(able[: max(layer_budget, 0)], key=lambda plan: plan.swaps[0].layer)
+    evictable = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
+    chosen = sorted(evictable[: max(layer_budget, 0)], key=lambda plan: plan.swaps[0].layer)
     return SwapUpdate(
         tuple(swap for plan in chosen for swap in plan.swaps),
         tuple(plan.requests for plan in planned),
@@ -129,7 +119,7 @@ def plan_updates(
 
 @dataclass(frozen=True, slots=True)
 class _LayerUpdate:
-    """What one layer asked for, and what it would swap."""
+    """What one layer requested, and what it would swap."""
 
     requests: int
     misses: int
@@ -147,29 +137,25 @@ def _plan_layer(
     worth = layer.worths()
     wanted = sorted(missing, key=lambda expert: (-worth[expert], expert))[:limit]
     slots = layer.free_slots[: len(wanted)]
-    leasts = [_EMPTY_WORTH] * len(slots)
+    worths = [_EMPTY_WORTH] * len(slots)
     if len(slots) < len(wanted):
         stay = [*requested, *_list_distinct(in_flight, layer)]
-        able = layer.rank_evictable(stay, worths=worth)[: len(wanted)]
-        slots, leasts = slots + able, leasts + worth[layer.ids[able]].tolist()
-    gains = [float(worth[expert]) - least for expert, least in zip(wanted, leasts, strict=False)]
+        evictable = layer.rank_evictable(stay, worths=worth)[: len(wanted)]
+        slots, worths = slots + evictable, worths + worth[layer.ids[evictable]].tolist()
+    gains = [float(worth[expert]) - least for expert, least in zip(wanted, worths, strict=False)]
     fit = sum(gain > 0 for gain in gains)  # gains fall, so the first do
     adds = sorted(wanted[:fit])
     swaps = (_make_swap(number, layer, slot, add) for add, slot in zip(adds, slots, strict=False))
     return _LayerUpdate(len(requested), len(missing), tuple(swaps), sum(gains[:fit]))
 
 
-def _concatenate(parts: list[Ids]) -> Ids:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def _make_swap(number: int, layer: LayerSlots, slot: int, add: int) -> Swap:
-    gone = int(layer.ids[slot])
-    return Swap(number, slot, None if gone < 0 else gone, add)
+    evicted = int(layer.ids[slot])
+    return Swap(number, slot, None if evicted < 0 else evicted, add)
 
 
 def _list_distinct(asked: Ids, layer: LayerSlots) -> list[int]:
-    """Return the different experts that were asked for, ascending."""
+    """Return the different experts that were chosen, ascending."""
     different = sorted(set(asked.ravel().tolist()))
     if different and not 0 <= different[0] <= different[-1] < layer.experts:
         return [expert for expert in different if 0 <= expert < layer.experts]
@@ -177,12 +163,12 @@ def _list_distinct(asked: Ids, layer: LayerSlots) -> list[int]:
 
 
 LOW_MISS_RATE = 0.005
-"""A window that misses no more than this is a low one."""
+"""A window that misses at most this share is a low one."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSchedule:
-    """An update after so many tokens, swapping in so many layers."""
+    """Update after ``interval`` tokens, swapping in at most ``layer_budget`` layers."""
 
     interval: int
     layer_budget: int
@@ -190,49 +176,49 @@ class UpdateSchedule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateHistory:
-    """How updates went until now: the tokens of this text, the last rate and two streaks."""
+    """The updates of a sequence so far: its tokens, the last miss rate and two streaks."""
 
     tokens: int = 0
     fallback_rate: float = 0.0
     no_swap_streak: int = 0
     """Consecutive updates that swapped nothing."""
     low_streak: int = 0
-    """Consecutive updates whose window was low."""
+    """Consecutive updates with a low window."""
 
 
 def choose_schedule(history: UpdateHistory) -> UpdateSchedule:
-    """Return when to update next, and how much."""
-    pace = _choose_base_schedule(history)
+    """Return when to update next, and in how many layers."""
+    schedule = _choose_base_schedule(history)
     rate = history.fallback_rate
     if history.no_swap_streak >= 4 and rate < 0.15:
-        pace = UpdateSchedule(pace.interval * 2, max(8, pace.layer_budget // 2))
+        schedule = UpdateSchedule(schedule.interval * 2, max(8, schedule.layer_budget // 2))
     if history.low_streak >= 6 and rate < 0.08:
-        pace = UpdateSchedule(max(pace.interval, 12), 8)
+        schedule = UpdateSchedule(max(schedule.interval, 12), 8)
     if history.low_streak >= 12 and rate < 0.05:
-        pace = UpdateSchedule(max(pace.interval, 20), 8)
-    return pace
+        schedule = UpdateSchedule(max(schedule.interval, 20), 8)
+    return schedule
 
 
 def _choose_base_schedule(history: UpdateHistory) -> UpdateSchedule:
-    """Return the pace for a high rate; where it is not high, that for the length of the text."""
-    for least, pace in (
+    """Return the schedule for a high miss rate, else that for the length of the sequence."""
+    for least, schedule in (
         (0.35, UpdateSchedule(1, 48)),
         (0.20, UpdateSchedule(1, 32)),
         (0.10, UpdateSchedule(2, 24)),
     ):
         if history.fallback_rate >= least:
-            return pace
-    for most, pace in ((32, UpdateSchedule(2, 24)), (96, UpdateSchedule(3, 16))):
+            return schedule
+    for most, schedule in ((32, UpdateSchedule(2, 24)), (96, UpdateSchedule(3, 16))):
         if history.tokens <= most:
-            return pace
+            return schedule
     return UpdateSchedule(4, 12)
 
 
 class UpdatePolicy:
-    """When the next update is due, in one generation."""
+    """When the next update of a sequence is due."""
 
     def __init__(self) -> None:
-        """Begin with a text that has no token."""
+        """Start with a sequence without tokens."""
         self.history = UpdateHistory()
         self._since = 0
 
@@ -246,66 +232,41 @@ class UpdatePolicy:
         return self._since >= choose_schedule(self.history).interval
 
     def count_tokens(self, tokens: int = 1) -> None:
-        """Count tokens that were generated."""
+        """Count tokens of the sequence."""
         self._since += tokens
-        course = self.history
-        self.history = UpdateHistory(
-            course.tokens + tokens, course.fallback_rate, course.no_swap_streak, course.low_streak
-        )
+        self.history = replace(self.history, tokens=self.history.tokens + tokens)
 
     def record_update(self, update: SwapUpdate) -> None:
-        """Take note of what an update found; one without a request says nothing."""
+        """Record the result of an update; one without requests is ignored."""
         self._since = 0
         if not sum(update.requests):
             return
-        rate, course = update.fallback_rate, self.history
-        self.history = UpdateHistory(
-            course.tokens,
-            rate,
-            0 if update.swaps else course.no_swap_streak + 1,
-            course.low_streak + 1 if rate <= LOW_MISS_RATE else 0,
+        rate, history = update.fallback_rate, self.history
+        self.history = replace(
+            history,
+            fallback_rate=rate,
+            no_swap_streak=0 if update.swaps else history.no_swap_streak + 1,
+            low_streak=history.low_streak + 1 if rate <= LOW_MISS_RATE else 0,
         )
 
 
 _EPSILON = 1e-9
-"""0.07 * 100 is a little more than 7, which is no reason to exchange an eighth."""
+"""0.07 * 100 is slightly above 7, which must not round up to 8."""
 ExpertScores = Mapping[int, int | float]
-"""What each observed expert of a layer is worth."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileSwaps:
-    """What to swap now, how many pairs would gain something, and how many may be swapped."""
-
-    swaps: tuple[Swap, ...]
-    candidates: int
-    max_swaps: int
+"""Score of each observed expert of a layer."""
 
 
 def plan_profile_swaps(
-    slots: Mapping[int, LayerSlots],
-    scores: Mapping[int, ExpertScores],
-    *,
-    rate: float,
-    lanes: int = 1,
-) -> ProfileSwaps:
-    """Return what a profile exchanges at a rate from 0, nothing, to 1, everything that gains.
-
-    Raises:
-        UsageError: when there are several lanes.
-    """
-    if lanes != 1:
-        raise UsageError(
-            f"experts are exchanged in one lane only, and there are {lanes}",
-            hint="load the base again with the new profile, or use one device",
-        )
+    slots: Mapping[int, LayerSlots], scores: Mapping[int, ExpertScores], *, rate: float
+) -> tuple[Swap, ...]:
+    """Return the swaps of a profile at a rate from 0, none, to 1, all that gain."""
     pairs: list[tuple[float, Swap]] = []
     for layer, residents in slots.items():
         pairs += _rank_swaps(layer, residents, scores.get(layer, {}))
     pairs.sort(key=lambda pair: (-pair[0], pair[1].layer, pair[1].add))
     hot = sum(len(residents.resident_ids) for residents in slots.values())
     most = compute_max_swaps(rate=rate, resident_count=hot, candidates=len(pairs))
-    return ProfileSwaps(tuple(swap for _, swap in pairs[:most]), len(pairs), most)
+    return tuple(swap for _, swap in pairs[:most])
 
 
 def limit_swaps(
@@ -315,7 +276,7 @@ def limit_swaps(
     layer_budget: int,
     swaps_per_layer: int = MAX_SWAPS_PER_LAYER,
 ) -> list[Swap]:
-    """Return the swaps that an update may do besides those it did: the first ones, in order.
+    """Return the first swaps that still fit into an update besides the ``applied`` ones.
 
     Together they are no more in a layer, and in no more layers, than one update may do.
     """
@@ -330,13 +291,13 @@ def limit_swaps(
 
 
 def compute_max_swaps(*, rate: float, resident_count: int, candidates: int) -> int:
-    """Return how many experts may be exchanged: that share of the hot ones, rounded up."""
+    """Return how many experts may be swapped: a share of the residents, rounded up."""
     share = rate if 0 <= rate <= 1 else float(rate > 1)
     return min(candidates, math.ceil(share * resident_count - _EPSILON))
 
 
 def _rank_swaps(layer: int, slots: LayerSlots, scores: ExpertScores) -> list[tuple[float, Swap]]:
-    """Return the exchanges of one layer that gain something, and what they gain."""
+    """Return the swaps of one layer with a positive gain, and their gains."""
     ranked = sorted(
         (expert for expert in scores if 0 <= expert < slots.experts and scores[expert] > 0),
         key=lambda expert: (-scores[expert], expert),
@@ -356,9 +317,9 @@ def _rank_swaps(layer: int, slots: LayerSlots, scores: ExpertScores) -> list[tup
 
 
 def plan_pin_swaps(slots: Sequence[LayerSlots]) -> list[Swap]:
-    """Return the swaps that bring all pinned experts into slots, layer by layer.
+    """Return the swaps that put all pinned experts into slots, layer by layer.
 
-    A layer is a position in ``slots``.
+    A layer is an index into ``slots``.
     """
     return [swap for number, layer in enumerate(slots) for swap in _plan_layer_pins(number, layer)]
 
@@ -372,5 +333,5 @@ def _plan_layer_pins(number: int, layer: LayerSlots) -> Iterator[Swap]:
         *layer.rank_evictable(),
     ]  # enough: there are no more pins than slots
     for slot, expert in zip(slots, absent, strict=False):
-        gone = int(layer.ids[slot])
-        yield Swap(number, slot, None if gone == EMPTY_SLOT else gone, expert)
+        evicted = int(layer.ids[slot])
+        yield Swap(number, slot, None if evicted == EMPTY_SLOT else evicted, expert)

@@ -1,23 +1,18 @@
-"""Which experts a set of prompts uses, as JSON: which to pin and which to bring first.
+"""The usage of routed experts before a run, from a file or learnt, and the experts it pins.
 
-The document is that of flash-moe. A profile counts in how many prompts each expert of a layer was
-activated. An expert is *universal* if at least a share of all prompts, the threshold, activate it.
-Profiles of one base can be merged and compared.
-
-Which experts a profile pins: they come first and keep their slots, whatever is asked for.
-
-What is known of a base's routed experts before a run: from a named file, or from habits.
-
-Both kinds of files are read: activity documents, with counts of tokens, and usage profiles, with
-counts of prompts. An activity document is also a usage profile, one whose prompts are tokens.
+There are two codecs of one profile, `ActivityDocument`: activity documents, which count tokens, and
+usage profiles in the format of flash-moe, which count in how many prompts each expert of a layer
+was activated. Tokens are written to a usage profile as if each was a prompt. An expert is
+*universal* if at least a share of all prompts, the threshold, activate it. Pinned experts are
+loaded first and keep their slots, whatever is chosen later.
 """
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +21,7 @@ import msgspec
 from expertctl.engine.moe.activity import (
     MAX_BYTES,
     ActivityDocument,
+    Counts,
     LayerActivity,
     load_document,
     parse_activity,
@@ -38,152 +34,148 @@ from expertctl.package.architectures import MAX_EXPERTS_PER_LAYER, ExpertsConfig
 from expertctl.schema.strict_json import JsonObject
 
 DEFAULT_THRESHOLD = 0.5
-Counts = Mapping[int, int]
-"""In how many prompts each expert was activated; never 0."""
+"""The share of prompts that makes an expert universal in a profile that is written."""
+TOKENS_PRESET = "tokens"
+"""The prompt preset of a profile that counts tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class UsageProfile:
-    """In how many prompts each expert of each layer was activated."""
+@dataclass(frozen=True)
+class ExpertUsage:
+    """How often each expert of a base was chosen, read from either kind of document."""
 
-    model: str
-    prompts: int
-    experts: int
-    """Of each layer."""
-    layers: Mapping[int, Counts]
-    threshold: float = DEFAULT_THRESHOLD
-    capacity: int = 0
-    """How many slots a layer had when this was recorded; 0 where unknown."""
-    preset: str = ""
-    """Which prompts these were."""
-    asking: Mapping[int, int] = field(default_factory=dict)
-    """How many of them asked a layer, where not all did."""
+    what: str
+    """Where the counts come from, for a person to read."""
+    activity: ActivityDocument
 
-    def list_universal(self, layer: int) -> list[int]:
-        """Return the experts of a layer that the threshold's share of prompts activate."""
-        counts, asking = self.layers.get(layer, {}), self.asking.get(layer, self.prompts)
-        return sorted(e for e, count in counts.items() if count >= self.threshold * asking)
+    @cached_property
+    def layers(self) -> Mapping[int, Counts]:
+        """The counts of each layer of the document, by expert; never 0."""
+        return {each.layer: dict(sorted(each.hits.items())) for each in self.activity.layers}
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts were counted, or tokens where no prompts were."""
+        return count_tokens(self.activity)
+
+    @property
+    def preset(self) -> str:
+        """The prompts that were counted; `TOKENS_PRESET` where tokens were."""
+        return self.activity.preset if self.activity.prompts else TOKENS_PRESET
+
+    def layer_counts(self, layer: int) -> Counts:
+        """Return how often each expert of a layer was chosen; never 0."""
+        return self.layers.get(layer, {})
 
     def rank_experts(self, layer: int) -> list[int]:
-        """Return the experts of a layer that were activated, the most universal first."""
-        counts = self.layers.get(layer, {})
+        """Return the experts of a layer that were chosen, the most frequent first."""
+        counts = self.layer_counts(layer)
         return sorted(counts, key=lambda expert: (-counts[expert], expert))
 
-    def top_experts(self, layer: int, count: int) -> list[int]:
-        """Return so many experts of a layer to pin, the most universal.
+    def list_universal(self, layer: int, share: float) -> list[int]:
+        """Return the experts that at least this share of the prompts or tokens of a layer chose.
+
+        A prompt runs the last layer for its last token only, so fewer tokens may count there.
+        """
+        counts, used, asking = self.layer_counts(layer), self.activity.used, self.prompts
+        if used and not self.activity.prompts:
+            asking = -(-sum(counts.values()) // used)
+        return [expert for expert, count in counts.items() if count >= share * asking]
+
+    def require_counts(self) -> None:
+        """Check that some expert is counted: none is when counting was off.
 
         Raises:
-            UsageError: when that number is negative.
+            IncompatibleError: when none is.
         """
-        if count < 0:
-            raise UsageError(f"{count} experts cannot be pinned", hint="pin 0 or more")
-        return self.rank_experts(layer)[:count]
+        if not any(self.layers.values()):
+            raise IncompatibleError(
+                f"{self.what} counts no expert that was chosen",
+                hint="use a profile that was recorded while requests were answered",
+            )
+
+    def check_fits(self, routed: ExpertsConfig) -> None:
+        """Check that the counts can be of a base with these experts.
+
+        Raises:
+            IncompatibleError: when they are of other experts, or of layers that have none.
+        """
+        if fact := next(self._find_misfits(routed), None):
+            raise IncompatibleError(f"{self.what} {fact}", hint="use a profile of this base")
+
+    def _find_misfits(self, routed: ExpertsConfig) -> Iterator[str]:
+        experts, used, count = self.activity.experts, self.activity.used, routed.count
+        if experts not in (0, count):
+            yield f"has {experts} routed experts in a layer, the base has {count}"
+        if used not in (0, routed.used):
+            yield f"has {used} experts per token, the base has {routed.used}"
+        highest = max((max(counts, default=0) for counts in self.layers.values()), default=0)
+        if highest >= count:
+            yield f"counts expert {highest}, the base has {count} in a layer"
+        if unknown := sorted(self.layers.keys() - set(routed.layers)):
+            yield f"has layer {unknown[0]}, which has no routed experts"
 
 
-def profile_from_prompt(
-    selected: Mapping[int, Iterable[int]], *, model: str, experts: int, preset: str = ""
-) -> UsageProfile:
-    """Return the profile of one prompt: which experts each layer activated."""
-    layers = {layer: _drop_zeros(Counter(set(asked))) for layer, asked in selected.items()}
-    return UsageProfile(model, 1, experts, _sort_layers(layers), preset=preset)
-
-
-def merge_profiles(profiles: Sequence[UsageProfile]) -> UsageProfile:
-    """Return the profile of all prompts of several profiles; names and threshold of the first.
+def build_expert_usage(
+    activity: ActivityDocument, routed: ExpertsConfig, *, what: str
+) -> ExpertUsage:
+    """Return the usage of the experts of a base.
 
     Raises:
-        IncompatibleError: when they are of different models.
-        UsageError: when there are none.
+        IncompatibleError: when the counts are of another base.
     """
-    if not profiles:
-        raise UsageError("no profile to merge", hint="give at least one")
-    first = profiles[0]
-    layers: dict[int, Counter[int]] = {}
-    for profile in profiles:
-        if (profile.model, profile.experts) != (first.model, first.experts):
-            raise IncompatibleError(
-                f"profiles of {first.model} with {first.experts} experts and of {profile.model} "
-                f"with {profile.experts} cannot be merged",
-                hint="merge profiles of one model",
-            )
-        for layer, counts in profile.layers.items():
-            layers.setdefault(layer, Counter()).update(counts)
-    return UsageProfile(
-        first.model,
-        sum(profile.prompts for profile in profiles),
-        first.experts,
-        _sort_layers({layer: _drop_zeros(counts) for layer, counts in layers.items()}),
-        threshold=first.threshold,
-        capacity=first.capacity,
-        preset=first.preset,
+    usage = ExpertUsage(what, activity)
+    usage.check_fits(routed)
+    return usage
+
+
+def activity_from_counts(
+    layers: Mapping[int, Counts], *, experts: int, prompts: int, preset: str = ""
+) -> ActivityDocument:
+    """Return counts of prompts as raw counts, which are not known to be hot or cold."""
+    return ActivityDocument(
+        "update",
+        tuple(LayerActivity(layer, raw=counts) for layer, counts in sorted(layers.items())),
+        experts=experts,
+        prompts=prompts,
+        preset=preset,
     )
 
 
-def compute_overlap(one: UsageProfile, other: UsageProfile) -> float:
-    """Return how alike two profiles are: the mean Jaccard index of their universal experts.
-
-    It is 1 for the same in every layer, 0 for none in common; a layer that has none in both does
-    not count.
-    """
-    shares = []
-    for layer in sorted({*one.layers, *other.layers}):
-        here, there = set(one.list_universal(layer)), set(other.list_universal(layer))
-        if here or there:
-            shares.append(len(here & there) / len(here | there))
-    return sum(shares) / len(shares) if shares else 1.0
-
-
-def read_profile(data: bytes, *, what: str) -> UsageProfile:
-    """Read a profile.
-
-    Raises:
-        InvalidPackageError: when it is malformed or too large.
-    """
-    return parse_profile(load_document(data, what=what), what=what)
-
-
-def parse_profile(document: JsonObject, *, what: str) -> UsageProfile:
-    """Return the profile that an object is.
+def parse_profile(document: JsonObject, *, what: str) -> ActivityDocument:
+    """Return the counts of a usage profile.
 
     Raises:
         InvalidPackageError: when it is malformed.
     """
-    told = parse_document(document, _ProfileFields, what=what, schema="moe-profile")
+    read = parse_document(document, _ProfileFields, what=what, schema="moe-profile")
     layers = {
-        int(layer): _drop_zeros({int(e): count for e, count in record.activation_counts.items()})
-        for layer, record in told.layers.items()
+        int(layer): {int(e): n for e, n in sorted(record.activation_counts.items()) if n}
+        for layer, record in read.layers.items()
     }
-    profile = UsageProfile(
-        told.model,
-        told.num_prompts,
-        told.num_experts,
-        _sort_layers(layers),
-        threshold=told.threshold,
-        capacity=told.capacity,
-        preset=told.prompt_preset,
-    )
-    if problems := list(_find_invalid_numbers(profile)):
+    if problems := list(_find_invalid_numbers(read, layers)):
         raise InvalidPackageError(what, problems)
-    return profile
+    return activity_from_counts(
+        layers, experts=read.num_experts, prompts=read.num_prompts, preset=read.prompt_preset
+    )
 
 
-def write_profile(profile: UsageProfile) -> bytes:
-    """Return a profile as JSON."""
+def write_profile(usage: ExpertUsage, *, experts: int, model: str) -> bytes:
+    """Return the usage of a model with so many experts in a layer as a usage profile, in JSON."""
     document = {
-        "model": profile.model,
-        "num_prompts": profile.prompts,
-        "threshold": profile.threshold,
-        "capacity": profile.capacity,
-        "num_experts": profile.experts,
-        "moe_layers": len(profile.layers),
-        "prompt_preset": profile.preset,
+        "model": model,
+        "num_prompts": usage.prompts,
+        "threshold": DEFAULT_THRESHOLD,
+        "capacity": 0,
+        "num_experts": experts,
+        "moe_layers": len(usage.layers),
+        "prompt_preset": usage.preset,
         "layers": {
             str(layer): {
-                "universal": profile.list_universal(layer),
+                "universal": usage.list_universal(layer, DEFAULT_THRESHOLD),
                 "activation_counts": {str(expert): count for expert, count in counts.items()},
                 "total_unique": len(counts),
             }
-            for layer, counts in profile.layers.items()
+            for layer, counts in usage.layers.items()
         },
     }
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -197,27 +189,16 @@ class _ProfileFields(msgspec.Struct):
     num_prompts: int
     num_experts: int
     layers: dict[str, _ProfileLayer]
-    model: str = ""
-    threshold: float = DEFAULT_THRESHOLD
-    capacity: int = 0
     prompt_preset: str = ""
 
 
-def _find_invalid_numbers(profile: UsageProfile) -> Iterable[str]:
+def _find_invalid_numbers(read: _ProfileFields, layers: Mapping[int, Counts]) -> Iterator[str]:
     """Yield what a schema cannot say: experts that do not exist, counts beyond all prompts."""
-    for layer, counts in profile.layers.items():
-        if (highest := max(counts, default=0)) >= profile.experts:
-            yield f"layers/{layer}: expert {highest} of only {profile.experts}"
-        if (most := max(counts.values(), default=0)) > profile.prompts:
-            yield f"layers/{layer}: activated by {most} of {profile.prompts} prompts"
-
-
-def _drop_zeros(counts: Counts) -> Counts:
-    return {expert: count for expert, count in sorted(counts.items()) if count}
-
-
-def _sort_layers(layers: Mapping[int, Counts]) -> Mapping[int, Counts]:
-    return dict(sorted(layers.items()))
+    for layer, counts in layers.items():
+        if (highest := max(counts, default=0)) >= read.num_experts:
+            yield f"layers/{layer}: expert {highest} of only {read.num_experts}"
+        if (most := max(counts.values(), default=0)) > read.num_prompts:
+            yield f"layers/{layer}: activated by {most} of {read.num_prompts} prompts"
 
 
 _PINS = re.compile(r"([0-9]{1,4})(%?)")
@@ -226,24 +207,24 @@ _PERCENT = 100
 
 @dataclass(frozen=True, slots=True)
 class TopPins:
-    """So many experts of each layer: those that were asked for most."""
+    """The most frequent experts of each layer, by number."""
 
     count: int
 
     def __str__(self) -> str:
-        """Return it as a person writes it."""
+        """Return it as the user writes it."""
         return str(self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class SharePins:
-    """Those that at least a share of all prompts, or tokens, of a profile ask for."""
+    """The experts that at least a share of all prompts, or tokens, of a profile choose."""
 
     share: float
     """From 0 to 1."""
 
     def __str__(self) -> str:
-        """Return it as a person writes it."""
+        """Return it as the user writes it."""
         return f"{self.share:.0%}"
 
 
@@ -251,7 +232,7 @@ Pins = TopPins | SharePins
 
 
 def parse_pins(text: str) -> Pins:
-    """Read a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
+    """Parse a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
 
     Raises:
         UsageError: for anything else.
@@ -264,149 +245,45 @@ def parse_pins(text: str) -> Pins:
         return TopPins(number)
     raise UsageError(
         f"{text[:40]!r} is neither a number of experts to pin nor a share up to 100%",
-        hint="write 8, the first of each layer, or 50%, those that half of all tokens ask for",
+        hint="write 8, the most frequent of each layer, or 50%, those that half of the tokens use",
     )
 
 
-def select_pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> frozenset[int]:
-    """Return which experts are pinned in a layer with ``capacity`` slots.
+def select_pinned(pins: Pins, usage: ExpertUsage, layer: int, *, capacity: int) -> frozenset[int]:
+    """Return the pinned experts of a layer with ``capacity`` slots.
 
     A share pins no more experts than there are slots.
 
     Raises:
-        UsageError: when more experts are to be pinned than there are slots, or there are none.
+        UsageError: when a number is larger than the slots, or a share pins some and there are none.
     """
     match pins:
         case TopPins(count):
             if count > capacity:
                 raise UsageError(
-                    f"{count} of each layer's routed experts are to be pinned, but layer {layer} "
-                    f"has {capacity} slots",
+                    f"cannot pin {count} routed experts of each layer: layer {layer} has "
+                    f"{capacity} slots",
                     hint="pin fewer experts, or give more memory",
                 )
-            return frozenset(usage.top_experts(layer, count))
+            return frozenset(usage.rank_experts(layer)[:count])
         case SharePins(share):
-            universal = set(replace(usage, threshold=share).list_universal(layer))
+            universal = set(usage.list_universal(layer, share))
             ranked = [expert for expert in usage.rank_experts(layer) if expert in universal]
             if ranked and not capacity:
                 raise UsageError(
-                    f"{len(ranked)} of the routed experts of layer {layer} are to be pinned, but "
-                    "it has no slots",
+                    f"cannot pin {len(ranked)} routed experts of layer {layer}: it has no slots",
                     hint="pin none, or give more memory",
                 )
             return frozenset(ranked[:capacity])
 
 
-TOKENS_PRESET = "tokens"
-"""The prompt preset of a profile that counts tokens."""
 _PROFILE_FIELDS = {"num_prompts", "num_experts", "layers"}
-"""Fields of usage profiles; a document without any of them is no profile."""
+"""Fields of usage profiles; a document without any of them is not one."""
 _HINT = "name a profile: `expertctl base profile export` writes one"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertUsage:
-    """The counts of each expert, as both kinds of documents give them."""
-
-    what: str
-    """Where the counts come from, for a person to read."""
-    activity: ActivityDocument
-    profile: UsageProfile
-
-    def layer_counts(self, layer: int) -> dict[int, int]:
-        """Return how often each expert of a layer was asked for; never 0."""
-        return dict(self.profile.layers.get(layer, {}))
-
-    def require_counts(self) -> None:
-        """Demand that some expert is counted: none is when counting was off.
-
-        Raises:
-            IncompatibleError: when none is.
-        """
-        if not any(self.profile.layers.values()):
-            raise IncompatibleError(
-                f"{self.what} counts no expert as asked for",
-                hint="give one that was counted while texts were answered",
-            )
-
-    def check_fits(self, routed: ExpertsConfig) -> None:
-        """Demand that the counts are of a base with these experts.
-
-        Raises:
-            IncompatibleError: when they are of other experts, or of layers that have none.
-        """
-        told, there = self.profile.experts, routed.count
-        if told != there:
-            raise IncompatibleError(
-                f"{self.what} is of {told} routed experts in a layer, the base has {there}",
-                hint="name a profile of this base",
-            )
-        used = self.activity.used
-        if used not in (0, routed.used):
-            raise IncompatibleError(
-                f"{self.what} is of tokens that use {used} experts each, those of the base use "
-                f"{routed.used}",
-                hint="name a profile of this base",
-            )
-        highest = max(
-            (max(counts, default=0) for counts in self.profile.layers.values()), default=0
-        )
-        if highest >= there:
-            raise IncompatibleError(
-                f"{self.what} counts expert {highest}, the base has {there} in a layer",
-                hint="name a profile of this base",
-            )
-        if unknown := sorted(self.profile.layers.keys() - set(routed.layers)):
-            raise IncompatibleError(
-                f"{self.what} tells of layer {unknown[0]}, which has no routed experts",
-                hint="name a profile of this base",
-            )
-
-
-def build_expert_usage(
-    activity: ActivityDocument, routed: ExpertsConfig, *, what: str
-) -> ExpertUsage:
-    """Return what counts say of a base.
-
-    Raises:
-        IncompatibleError: when they are of another one.
-    """
-    guide = ExpertUsage(
-        what, activity, profile_from_activity(activity, experts=activity.experts or routed.count)
-    )
-    guide.check_fits(routed)
-    return guide
-
-
-def profile_from_activity(
-    activity: ActivityDocument, *, experts: int, model: str = ""
-) -> UsageProfile:
-    """Return counts as a profile: of prompts where these were counted, else of tokens.
-
-    A prompt asks the last layer of a base for its last token alone, so fewer tokens ask there.
-    """
-    layers = {layer.layer: dict(sorted(layer.hits.items())) for layer in activity.layers}
-    preset = activity.preset if activity.prompts else TOKENS_PRESET
-    told, used = count_tokens(activity), 0 if activity.prompts else activity.used
-    tokens = {n: -(-sum(counts.values()) // used) for n, counts in layers.items()} if used else {}
-    asking = {n: count for n, count in tokens.items() if count < told}
-    return UsageProfile(model, told, experts, layers, preset=preset, asking=asking)
-
-
-def activity_from_profile(usage: UsageProfile) -> ActivityDocument:
-    """Return a profile as raw counts: it does not say which were hot."""
-    layers = (LayerActivity(layer, raw=counts) for layer, counts in usage.layers.items())
-    return ActivityDocument(
-        "update",
-        tuple(layers),
-        experts=usage.experts,
-        prompts=usage.prompts,
-        preset=usage.preset,
-    )
-
-
 def read_expert_usage(path: Path, routed: ExpertsConfig) -> ExpertUsage:
-    """Read a file of either kind, for a base.
+    """Read a file of either format, for a base.
 
     Raises:
         NotFoundError: when there is no such file.
@@ -416,9 +293,9 @@ def read_expert_usage(path: Path, routed: ExpertsConfig) -> ExpertUsage:
     """
     with open_profile(path) as stream:
         document = load_document(stream.read(MAX_BYTES + 1), what=str(path))
-        guide = parse_expert_usage(document, routed, what=str(path))
-        guide.require_counts()
-        return guide
+        usage = parse_expert_usage(document, routed, what=str(path))
+        usage.require_counts()
+        return usage
 
 
 @contextmanager
@@ -428,7 +305,7 @@ def open_profile(path: Path) -> Iterator[BinaryIO]:
     Raises:
         NotFoundError: when there is no such file.
         StoreError: when it cannot be read.
-        InvalidPackageError: when it is no regular file, or what is read of it is malformed.
+        InvalidPackageError: when it is not a regular file, or its contents are malformed.
     """
     try:
         with open_regular_file(path) as stream:
@@ -441,7 +318,7 @@ def open_profile(path: Path) -> Iterator[BinaryIO]:
 
 
 def parse_expert_usage(document: JsonObject, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
-    """Return what a document of either kind says of a base.
+    """Convert a document of either format, for a base.
 
     Raises:
         InvalidPackageError: when it is neither, or malformed.
@@ -449,13 +326,12 @@ def parse_expert_usage(document: JsonObject, routed: ExpertsConfig, *, what: str
     """
     try:
         if "schema" in document:
-            return build_expert_usage(parse_activity(document, what=what), routed, what=what)
-        if not _PROFILE_FIELDS & document.keys():
+            activity = parse_activity(document, what=what)
+        elif not _PROFILE_FIELDS & document.keys():
             neither = "it is neither an activity document (schema) nor a profile (num_prompts)"
             raise InvalidPackageError(what, [neither])
-        usage = parse_profile(document, what=what)
+        else:
+            activity = parse_profile(document, what=what)
     except InvalidPackageError as error:
         raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error
-    guide = ExpertUsage(what, activity_from_profile(usage), usage)
-    guide.check_fits(routed)
-    return guide
+    return build_expert_usage(activity, routed, what=what)

@@ -1,17 +1,14 @@
-"""The *habits* of a base: which routed experts its answers asked for, kept for the next start.
+"""`ExpertUsageStore`: the learnt usage of bases, kept for the next start.
 
-The file has three lines of JSON, each read by its own reader: which base it is of, what was counted
-(`build_activity_document`), and which experts had a slot last (`saved_state`), which may be empty. It
-has no word of any text; but which experts are asked for tells something of the subject, so it is
-as private as a history.
+The file of a base has three lines of JSON, each with its own reader: the base, the counts (an
+activity document), and the experts that had a slot last (a saved cache state), which may be empty.
+It contains no text; but which experts are chosen tells something about the subject, so it is as
+private as a history.
 
-`ExpertUsageStore`: reads the habits of a base when it is opened, and adds to them while it is used.
-
-The keeper decides one start for each base and stays with it: what is learnt meanwhile counts for
-the next keeper. Otherwise the base would be loaded again after each answer. Only the scores by
-which residents are exchanged grow meanwhile. Habits that cannot be read, are damaged, of another
-base or do not fit it are left out with a note, and replaced when something is learnt; they never
-prevent an answer.
+The store decides once how each base starts: what is learnt meanwhile counts for the next process.
+Otherwise the base would be loaded again after each request. Only the scores of swaps grow
+meanwhile. A file that cannot be read, is damaged, of another base or does not fit it is ignored
+with a note, and replaced when something is learnt; it never prevents a request.
 """
 
 import json
@@ -67,7 +64,7 @@ _MAX_HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LearntUsage:
-    """The habits of one base: what was counted, and which experts had a slot last."""
+    """The learnt usage of one base: its counts, and the experts that had a slot last."""
 
     base: Digest
     """Identifies its weights and its architecture, see `compute_base_digest`."""
@@ -75,25 +72,21 @@ class LearntUsage:
     state: SavedCacheState | None = None
 
     def add_activity(
-        self,
-        more: ActivityDocument,
-        slots: Mapping[int, LayerSlots],
-        *,
-        timestamp: float,
+        self, more: ActivityDocument, slots: Mapping[int, LayerSlots], *, timestamp: float
     ) -> "LearntUsage":
-        """Return them with what was counted since, and with the experts that have slots now.
+        """Return it with further counts, and with the experts that have slots now.
 
         Raises:
-            IncompatibleError: when it was counted on other experts.
+            IncompatibleError: when the counts are of other experts.
         """
         state = capture_state(slots, timestamp=timestamp) if slots else self.state
         return LearntUsage(self.base, add_activities(self.activity, more), state)
 
     def to_usage(self, routed: ExpertsConfig, *, what: str) -> ExpertUsage:
-        """Return what they say of a base with such experts.
+        """Return the usage of a base with such experts.
 
         Raises:
-            IncompatibleError: when their numbers do not fit it.
+            IncompatibleError: when the counts do not fit it.
         """
         if self.state is not None:
             check_state(self.state, routed.layers, experts=routed.count)
@@ -101,38 +94,38 @@ class LearntUsage:
 
 
 def compute_base_digest(identity: BaseIdentity) -> Digest:
-    """Return what identifies a base in its habits, whatever its name."""
+    """Return the identity of a base in its file, whatever its name."""
     return Digest.compute(f"{identity.arch} {identity.weights}".encode())
 
 
 def parse_learnt_usage(data: bytes, *, what: str) -> LearntUsage:
-    """Read habits.
+    """Parse the contents of a file.
 
     Raises:
         InvalidPackageError: when they are of another version, malformed or too large.
     """
     lines = data.split(b"\n", _LINE_COUNT)
     if len(lines) != _LINE_COUNT + 1 or lines[_LINE_COUNT]:
-        raise InvalidPackageError(what, [f"these are not {_LINE_COUNT} lines"])
-    head = decode_record(
+        raise InvalidPackageError(what, [f"expected {_LINE_COUNT} lines"])
+    header = decode_record(
         load_object(lines[0], what=what, max_bytes=_MAX_HEADER_BYTES), _UsageHeader, what=what
     )
-    if head.version != USAGE_VERSION:
+    if header.version != USAGE_VERSION:
         raise InvalidPackageError(
-            what, [f"version {head.version} is not read, only {USAGE_VERSION}"]
+            what, [f"version {header.version} is not supported, only {USAGE_VERSION}"]
         )
     return LearntUsage(
-        _parse_digest(head.base, what),
+        _parse_digest(header.base, what),
         read_activity(lines[1], what=what),
         read_state(lines[2], what=what) if lines[2] else None,
     )
 
 
-def encode_learnt_usage(habits: LearntUsage) -> bytes:
-    """Return habits as bytes."""
-    head = json.dumps({"version": USAGE_VERSION, "base": str(habits.base)}).encode()
-    state = b"" if habits.state is None else write_state(habits.state)
-    return b"\n".join((head, write_activity(habits.activity), state, b""))
+def encode_learnt_usage(learnt: LearntUsage) -> bytes:
+    """Return the contents of a file."""
+    header = json.dumps({"version": USAGE_VERSION, "base": str(learnt.base)}).encode()
+    state = b"" if learnt.state is None else write_state(learnt.state)
+    return b"\n".join((header, write_activity(learnt.activity), state, b""))
 
 
 class _UsageHeader(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,24 +141,26 @@ def _parse_digest(text: str, what: str) -> Digest:
 
 
 SAVE_INTERVAL = 30.0
-"""Habits are kept at most this often while answers follow one another."""
-_LEFT_OUT = "what was learnt before is left out"
+"""Longest time between two updates of scores, in seconds."""
+_LEFT_OUT = "the learnt usage is ignored"
 
 
 def load_learnt_usage(file: UsageProfileFile) -> LearntUsage | None:
-    """Return the habits of a base; None where it has none.
+    """Return the learnt usage of a base; None if it has none.
 
     Raises:
-        InvalidPackageError: when they are malformed.
-        StoreError: when they are no file of this user alone, or cannot be read.
+        InvalidPackageError: when it is malformed.
+        StoreError: when its file does not belong to this user alone, or cannot be read.
     """
-    data = file.read()
-    found = None if data is None else parse_learnt_usage(data, what=str(file.path))
-    return found if found and found.base == compute_base_digest(file.base.identity) else None
+    return _parse_own(file.read(), file)
 
 
 def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage | None:
-    """Return what was learnt of a base; None if nothing was. Raises as `load_learnt_usage` does."""
+    """Return the usage of a base; None if nothing was learnt.
+
+    Raises:
+        ExpertError: as `load_learnt_usage`, or when it does not fit the base.
+    """
     known = _load_known(file, routed)
     return None if known is None or not known[0].activity.is_usable else known[1]
 
@@ -173,9 +168,9 @@ def load_expert_usage(file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUs
 def update_learnt_usage(
     file: UsageProfileFile, routed: ExpertsConfig, change: Callable[[LearntUsage], LearntUsage]
 ) -> str:
-    """Change the habits of a base; unusable ones begin anew.
+    """Change the learnt usage of a base; one that cannot be used is replaced.
 
-    Return why they are unusable; empty where they are usable, or the base has none.
+    Return why it could not be used; empty if it could, or the base has none.
 
     Raises:
         ConflictError: when the base was removed or replaced meanwhile.
@@ -185,11 +180,14 @@ def update_learnt_usage(
 
     def changed(data: bytes | None) -> bytes:
         nonlocal left_out
+        known = None
         try:
-            known = _parse_known(data, file, routed)
+            known = _parse_own(data, file)
+            if known is not None:
+                _to_usage(known, file, routed)
         except ExpertError as error:
             known, left_out = None, error.message
-        return encode_learnt_usage(change(nothing if known is None else known[0]))
+        return encode_learnt_usage(change(known or nothing))
 
     file.update(changed)
     return left_out
@@ -198,48 +196,49 @@ def update_learnt_usage(
 def _load_known(
     file: UsageProfileFile, routed: ExpertsConfig
 ) -> tuple[LearntUsage, ExpertUsage] | None:
-    return _parse_known(file.read(), file, routed)
+    found = load_learnt_usage(file)
+    return None if found is None else (found, _to_usage(found, file, routed))
 
 
-def _parse_known(
-    data: bytes | None, file: UsageProfileFile, routed: ExpertsConfig
-) -> tuple[LearntUsage, ExpertUsage] | None:
-    """Return habits and what they say of a base; None where it has none."""
+def _parse_own(data: bytes | None, file: UsageProfileFile) -> LearntUsage | None:
+    """Return the profile in ``data`` if it is of the base of the file."""
     found = None if data is None else parse_learnt_usage(data, what=str(file.path))
-    if found is None or found.base != compute_base_digest(file.base.identity):
-        return None
-    return found, found.to_usage(routed, what=f"the habits of {file.base.name}")
+    return found if found and found.base == compute_base_digest(file.base.identity) else None
+
+
+def _to_usage(found: LearntUsage, file: UsageProfileFile, routed: ExpertsConfig) -> ExpertUsage:
+    return found.to_usage(routed, what=f"the learnt usage of {file.base.name}")
 
 
 class ObservableCache(Protocol):
-    """What is learnt from: `ExpertCache`, or `ResidentExperts`."""
+    """A source of counts: `ExpertCache`, `ResidentExperts` or `DeviceExpertCounts`."""
 
     @property
     def counters(self) -> Counters:
-        """What its layers were asked for until now."""
+        """The counters of its layers."""
 
     @property
     def slots(self) -> tuple[LayerSlots, ...]:
-        """The slots of each of them; empty where no expert needs one."""
+        """The slots of each layer; empty if no expert needs one."""
 
     @property
     def scores(self) -> Sequence[ExpertScores]:
-        """What experts are worth to exchanges, by layer."""
+        """The scores of experts for swaps, by layer."""
 
     @property
     def exchange_rate(self) -> float:
-        """The share of residents that an update may exchange by them; 0: none."""
+        """The share of residents that an update may swap by scores; 0: none."""
 
     def set_scores(self, scores: Sequence[ExpertScores], *, rate: float) -> None:
-        """Exchange by these scores from the next update on."""
+        """Swap by these scores from the next update on."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what a person should know of experts that were to come by habit."""
+        """Return, once, notes for the user about experts that could not be read."""
 
 
 @dataclass(slots=True)
 class _ObservedBase:
-    """A base that is in memory: what is counted of it, and what of that is kept and scored."""
+    """A base in memory, with the counts that were saved and scored."""
 
     file: UsageProfileFile
     cache: ObservableCache
@@ -247,7 +246,7 @@ class _ObservedBase:
     saved: ActivityDocument = EMPTY_ACTIVITY
     saved_at: float = -math.inf
     scored: ActivityDocument | None = EMPTY_ACTIVITY
-    """None while nothing is exchanged by scores: what is counted then is no part of them."""
+    """None while nothing is swapped by scores: counts of that time are not added to them."""
     scored_at: float = -math.inf
 
     @property
@@ -262,7 +261,7 @@ class _ObservedBase:
         return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
 
     def update_scores(self) -> None:
-        """Add what was counted since to the scores by which residents are exchanged."""
+        """Add new counts to the scores by which residents are swapped."""
         cache, before = self.cache, self.scored
         self.scored = self.snapshot if cache.exchange_rate > 0 else None
         if before is not None and self.scored is not None:
@@ -273,23 +272,23 @@ class _ObservedBase:
 
 
 class ExpertUsageStore:
-    """The owner of what is known of the bases that are run; one thread uses it at a time."""
+    """Owner of the learnt usage of all bases that run; one thread uses it at a time."""
 
     def __init__(self, bases: BaseStore, config: WarmupConfig = DEFAULT_WARMUP) -> None:
-        """Know nothing yet."""
+        """Start without reading anything."""
         self._bases, self._config = bases, config
         self._warmups: dict[str, tuple[StoredBase, WarmupPlan]] = {}
         self._observed: _ObservedBase | None = None
         self._notes: list[str] = []
         self._noted_bases = set[str]()
-        """Bases for which a start has noted already that their habits are left out."""
+        """Bases whose start already noted that their learnt usage is ignored."""
         self._dense_bases = set[str]()
-        """Bases for which it is noted already that they have no routed experts."""
+        """Bases that were already noted to have no routed experts."""
         self._save_failed = False
-        """Whether nothing could be kept the last time, which was noted."""
+        """Whether the last save failed, which was noted."""
 
     def plan_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
-        """Return how a base begins; the same each time.
+        """Return how a base starts; the same each time.
 
         Raises:
             ExpertError: when a file that was named cannot be read, or is of another base.
@@ -309,71 +308,71 @@ class ExpertUsageStore:
             ]
 
     def observe(self, base: StoredBase, routed: ExpertsConfig, cache: ObservableCache) -> None:
-        """Learn from what a base counts from now on; keep what was counted of the last one."""
+        """Learn from the counts of a base from now on; save those of the last one."""
         self.stop_observing()
         self._observed = _ObservedBase(UsageProfileFile(self._bases, base), cache, routed)
 
     def save(self, *, interval: float = 0.0) -> None:
-        """Learn from what was counted since the last time, if that is ``every`` seconds ago.
+        """Save new counts, if the last save was ``interval`` seconds ago.
 
         It is called between two passes. An error is noted, and the next call tries again. Scores
-        are in memory alone, so they grow at least every `SECONDS`.
+        are in memory only, so they are updated at least every `SAVE_INTERVAL`.
         """
-        watched, now = self._observed, time.monotonic()
-        if watched is None:
+        observed, now = self._observed, time.monotonic()
+        if observed is None:
             return
-        if now - watched.scored_at >= min(interval, SAVE_INTERVAL):
-            watched.scored_at = now
-            watched.update_scores()
-        if self._config.learns and now - watched.saved_at >= interval:
-            watched.saved_at = now
-            self._save(watched)
+        if now - observed.scored_at >= min(interval, SAVE_INTERVAL):
+            observed.scored_at = now
+            observed.update_scores()
+        if self._config.learns and now - observed.saved_at >= interval:
+            observed.saved_at = now
+            self._save(observed)
 
-    def _save(self, watched: _ObservedBase) -> None:
-        """Add to the habits what was not kept yet."""
-        path, seen = watched.file.path, watched.snapshot
-        more = subtract_activity(seen, watched.saved)
+    def _save(self, observed: _ObservedBase) -> None:
+        """Add new counts to the file."""
+        path, seen = observed.file.path, observed.snapshot
+        more = subtract_activity(seen, observed.saved)
         if not more.is_usable:
             return
         try:
             left_out = update_learnt_usage(
-                watched.file,
-                watched.routed,
-                lambda habits: habits.add_activity(more, watched.slots, timestamp=time.time()),
+                observed.file,
+                observed.routed,
+                lambda learnt: learnt.add_activity(more, observed.slots, timestamp=time.time()),
             )
         except ExpertError as error:
             if not self._save_failed:
-                self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
+                self._notes.append(f"{path}: the learnt usage is not saved: {error.message}")
             self._save_failed = True
             return
-        watched.saved, self._save_failed = seen, False
-        if left_out and watched.file.base.name not in self._noted_bases:
+        observed.saved, self._save_failed = seen, False
+        if left_out and observed.file.base.name not in self._noted_bases:
             self._notes.append(f"{path}: {_LEFT_OUT}: {left_out}")
-        self._noted_bases.discard(watched.file.base.name)
+        self._noted_bases.discard(observed.file.base.name)
 
     def stop_observing(self) -> None:
-        """Keep what was counted, and watch no base any more."""
+        """Save the counts of the observed base, and observe none."""
         self.save()
         self._collect_notes()
         self._observed = None
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what could not be read or kept, for a person to know."""
+        """Return, once, notes for the user about what could not be read or saved."""
         self._collect_notes()
         notes, self._notes = self._notes, []
         return tuple(dict.fromkeys(notes))
 
     def _collect_notes(self) -> None:
-        """Take over the notes of the base that is watched."""
-        if (watched := self._observed) is not None:
-            told = watched.cache.take_notes()
-            self._notes += [f"{watched.file.base.name}: {each}" for each in told]
+        """Take the notes of the observed base."""
+        if (observed := self._observed) is not None:
+            name, notes = observed.file.base.name, observed.cache.take_notes()
+            self._notes += [f"{name}: {note}" for note in notes]
 
     def _plan_new_warmup(self, base: StoredBase, routed: ExpertsConfig) -> WarmupPlan:
-        wishes = self._config
-        if wishes.profile is not None:
-            return WarmupPlan(wishes, read_expert_usage(wishes.profile, routed))
-        if not wishes.learns:
+        config = self._config
+        if config.profile is not None:
+            return WarmupPlan(config, read_expert_usage(config.profile, routed))
+        if not config.learns:
             return self._plan_unknown_warmup()
         file = UsageProfileFile(self._bases, base)
         try:
@@ -381,16 +380,18 @@ class ExpertUsageStore:
         except ExpertError as error:
             self._noted_bases.add(base.name)
             self._notes.append(f"{file.path}: {_LEFT_OUT}: {error.message}")
-            return WarmupPlan(wishes)
+            return WarmupPlan(config)
         if known is None or not known[0].activity.is_usable:
             return self._plan_unknown_warmup()
-        habits, guide = known
-        return WarmupPlan(wishes, guide, habits.state)
+        learnt, usage = known
+        return WarmupPlan(config, usage, learnt.state)
 
     def _plan_unknown_warmup(self) -> WarmupPlan:
-        """Begin without knowing anything; note that if experts were to be pinned."""
+        """Start with unknown usage; note that if experts were to be pinned."""
         if self._config.pins is not None:
             once = "run it once more, or " if self._config.learns else ""
-            told = f"{once}give --moe-profile FILE"
-            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {told}")
+            advice = f"{once}give --moe-profile FILE"
+            self._notes.append(
+                f"--moe-pin pins no expert: the usage of the base is unknown; {advice}"
+            )
         return WarmupPlan(self._config)

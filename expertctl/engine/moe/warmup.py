@@ -1,40 +1,42 @@
-"""Which experts were resident and what they were worth, as JSON: a cache that begins warm.
+"""How a base whose routed experts do not all fit starts: slots of layers, first residents, pins.
 
-The document is that of flash-moe, version 1; others are refused. It has no weights: those are read
-from the base again, at once, and not as one token after the other asks for them. An empty slot is
-written as -1. Where the number of a layer's slots has changed since, the experts that were worth
-most come first.
+`WarmupPlan` combines the user's options with the usage of the base, from a file that the user
+names, else from the learnt usage. It says which experts to pin, how many slots each layer gets,
+which experts fill them first and, if requested, which are swapped in later. It never changes a
+result if nothing is skipped.
 
-How a base whose routed experts do not all fit begins: which come first, and which stay.
-
-What is known of it comes from a file that the user names, else from its habits. It says which
-experts to pin, how many slots each layer gets and which experts have them at first, and, where that
-is wanted, which are exchanged later. It never changes an answer where nothing is left out.
+`SavedCacheState` records which experts were resident and what they were worth, as JSON in the
+format of flash-moe, version 1; other versions are refused. It has no weights: those are read from
+the base again, all at once, instead of one token after the other. An empty slot is written as -1.
+If the number of a layer's slots has changed since, the experts that were worth most come first.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.engine.moe.activity import MAX_JSON_INTEGER, load_document, parse_document
+from expertctl.engine.moe.activity import cap_count, load_document, parse_document
 from expertctl.engine.moe.cache_plan import CachePlan, adapt_plan
 from expertctl.engine.moe.layer_slots import EMPTY_SLOT, LayerSlots
 from expertctl.engine.moe.usage_profile import ExpertUsage, Pins, TopPins, select_pinned
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.package.architectures import ExpertsConfig
 
+if TYPE_CHECKING:
+    from expertctl.engine.moe.expert_cache import ExpertCache
+
 STATE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """The slots of one layer as they were, by slot, and of each expert its count and last use."""
+    """The saved slots of one layer, and the count and last use of each expert."""
 
     cached_ids: tuple[int, ...]
     frequency: Mapping[int, float]
@@ -44,17 +46,17 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class SavedCacheState:
-    """All layers of a base as they were."""
+    """The saved state of all layers of a base."""
 
     timestamp: float
     """Seconds since 1970."""
     prompt: str
-    """The prompt, or whatever else, that warmed the cache; may be empty."""
+    """The prompt, or anything else, that warmed the cache; may be empty."""
     layers: Mapping[int, LayerState]
 
     @property
     def capacity(self) -> int:
-        """The slots of the layer that has most."""
+        """The largest number of slots of a layer."""
         return max((len(layer.cached_ids) for layer in self.layers.values()), default=0)
 
 
@@ -67,9 +69,9 @@ def capture_state(
 
 
 def restore_state(state: SavedCacheState, slots: Mapping[int, LayerSlots]) -> dict[int, list[int]]:
-    """Take over counts into empty slots; return which experts to bring into each layer.
+    """Restore counts into empty slots; return which experts to load into each layer.
 
-    They are in the order of free slots. A layer that was not saved begins without counts.
+    They are in the order of free slots. A layer that was not saved starts without counts.
 
     Raises:
         IncompatibleError: when an expert was saved that a layer does not have.
@@ -80,11 +82,10 @@ def restore_state(state: SavedCacheState, slots: Mapping[int, LayerSlots]) -> di
 
 
 def check_state(state: SavedCacheState, layers: Iterable[int], *, experts: int) -> None:
-    """Demand that a state can be restored in layers that have so many experts.
+    """Check that a state can be restored in layers with ``experts`` experts.
 
     Raises:
-        IncompatibleError: when a layer was saved that is none of them, or an expert that a layer
-            does not have.
+        IncompatibleError: when a saved layer is none of them, or has an expert that they do not.
     """
     known = set(layers)
     if unknown := sorted(state.layers.keys() - known):
@@ -103,12 +104,12 @@ def read_state(data: bytes, *, what: str) -> SavedCacheState:
         InvalidPackageError: when it is of another version, malformed or too large.
     """
     document = load_document(data, what=what)
-    told = parse_document(document, _StateDocument, what=what, schema="moe-state")
-    if problems := list(_find_contradictions(told)):
+    fields = parse_document(document, _StateDocument, what=what, schema="moe-state")
+    if problems := list(_find_contradictions(fields)):
         raise InvalidPackageError(what, problems)
-    layers = {int(number): _parse_layer(record) for number, record in told.layers.items()}
-    prompt = told.metadata.prompt
-    return SavedCacheState(told.timestamp, prompt, dict(sorted(layers.items())))
+    layers = {int(number): _parse_layer(record) for number, record in fields.layers.items()}
+    prompt = fields.metadata.prompt
+    return SavedCacheState(fields.timestamp, prompt, dict(sorted(layers.items())))
 
 
 def write_state(state: SavedCacheState) -> bytes:
@@ -159,15 +160,13 @@ def _check_layer(state: SavedCacheState, number: int, *, experts: int) -> None:
 
 
 def _capture_layer(layer: LayerSlots) -> LayerState:
-    """Return the state of a layer; numbers that some readers of JSON cannot hold are capped."""
+    """Return the state of a layer; numbers that some JSON readers cannot represent are capped."""
     known = [expert for expert in range(layer.experts) if layer.counts[expert]]
     return LayerState(
         cached_ids=tuple(int(expert) for expert in layer.ids),
         frequency={expert: float(layer.counts[expert]) for expert in known},
-        last_active={
-            expert: min(int(layer.last_used[expert]), MAX_JSON_INTEGER) for expert in known
-        },
-        step=min(layer.step, MAX_JSON_INTEGER),
+        last_active={expert: cap_count(int(layer.last_used[expert])) for expert in known},
+        step=cap_count(layer.step),
     )
 
 
@@ -182,14 +181,8 @@ def _restore_layer(saved: LayerState | None, layer: LayerSlots) -> list[int]:
     worth = layer.priorities()
     best = sorted(residents, key=lambda expert: (-worth[expert], expert))
     bring = layer.choose_initial_experts(best)
-    return sorted(
-        bring, key=lambda expert: (expert not in residents, _resident_order(residents, expert))
-    )
-
-
-def _resident_order(residents: list[int], expert: int) -> int:
-    """Return an expert's place among residents; for others the id, which keeps their order."""
-    return residents.index(expert) if expert in residents else expert
+    saved_slots = {expert: slot for slot, expert in enumerate(residents)}
+    return sorted(bring, key=lambda e: (e not in saved_slots, saved_slots.get(e, e)))
 
 
 def _parse_layer(record: _StateLayer) -> LayerState:
@@ -206,37 +199,36 @@ def _list_referenced(saved: LayerState) -> set[int]:
 
 
 def _find_contradictions(document: _StateDocument) -> Iterable[str]:
-    """Yield what a schema cannot say: an expert in two slots, a use after the last step."""
+    """Yield what a schema cannot check: an expert in two slots, a use after the last step."""
     for number, layer in document.layers.items():
         residents = [expert for expert in layer.cached_ids if expert != EMPTY_SLOT]
         if len(set(residents)) != len(residents):
-            yield f"layers/{number}/cached_ids: an expert is there twice"
+            yield f"layers/{number}/cached_ids: an expert appears twice"
         if (last := max(layer.last_active.values(), default=0)) > layer.step:
             yield f"layers/{number}/last_active: {last} is after the last step, {layer.step}"
 
 
 _Counts = NDArray[np.float64]
 Warmup = Literal["none", "hybrid", "full"]
-"""none: experts come when asked for; hybrid: known ones come beside the work; full: all before."""
-WARMUPS: tuple[Warmup, ...] = get_args(Warmup)
+"""none: experts are read when chosen; hybrid: known ones are read during passes; full: before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """How a user wants routed experts to begin, whatever the base is."""
+    """The user's options for routed experts, whatever the base."""
 
     profile: Path | None = None
-    """The file that is used instead of habits."""
+    """The file to use instead of the learnt usage."""
     pins: Pins | None = None
     warmup: Warmup = "hybrid"
     exchange: float = 0.0
-    """The share of all residents that a profile may exchange in an update, from 0, none, to 1."""
+    """The share of all residents that a profile may swap in an update, from 0, none, to 1."""
     learns: bool = True
-    """Whether habits are kept, and used."""
+    """Whether usage is learnt, and used."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that the user gave; those that a setting may give too are not among them."""
+        """The options that the user gave, without those that may also be settings."""
         given = (
             ("--moe-profile", self.profile is not None),
             ("--moe-pin", self.pins is not None),
@@ -247,40 +239,40 @@ class WarmupConfig:
 
 DEFAULT_WARMUP = WarmupConfig()
 COLD_START = WarmupConfig(warmup="none", learns=False)
-"""For measurements: a user's habits change nothing, and nothing is learnt."""
+"""For measurements: no usage is used or learnt."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
-    """How one base begins: what is wished, and what is known of it."""
+    """How one base starts: the options, and its usage if known."""
 
     config: WarmupConfig = DEFAULT_WARMUP
     usage: ExpertUsage | None = None
     state: SavedCacheState | None = None
 
     def adapt_cache_plan(self, plan: CachePlan, layer_numbers: Sequence[int]) -> CachePlan:
-        """Return a plan with slots and pins by what is known; ``numbers``: those of routed layers.
+        """Return a plan with slots and pins by usage; ``layer_numbers`` are those of routed layers.
 
         Raises:
             UsageError: when more experts are to be pinned than a layer has slots.
         """
-        guide, pins = self.usage, self.config.pins
-        if guide is None:
+        usage, pins = self.usage, self.config.pins
+        if usage is None:
             return plan
-        counts = [guide.layer_counts(number) for number in layer_numbers]
+        counts = [usage.layer_counts(number) for number in layer_numbers]
         activations = _equalise_layers([_to_array(counted, plan.experts) for counted in counts])
-        least = pins.count if isinstance(pins, TopPins) else 1
-        plan = adapt_plan(plan, activations, minimum=min(least, plan.slots))
+        minimum = pins.count if isinstance(pins, TopPins) else 1
+        plan = adapt_plan(plan, activations, minimum=min(minimum, plan.slots))
         if pins is None:
             return plan
         each = zip(layer_numbers, plan.capacities, strict=True)
-        named = tuple(select_pinned(pins, guide.profile, n, capacity=slots) for n, slots in each)
-        return replace(plan, pinned=named)
+        pinned = tuple(select_pinned(pins, usage, n, capacity=slots) for n, slots in each)
+        return replace(plan, pinned=pinned)
 
     def rank_experts(self, slots: Mapping[int, LayerSlots]) -> list[list[int]]:
-        """Return which experts to bring into each layer, in order; take over a state's counts.
+        """Return which experts to load into each layer, in order; restore the counts of a state.
 
-        Only experts of which something is known are named.
+        Only experts with known usage are listed.
         """
         state = self.state
         restored = {} if state is None else restore_state(state, slots)
@@ -290,7 +282,7 @@ class WarmupPlan:
         ]
 
     def _rank_layer(self, number: int, restored: Sequence[int], slots: LayerSlots) -> Iterator[int]:
-        """Yield pinned experts, those that had a slot, then those that were asked for most."""
+        """Yield pinned experts, then those that had a slot, then the most frequent."""
         yield from sorted(slots.pinned)
         if self.state is not None and number in self.state.layers:
             had = {
@@ -298,33 +290,20 @@ class WarmupPlan:
             }
             yield from (expert for expert in restored if expert in had)
         if self.usage is not None:
-            yield from self.usage.profile.rank_experts(number)
+            yield from self.usage.rank_experts(number)
 
 
 def plan_cold_start(_: ExpertsConfig) -> WarmupPlan:
-    """Return the start of a base of which nothing is known and nothing is wished."""
+    """Return the plan of a base without usage and without options."""
     return WarmupPlan(WarmupConfig(warmup="none", learns=False))
 
 
 PlanWarmup = Callable[[ExpertsConfig], WarmupPlan]
-"""Returns how a base with such experts begins; asked only where not all of them fit."""
+"""Returns how a base with such experts starts; called only if not all of them fit."""
 
 
-class WarmupTarget(Protocol):
-    """What is filled: `ExpertCache`."""
-
-    def fill_slots(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Bring experts into all empty slots."""
-
-    def schedule_fill(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Have experts come into empty slots while passes go on."""
-
-    def set_scores(self, scores: Sequence[Mapping[int, int]], *, rate: float) -> None:
-        """Let updates exchange experts for those that score more, too."""
-
-
-def warm_up_cache(cache: WarmupTarget, plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
-    """Give empty slots of a cache their first experts; ``slots`` by the number of the layer.
+def warm_up_cache(cache: "ExpertCache", plan: WarmupPlan, slots: Mapping[int, LayerSlots]) -> None:
+    """Fill the empty slots of a cache; ``slots`` by the number of the layer.
 
     Raises:
         InvalidPackageError: when a file of the base cannot be read.
@@ -337,39 +316,39 @@ def warm_up_cache(cache: WarmupTarget, plan: WarmupPlan, slots: Mapping[int, Lay
             cache.schedule_fill(ranked)
         case "none":
             pass
-    guide, rate = plan.usage, plan.config.exchange
-    if rate > 0:  # where nothing is known yet, it may be learnt
-        counts = [{} if guide is None else guide.layer_counts(number) for number in sorted(slots)]
+    usage, rate = plan.usage, plan.config.exchange
+    if rate > 0:  # unknown usage may be learnt
+        counts = [{} if usage is None else usage.layer_counts(number) for number in sorted(slots)]
         cache.set_scores(counts, rate=rate)
 
 
 def describe_unused_option(base: str, option: str) -> str:
-    """Return a warning that an option of routed experts was given for a base without any."""
+    """Return a warning that an option of routed experts has no effect on a base without any."""
     return f"{base} has no routed experts: {option} has no effect"
 
 
 def check_exchange_rate(rate: float) -> float:
-    """Demand a share of residents.
+    """Return a share of residents after checking it.
 
     Raises:
-        UsageError: when it is none.
+        UsageError: when it is not from 0 to 1.
     """
     if not 0.0 <= rate <= 1.0:
         raise UsageError(
-            f"--moe-exchange {rate} is not a share of the experts that have a slot",
-            hint="it goes from 0, a profile exchanges none, to 1",
+            f"--moe-exchange {rate} is not a share from 0 to 1",
+            hint="it is the share of residents that a profile may swap in an update; 0: none",
         )
     return rate
 
 
 def _equalise_layers(counts: Sequence[_Counts]) -> list[_Counts]:
-    """Scale the counts of layers as if each was asked as often as the one that was asked least.
+    """Scale the counts of layers to the total of the layer with the fewest.
 
-    A prompt asks the last layer for its last token alone; a token that is generated asks all.
+    A prompt runs the last layer for its last token only; a generated token runs all.
     """
     sums = [each.sum() for each in counts]
-    least = min(sums, default=0.0)
-    return [each * (least / max(total, 1.0)) for each, total in zip(counts, sums, strict=True)]
+    minimum = min(sums, default=0.0)
+    return [each * (minimum / max(total, 1.0)) for each, total in zip(counts, sums, strict=True)]
 
 
 def _to_array(counts: Mapping[int, int], experts: int) -> _Counts:

@@ -17,8 +17,7 @@ from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
     SharePins,
     TopPins,
-    UsageProfile,
-    activity_from_profile,
+    activity_from_counts,
 )
 from expertctl.engine.moe.warmup import DEFAULT_WARMUP, WarmupConfig
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
@@ -37,9 +36,11 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = UsageProfile("", 10, EXPERTS, {n: {7: 10, 6: 8, 5: 2} for n in NUMBERS})
-GUIDE = ExpertUsage("the profile", activity_from_profile(USAGE), USAGE)
-NOBODY = UsageProfile("", 10, EXPERTS, {1: {}})
+USAGE = activity_from_counts(
+    experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
+)
+GUIDE = ExpertUsage("the profile", USAGE)
+NOBODY = activity_from_counts(experts=EXPERTS, prompts=10, layers={1: {}})
 
 
 def read_drawn(cache: ExpertCache, room: RoutedWorkspace) -> None:
@@ -150,7 +151,7 @@ def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
         assert reader.tried == dict.fromkeys(broken, 1)
         notes = cache.take_notes()
         assert len(notes) == 1
-        assert "could not be read: 4; the first was" in notes[0]
+        assert "could not prefetch 4 routed experts; the first is" in notes[0]
         assert "it is cut short" in notes[0]
         write(1)
         assert cache.take_notes() == ()
@@ -179,7 +180,7 @@ def test_what_is_not_said_is_as_it_was_wished_at_the_start(config: ModelConfig) 
 
 def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfig) -> None:
     assert config.experts is not None
-    nobody = ExpertUsage("the profile", activity_from_profile(NOBODY), NOBODY)
+    nobody = ExpertUsage("the profile", NOBODY)
     with closing(new_cache(Marked(), slots=3, policy=EXACT_POLICY)) as cache:
         with pytest.raises(UsageError, match="changes nothing") as caught:
             ProfileOptions().make_update(GUIDE, cache, config.experts, warmup=DEFAULT_WARMUP)

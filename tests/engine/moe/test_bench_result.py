@@ -14,17 +14,16 @@ from expertctl.engine.moe.bench_result import (
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.stats import ExpertActivity, ExpertResidency, RoutedExpertStats
 
-HOT_AND_COLD = np.array([0, -1])
+LANES = np.array([[[0, -1], [0, -1]]])
 
 
 def moments() -> list[CounterSample]:
     """Layer 4 hits 1 of 4 slots and then 3 of 4; layer 7 is asked in the second stretch alone."""
     counters = Counters([4, 7], experts=2)
     found = [CounterSample(0, counters.observed_snapshot())]
-    counters.count_call(4, np.array([1, 3]), HOT_AND_COLD)
+    counters.count_passes(np.array([[[1, 3], [0, 0]]]), LANES)
     found.append(CounterSample(8, counters.observed_snapshot()))
-    counters.count_call(4, np.array([3, 1]), HOT_AND_COLD)
-    counters.count_call(7, np.array([2, 0]), HOT_AND_COLD)
+    counters.count_passes(np.array([[[3, 1], [2, 0]]]), LANES)
     return [*found, CounterSample(16, counters.observed_snapshot())]
 
 

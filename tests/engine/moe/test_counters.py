@@ -1,6 +1,5 @@
 """What is counted, what is ignored, and what happens at the end of 64 bits."""
 
-import json
 from threading import Thread
 
 import numpy as np
@@ -17,7 +16,6 @@ from expertctl.engine.moe.counters import (
     CounterMode,
     Counters,
     LayerCounts,
-    count_requests,
     count_requests_by_layer,
 )
 from expertctl.engine.moe.observation import build_activity_document
@@ -30,20 +28,42 @@ def counters() -> Counters:
     return Counters([2, 5], experts=4)
 
 
+def count(
+    counted: Counters, layer: int, requests: list[int], *, hot_ns: int = 0, cold_ns: int = 0
+) -> None:
+    """Count a pass in which only one of the layers chose experts."""
+    row = np.array([[layer == 2], [layer == 5]])
+    counted.count_passes(
+        np.where(row, np.array(requests), 0)[None],
+        np.stack((LANES, LANES))[None],
+        hot_ns=row[:, 0] * np.array(hot_ns, np.uint64),
+        cold_ns=row[:, 0] * np.array(cold_ns, np.uint64),
+    )
+
+
+def layer_counts(counted: Counters, layer: int) -> LayerCounts:
+    return counted.observed_snapshot().layers[layer]
+
+
+def document(counted: Counters) -> tuple[object, ...]:
+    seen = counted.observed_snapshot()
+    return seen.overflow_resets, seen.summary, seen.layers, seen.expert_counts.tolist()
+
+
 def test_requests_are_counted_by_expert_and_ids_that_do_not_exist_are_ignored() -> None:
     selected = np.array([[[0, 3], [3, -1], [4, 2**40], [3, -(2**40)]], [[1, 1]] * 4])
-    assert count_requests(selected[0], 4).tolist() == [1, 0, 0, 3]
     assert count_requests_by_layer(selected, 4).tolist() == [[1, 0, 0, 3], [0, 8, 0, 0]]
-    assert count_requests(np.zeros((0, 2), np.int64), 4).tolist() == [0] * 4
+    assert count_requests_by_layer(np.zeros((1, 0, 2), np.int64), 4).tolist() == [[0] * 4]
 
 
-def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
+def test_a_pass_counts_routed_slots_and_each_expert_once() -> None:
     counted = counters()
-    counted.count_call(5, np.array([2, 3, 0, 0]), LANES, hot_ns=1_500_000, cold_ns=2_000_000)
-    counted.count_call(5, np.array([1, 0, 1, 1]), LANES, hot_ns=500_000)
+    count(counted, 5, [2, 3, 0, 0], hot_ns=1_500_000, cold_ns=2_000_000)
+    count(counted, 5, [1, 0, 1, 1], hot_ns=500_000)
     counted.count_swaps(5, 7)
     counted.check_integrity()
-    found = counted.layer_counts(5)
+    seen = counted.observed_snapshot()
+    found = seen.layers[5]
     assert found == LayerCounts(
         calls=2,
         hits=4,
@@ -55,112 +75,78 @@ def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
         cold_ns=2_000_000,
     )
     assert (found.fallback_rate, found.hot_slot_ratio) == (0.4, 0.5)
-    hot, cold = counted.expert_counts(5)
-    assert (hot.tolist(), cold.tolist()) == ([3, 0, 1, 0], [0, 3, 0, 1])
-    assert counted.layer_counts(2) == LayerCounts(**dict.fromkeys(LayerCounts.__slots__, 0))
+    assert seen.expert_counts[1].tolist() == [[3, 0, 1, 0], [0, 3, 0, 1]]
+    idle = {**dict.fromkeys(LayerCounts.__slots__, 0), "calls": 2}
+    assert seen.layers[2] == LayerCounts(**idle)
 
 
-def test_a_pass_counts_one_call_of_each_layer() -> None:
-    once, one_by_one = counters(), counters()
-    requests = np.array([[2, 3, 0, 0], [0, 1, 0, 4]])
-    lanes = np.array([LANES, [-1, 0, 0, -1]])
-    times = {"hot_ns": np.array([7, 8]), "cold_ns": np.array([9, 0])}
-    for _ in range(3):
-        once.count_pass(requests, lanes, **times)
-        one_by_one.count_call(2, requests[0], lanes[0], hot_ns=7, cold_ns=9)
-        one_by_one.count_call(5, requests[1], lanes[1], hot_ns=8)
-    once.check_integrity()
-    assert once.to_json() == one_by_one.to_json()
-    for layer in (2, 5):
-        np.testing.assert_equal(once.expert_counts(layer), one_by_one.expert_counts(layer))
-
-
-def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
+def test_the_counts_of_a_layer_are_a_document_with_milliseconds() -> None:
     counted = counters()
-    counted.count_call(2, np.array([3, 1, 0, 0]), LANES, hot_ns=250_000, cold_ns=1_000_000)
-    counted.count_call(5, np.array([0, 2, 2, 0]), LANES, hot_ns=750_000)
+    count(counted, 2, [3, 1, 0, 0], hot_ns=250_000, cold_ns=1_000_000)
+    count(counted, 5, [0, 2, 2, 0], hot_ns=750_000)
     counted.count_swaps(2, 3)
-    document = json.loads(json.dumps(counted.to_json()))
-    assert document == {
-        "overflow_resets": 0,
-        "summary": {
-            "calls": 2, "hits": 5, "misses": 3, "requests": 4, "missed_requests": 2,
-            "fallback_rate": 0.5, "hot_slot_ratio": 0.625, "swaps": 3,
-            "hot_ms": 1.0, "cold_ms": 1.0,
-        },
-        "layers": [
-            {
-                "layer": 2, "calls": 1, "hits": 3, "misses": 1, "requests": 2,
-                "missed_requests": 1, "fallback_rate": 0.5, "hot_slot_ratio": 0.75, "swaps": 3,
-                "hot_ms": 0.25, "cold_ms": 1.0,
-            },
-            {
-                "layer": 5, "calls": 1, "hits": 2, "misses": 2, "requests": 2,
-                "missed_requests": 1, "fallback_rate": 0.5, "hot_slot_ratio": 0.5, "swaps": 0,
-                "hot_ms": 0.75, "cold_ms": 0.0,
-            },
-        ],
+    seen = counted.observed_snapshot()
+    assert seen.summary.to_json() == {
+        "calls": 4, "hits": 5, "misses": 3, "requests": 4, "missed_requests": 2,
+        "fallback_rate": 0.5, "hot_slot_ratio": 0.625, "swaps": 3,
+        "hot_ms": 1.0, "cold_ms": 1.0,
+    }  # fmt: skip
+    assert seen.layers[5].to_json() == {
+        "calls": 2, "hits": 2, "misses": 2, "requests": 2, "missed_requests": 1,
+        "fallback_rate": 0.5, "hot_slot_ratio": 0.5, "swaps": 0,
+        "hot_ms": 0.75, "cold_ms": 0.0,
     }  # fmt: skip
 
 
 def test_nothing_counted_has_ratios_of_zero() -> None:
-    summary = counters().to_json()["summary"]
-    assert isinstance(summary, dict)
-    assert set(summary.values()) == {0}
+    assert set(counters().observed_snapshot().summary.to_json().values()) == {0}
 
 
-def test_a_layer_without_routed_experts_is_ignored() -> None:
+def test_swaps_of_a_layer_without_routed_experts_are_ignored() -> None:
     counted = counters()
-    before = counted.to_json()
-    counted.count_call(3, np.array([1, 1, 1, 1]), LANES)
+    before = document(counted)
     counted.count_swaps(-1, 2)
-    assert counted.to_json() == before
+    assert document(counted) == before
 
 
 def filled(counted: Counters, requests: int) -> None:
-    counted.count_call(2, np.array([requests, 0, 0, 0]), LANES)
+    count(counted, 2, [requests, 0, 0, 0])
 
 
 def test_the_largest_number_is_counted_and_one_more_begins_again() -> None:
     counted = counters()
     for part in (2**63 - 1, 2**63 - 1, 1):
         filled(counted, part)
-    assert counted.layer_counts(2).hits == MAX_COUNTER
-    counted.count_call(5, np.array([1, 1, 1, 1]), LANES)
+    assert layer_counts(counted, 2).hits == MAX_COUNTER
+    count(counted, 5, [1, 1, 1, 1])
     filled(counted, 1)
-    document = counted.to_json()
-    assert document["overflow_resets"] == 1
-    assert document == {**counters().to_json(), "overflow_resets": 1}
-    assert counted.expert_counts(5)[0].shape == (4,)
+    assert document(counted) == (1, *document(counters())[1:])
     filled(counted, 1)
-    assert counted.layer_counts(2).hits == 1
+    assert layer_counts(counted, 2).hits == 1
     counted.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["swaps", "hot_ns", "cold_ns"])
 def test_whatever_goes_over_all_begin_again(name: str) -> None:
     counted = counters()
-    nothing = np.zeros(4, np.int64)
     for amount in (5, MAX_COUNTER - 5, 1):
         match name:
             case "swaps":
                 counted.count_swaps(2, amount)
             case "hot_ns":
-                counted.count_call(2, nothing, LANES, hot_ns=amount)
+                count(counted, 2, [0] * 4, hot_ns=amount)
             case "cold_ns":
-                counted.count_call(2, nothing, LANES, cold_ns=amount)
-    assert counted.to_json()["overflow_resets"] == 1
-    assert getattr(counted.layer_counts(2), name) == 0
+                count(counted, 2, [0] * 4, cold_ns=amount)
+    assert counted.observed_snapshot().overflow_resets == 1
+    assert getattr(layer_counts(counted, 2), name) == 0
 
 
 def test_sums_over_layers_saturate() -> None:
     counted = counters()
     for layer in (2, 5):
         counted.count_swaps(layer, MAX_COUNTER - 1)
-    summary = counted.to_json()["summary"]
-    assert isinstance(summary, dict)
-    assert summary["swaps"] == MAX_COUNTER
-    assert counted.to_json()["overflow_resets"] == 0
+    seen = counted.observed_snapshot()
+    assert (seen.summary.swaps, seen.overflow_resets) == (MAX_COUNTER, 0)
 
 
 def test_a_reset_begins_again_and_keeps_how_often_counters_went_over() -> None:
@@ -169,19 +155,19 @@ def test_a_reset_begins_again_and_keeps_how_often_counters_went_over() -> None:
     counted.count_swaps(2, 1)
     filled(counted, 9)
     counted.reset()
-    assert counted.to_json() == {**counters().to_json(), "overflow_resets": 1}
+    assert document(counted) == (1, *document(counters())[1:])
 
 
 @given(st.lists(st.tuples(st.sampled_from([2, 5]), st.lists(st.integers(-2, 5))), max_size=8))
 def test_counts_equal_those_of_counting_one_by_one(calls: list[tuple[int, list[int]]]) -> None:
     counted = counters()
     for layer, ids in calls:
-        counted.count_call(layer, count_requests(np.array(ids, np.int64), 4), LANES)
+        count(counted, layer, count_requests_by_layer(np.array([ids], np.int64), 4)[0].tolist())
     counted.check_integrity()
     for layer in (2, 5):
         lists = [[i for i in ids if 0 <= i < 4] for at, ids in calls if at == layer]
-        found = counted.layer_counts(layer)
-        assert found.calls == len(lists)
+        found = layer_counts(counted, layer)
+        assert found.calls == len(calls)
         assert found.hits == sum(i in (0, 2) for ids in lists for i in ids)
         assert found.misses == sum(i in (1, 3) for ids in lists for i in ids)
         assert found.requests == sum(len(set(ids)) for ids in lists)
@@ -194,14 +180,14 @@ def test_a_reader_never_sees_half_of_a_call() -> None:
 
     def look() -> None:
         for _ in range(300):
-            found = counted.layer_counts(2)
+            found = layer_counts(counted, 2)
             if not found.calls == found.hits == found.misses:
                 torn.append(found)
 
     reader = Thread(target=look)
     reader.start()
     for _ in range(300):
-        counted.count_call(2, np.array([1, 1, 0, 0]), LANES)
+        count(counted, 2, [1, 1, 0, 0])
     reader.join()
     assert torn == []
 
@@ -236,7 +222,7 @@ def test_the_mode_that_is_there_already_forgets_nothing() -> None:
 
 def test_what_was_observed_is_of_one_moment_and_stays() -> None:
     counted = counters()
-    counted.count_call(5, np.array([2, 3, 0, 0]), LANES, cold_ns=7)
+    count(counted, 5, [2, 3, 0, 0], cold_ns=7)
     seen = counted.observed_snapshot()
     counted.reset()
     assert (seen.passes, seen.layers[5].hits, seen.layers[5].cold_ns) == (1, 2, 7)
@@ -252,7 +238,7 @@ def test_what_was_observed_is_of_one_moment_and_stays() -> None:
     reader = Thread(target=look)
     reader.start()
     for _ in range(300):
-        counted.count_pass(np.ones((2, 4), np.int64), np.stack((LANES, LANES)))
+        counted.count_passes(np.ones((1, 2, 4), np.int64), np.stack((LANES, LANES))[None])
     reader.join()
     assert torn == []
 
@@ -264,7 +250,8 @@ def test_several_passes_count_as_one_after_the_other() -> None:
     lanes = drawn.integers(-1, 2, (5, 2, 4))
     times = drawn.integers(0, 100, (5, 2))
     for number in range(5):
-        in_turn.count_pass(requests[number], lanes[number], cold_ns=times[number])
+        one = slice(number, number + 1)
+        in_turn.count_passes(requests[one], lanes[one], cold_ns=times[number])
     at_once.count_passes(requests, lanes, cold_ns=times.sum(0))
     at_once.check_integrity()
     one, other = at_once.observed_snapshot(), in_turn.observed_snapshot()
@@ -286,7 +273,7 @@ class TwoReaders(RuleBasedStateMachine):
     @rule(requests=st.lists(st.integers(0, 3), min_size=8, max_size=8), hot=st.booleans())
     def count_a_pass(self, requests: list[int], hot: bool) -> None:
         asked = np.array(requests).reshape(2, 4)
-        self.counted.count_pass(asked, np.full((2, 4), 0 if hot else -1))
+        self.counted.count_passes(asked[None], np.full((1, 2, 4), 0 if hot else -1))
         self.asked += asked
         self.observed += 0 if self.mode == "off" else asked
 

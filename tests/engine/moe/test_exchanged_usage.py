@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from expertctl.engine.moe.routed_experts import EXACT_POLICY
-from expertctl.engine.moe.usage_profile import ExpertUsage, UsageProfile, activity_from_profile
+from expertctl.engine.moe.usage_profile import ExpertUsage, activity_from_counts
 from expertctl.engine.moe.usage_store import ExpertUsageStore
 from expertctl.engine.moe.warmup import WarmupConfig, WarmupPlan, warm_up_cache
 from expertctl.package.model_config import ModelConfig
@@ -19,8 +19,10 @@ from tests.store.fixtures import fast, house, shop
 __all__ = ["config", "fast", "file", "house", "shop"]
 
 HERE = replace(ROUTED, count=EXPERTS, layers=NUMBERS)
-USAGE = UsageProfile("", 40, EXPERTS, {n: {7: 40, 6: 30} for n in NUMBERS})
-GUIDE = ExpertUsage("a file", activity_from_profile(USAGE), USAGE)
+USAGE = activity_from_counts(
+    experts=EXPERTS, prompts=40, layers={n: {7: 40, 6: 30} for n in NUMBERS}
+)
+GUIDE = ExpertUsage("a file", USAGE)
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -276,7 +276,7 @@ def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_none_and_that_is_t
             reader.read(*expert, block)
             assert block.tobytes() == packed(directory, Scheme.BFLOAT16, *expert)
             assert reader.find_cached_address(*expert) is None
-    told = f"{copies.path('bfloat16')} is not used: an expert is longer there than unpacked"
+    told = f"{copies.path('bfloat16')} is not used: an expert is longer in it than unpacked"
     assert copies.take_notes() == (told,)
 
 
@@ -337,7 +337,7 @@ def test_who_cannot_map_a_copy_reads_it_and_says_so(
         block = np.empty(shape_of(directory, Scheme.INT8).block_bytes, np.uint8)
         assert (reader.cold, reader.find_cached_address(0, 0)) == ("read", None)
         assert reader.read(0, 0, block) == block.nbytes
-    told = f"{path} is not mapped (Cannot allocate memory): read instead"
+    told = f"{path} is not mapped (Cannot allocate memory): read through the page cache"
     assert copies.take_notes() == (told,)
 
 
@@ -351,7 +351,8 @@ def test_who_cannot_read_past_the_cache_reads_through_it_and_says_so_where_it_wa
         assert copies.take_notes() == ()
         with closing(reader_of(directory, copies, Scheme.INT8, cold=wish)) as reader:
             assert reader.cold == "read"
-    told = f"{path} is not read past the cache ({os.strerror(errno.ENOTSUP)}): read instead"
+    why = f"({os.strerror(errno.ENOTSUP)}): read through the page cache"
+    told = f"{path} is not read with direct I/O {why}"
     assert copies.take_notes() == (told,)
 
 

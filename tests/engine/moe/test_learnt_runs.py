@@ -5,20 +5,20 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from expertctl.engine.local_engine import LocalEngine
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.usage_profile import SharePins, TopPins, profile_from_activity
+from expertctl.engine.moe.usage_profile import ExpertUsage, SharePins, TopPins
 from expertctl.engine.moe.usage_store import (
     LearntUsage,
     compute_base_digest,
     encode_learnt_usage,
     load_learnt_usage,
 )
-from expertctl.engine.moe.warmup import WARMUPS, Warmup, WarmupConfig
+from expertctl.engine.moe.warmup import Warmup, WarmupConfig
 from expertctl.engine.result import RunResult
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.store.quantised_cache import UsageProfileFile
@@ -99,7 +99,9 @@ def test_who_is_there_from_the_start_is_hit(answer: Answer) -> None:
     """Of the same text: 0.912 where nobody is read beforehand, 0.951 where somebody is."""
     answer()
     answer()
-    none, hybrid, full = (hit_rate(answer(WarmupConfig(warmup=warmup))) for warmup in WARMUPS)
+    none, hybrid, full = (
+        hit_rate(answer(WarmupConfig(warmup=warmup))) for warmup in get_args(Warmup)
+    )
     assert min(hybrid, full) > none + 0.02
 
 
@@ -134,14 +136,14 @@ def test_learnt_usage_that_is_invalid_is_left_out_with_a_note_and_made_anew(
     )
     file_of(house).update(lambda _: other if data is None else data)
     result = answer()
-    noted = [warning for warning in result.warnings if "what was learnt before" in warning]
+    noted = [warning for warning in result.warnings if "the learnt usage is ignored" in warning]
     assert len(noted) == (0 if data is None else 1)
     assert load_learnt_usage(file_of(house)) is not None
     assert not any("learnt" in warning for warning in answer().warnings)
 
 
 @pytest.mark.parametrize("exchange", [0.0, 1.0])
-@pytest.mark.parametrize("warmup", WARMUPS)
+@pytest.mark.parametrize("warmup", get_args(Warmup))
 def test_however_a_base_begins_its_answer_is_the_same(
     warmup: Warmup, exchange: float, answer: Answer
 ) -> None:
@@ -163,7 +165,7 @@ def test_learnt_usage_that_cannot_be_written_costs_no_answer(
 ) -> None:
     file_of(house).path.mkdir()
     result = answer()
-    assert any("is not kept" in warning for warning in result.warnings)
+    assert any("is not saved" in warning for warning in result.warnings)
     assert result.generated.tokens
 
 
@@ -174,7 +176,7 @@ def test_those_that_are_pinned_have_a_slot_from_the_start(
     habits = load_learnt_usage(file_of(house))
     assert habits is not None
     first = [
-        profile_from_activity(habits.activity, experts=32).top_experts(layer.layer, 2)
+        ExpertUsage("", habits.activity).rank_experts(layer.layer)[:2]
         for layer in habits.activity.layers
     ]
     pinned = answer(WarmupConfig(warmup="full", pins=TopPins(2)))
@@ -186,7 +188,7 @@ def test_those_that_are_pinned_have_a_slot_from_the_start(
         assert set(experts) <= set(layer.cached_ids)
     shared = answer(WarmupConfig(warmup="full", pins=SharePins(0.2)))
     assert shared.generated.tokens == pinned.generated.tokens
-    with pytest.raises(UsageError, match="to be pinned"):
+    with pytest.raises(UsageError, match="cannot pin"):
         answer(WarmupConfig(pins=TopPins(32)))
 
 
@@ -195,13 +197,13 @@ def test_pins_without_anything_known_are_told(answer: Answer) -> None:
     assert any("pins no expert" in warning for warning in result.warnings)
     assert any("run it once more" in warning for warning in result.warnings)
     never = answer(WarmupConfig(pins=TopPins(2), learns=False))
-    assert any("known of the base; give --moe-profile" in warning for warning in never.warnings)
+    assert any("is unknown; give --moe-profile" in warning for warning in never.warnings)
 
 
 def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"num_prompts": 1, "num_experts": 9, "layers": {}}')
-    with pytest.raises(IncompatibleError, match="of 9 routed experts"):
+    with pytest.raises(IncompatibleError, match="has 9 routed experts"):
         answer(WarmupConfig(profile=path))
 
 

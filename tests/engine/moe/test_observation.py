@@ -14,11 +14,14 @@ HOT_AND_COLD = np.array([0, -1, 0, -1])
 
 @pytest.fixture
 def counters() -> Counters:
-    """Two calls of layer 3, none of layer 1."""
+    """Two calls of each layer, where layer 1 chose no expert."""
     counted = Counters([1, 3], experts=4)
-    requests = np.array([2, 1, 0, 0])
+    requests, times = np.array([[0] * 4, [2, 1, 0, 0]]), np.array([0, 1])
+    lanes = np.stack((HOT_AND_COLD, HOT_AND_COLD))
     for _ in range(2):
-        counted.count_call(3, requests, HOT_AND_COLD, hot_ns=3_000, cold_ns=5_000)
+        counted.count_passes(
+            requests[None], lanes[None], hot_ns=times * 3_000, cold_ns=times * 5_000
+        )
     counted.count_swaps(3, 4)
     return counted
 
@@ -29,7 +32,7 @@ def test_the_document_has_every_layer_and_is_read_again(counters: Counters) -> N
     assert [layer.layer for layer in back.layers] == [1, 3]
     assert (back.mode, back.experts, back.used, back.updates) == ("full", 4, 2, 2)
     idle, busy = back.layers
-    assert (idle.calls, idle.hits) == (0, {})
+    assert (idle.calls, idle.hits) == (2, {})
     assert (busy.calls, busy.hot, busy.cold) == (2, {0: 4}, {1: 2})
     assert (busy.requests, busy.missed_requests, busy.swaps) == (4, 2, 4)
     assert back.is_usable

@@ -292,7 +292,7 @@ def test_experts_that_come_and_go_change_no_bit_of_several_plans(
                 assert torch.equal(rows, wanted[:, turn])
             cache.check_integrity()
         assert cache.activity().loads > 0
-        swaps = cache.counters.to_json()["summary"]["swaps"]  # type: ignore[index,call-overload]  # a document
+        swaps = cache.counters.observed_snapshot().summary.swaps
         assert swaps > 0
 
 

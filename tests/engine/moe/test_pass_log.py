@@ -5,8 +5,9 @@ import pytest
 
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.moe.counters import Counters, count_requests_by_layer
-from expertctl.engine.moe.resident_experts import PassLog, SkipTotals, sum_skips
+from expertctl.engine.moe.resident_experts import PassLog, sum_skips
 from expertctl.engine.moe.routed_experts import NO_EXPERT, RoutedWorkspace, mask_last_layer
+from expertctl.engine.moe.stats import ExpertActivity
 from expertctl.package.model_config import ModelConfig, parse_model_config
 
 LAYERS, EXPERTS, USED, MOST = 3, 8, 2, 300
@@ -40,7 +41,7 @@ def test_counts_are_those_of_each_pass_by_itself(
     """Of a prompt the last layer may be asked for one token alone."""
     drawn, room = np.random.default_rng(0), RoutedWorkspace(config, Scheme.FLOAT32, tokens=MOST)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=skips)
-    expected, totals = Counters(NUMBERS, experts=EXPERTS), SkipTotals()
+    expected, totals = Counters(NUMBERS, experts=EXPERTS), ExpertActivity()
     for tokens in [1] * 21 + [3, 1, 300, 300, 2, 1]:
         hits = drawn.integers(0, 2, (LAYERS, EXPERTS)).astype(np.float32)
         room.selected[:, :tokens] = drawn.integers(0, EXPERTS, (LAYERS, tokens, USED))
@@ -56,7 +57,7 @@ def test_counts_are_those_of_each_pass_by_itself(
         assert asked is not None
         assert [len(ids) for ids in asked] == [tokens, tokens, last]
         requests = count_requests_by_layer(room.selected[:, :tokens], EXPERTS)
-        expected.count_pass(requests, hits.astype(np.int64) - 1)
+        expected.count_passes(requests[None], hits.astype(np.int64)[None] - 1)
         mass = room.weights[:, :tokens].sum(-1)
         skipped = room.skipped[:, :tokens] if skips else np.zeros_like(mass)
         totals += sum_skips(requests, hits, router_weight=mass, skipped_weight=skipped)
@@ -95,7 +96,7 @@ def test_a_pass_that_failed_is_not_counted(config: ModelConfig) -> None:
     log.record_request(0, room.selected[0, :1], none)
     log.finish_load()
     assert log.end_pass(room, 1) is None
-    assert log.counters.layer_counts(1).calls == 1
+    assert log.counters.observed_snapshot().layers[1].calls == 1
 
 
 def test_times_of_a_layer_are_waiting_and_then_computing(
@@ -109,7 +110,7 @@ def test_times_of_a_layer_are_waiting_and_then_computing(
         log.record_request(layer, room.selected[layer, :1], none)
         log.finish_load()
     log.end_pass(room, 1)
-    found = [log.counters.layer_counts(number) for number in NUMBERS]
+    found = list(log.counters.observed_snapshot().layers.values())
     assert [each.cold_ns for each in found] == [30, 1, 50]
     assert [each.hot_ns for each in found] == [70, 99, 40]
 

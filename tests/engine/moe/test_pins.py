@@ -3,16 +3,19 @@
 import pytest
 
 from expertctl.engine.moe.usage_profile import (
+    ExpertUsage,
     Pins,
     SharePins,
     TopPins,
-    UsageProfile,
+    activity_from_counts,
     parse_pins,
     select_pinned,
 )
 from expertctl.errors import UsageError
 
-USAGE = UsageProfile("", 24, 64, {0: {3: 24, 7: 12, 9: 11, 1: 2}})
+USAGE = ExpertUsage(
+    "", activity_from_counts({0: {3: 24, 7: 12, 9: 11, 1: 2}}, experts=64, prompts=24)
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_more_than_there_are_slots_are_refused_by_number_and_cut_by_share() -> N
 
 
 def test_a_share_of_a_layer_without_slots_is_refused_unless_it_names_nobody() -> None:
-    with pytest.raises(UsageError, match="2 of the routed experts of layer 0 are to be") as told:
+    with pytest.raises(UsageError, match="cannot pin 2 routed experts of layer 0") as told:
         select_pinned(SharePins(0.5), USAGE, 0, capacity=0)
     assert "memory" in told.value.hint
     assert select_pinned(SharePins(0.5), USAGE, 1, capacity=0) == frozenset(), "nobody asked it"

@@ -212,7 +212,7 @@ def test_a_way_begins_as_it_is_wished_and_tells_how(stocked: Planner, profile: P
 def test_nobody_is_pinned_or_exchanged_by_no_profile(
     stocked: Planner, wishes: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match="by no profile") as caught:
+    with pytest.raises(UsageError, match="needs a profile") as caught:
         measured(stocked, replace(WANTED, start=WarmupConfig(learns=False, **wishes)))
     assert "--moe-profile" in caught.value.hint
 
@@ -222,7 +222,7 @@ def test_more_pins_than_slots_are_refused_before_anything_is_measured(
 ) -> None:
     start = WarmupConfig(profile=profile, pins=TopPins(5), learns=False)
     done: list[int] = []
-    with pytest.raises(UsageError, match="with 50% resident a layer has 4 slots") as caught:
+    with pytest.raises(UsageError, match="with 50% resident a layer has only 4 slots") as caught:
         measure_routed(
             stocked,
             replace(WANTED, start=start),

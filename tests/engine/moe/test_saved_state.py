@@ -134,7 +134,7 @@ def test_another_version_is_refused(version: object) -> None:
     ("layer", "told"),
     [
         ({"step": 7.0}, "Expected `int`, got `float`"),
-        ({"cached_ids": [3, -1, -1, 3]}, "an expert is there twice"),
+        ({"cached_ids": [3, -1, -1, 3]}, "an expert appears twice"),
         ({"last_active": {"3": 8}}, "8 is after the last step, 7"),
     ],
 )

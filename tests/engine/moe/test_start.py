@@ -18,8 +18,7 @@ from expertctl.engine.moe.usage_profile import (
     ExpertUsage,
     SharePins,
     TopPins,
-    UsageProfile,
-    activity_from_profile,
+    activity_from_counts,
 )
 from expertctl.engine.moe.warmup import (
     LayerState,
@@ -44,8 +43,10 @@ from tests.engine.moe.test_expert_cache import (
 
 __all__ = ["config"]
 
-USAGE = UsageProfile("", 10, EXPERTS, {n: {7: 10, 6: 8, 5: 2} for n in NUMBERS})
-GUIDE = ExpertUsage("a file", activity_from_profile(USAGE), USAGE)
+USAGE = activity_from_counts(
+    experts=EXPERTS, prompts=10, layers={n: {7: 10, 6: 8, 5: 2} for n in NUMBERS}
+)
+GUIDE = ExpertUsage("a file", USAGE)
 
 
 def by_number(cache: ExpertCache) -> dict[int, LayerSlots]:
@@ -149,11 +150,8 @@ def test_layers_that_ask_for_more_get_more_slots() -> None:
         for n in range(12)
     )
     activity = ActivityDocument("update", layers, experts=64, used=8)
-    usage = UsageProfile("", 1, 64, {layer.layer: layer.hits for layer in layers})
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity, usage)).adapt_cache_plan(
-        plan, range(12)
-    )
+    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
     assert min(found.slots_by_layer[:6]) > max(found.slots_by_layer[6:]) >= 8
     assert found.blocks <= plan.blocks
 
@@ -166,11 +164,8 @@ def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
         for n in range(12)
     )
     activity = ActivityDocument("update", layers, experts=64, used=8)
-    usage = UsageProfile("", 1, 64, {layer.layer: layer.hits for layer in layers})
     plan = CachePlan(layers=12, experts=64, slots=16)
-    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity, usage)).adapt_cache_plan(
-        plan, range(12)
-    )
+    found = WarmupPlan(WarmupConfig(), ExpertUsage("", activity)).adapt_cache_plan(plan, range(12))
     assert len(set(found.capacities)) <= 2
     assert max(found.capacities) - min(found.capacities) <= 1
 

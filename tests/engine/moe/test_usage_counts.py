@@ -48,11 +48,11 @@ def test_they_grow_and_the_last_state_counts() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        (b'"version": 1', b'"version": 2', "version 2 is not read"),
+        (b'"version": 1', b'"version": 2', "version 2 is not supported"),
         (b'"version": 1', b'"version": true', "Expected `int`"),
         (b'"base": "sha256:', b'"base": "md5:', "is not a digest"),
         (b'"base"', b'"bases"', "unknown field"),
-        (b"\n", b"\n\n", "not 3 lines"),
+        (b"\n", b"\n\n", "expected 3 lines"),
         (b"opt_perf.v1", b"opt_perf.v2", "schema"),
         (b'"version":1', b'"version":3', "version"),
         (b"[[3,5]]", b"[[3,-5]]", "-5"),

@@ -64,7 +64,7 @@ class CounterSource:
     def ask(self, *experts: int) -> None:
         requests = np.zeros((2, EXPERTS), np.int64)
         requests[:, experts] = 1
-        self.counters.count_pass(requests, np.full((2, EXPERTS), -1))
+        self.counters.count_passes(requests[None], np.full((1, 2, EXPERTS), -1))
 
 
 def used() -> CounterSource:
@@ -171,7 +171,7 @@ def test_a_state_of_other_experts_is_left_out_with_a_note(file: UsageProfileFile
     again = keeper(file)
     assert again.plan_warmup(file.base, ROUTED).usage is None
     (note,) = again.take_notes()
-    assert "what was learnt before is left out" in note
+    assert "the learnt usage is ignored" in note
     assert str(file.path) in note
 
 
@@ -206,7 +206,7 @@ def test_learnt_usage_that_does_not_fit_the_base_is_replaced_with_one_note(
         owner.save()
     assert hits(file) == [{2: 2, 5: 2}] * 2
     (note,) = owner.take_notes()
-    assert "what was learnt before is left out" in note
+    assert "the learnt usage is ignored" in note
     again = keeper(file)
     assert again.plan_warmup(file.base, ROUTED).state is not None
     assert again.take_notes() == ()
@@ -220,7 +220,7 @@ def test_whoever_learns_without_a_start_tells_what_is_left_out(file: UsageProfil
     owner.save()
     assert hits(file) == [{2: 1, 5: 1}] * 2
     (note,) = owner.take_notes()
-    assert "these are not 3 lines" in note
+    assert "expected 3 lines" in note
 
 
 def test_what_is_observed_is_nothing_to_what_is_learnt(file: UsageProfileFile) -> None:
@@ -250,7 +250,7 @@ def test_what_could_not_be_kept_is_kept_the_next_time(file: UsageProfileFile) ->
     for _ in range(2):
         owner.save()
     notes = owner.take_notes()
-    assert [note for note in notes if "is not kept" not in note] == []
+    assert [note for note in notes if "is not saved" not in note] == []
     assert len(notes) == 1, notes
     file.path.rmdir()
     cache.ask(7, 0)
@@ -344,5 +344,5 @@ def test_a_base_that_is_gone_costs_nothing_but_a_note(file: UsageProfileFile) ->
     cache.ask(2, 5)
     owner.stop_observing()
     (note,) = owner.take_notes()
-    assert "is not kept" in note
+    assert "is not saved" in note
     assert file.bases.list_bases() == []

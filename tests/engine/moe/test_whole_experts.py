@@ -38,7 +38,7 @@ def test_counts_are_those_of_each_pass_by_itself_and_all_are_hits(whole: Residen
         choices = room(tokens, drawn)
         whole.end_pass(choices, tokens, phase=Phase.DECODE)
         requests = count_requests_by_layer(choices.selected[:, :tokens], EXPERTS)
-        expected.count_pass(requests, np.zeros_like(requests))
+        expected.count_passes(requests[None], np.zeros_like(requests)[None])
         choices.selected[...] = 0  # the next pass writes over it
     seen, wanted = whole.counters.observed_snapshot(), expected.observed_snapshot()
     assert (seen.passes, seen.layers) == (wanted.passes, wanted.layers)

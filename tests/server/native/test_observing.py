@@ -341,7 +341,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"profile": {}, "pin": 1}, 422, "num_prompts"),
     ({"profile": DEEP, "pin": 1}, 400, "nested deeper"),
     ({"profile": pinning({"1": 3}, experts=8), "pin": 1}, 422, "the base has 24"),
-    ({"profile": pinning({"1": 3}, layer="9"), "pin": 1}, 422, "tells of layer 9"),
+    ({"profile": pinning({"1": 3}, layer="9"), "pin": 1}, 422, "has layer 9"),
     ({"profile": pinning({"99": 3}), "pin": 1}, 422, "expert 99"),
     ({"profile": pinning({"1": -3}), "pin": 1}, 422, "activation_counts"),
     ({"profile": pinning({"1": 11}), "pin": 1}, 422, "activated by 11 of 10"),
