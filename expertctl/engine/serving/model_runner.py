@@ -1,7 +1,7 @@
-"""`House`: the one base that is served, its memory, and what a batch of it computes in.
+"""The model runner: the one base that is served, its memory, and the buffers of a batch.
 
 What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
-keys and values, is lent to it. The buffers grow with the widest plan that comes.
+KV, is lent to it. The buffers grow with the widest plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,20 +74,20 @@ _ANY_PROMPT = "?"
 _BUFFERS = "the buffers of the batch"
 _SCORES = "the log-probabilities of a prompt"
 INITIAL_ANSWER_TOKENS = 64
-"""How many tokens of an answer have memory when it begins; it gets more as it grows."""
+"""Answer tokens whose memory is allocated at the start; the answer gets more as it grows."""
 
 
 class ModelRunner:
-    """The owner of the memory of a server; docstrings name the threads that use its parts."""
+    """The owner of a server's memory; docstrings name the threads that use its parts."""
 
     def __init__(
         self, planner: Planner, settings: EngineConfig, *, tell: Notify, torch_below: int
     ) -> None:
-        """Hold nothing yet."""
+        """Start without a base in memory."""
         self.settings = settings
         self.budget = MemoryBudget(find_budget_limit(settings.budget, settings.device))
         self.cached_kv_limit = choose_kv_cache_limit(settings.kept_kv, self.budget.limit)
-        """The most bytes of keys and values that are kept for later requests."""
+        """Maximum bytes of KV kept for later requests."""
         ram = None if settings.device == "cpu" else MemoryBudget(find_default_budget())
         self.resources = ResourceManager(
             planner,
@@ -110,11 +110,11 @@ class ModelRunner:
         self._seat: MemoryLease | None = None
         self._buffers = 0
         self._widest_request = 1, 0
-        """The most tokens, and the widest plan, that the buffers are for."""
+        """Most tokens, and widest plan, that the buffers are allocated for."""
         self._model: RunnableModel | None = None
 
     def open(self, session: PlanningSession) -> None:
-        """Find the base, read it, and compile what it is run with.
+        """Find the base, load it, and compile its kernels.
 
         Raises:
             NotFoundError: when there is no such base.
@@ -153,7 +153,7 @@ class ModelRunner:
             self._tell(self._describe_memory(before))
 
     def stop(self) -> None:
-        """Have loading and compiling end with `CancelledError`, soon, in whatever thread."""
+        """Make loading and compiling end with `CancelledError`, soon; thread-safe."""
         self._is_stopped = True
 
     def _check_stopped(self) -> None:
@@ -186,7 +186,7 @@ class ModelRunner:
         )
 
     def _find_resident_bytes(self) -> int | None:
-        """Return the resident set of this process where it holds the budget, and is known."""
+        """Return the resident set of this process, if known and if it holds the budget."""
         return find_resident_bytes() if self.settings.device == "cpu" else None
 
     def _open_base(self, request: RunRequest, planned: PlannedPrompt, headroom: int) -> OpenBase:
@@ -204,7 +204,7 @@ class ModelRunner:
         return base
 
     def report_notes(self) -> None:
-        """Tell only the operator of the server what could not be kept on the disk."""
+        """Report to the operator only which data could not be saved."""
         for told in self.resources.take_notes():
             self._tell(f"{WARNING_PREFIX}{told}")
 
@@ -215,10 +215,10 @@ class ModelRunner:
         return self._model
 
     def bind_request(self, request: RunRequest) -> RunRequest:
-        """Return a request as it is answered here: on this base, in the form it is held in.
+        """Return the request with the base and the options of this server.
 
         Raises:
-            UsageError: when it asks for something that this server does not do.
+            UsageError: when it asks for something that this server does not support.
         """
         if request.base not in {None, self.base.stored.name}:
             raise UsageError(
@@ -233,12 +233,12 @@ class ModelRunner:
         return self._apply_config(replace(request, base=self.base.stored.name))
 
     def prepare(self, request: RunRequest, planned: PlannedPrompt) -> PreparedRequest:
-        """Fit a prompt into the context; for the desk.
+        """Fit a prompt into the context; called by the processor.
 
         Raises:
             UsageError: when it does not fit.
             BudgetError: when the job could not have its memory even alone.
-            BaseMismatchError: when the base was changed behind the server.
+            BaseMismatchError: when the base was replaced while it is served.
         """
         if planned.base.identity != self.base.stored.identity:
             raise BaseMismatchError(
@@ -258,14 +258,14 @@ class ModelRunner:
 
     @translate_device_errors()
     def load_plan(self, prepared: PreparedRequest, *, again: bool = False) -> LoadedPlan:
-        """Load the experts of a plan and pin what they are compiled to; for the loader.
+        """Load the experts of a plan and pin its compiled form; called by the loader thread.
 
-        Trying ``again`` is no new request: nothing grows older by it.
+        Trying ``again`` is not a new request: no entry ages by it.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
             DeviceError: when the device failed.
-            ExpertError: whatever is wrong with the experts.
+            ExpertError: for any problem with the experts.
         """
         tiers = self.resources.tiers
         if not again:
@@ -291,10 +291,10 @@ class ModelRunner:
         generated: Sequence[int] = (),
         scores: PromptLogprobs | None = None,
     ) -> Iterator[LoadedModel]:
-        """Lend keys and values to one text, and prepare the base to read it; for the writer.
+        """Lend KV to one sequence, and prepare the model to read it; called by the engine loop.
 
-        ``written`` are tokens of its answer that exist already and are read again. With ``scores``
-        the whole prompt is read, even where an earlier text began in the same way.
+        ``generated`` are tokens of its answer that exist already and are read again. With
+        ``scores`` the whole prompt is read, even where its KV could be reused.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -314,13 +314,13 @@ class ModelRunner:
             yield LoadedModel(self.base, self.model, kv, memory.plan)
 
     def get_adapter_status(self, expert: InstalledExpert) -> AdapterStatus:
-        """Return what an installed expert is to this server now."""
+        """Return the status of an installed expert on this server."""
         unfit = explain_misfit(expert, self.base.stored.identity, allow_mismatch=False)
         in_memory = self.resources.tiers.contains((Tier.RAM, expert.digest))
         return AdapterStatus(expert=expert, fits=not unfit, in_memory=in_memory)
 
     def free_wide_buffers(self) -> bool:
-        """Give back the buffers of wide plans, while nothing runs; False if there are none."""
+        """Free the buffers of wide plans while nothing runs; return False if there are none."""
         least = self._min_buffer_bytes
         if self._buffers <= least:
             return False
@@ -329,11 +329,11 @@ class ModelRunner:
         return True
 
     def read_usage_profile(self, routed: ExpertsConfig) -> ExpertUsage:
-        """Return what was learnt of the base until now, as it is kept on the disk.
+        """Return the usage profile learned so far, from the disk.
 
         Raises:
-            NotFoundError: when nothing was.
-            IncompatibleError: when it cannot be read; only the operator is told the path.
+            NotFoundError: when there is none.
+            IncompatibleError: when it cannot be read; only the operator gets the path.
         """
         name = self.base.stored.name
         file = UsageProfileFile(self._planner.bases, self.base.stored)
@@ -353,25 +353,25 @@ class ModelRunner:
 
     @property
     def _min_buffer_bytes(self) -> int:
-        """The bytes of buffers that are held in any case."""
+        """Bytes of buffers that are always held."""
         return self.base.buffer_bytes(1, rows=self.settings.rows)
 
     @property
     def memory(self) -> MemoryUsage:
-        """How much is held for each purpose now."""
+        """Reserved bytes for each purpose now."""
         held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
         return MemoryUsage(self.budget.limit, self.budget.peak, held)
 
     @property
     def kv_in_use(self) -> int:
-        """Bytes of keys and values of texts that run, without those that are only kept."""
+        """Bytes of KV of running sequences, without kept KV."""
         keeper = self.resources.get_kv_store(self.base.backend)
-        return max(0, self.budget.reserved_bytes("kv") - keeper.cached_bytes)  # both move meanwhile
+        return max(0, self.budget.reserved_bytes("kv") - keeper.cached_bytes)  # both change
 
     def close(self) -> None:
-        """Let go of everything; nothing runs any more."""
+        """Free everything; nothing runs any more."""
         if self._model is not None:
-            with suppress(DeviceError):  # what it held ends with the process
+            with suppress(DeviceError):  # its memory ends with the process
                 self._model.free_buffers()
         if self._buffers:
             self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers)
@@ -381,10 +381,10 @@ class ModelRunner:
         self.report_notes()
         self._registration.close()
         self._stack.close()
-        self._is_stopped = False  # kernels that others compile are not checked against it
+        self._is_stopped = False  # kernels that others compile do not check it
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self.resources.tiers.check_integrity()
         assert self.budget.reserved_bytes("buffers") >= self._buffers
 
@@ -404,7 +404,7 @@ class ModelRunner:
         return replace(request, route=route)
 
     def _reserve_scoring(self, scores: PromptLogprobs | None) -> AbstractContextManager[None]:
-        """Hold the memory that scoring a prompt takes, for as long as its text is written."""
+        """Reserve the memory for scoring a prompt, while its sequence runs."""
         if scores is None:
             return nullcontext()
         size = prompt_logprob_bytes(
@@ -416,7 +416,7 @@ class ModelRunner:
     def _allocate_widened(
         self, request: KVRequest, *, width: int
     ) -> Iterator[KVAllocation[KVCacheBase]]:
-        """Lend keys and values, with buffers that are wide enough; both or neither."""
+        """Lend KV, with buffers that are wide enough; both or neither."""
         before = self._buffers, self._widest_request
         self._widen_buffers(tokens=request.capacity, width=width)
         with ExitStack() as stack:
@@ -441,7 +441,7 @@ class ModelRunner:
         self._widest_request = widest
 
     def _reserve_first_buffers(self) -> None:
-        """Hold what the shortest texts need, in all rows; no prompt could be shorter."""
+        """Hold what the shortest sequences need, in all rows; no prompt could be shorter."""
         try:
             self._widen_buffers(tokens=1, width=0)
         except BudgetError as error:
@@ -449,15 +449,15 @@ class ModelRunner:
             raise BudgetError(error.message, hint=hint) from error
 
     def _narrow_buffers(self, buffers: int, widest: tuple[int, int]) -> None:
-        """Hold no more than these buffers, which were held before."""
+        """Shrink the buffers to an earlier size."""
         self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers - buffers)
         self._buffers, self._widest_request = buffers, widest
 
     def _warm_up(self, planned: PlannedPrompt) -> None:
-        """Compile what the base is run with, and read a token with it.
+        """Compile the kernels of the base, and read a token.
 
-        This is done in a thread that ends: libraries of a device keep memory for each thread that
-        computes, and the next thread takes over that of one that ended.
+        This runs in a thread that ends: device libraries keep memory for each thread that computes,
+        and the next thread takes over that of one that ended.
         """
         base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
         identity = planned.result.plan.identity

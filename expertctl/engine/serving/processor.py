@@ -1,8 +1,8 @@
-"""`Desk`: what happens to a job before and after it is in the batch, in threads of its own.
+"""The request processor: plans, loads and concludes jobs outside the batch, in its own threads.
 
-One plans, fits the prompt into the context, and remembers what came of it. Another brings experts
-into memory; where other jobs hold the memory that is missing, it waits until they give it back.
-Answers are checked in further threads, since a check may take seconds.
+One thread plans, fits the prompt into the context, and records results. Another loads experts;
+where other jobs hold the missing memory, it waits until they release it. Answers are checked in
+further threads, since a check may take seconds.
 """
 
 import traceback
@@ -37,35 +37,35 @@ from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
 from expertctl.routing.session import PlanningSession
 
 CHECK_WORKERS = 2
-"""How many answers of jobs with a check of their own are checked at a time."""
+"""Number of answers with a custom check that are checked at a time."""
 _Result = TypeVar("_Result")
 _REST_SECONDS = 30.0
-"""How long to wait for buffers, which are given back once the current pass has ended."""
+"""Maximum wait for buffers, which are freed once the current pass has ended."""
 
 
 class RequestProcessor:
-    """The owner of the two threads; only they plan, and only they load."""
+    """The owner of the planning and loading threads; only they plan, and only they load."""
 
     def __init__(
         self, planner: Planner, runner: ModelRunner, scheduler: Scheduler, *, tell: Notify
     ) -> None:
-        """Begin no thread before there is work."""
+        """Start without threads, which are created on demand."""
         self._planner, self._runner, self._scheduler, self._tell = planner, runner, scheduler, tell
         self._session = PlanningSession(planner)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._checking = ThreadPoolExecutor(CHECK_WORKERS, thread_name_prefix="checker")
         self._last_reported = ""
-        """What the operator was told last of files of the base."""
+        """The last error about the server's files reported to the operator."""
 
     def open_model(self) -> None:
-        """Have the base read; raises as `House.open` does."""
+        """Load the base; raises as `ModelRunner.open` does."""
         self._planning.submit(self._runner.open, self._session).result()
 
     def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Plan a request that is not answered, once earlier planning is done.
+        """Plan a request without answering it, after planning already queued.
 
-        A future that is cancelled before it begins no longer holds the request.
+        A future that is cancelled before it starts no longer holds the request.
         """
         asked = [request]
         future = self._planning.submit(
@@ -75,27 +75,27 @@ class RequestProcessor:
         return future
 
     def get_inventory(self) -> Future[Inventory]:
-        """Return the installed experts, once earlier planning is done."""
+        """Return the installed experts, after planning already queued."""
         return self._planning.submit(lambda: self._session.inventory)
 
     def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return what these experts are to this server, once earlier planning is done."""
+        """Return the status of all experts on this server, after planning already queued."""
         here = self._runner.get_adapter_status
         return self._planning.submit(
             lambda: self._run_redacted(lambda: tuple(map(here, self._session.inventory.experts)))
         )
 
     def prepare_next(self) -> None:
-        """Begin to prepare jobs, as many as there may soon be rows for."""
+        """Start preparing jobs, as many as there may soon be rows for."""
         while (ticket := self._scheduler.take_next()) is not None:
             self._planning.submit(self._run_guarded, ticket, self._plan)
 
     def load_again(self, ticket: RequestState) -> None:
-        """Load again what a ready job gave back."""
+        """Load again what a ready job released."""
         self._loading.submit(self._run_guarded, ticket, self._load_experts)
 
     def conclude(self, ticket: RequestState) -> None:
-        """Check the answers of a job, remember them, and tell the caller."""
+        """Check the answers of a job, record them, and notify the caller."""
         for lent in ticket.contexts.values():
             lent.clock.restart_stage()
         if ticket.job.check is None:
@@ -104,13 +104,13 @@ class RequestProcessor:
             self._checking.submit(self._run_guarded, ticket, self._check)
 
     def close(self) -> None:
-        """End the threads, once they have done what is queued."""
+        """End the threads, once queued work is done."""
         self._loading.shutdown()
         self._checking.shutdown()
         self._planning.shutdown()
 
     def _run_guarded(self, ticket: RequestState, work: Callable[[RequestState], None]) -> None:
-        """Do a stage of a job; an error fails this job alone, a failed device all jobs."""
+        """Run a stage of a job; an error fails this job only, a failed device all jobs."""
         try:
             work(ticket)
         except DeviceError as error:
@@ -118,7 +118,7 @@ class RequestProcessor:
             self._scheduler.stop_with_error(error)
         except ExpertError as error:
             self.fail(ticket, error)
-        except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+        except Exception:  # noqa: BLE001  # a bug ends one job and is logged; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
             self.fail(ticket, ExpertError("the server failed to answer this"))
         self.prepare_next()
@@ -129,7 +129,7 @@ class RequestProcessor:
         request = ticket.job.request
         ticket.planned = self._plan_request(request)
         ticket.prepared = self._runner.prepare(request, ticket.planned)
-        ticket.planned = ticket.prepared.planned  # perhaps with fewer experts
+        ticket.planned = ticket.prepared.planned  # possibly with fewer experts
         ticket.timer.end_stage("route")
         self._loading.submit(self._run_guarded, ticket, self._load_experts)
 
@@ -161,7 +161,7 @@ class RequestProcessor:
         self._scheduler.mark_ready(ticket)
 
     def _wait_for_memory(self, freed_count: int) -> bool:
-        """Wait a while for memory; False when no job holds any that could be given back."""
+        """Wait a while for memory; return False when no job holds any that could be released."""
         board = self._scheduler
         with board.lock:
             rows = self._runner.settings.rows
@@ -177,7 +177,7 @@ class RequestProcessor:
             return False
 
     def _free_buffers(self) -> bool:
-        """Have buffers of wide plans given back, while nothing runs; False if there are none."""
+        """Free the buffers of wide plans while nothing runs; return False if there are none."""
         board, rested = self._scheduler, Future[bool]()
 
         def rest() -> None:
@@ -193,7 +193,7 @@ class RequestProcessor:
         return rested.done() and rested.result()
 
     def fail(self, ticket: RequestState, error: ExpertError) -> None:
-        """End a job that has no text in the batch, and count it against its experts, soon."""
+        """Fail a job without a sequence in the batch, and soon count it against its experts."""
         if isinstance(error, DeviceError):  # its traceback is soon lost
             trace = "".join(traceback.format_exception(error))
             self._tell(f"error: {error.message}; {error.hint}\n{trace}")
@@ -206,7 +206,7 @@ class RequestProcessor:
             self._planning.submit(record_failure, planned, catalogue, error)
 
     def _run_redacted(self, work: Callable[[], _Result]) -> _Result:
-        """Do work whose errors callers are told."""
+        """Run work whose errors are returned to callers."""
         try:
             return work()
         except ExpertError as error:
@@ -216,9 +216,9 @@ class RequestProcessor:
             raise told from error
 
     def _redact_error(self, error: ExpertError) -> ExpertError:
-        """Return what a caller is told of an error: only the operator may know where things lie.
+        """Return the error for the caller: only the operator may see file paths.
 
-        An error that ends several jobs, or each that comes, is told to the operator once.
+        An error that ends several jobs, or every new one, is reported to the operator once.
         """
         base, said = self._runner.base.stored, f"{error.message} {error.hint}"
         is_of_base = str(base.path) in said
@@ -257,7 +257,7 @@ class RequestProcessor:
         self._scheduler.finish(ticket, JobFinished(results))
 
     def _check_answer(self, ticket: RequestState, generated: GenerationOutput) -> FormatCheck:
-        """Check the form of an answer, by what the job says or by what its prompt calls for."""
+        """Check the format of an answer, by the job's check or as its prompt requires."""
         job = ticket.job
         if ticket.find_stop_reason():
             return FormatCheck(None)
