@@ -351,17 +351,15 @@ class BenchResult:
         for n in self.threads:
             work, rate = self.text_work(), self.tokens[n].rate(1.0)
             roof = 1 / self.make_roofline(n).min_seconds(work)
-            case = "write"
-            yield BenchRow(case, n, rate, "tokens/s", roof, self.decode_share(n), work)
+            yield BenchRow("write", n, rate, "tokens/s", roof, self.decode_share(n), work)
 
     def _prompt_rows(self) -> Iterator["BenchRow"]:
         for tokens, series in self.prompts.items():
             work, n = self.text_work(tokens), self.threads[-1]
             roof = (self.virtual + tokens) / self.make_roofline(n).min_seconds(work)
             rate = series.rate(float(self.virtual + tokens))
-            case = f"read {tokens}"
             reach, count = self.prefill_share(tokens), self.virtual + tokens
-            yield BenchRow(case, n, rate, "tokens/s", roof, reach, work, count)
+            yield BenchRow(f"read {tokens}", n, rate, "tokens/s", roof, reach, work, count)
 
     def _roofline_share(self, work: PassWork, series: TimingSeries, threads: int) -> RooflineShare:
         memory, arithmetic = self.memory[threads].medians, self.arithmetic[threads].medians

@@ -7,12 +7,15 @@ collected for the user, and the result is the document of ``run --json``.
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
-from expertctl.engine.devices import choose_thread_count, use_torch_threads
+from expertctl.engine.devices import (
+    choose_thread_count,
+    translate_device_errors,
+    use_torch_threads,
+)
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.memory.budget import PURPOSES, MemoryBudget
@@ -163,7 +166,7 @@ class LocalEngine:
             routed = ready.routed
             loads = self.tiers.traffic[Tier.RAM].loads - loads
             moved = self._resources.bytes_moved.subtract(moved)
-            moved = replace(moved, ssd=moved.ssd + _count_file_bytes(files))
+            moved = moved.add_file_bytes(_count_file_bytes(files))
             yield GenerationContext(prepared, ready, loads, moved, count, clock, routed)
 
     def plan(self, request: RunRequest) -> PlannedPrompt:
@@ -355,11 +358,7 @@ class LocalEngine:
 
 def _translate_device_errors(device: DeviceName) -> AbstractContextManager[None]:
     """Return a context that translates errors of the device."""
-    if device == "cpu":
-        return nullcontext()
-    from expertctl.engine.devices import translate_device_errors
-
-    return translate_device_errors()
+    return nullcontext() if device == "cpu" else translate_device_errors()
 
 
 def _count_file_bytes(files: Files) -> int:

@@ -116,13 +116,8 @@ def _run_once(
     wishes = SamplingOverrides(greedy=True, max_tokens=_TOKENS)
     route = replace(request, prompt=_PROMPT, base_alone=not experts, sampling=wishes)
     message = UserMessage(prompt=_PROMPT)
-    pieces = engine.run(RunRequest(message=message, route=route, experts=experts, base=base.name))
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            result: RunResult = end.value
-            return result
+    request_once = RunRequest(message=message, route=route, experts=experts, base=base.name)
+    return _finish_run(engine.run(request_once), ignore_progress)
 
 
 BATCH_SIZE = 16

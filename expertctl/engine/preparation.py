@@ -218,19 +218,16 @@ def list_needs(
     Raises:
         IncompatibleError: when an expert does not fit the base.
     """
-    experts, outlines = (
-        prepared.planned.result.plan.experts,
-        _read_outlines(planner, prepared, files),
-    )
+    experts = prepared.planned.result.plan.experts
+    outlines = _read_outlines(planner, prepared, files)
     chain = [(o, expert.weight) for o, expert in zip(outlines, experts, strict=True)]
     try:
         plan = estimate_plan_memory(chain, prepared.compile_spec)
     except (InvalidPackageError, OSError):
         plan = MemoryEstimate()  # a file is damaged or missing; loading it reports that
     names = ", ".join(expert.ref for expert in experts)
-    here = (
-        [] if prepared.load_config.device == "cuda" else outlines
-    )  # else they lie in another memory
+    # on CUDA the experts are in another memory
+    here = [] if prepared.load_config.device == "cuda" else outlines
     return [
         *list_base_needs(prepared, width=plan.width, rows=rows),
         *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
@@ -328,11 +325,8 @@ def open_planned_base(
     Raises:
         BaseMismatchError: when the base differs from the registered one.
     """
-    bases, rehash, wish = (
-        planner.bases,
-        request.verify_base,
-        _build_load_config(request, planned.base),
-    )
+    bases, rehash = planner.bases, request.verify_base
+    wish = _build_load_config(request, planned.base)
     if request.route.engine == "transformers":
         return open_compat_base(bases, planned.base, dtype=wish.dtype, rehash=rehash)
     wish = replace(wish, memory_limit=memory_limit, headroom=headroom, rows=rows)

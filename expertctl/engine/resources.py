@@ -229,9 +229,7 @@ class ResourceManager:
         return self._kv_stores[backend.kv_layout]
 
     def _build_load_context(self, base: OpenBase, threads: int) -> LoadContext:
-        if (
-            not self._base_slot.is_loaded
-        ):  # a loaded base reads its own; `take_notes` asks them, too
+        if not self._base_slot.is_loaded:  # a loaded base keeps its copies for `take_notes`
             self._copies = open_quantised_cache(self._planner.bases, base.stored, notify=self._tell)
         return LoadContext(
             directory=base.stored.path,
@@ -251,9 +249,7 @@ class ResourceManager:
             InvalidPackageError: when its tensors do not match its configuration.
         """
         self._base_slot.reserve(base)
-        return self._base_slot.load(
-            self._build_load_context(base, threads), progress=self._progress
-        )
+        return self._load_base(base, threads)
 
     @contextmanager
     def load_plan(
@@ -275,11 +271,13 @@ class ResourceManager:
         """Load the base, prefetch its experts meanwhile, and compile their plan."""
         identity = planned.result.plan.identity
         with self._open_chain(planned, files) as chain, self._prefetch_experts(chain, identity):
-            model = self._base_slot.load(
-                self._build_load_context(base, threads), progress=self._progress
-            )
+            model = self._load_base(base, threads)
             plan = self._compile_plan(base, model, planned, chain)
             return model, stack.enter_context(plan)
+
+    def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
+        context = self._build_load_context(base, threads)
+        return self._base_slot.load(context, progress=self._progress)
 
     def _compile_plan(
         self,

@@ -112,11 +112,7 @@ class GenerationContext:
     def bytes_read(self) -> BytesRead:
         """Bytes moved for this request, including routed experts read during the generation."""
         moe = self.moe
-        return (
-            self.bytes_moved
-            if moe is None
-            else self.bytes_moved.add_file_bytes(moe.activity.read_bytes)
-        )
+        return self.bytes_moved.add_file_bytes(0 if moe is None else moe.activity.read_bytes)
 
 
 def collect_warnings(
@@ -215,7 +211,7 @@ def record_run(
             validation=_validate_form(form),
             prompt_tokens=prompt_tokens,
             generated_tokens=len(generated.tokens),
-            times=_build_job_times(timings_ms),
+            times=RunTimes(**{n: timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
             figures=figures,
         )
     )
@@ -262,10 +258,6 @@ def _validate_form(form: FormatCheck) -> ValidationResult | None:
     if form.passed is None:
         return None
     return "passed" if form.passed else "failed"
-
-
-def _build_job_times(timings_ms: Mapping[str, float]) -> RunTimes:
-    return RunTimes(**{name: timings_ms.get(name) for name in RunTimes.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,16 +77,13 @@ class PagedKVCache(KVCacheBase):
         self.numbers = numbers
         self.length = self._shared_tokens = len(shared) * KV_PAGE_TOKENS
         self._shape = (config.layers, 2, config.kv_heads, config.head_dim * KV_PAGE_TOKENS)
-        self._page_bytes, self._more = (
-            estimate_pages_bytes(config, KV_PAGE_TOKENS, numbers),
-            on_growth,
-        )
+        self._page_bytes = estimate_pages_bytes(config, KV_PAGE_TOKENS, numbers)
+        self._more = on_growth
         self._pages = list(shared)
         self._table = np.zeros(count_pages(capacity), np.int64)
         self._table[: len(shared)] = [page.ctypes.data for page in shared]
-        self._add_pages(
-            count_pages(capacity if initial_tokens is None else initial_tokens) - len(shared)
-        )
+        tokens = capacity if initial_tokens is None else initial_tokens
+        self._add_pages(count_pages(tokens) - len(shared))
 
     @property
     def table(self) -> int:
@@ -147,17 +144,12 @@ class PagedKVCache(KVCacheBase):
 
     def check_integrity(self) -> None:
         """Assert the invariants: a possible length, and finite numbers in every filled row."""
-        assert (
-            self._shared_tokens
-            <= self.length
-            <= min(self.capacity, len(self._pages) * KV_PAGE_TOKENS)
-        )
+        room = min(self.capacity, len(self._pages) * KV_PAGE_TOKENS)
+        assert self._shared_tokens <= self.length <= room
         there = self._table[: len(self._pages)]
         assert [page.ctypes.data for page in self._pages] == there.tolist()
-        for number in range(count_pages(self.length)):
-            self._check_page(
-                self._pages[number], min(self.length - number * KV_PAGE_TOKENS, KV_PAGE_TOKENS)
-            )
+        for number, page in enumerate(self._pages[: count_pages(self.length)]):
+            self._check_page(page, min(self.length - number * KV_PAGE_TOKENS, KV_PAGE_TOKENS))
 
     def _add_pages(self, count: int) -> None:
         for place in range(len(self._pages), len(self._pages) + count):
@@ -327,12 +319,10 @@ class BlockPool:
 
     def _publish_prompt(self, sequence: _SequenceBlocks) -> None:
         """Share the complete pages of a prompt; of duplicate pages one stays."""
-        count = (
-            0
-            if sequence.pages is None
-            else min(sequence.pages.length, len(sequence.prompt)) // KV_PAGE_TOKENS
-        )
-        if sequence.pages is None or sequence.origin is None or count <= len(sequence.blocks):
+        if sequence.pages is None or sequence.origin is None:
+            return
+        count = min(sequence.pages.length, len(sequence.prompt)) // KV_PAGE_TOKENS
+        if count <= len(sequence.blocks):
             return
         before = self.nbytes
         own = sequence.pages.list_full_pages()[:count]

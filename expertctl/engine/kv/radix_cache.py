@@ -173,11 +173,8 @@ class RadixCache:
             assert 0 < len(block.tokens) <= KV_PAGE_TOKENS
             assert len(block.tokens) == KV_PAGE_TOKENS or not block.children
             for tokens, behind in block.children.items():
-                assert (behind.parent, behind.tokens, behind.origin) == (
-                    block,
-                    tokens,
-                    block.origin,
-                )
+                links = (behind.parent, behind.tokens, behind.origin)
+                assert links == (block, tokens, block.origin)
                 assert block.ref_count or order[behind] < order[block]
             assert block.ref_count >= sum(behind.ref_count for behind in block.children.values())
 

@@ -315,10 +315,8 @@ class AdapterCache:
         """Reserve the size of all, and add the entries to load to ``new_entries``, pinned."""
         if not absent:
             return
-        budget, what = (
-            self._budgets[absent[0].key[0]],
-            ", ".join(item.description for item in absent),
-        )
+        budget = self._budgets[absent[0].key[0]]
+        what = ", ".join(item.description for item in absent)
         self._free_memory(budget, "experts", sum(item.nbytes for item in absent), what=what)
         for item in absent:
             # another request may have started to load one while this one waited for memory

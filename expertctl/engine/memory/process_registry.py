@@ -143,11 +143,8 @@ class MemoryAdmission:
         """Admit a run if it is its turn and there is memory; else return the reason for waiting."""
         with _lock_leases(self._folder):
             others = self._read_others(own_folder)
-            ahead = [
-                other
-                for other in others
-                if other.is_waiting and other.number < _parse_lease_number(own_folder)
-            ]
+            number = _parse_lease_number(own_folder)
+            ahead = [other for other in others if other.is_waiting and other.number < number]
             inside = [other for other in others if not other.is_waiting]
             if ahead or sum(other.size for other in inside) + size > limit:
                 return _describe_wait(size, limit, inside, ahead)
@@ -297,9 +294,7 @@ class EngineRegistration:
         if self._own is None or self._maker != os.getpid():
             return
         pid = os.getpid()
-        held: dict[str, int] = {
-            purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES
-        }
+        held: dict[str, int] = {p: self.budget.reserved_bytes(p) for p in PURPOSES}
         limit, named = self.budget.limit, (self._base, self._experts)
         said = msgspec.json.encode(
             EngineRecord(pid, _read_process_start(pid), answering, limit, held, *named)
@@ -422,7 +417,7 @@ def build_memory_report(home: Home, *, budget: int | None) -> MemoryReport:
 def _measure_base(base: StoredBase, *, has_sizes: bool) -> BaseSize:
     if not has_sizes or base.foreign:
         return BaseSize(base.name, base.size, {}, None)
-    from expertctl.engine.memory.weight_sizes import estimate_base_sizes
+    from expertctl.engine.model.load_plan import estimate_base_sizes
 
     weights, token = estimate_base_sizes(base)
     return BaseSize(base.name, base.size, {str(d): size for d, size in weights.items()}, token)
@@ -432,7 +427,7 @@ def _measure_experts(store: Store) -> list[ExpertSize]:
     experts = store.list_experts()
     if not experts:
         return []
-    from expertctl.engine.memory.weight_sizes import estimate_expert_size
+    from expertctl.engine.model.load_plan import estimate_expert_size
 
     sizes = [ExpertSize(expert.ref, estimate_expert_size(store, expert)) for expert in experts]
     return sorted(sizes, key=lambda one: (-(one.nbytes or 0), one.ref))
@@ -448,9 +443,8 @@ def _list_caches(
         **{f"{base.name}, quantised": bases.copies_folder(base) for base in known},
     }
     for what, path in folders.items():
-        yield DiskCache(
-            what, path, sum(map(_measure_folder, path.rglob("*"))) if path.is_dir() else 0
-        )
+        size = sum(map(_measure_folder, path.rglob("*"))) if path.is_dir() else 0
+        yield DiskCache(what, path, size)
 
 
 def _measure_folder(path: Path) -> int:

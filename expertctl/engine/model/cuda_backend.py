@@ -355,11 +355,8 @@ class CudaModel:
 
     @property
     def _expert_counter(self) -> ExpertCache | DeviceExpertCounts | None:
-        return (
-            None
-            if self.stacked_experts is None
-            else self.stacked_experts.cache or self.stacked_experts.device_counts
-        )
+        experts = self.stacked_experts
+        return None if experts is None else experts.cache or experts.device_counts
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1

@@ -402,9 +402,8 @@ class Decoder:
         keys = self._split_heads(layer.key(x, deltas), layer.key_norm)
         values = self._split_heads(layer.value(x, deltas), None)
         keys, values = cache.write(number, apply_rope(keys, step.cos, step.sin), values)
-        queries = self._split_heads(
-            layer.query(x[-len(query_rows.cos) :], deltas), layer.query_norm
-        )
+        rows = x[-len(query_rows.cos) :]
+        queries = self._split_heads(layer.query(rows, deltas), layer.query_norm)
         view = query_rows.views[layer.window]
         out = scaled_dot_product_attention(
             apply_rope(queries, query_rows.cos, query_rows.sin), keys, values, view
@@ -470,7 +469,6 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
     masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
     rotations = 4 * round_up_positions(capacity) * config.head_dim  # the old table and the new one
     routers = 0 if config.experts is None else config.experts.count * config.hidden_size
-    numbers = (
-        rows * per_token + rotations + 2 * config.vocab_size + routers
-    )  # one router is widened
+    # one router is widened
+    numbers = rows * per_token + rotations + 2 * config.vocab_size + routers
     return masks + _FLOAT_BYTES * numbers

@@ -308,9 +308,8 @@ def choose_backend(
     if load_config.device == "cuda":
         return _choose_cuda_backend(config, load_config), ()
     if load_config.needs_kernels:
-        return _choose_packed_backend(config, load_config).with_warmup(
-            load_config.choose_warmup
-        ), ()
+        packed = _choose_packed_backend(config, load_config)
+        return packed.with_warmup(load_config.choose_warmup), ()
     plain = TorchBackend(config, load_config.dtype)
     is_small = plain.weight_bytes < torch_below
     if is_small and config.experts is None:

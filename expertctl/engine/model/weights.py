@@ -68,9 +68,8 @@ def load_base_weights(
             found[name] = _convert(found[name], dtype, torch.device(device))
             progress(found[name].nbytes)
     tensors = {name: found[name] for name in wanted}
-    warnings = list_rounding_warnings(
-        [stored[n] for n in config.tensor_shapes()], _get_dtype_name(dtype)
-    )
+    name = str(dtype).removeprefix("torch.")
+    warnings = list_rounding_warnings([stored[n] for n in config.tensor_shapes()], name)
     return BaseWeights(tensors, dtype, torch.device(device), warnings)
 
 
@@ -141,7 +140,3 @@ def _drop_duplicate_head(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return tensor.to(device, dtype if tensor.ndim == 2 else torch.float32)
-
-
-def _get_dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

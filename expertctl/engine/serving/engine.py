@@ -94,9 +94,8 @@ class ServingEngine:
         )
         self._loop.start()
         for expert in self._list_warmup_experts():
-            self._answer_warmup(
-                _build_request("?", force=(ForcedExpert(expert.digest),), max_tokens=2)
-            )
+            forced = (ForcedExpert(expert.digest),)
+            self._answer_warmup(_build_request("?", force=forced, max_tokens=2))
         for prompt in self.settings.warm:
             self._answer_warmup(_build_request(prompt, max_tokens=WARMUP_TOKENS))
         if (counters := self._collect_counters()) is not None:

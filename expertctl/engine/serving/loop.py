@@ -63,12 +63,8 @@ class EngineLoop:
         # each chunk may read experts from the disk: few large chunks read them least often
         least = MIN_CHUNK if runner.model.experts is None else MIN_CHUNK_FROM_DISK
         self.batch = RunningBatch(runner.model, rows=runner.settings.rows, min_chunk=least)
-        self._runner, self._scheduler, self._processor, self._tell = (
-            runner,
-            scheduler,
-            processor,
-            tell,
-        )
+        self._runner, self._scheduler = runner, scheduler
+        self._processor, self._tell = processor, tell
         self._resources: dict[RunningSequence, _SequenceResources] = {}
         self._memory_wait: tuple[RequestState | None, float] = None, 0.0
         """The job that lacked memory because of others, and when to retry it."""
@@ -95,9 +91,7 @@ class EngineLoop:
         """Run passes until all is done; an unexpected error ends all jobs, so that none waits."""
         packed = self._runner.base.backend.name == "packed"
         try:
-            with use_torch_threads(
-                1 if packed else self._runner.threads
-            ):  # kernels have threads of their own
+            with use_torch_threads(1 if packed else self._runner.threads):  # kernels have their own
                 self._run_passes()
         except Exception as error:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")

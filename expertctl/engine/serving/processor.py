@@ -143,9 +143,8 @@ class RequestProcessor:
         ticket.timer.end_stage("queue")
         seen, again = self._scheduler.freed_count, ticket.missing_at_freed_count is not None
         if ticket.missing_at_freed_count == seen and self._wait_for_memory(seen):
-            self._loading.submit(
-                self._run_guarded, ticket, self._load_experts
-            )  # nothing was given back yet
+            # no memory was released yet
+            self._loading.submit(self._run_guarded, ticket, self._load_experts)
             return
         self._scheduler.mark_loading(ticket)
         try:

@@ -182,13 +182,11 @@ class RunningBatch:
             self._run_guarded([text], partial(text.prefill_chunk, PREFILL_CHUNK))
         else:
             most = self._choose_chunk_size(text)
-            self._run_guarded(
-                [text], partial(text.prefill_chunk, most, prefill=self._prefill_interleaved)
-            )
+            prefill = partial(text.prefill_chunk, most, prefill=self._prefill_interleaved)
+            self._run_guarded([text], prefill)
         stepped = self.counts.step_seconds - stepped
-        text.last_chunk = chunk = PrefillChunk(
-            before - text.unread_count, self._clock() - begun - stepped
-        )
+        seconds = self._clock() - begun - stepped
+        text.last_chunk = chunk = PrefillChunk(before - text.unread_count, seconds)
         self.counts.prompt_tokens += chunk.tokens
         self.counts.prompt_seconds += chunk.seconds
 

@@ -1,7 +1,7 @@
 """The scheduler: a bounded queue by priority, fair among owners, and the stage of each job.
 
 The next turn goes to the owner of a job of the highest priority; among several such owners, to the
-one that was served least recently. Service counts from the moment an owner arrives, so no owner
+one with the least service so far. Service counts from the moment an owner arrives, so no owner
 accumulates turns while away (start-time fair queueing, Goyal et al. 1996). Owners that are not
 served rise by one priority every `AGING_SECONDS`, and so does each job among those of its owner: no
 owner and no job starves.
