@@ -320,6 +320,7 @@ class BenchResult:
 
     def to_json(self) -> JsonObject:
         """Return the document of ``bench --json``."""
+        token = self.text_work()
         return {
             "name": "bench",
             "machine": {"cpu": self.cpu, "threads": self.threads[-1], "device": "cpu"},
@@ -328,7 +329,11 @@ class BenchResult:
                 "dtype": self.dtype,
                 "weights": self.costs.numbers,
                 "context": self.context,
-                "token_bytes": _bytes_document(self.text_work()),
+                "token_bytes": {
+                    "weights": token.weight_bytes,
+                    "experts": token.expert_bytes,
+                    "kv": token.kv_bytes,
+                },
             },
             "rows": list[JsonValue](row.to_json() for row in self.rows),
             "warnings": list[JsonValue](self.notes),
@@ -384,10 +389,6 @@ def _interpolate_quantile(ordered: list[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _bytes_document(work: PassWork) -> JsonObject:
-    return {"weights": work.weight_bytes, "experts": work.expert_bytes, "kv": work.kv_bytes}
 
 
 def _noise_note(what: str, series: TimingSeries) -> str:

@@ -33,6 +33,7 @@ from expertctl.engine.generation import (
     GenerationOutput,
     OutputWriter,
     generate_text,
+    measure_elapsed_ms,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.model.decoder import DecodeResult, PrefillResult
@@ -50,7 +51,6 @@ from expertctl.routing.planner import PlannedPrompt
 from expertctl.routing.request import RouteRequest
 
 NAME = "expert"
-_TENSORS_OF: Mapping[type, int] = {LoraTensors: 2, DoraTensors: 3, Ia3Tensors: 1}
 _LAYERS = ("lora_", "ia3_")
 
 
@@ -275,7 +275,7 @@ class TransformersSession:
             virtual = self._soft_prompt.to(embeddings.dtype)[None]
             joined = torch.cat([virtual, embeddings], dim=1)  # [1, virtual + tokens, width]
             logits = self._run_model(joined.shape[1], inputs_embeds=joined)
-        return PrefillResult(logits, len(ids), _milliseconds_since(started))
+        return PrefillResult(logits, len(ids), measure_elapsed_ms(started))
 
     @torch.inference_mode()
     def decode(self, token: int) -> DecodeResult:
@@ -286,7 +286,7 @@ class TransformersSession:
         """
         position, started = self._length, time.perf_counter()
         logits = self._run_model(1, input_ids=self._check_tokens([token]))
-        return DecodeResult(logits, position, _milliseconds_since(started))
+        return DecodeResult(logits, position, measure_elapsed_ms(started))
 
     def _run_model(self, tokens: int, **inputs: Tensor) -> Tensor:
         """Run the model over tokens after those already read; return logits [vocab], float32."""
@@ -431,7 +431,3 @@ def plan_single_expert(
 
 def _describe_tokens(tokens: int, what: str) -> str:
     return f"the {what} of {tokens} tokens"
-
-
-def _milliseconds_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3

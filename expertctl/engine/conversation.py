@@ -96,7 +96,12 @@ class Conversation:
         history = tuple(message for turn in self.turns for message in turn.iter_messages())
         message = self._make_message(prompt, first=not history)
         request = replace(
-            self._make_request(prompt), message=message, history=history, before=self._before
+            self._pattern,
+            route=replace(self._pattern.route, prompt=prompt),
+            cache_key=self._key,
+            message=message,
+            history=history,
+            before=self._before,
         )
         result = yield from self._engine.run(request, cancelled=cancelled)
         plan = result.planned.result.plan
@@ -136,10 +141,6 @@ class Conversation:
         self._engine.forget(self._key)
         self.turns.clear()
         self._before = None
-
-    def _make_request(self, prompt: str) -> RunRequest:
-        route = replace(self._pattern.route, prompt=prompt)
-        return replace(self._pattern, route=route, cache_key=self._key)
 
     def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message

@@ -25,6 +25,7 @@ from expertctl.engine.offline import (
     answer_sequentially,
     can_batch,
     open_batch_answering,
+    without_usage_history,
 )
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
@@ -99,7 +100,7 @@ def evaluate(
             f"the expert is evaluated at weight 1, not {request.expert.weight:g}",
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
-    with _without_usage_history(planner) as unseen:
+    with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
         asker = _make_evaluator(engine, request, progress)
         found = _evaluate_batched(asker, unseen, request, budget=budget, notify=notify)
@@ -304,13 +305,6 @@ def _make_evaluator(
         contents=frozenset(expert.digest for expert in (*planned.experts, *together.experts)),
         progress=progress,
     )
-
-
-@contextmanager
-def _without_usage_history(planner: Planner) -> Iterator[Planner]:
-    """Return the planner with a temporary usage history."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
 
 
 @contextmanager

@@ -104,15 +104,6 @@ class StopScanner:
         return 0
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a whole text up to its first stop string; the test oracle of `StopScanner`."""
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))]
-    return text
-
-
 CacheIn = TypeVar("CacheIn", contravariant=True)
 DeltasIn = TypeVar("DeltasIn", contravariant=True)
 Cache = TypeVar("Cache", bound=KVCacheBase)
@@ -241,8 +232,8 @@ def generate_text(
     try:
         prefilled = session.prefill(ids)
     except _CancelledError:
-        return _build_cancelled_output(_measure_elapsed_ms(started))
-    piece, first_ms = writer.take_logits(prefilled.logits), _measure_elapsed_ms(started)
+        return _build_cancelled_output(measure_elapsed_ms(started))
+    piece, first_ms = writer.take_logits(prefilled.logits), measure_elapsed_ms(started)
     decode_ms, steps = 0.0, 0
     while True:
         if piece:
@@ -254,7 +245,7 @@ def generate_text(
             continue
         started = time.perf_counter()
         piece = writer.take_logits(session.decode(writer.tokens[-1]).logits)
-        decode_ms, steps = decode_ms + _measure_elapsed_ms(started), steps + 1
+        decode_ms, steps = decode_ms + measure_elapsed_ms(started), steps + 1
     return GenerationOutput(
         text="".join(writer.pieces),
         tokens=tuple(writer.tokens),
@@ -376,5 +367,6 @@ class OutputWriter:
         return text
 
 
-def _measure_elapsed_ms(started: float) -> float:
+def measure_elapsed_ms(started: float) -> float:
+    """Return the milliseconds since a value of `time.perf_counter`."""
     return (time.perf_counter() - started) * 1e3

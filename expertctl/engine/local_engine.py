@@ -6,7 +6,7 @@ collected for the user, and the result is the document of ``run --json``.
 
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from expertctl.digest import Progress, ignore_progress
@@ -18,7 +18,7 @@ from expertctl.engine.devices import (
 )
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.memory.budget import PURPOSES, MemoryBudget
+from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_budget_limit, find_default_budget
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
@@ -118,7 +118,7 @@ class LocalEngine:
             plan, prompt = lent.prepared.planned.result.plan, lent.prepared.prompt
             trace = GenerationTrace() if request.trace else None
             generated = yield from lent.loaded.generate(prompt, plan, cancelled, trace=trace)
-            memory = self._measure_memory()
+            memory = MemoryUsage.from_budget(self.budget)
         form = check_answer(generated, lent.prepared.planned, request.route.prompt)
         outcome = ResultBuilder(request, lent, generated, form, memory, trace=trace)
         return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
@@ -137,7 +137,7 @@ class LocalEngine:
             stack.enter_context(self._claim_turn())
             stack.enter_context(self._registration.mark_answering())
             stack.enter_context(self._report_notes_on_error())
-            stack.enter_context(_translate_device_errors(self._device))
+            stack.enter_context(translate_device_errors())
             self.tiers.begin_request()
             loads, moved = self.tiers.traffic[Tier.RAM].loads, self._resources.bytes_moved
             files = self._open_files(request, stack)
@@ -161,7 +161,8 @@ class LocalEngine:
             )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
             seat.resize(self.budget.used)
-            self._publish_holdings(prepared)
+            refs = tuple(expert.ref for expert in planned.result.plan.experts)
+            self._registration.publish(base=prepared.base.stored.name, experts=refs)
             clock.end_stage("load")
             routed = ready.routed
             loads = self.tiers.traffic[Tier.RAM].loads - loads
@@ -345,20 +346,6 @@ class LocalEngine:
             if file.source.content_digest != digests[path]:
                 raise DigestError(f"{path} changed while it was read", hint="run it again")
         return now
-
-    def _publish_holdings(self, prepared: PreparedRequest) -> None:
-        """Publish what is in memory for `doctor --memory`."""
-        refs = (expert.ref for expert in prepared.planned.result.plan.experts)
-        self._registration.publish(base=prepared.base.stored.name, experts=tuple(refs))
-
-    def _measure_memory(self) -> MemoryUsage:
-        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
-        return MemoryUsage(self.budget.limit, self.budget.peak, held)
-
-
-def _translate_device_errors(device: DeviceName) -> AbstractContextManager[None]:
-    """Return a context that translates errors of the device."""
-    return nullcontext() if device == "cpu" else translate_device_errors()
 
 
 def _count_file_bytes(files: Files) -> int:

@@ -44,6 +44,13 @@ _PROMPT = "Sort these numbers in ascending order, then say which one is the larg
 _TOKENS = 3
 
 
+@contextmanager
+def without_usage_history(planner: Planner) -> Iterator[Planner]:
+    """Yield the planner with a temporary usage history."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
+
+
 def compile_ahead(
     planner: Planner,
     base: StoredBase,
@@ -60,8 +67,7 @@ def compile_ahead(
     Raises:
         ExpertError: as a run does.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        unseen = replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
+    with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, progress=progress, tell=notify)
         try:
             result = _run_once(engine, base, request, ())

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Literal, Self
 
 from expertctl.engine.generation import DecodeSession, GenerationOutput
-from expertctl.engine.memory.budget import Purpose
+from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.model.backends import BackendName
 from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.moe.stats import RoutedExpertStats
@@ -99,6 +99,12 @@ class MemoryUsage:
     budget: int
     peak: int
     held: Mapping[Purpose, int]
+
+    @classmethod
+    def from_budget(cls, budget: MemoryBudget) -> Self:
+        """Return what a budget reserves now."""
+        held = {purpose: budget.reserved_bytes(purpose) for purpose in PURPOSES}
+        return cls(budget.limit, budget.peak, held)
 
     def to_json(self) -> JsonObject:
         """Return the ``memory`` object."""

@@ -115,24 +115,6 @@ class GenerationContext:
         return self.bytes_moved.add_file_bytes(0 if moe is None else moe.activity.read_bytes)
 
 
-def collect_warnings(
-    request: RunRequest, context: GenerationContext, generated: GenerationOutput, form: FormatCheck
-) -> tuple[str, ...]:
-    """Return the warnings about the plan, the prompt, the base and the answer."""
-    prepared, planned = context.prepared, context.prepared.planned
-    return (
-        *planned.warnings,
-        *(one.warning for one in prepared.dropped),
-        *_explain_base_only(planned, request),
-        *_warn_threads_differ(request, context),
-        *request.message.warnings,
-        *prepared.template.warnings,
-        *form.warnings,
-        *context.loaded.warnings,
-        *_warn_context(prepared, generated),
-    )
-
-
 def _warn_threads_differ(request: RunRequest, context: GenerationContext) -> tuple[str, ...]:
     """Warn where torch's results depend on the thread count; those of kernels do not."""
     saved = request.saved.threads if request.saved else None
@@ -187,52 +169,6 @@ def check_answer(generated: GenerationOutput, planned: PlannedPrompt, prompt: st
     return ignore_truncation(found, finish_reason=generated.finish_reason)
 
 
-def record_run(
-    catalogue: Catalogue,
-    planned: PlannedPrompt,
-    generated: GenerationOutput,
-    *,
-    job_id: str,
-    form: FormatCheck,
-    prompt_tokens: int,
-    timings_ms: Mapping[str, float],
-    figures: RunFigures | None = None,
-) -> tuple[str, ...]:
-    """Record a run; return a note for each record that could not be written."""
-    known = len(catalogue.notes)
-    catalogue.history.record_run(
-        RunRecord(
-            job_id=job_id,
-            at=time.time(),
-            task=planned.result.features.task,
-            base=planned.base.name,
-            experts=_list_used_experts(planned),
-            finish_reason=generated.finish_reason,
-            validation=_validate_form(form),
-            prompt_tokens=prompt_tokens,
-            generated_tokens=len(generated.tokens),
-            times=RunTimes(**{n: timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
-            figures=figures,
-        )
-    )
-    return tuple(catalogue.notes[known:])
-
-
-def build_figures(
-    generated: GenerationOutput, *, kv_reused_tokens: int, threads: int, bytes_read: BytesRead
-) -> RunFigures:
-    """Return the figures of a run for the usage history."""
-    return RunFigures(
-        prefill_ms=generated.prefill_ms,
-        prefill_tokens=generated.prefill_tokens,
-        kv_reused_tokens=kv_reused_tokens,
-        decode_steps=generated.decode_steps,
-        threads=threads,
-        ssd_bytes=bytes_read.ssd,
-        ram_bytes=bytes_read.ram,
-    )
-
-
 def _build_failed_job(planned: PlannedPrompt, error: ExpertError) -> RunRecord:
     """Return the record of a failed run, with the experts that the error names, if any."""
     may_be_theirs = isinstance(error, _EXPERT_ERRORS)
@@ -276,31 +212,40 @@ class ResultBuilder:
         self, catalogue: Catalogue, *, notes: Callable[[], tuple[str, ...]] = tuple
     ) -> RunResult:
         """Record the run and return its result; ``notes`` returns further data-saving warnings."""
-        lent, generated = self.context, self.generated
-        prepared, timings_ms = lent.prepared, lent.clock.compute_timings(generated)
-        figures = build_figures(
-            generated,
-            kv_reused_tokens=lent.loaded.reused,
-            threads=lent.threads,
-            bytes_read=lent.bytes_read,
+        context, generated, planned = self.context, self.generated, self.context.prepared.planned
+        timings_ms, bytes_read = context.clock.compute_timings(generated), context.bytes_read
+        known = len(catalogue.notes)
+        catalogue.history.record_run(
+            RunRecord(
+                job_id=self.job_id,
+                at=time.time(),
+                task=planned.result.features.task,
+                base=planned.base.name,
+                experts=_list_used_experts(planned),
+                finish_reason=generated.finish_reason,
+                validation=_validate_form(self.form),
+                prompt_tokens=len(context.prepared.prompt.ids),
+                generated_tokens=len(generated.tokens),
+                times=RunTimes(**{n: timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
+                figures=RunFigures(
+                    prefill_ms=generated.prefill_ms,
+                    prefill_tokens=generated.prefill_tokens,
+                    kv_reused_tokens=context.loaded.reused,
+                    decode_steps=generated.decode_steps,
+                    threads=context.threads,
+                    ssd_bytes=bytes_read.ssd,
+                    ram_bytes=bytes_read.ram,
+                ),
+            )
         )
-        unsaved = record_run(
-            catalogue,
-            prepared.planned,
-            generated,
-            job_id=self.job_id,
-            form=self.form,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=timings_ms,
-            figures=figures,
-        )
-        return self.build_result(timings_ms, extra_warnings=(*unsaved, *notes()))
+        warnings = (*catalogue.notes[known:], *notes())
+        return self.build_result(timings_ms, extra_warnings=warnings)
 
     def build_result(
         self, timings_ms: Mapping[str, float], *, extra_warnings: tuple[str, ...] = ()
     ) -> RunResult:
         """Return the result; ``extra_warnings`` come after those of the answer itself."""
-        lent, generated, prepared = self.context, self.generated, self.context.prepared
+        context, generated, prepared = self.context, self.generated, self.context.prepared
         return RunResult(
             job_id=self.job_id,
             planned=prepared.planned,
@@ -310,13 +255,24 @@ class ResultBuilder:
             prompt_tokens=len(prepared.prompt.ids),
             timings_ms=timings_ms,
             memory=self.memory,
-            experts_loaded=lent.loads,
-            kv_reused_tokens=lent.loaded.reused,
+            experts_loaded=context.loads,
+            kv_reused_tokens=context.loaded.reused,
             numerics=prepared.numerics,
-            threads=lent.threads,
-            warnings=(*collect_warnings(self.request, lent, generated, self.form), *extra_warnings),
-            bytes_read=lent.bytes_read,
-            stage_spans=lent.clock.spans,
+            threads=context.threads,
+            warnings=(
+                *prepared.planned.warnings,
+                *(one.warning for one in prepared.dropped),
+                *_explain_base_only(prepared.planned, self.request),
+                *_warn_threads_differ(self.request, context),
+                *self.request.message.warnings,
+                *prepared.template.warnings,
+                *self.form.warnings,
+                *context.loaded.warnings,
+                *_warn_context(prepared, generated),
+                *extra_warnings,
+            ),
+            bytes_read=context.bytes_read,
+            stage_spans=context.clock.spans,
             trace=self.trace,
-            moe=lent.moe,
+            moe=context.moe,
         )

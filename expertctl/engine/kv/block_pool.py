@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -33,13 +32,19 @@ from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS
 from expertctl.engine.kernels.memory import aligned_zeros
 from expertctl.engine.kernels.packed_format import Scheme
 from expertctl.engine.kernels.simd import LANES
-from expertctl.engine.kv.radix_cache import VIRTUAL, KVBlock, PrefixMatch, RadixCache, Tokens
+from expertctl.engine.kv.radix_cache import (
+    VIRTUAL,
+    KVBlock,
+    Numbers,
+    PrefixMatch,
+    RadixCache,
+    Tokens,
+)
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest, PrefixKey
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
 
-Numbers = np.ndarray[Any, Any]
 PageCallback = Callable[[int], None]
 """Called with the bytes of pages before they are allocated; raises BudgetError."""
 

@@ -76,7 +76,7 @@ class CUDAGraphPool:
             return
         graph = self._graphs.get(key)
         if graph is None:
-            self._evict_oldest()
+            self._clear_if_full()
             graph = self._graphs[key] = self._capture_graph(function)
         graph.replay()
 
@@ -88,7 +88,7 @@ class CUDAGraphPool:
         """Free all graphs and the pool."""
         self._graphs, self._pool = {}, None
 
-    def _evict_oldest(self) -> None:
+    def _clear_if_full(self) -> None:
         if self._most is not None and len(self._graphs) >= self._most:
             torch.cuda.current_stream(self._device).synchronize()  # the last one may still run
             self.clear()
@@ -165,7 +165,8 @@ class PiecewiseStep:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        self._ensure_rows(bucket.rows)
+        if len(self.room) < bucket.rows:
+            self._replace_buffers(bucket.rows)
         key, here, begin = (len(self.room), *bucket.key), torch.tensor(texts), 0
         for number, mlp in self._layers.mlps.items():
             run((*key, number, "choose"), partial(self._run_to_router, bucket, begin, mlp))
@@ -187,10 +188,6 @@ class PiecewiseStep:
     def close(self) -> None:
         """Free the graphs."""
         self.graphs.clear()
-
-    def _ensure_rows(self, rows: int) -> None:
-        if len(self.room) < rows:
-            self._replace_buffers(rows)
 
     def _replace_buffers(self, rows: int) -> None:
         """Allocate another workspace; the graphs of the old one are freed."""

@@ -342,10 +342,6 @@ class Decoder:
             return self._experts.read_matrix(module)
         return self._weights.tensors[f"{module}.weight"]
 
-    def buffer_bytes(self, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
-        """Estimate the maximum bytes of a pass besides weights and cache."""
-        return estimate_pass_bytes(self.config, capacity, chunk=chunk)
-
     def _check_tokens(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
         check_modules(deltas, self.modules)
         return check_tokens(ids, self.config.vocab_size, device=self.device)

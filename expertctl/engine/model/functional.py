@@ -51,25 +51,6 @@ class LinearDelta:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.tensors)
 
-    def find_shape_problems(self, *, out_features: int, in_features: int) -> list[str]:
-        """Say why this cannot belong to a layer of that shape; empty when it can."""
-        rank = self.a.shape[0] if self.a is not None and self.a.ndim else 0
-        wanted = {
-            "a": (self.a, (rank, in_features)),
-            "b": (self.b, (out_features, rank)),
-            "input_scale": (self.input_scale, (in_features,)),
-            "output_scale": (self.output_scale, (out_features,)),
-            "bias_scale": (self.bias_scale, (out_features,)),
-        }
-        found = [
-            f"{name} is {list(part.shape)}, the layer takes {list(shape)}"
-            for name, (part, shape) in wanted.items()
-            if part is not None and tuple(part.shape) != shape
-        ]
-        if (self.a is None) != (self.b is None):
-            found.append("a and b come together")
-        return found
-
 
 Deltas = Mapping[str, LinearDelta]
 """Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""

@@ -12,10 +12,10 @@ prompt is known before the weights are read, so a request that cannot fit is ref
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import (
@@ -43,12 +43,12 @@ from expertctl.engine.model.backends import Backend, LoadContext, RunnableModel,
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.moe.warmup import PlanWarmup, plan_cold_start
 from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.errors import IncompatibleError
+from expertctl.errors import ExpertError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
 from expertctl.package.verify import accept_unsigned, verify_contents
-from expertctl.routing.numerics import SMALL_BASE
+from expertctl.routing.numerics import SMALL_BASE, choose_dtype
 from expertctl.routing.request import (
     QUANTISED_DTYPES,
     AdapterDtype,
@@ -427,3 +427,32 @@ class BaseSlot:
             assert self._model.nbytes == self._base.weight_bytes
             assert self._model.holds_only_weights
             self._model.check_integrity()
+
+
+def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | None]:
+    """Return the weight bytes of a base in each supported dtype, and the KV bytes of a token.
+
+    The KV bytes are those of a run without ``--dtype``. Both are missing for a base that only
+    ``--engine transformers`` runs, or whose files are gone.
+    """
+    from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS  # imports numba
+
+    try:
+        config = read_model_config(base.path)
+        usual, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
+    except (ExpertError, OSError):
+        return {}, None
+    weights: dict[Dtype, int] = {}
+    for dtype in get_args(Dtype):
+        with suppress(IncompatibleError):
+            weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
+    return weights, usual.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
+
+
+def estimate_expert_size(store: Store, expert: StoredExpert) -> int | None:
+    """Return the weight bytes of an installed expert; None where its files are damaged."""
+    sizes = {file.path: file.size for file in expert.files}
+    try:
+        return estimate_adapter_bytes(store.read_manifest(expert), sizes)
+    except (ExpertError, OSError, KeyError):
+        return None

@@ -104,14 +104,14 @@ class StackedLoRA:
     def write_slot(self, slot: int, delta: LinearDelta | None) -> None:
         """Write the change of a plan, or a neutral one, into a slot (1 or higher)."""
         begin, end = (slot - 1) * self.rank, slot * self.rank
-        low_rank = (None, None) if delta is None else (delta.a, delta.b)
-        for place, part in ((self.a, low_rank[0]), (self.b, _transpose_rows(low_rank[1]))):
+        factors = delta or LinearDelta()
+        columns = None if factors.b is None else factors.b.T
+        for place, part in ((self.a, factors.a), (self.b, columns)):
             if place is not None:
                 filled = 0 if part is None else len(part)
                 if part is not None:
                     place[begin : begin + filled].copy_(part)
                 place[begin + filled : end].zero_()
-        factors = delta or LinearDelta()
         for table, factor in (
             (self.inputs, factors.input_scale),
             (self.outputs, factors.output_scale),
@@ -254,10 +254,6 @@ def _scaled_product(x: Tensor, layer: Linear, stack: StackedLoRA, slots: Tensor)
     if stack.bias is None:
         return y + layer.bias
     return y + layer.bias * stack.bias.index_select(0, slots)
-
-
-def _transpose_rows(b: Tensor | None) -> Tensor | None:
-    return None if b is None else b.T
 
 
 def _check_finite(plan: Deltas) -> None:

@@ -92,7 +92,8 @@ class EngineLoop:
         packed = self._runner.base.backend.name == "packed"
         try:
             with use_torch_threads(1 if packed else self._runner.threads):  # kernels have their own
-                self._run_passes()
+                while self.wait_for_work():
+                    self.run_pass()
         except Exception as error:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
             try:
@@ -103,10 +104,6 @@ class EngineLoop:
                 self._on_failure()
             raise
 
-    def _run_passes(self) -> None:
-        while self.wait_for_work():
-            self.run_pass()
-
     def run_pass(self) -> None:
         """Run one pass, with the work due before and after it."""
         while self._scheduler.control_queue:
@@ -116,9 +113,8 @@ class EngineLoop:
         if not self._paused:
             self._start_sequences()
         self._compute_pass()
-        self._runner.resources.habits.save(
-            interval=IDLE_SECONDS if self._is_idle else BUSY_SAVE_SECONDS
-        )
+        interval = BUSY_SAVE_SECONDS if self.batch.sequences else IDLE_SECONDS
+        self._runner.resources.habits.save(interval=interval)
         self._free_memory()
         self._processor.prepare_next()
 
@@ -132,10 +128,6 @@ class EngineLoop:
             if is_idle and not board.is_done:
                 board.condition.wait(POLL_SECONDS)
             return not board.is_done
-
-    @property
-    def _is_idle(self) -> bool:
-        return not self.batch.sequences
 
     def _fail_expired(self) -> None:
         """Fail jobs without a row that are cancelled or past their deadline."""

@@ -15,7 +15,7 @@ from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.devices import choose_thread_count, translate_device_errors
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, choose_kv_cache_limit
+from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit
 from expertctl.engine.memory.host import find_budget_limit, find_default_budget, find_resident_bytes
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
@@ -321,7 +321,7 @@ class ModelRunner:
 
     def free_wide_buffers(self) -> bool:
         """Free the buffers of wide plans while nothing runs; return False if there are none."""
-        least = self._min_buffer_bytes
+        least = self.base.buffer_bytes(1, rows=self.settings.rows)
         if self._buffers <= least:
             return False
         self.model.free_buffers()
@@ -352,15 +352,9 @@ class ModelRunner:
         return guide
 
     @property
-    def _min_buffer_bytes(self) -> int:
-        """Bytes of buffers that are always held."""
-        return self.base.buffer_bytes(1, rows=self.settings.rows)
-
-    @property
     def memory(self) -> MemoryUsage:
         """Reserved bytes for each purpose now."""
-        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
-        return MemoryUsage(self.budget.limit, self.budget.peak, held)
+        return MemoryUsage.from_budget(self.budget)
 
     @property
     def kv_in_use(self) -> int:

@@ -27,6 +27,7 @@ from expertctl.engine.generation import (
     GenerationOutput,
     OutputWriter,
     StopRules,
+    measure_elapsed_ms,
 )
 from expertctl.engine.kv.sequence_cache import KVCacheBase
 from expertctl.engine.model.backends import RunnableModel
@@ -407,7 +408,7 @@ class RunningSequence:
             self._emit("", ())
         else:
             self.take_logits(result.logits)
-        self._first_ms = self._first_ms or self._measure_elapsed_ms()
+        self._first_ms = self._first_ms or measure_elapsed_ms(self._begun)
 
     def record_step(self, ms: float) -> None:
         """Count a decode step of this sequence."""
@@ -441,15 +442,11 @@ class RunningSequence:
             finish_reason=reason,
             prefill_tokens=self._prefilled,
             prefill_ms=self._prefill_ms,
-            first_token_ms=self._measure_elapsed_ms() if first_ms is None else first_ms,
+            first_token_ms=measure_elapsed_ms(self._begun) if first_ms is None else first_ms,
             decode_ms=self._decode_ms,
             decode_steps=self._steps,
             stopped_by=self.writer.stopped_by,
         )
-
-    def _measure_elapsed_ms(self) -> float:
-        """Return the milliseconds since it started."""
-        return (time.perf_counter() - self._begun) * 1e3
 
     def _emit(self, text: str, sampled: tuple[SampledToken, ...]) -> None:
         prompt = self._untold if self.scores is not None and self.scores.is_complete else None

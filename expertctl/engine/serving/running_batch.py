@@ -181,7 +181,12 @@ class RunningBatch:
         if len(waiting) == len(self._texts):
             self._run_guarded([text], partial(text.prefill_chunk, PREFILL_CHUNK))
         else:
-            most = self._choose_chunk_size(text)
+            most = choose_chunk_size(
+                text.last_chunk,
+                self._step_seconds,
+                parts=self._model.prefill_parts,
+                min_tokens=self._least_chunk,
+            )
             prefill = partial(text.prefill_chunk, most, prefill=self._prefill_interleaved)
             self._run_guarded([text], prefill)
         stepped = self.counts.step_seconds - stepped
@@ -189,15 +194,6 @@ class RunningBatch:
         text.last_chunk = chunk = PrefillChunk(before - text.unread_count, seconds)
         self.counts.prompt_tokens += chunk.tokens
         self.counts.prompt_seconds += chunk.seconds
-
-    def _choose_chunk_size(self, text: RunningSequence) -> int:
-        """Return the number of prompt tokens to read while other sequences are decoded."""
-        return choose_chunk_size(
-            text.last_chunk,
-            self._step_seconds,
-            parts=self._model.prefill_parts,
-            min_tokens=self._least_chunk,
-        )
 
     def _prefill_interleaved(self, session: DecodeSession, ids: Sequence[int]) -> PrefillResult:
         """Read a chunk; other sequences step between its layers, which its time excludes."""
