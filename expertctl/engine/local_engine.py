@@ -38,8 +38,9 @@ from expertctl.engine.preparation import (
     list_base_needs,
     list_expert_files,
     list_needs,
+    open_planned_base,
     plan_request,
-    prepare_request,
+    prepare_for_base,
     prepare_with_fewer_experts,
 )
 from expertctl.engine.request import RunRequest
@@ -307,16 +308,16 @@ class LocalEngine:
     def _prepare_with_headroom(
         self, request: RunRequest, planned: PlannedPrompt, files: Files, *, headroom: int
     ) -> PreparedRequest:
-        return prepare_request(
+        base = open_planned_base(
             self._planner,
             request,
             planned,
-            files,
             torch_below=self._torch_below,
             memory_limit=self.budget.limit,
             headroom=headroom,
             habits=self._resources.habits,
         )
+        return prepare_for_base(base, self._planner, request, planned, files)
 
     def _acquire_lease(
         self, request: RunRequest, prepared: PreparedRequest, files: Files

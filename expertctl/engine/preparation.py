@@ -138,35 +138,6 @@ def _plan(
     return session.plan_cached(routed, base=request.base, files=offered)
 
 
-def prepare_request(
-    planner: Planner,
-    request: RunRequest,
-    planned: PlannedPrompt,
-    files: Files,
-    *,
-    torch_below: int = TORCH_MAX_BYTES,
-    memory_limit: int | None = None,
-    headroom: int = 0,
-    habits: ExpertUsageStore | None = None,
-) -> PreparedRequest:
-    """Open the base of a plan and fit the conversation into its context.
-
-    Raises:
-        BaseMismatchError: when the base differs from the registered one.
-        UsageError: when the conversation does not fit.
-    """
-    base = open_planned_base(
-        planner,
-        request,
-        planned,
-        torch_below=torch_below,
-        memory_limit=memory_limit,
-        headroom=headroom,
-        habits=habits,
-    )
-    return prepare_for_base(base, planner, request, planned, files)
-
-
 def prepare_with_fewer_experts(
     base: OpenBase | CompatBase,
     planner: Planner,
@@ -238,11 +209,7 @@ def list_needs(
 def find_missing_headroom(
     planner: Planner, prepared: PreparedRequest, files: Files, *, limit: int
 ) -> int:
-    """Return the bytes of a run without its base if routed-expert slots leave less; else 0.
-
-    Raises:
-        IncompatibleError: when an expert does not fit the base.
-    """
+    """Return the bytes of a run without its base if routed-expert slots leave less; else 0."""
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
@@ -253,11 +220,7 @@ def find_missing_headroom(
 def count_bytes_without_base(
     planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
 ) -> int:
-    """Return the bytes of a run without its base, alone in a batch of ``rows`` rows.
-
-    Raises:
-        IncompatibleError: when an expert does not fit the base.
-    """
+    """Return the bytes of a run without its base; arguments and errors as `list_needs`."""
     wanted = list_needs(planner, prepared, files, rows=rows)
     return sum(need.size for need in wanted if need.purpose != "base")
 

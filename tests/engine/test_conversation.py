@@ -50,7 +50,7 @@ def named(*names: str) -> list[NamedExpert]:
 
 def pattern(**options: Any) -> RunRequest:
     message = UserMessage(prompt="?", **options.pop("message", {}))
-    route = {"prompt": "?", "seed": 0, "wishes": WISHES, **options.pop("route", {})}
+    route = {"prompt": "?", "seed": 0, "sampling": WISHES, **options.pop("route", {})}
     return RunRequest(message=message, route=RouteRequest(**route), **options)
 
 

@@ -209,11 +209,7 @@ class BlockPool:
 
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[PagedKVCache]]:
-        """Lend pages; the first ones hold the rows of kept sequences with the same prefix.
-
-        Raises:
-            BudgetError: when they cannot fit.
-        """
+        """Lend pages; the first ones hold the rows of kept sequences with the same prefix."""
         rent = _SequenceBlocks(request.prefix_key, _list_row_tokens(request, request.ids))
         self._rents.append(rent)
         try:

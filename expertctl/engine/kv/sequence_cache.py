@@ -280,11 +280,7 @@ class SequenceKVCache:
 
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[KVCache]]:
-        """Lend a cache; its first rows are those of a kept sequence with the same prefix.
-
-        Raises:
-            BudgetError: when it cannot fit.
-        """
+        """Lend a cache; its first rows are those of a kept sequence with the same prefix."""
         text = _ActiveSequence(request.prefix_key)
         self._active.append(text)
         try:

@@ -182,11 +182,7 @@ class AdapterCache:
     def reserve_during(
         self, tier: Tier, purpose: Purpose, size: int, *, what: str
     ) -> Iterator[None]:
-        """Reserve bytes for something else in the same memory, evicting entries for it.
-
-        Raises:
-            BudgetError: when they cannot fit beside pinned entries.
-        """
+        """Reserve bytes for the length of a ``with`` block; raises as `reserve` does."""
         self.reserve(tier, purpose, size, what=what)
         try:
             yield

@@ -88,11 +88,7 @@ class MemoryBudget:
 
     @contextmanager
     def reserve_during(self, purpose: Purpose, size: int, *, what: str) -> Iterator[None]:
-        """Reserve bytes for the length of a ``with`` block.
-
-        Raises:
-            BudgetError: when they do not fit.
-        """
+        """Reserve bytes for the length of a ``with`` block; raises as `reserve` does."""
         self.reserve(purpose, size, what=what)
         try:
             yield

@@ -322,11 +322,7 @@ class TorchBackend:
         return SequenceKVCache(tiers, cached_limit=kept_limit)
 
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "TorchModel":
-        """Read the weights.
-
-        Raises:
-            InvalidPackageError: when its tensors do not match its configuration.
-        """
+        """Read the weights."""
         read: list[int] = []
 
         def count(size: int) -> None:

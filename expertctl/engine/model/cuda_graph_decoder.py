@@ -139,12 +139,7 @@ class CudaGraphDecoder:
             )
 
     def decode(self, token: int, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
-        """Read one more token.
-
-        Raises:
-            BudgetError: when the cache is full.
-            IncompatibleError: for a token or a plan that this base does not have.
-        """
+        """Read one more token; raises as `step` does."""
         position, started = cache.length, time.perf_counter()
         logits = self.step([GraphStepRow(token, cache, deltas)])[0]
         return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)

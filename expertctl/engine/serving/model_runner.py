@@ -114,12 +114,7 @@ class ModelRunner:
         self._model: RunnableModel | None = None
 
     def open(self, session: PlanningSession) -> None:
-        """Find the base, load it, and compile its kernels.
-
-        Raises:
-            NotFoundError: when there is no such base.
-            BudgetError: when it does not fit.
-        """
+        """Find the base, load it, and compile its kernels; raises as `ServingEngine.start` does."""
         try:
             self._open(session)
         finally:

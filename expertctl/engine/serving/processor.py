@@ -59,7 +59,7 @@ class RequestProcessor:
         """The last error about the server's files reported to the operator."""
 
     def open_model(self) -> None:
-        """Load the base; raises as `ModelRunner.open` does."""
+        """Load the base; raises as `ServingEngine.start` does."""
         self._planning.submit(self._runner.open, self._session).result()
 
     def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
