@@ -152,8 +152,7 @@ CACHE_BYTES = 128 << 20
 """Weights of fewer bytes may stay in the processor's caches."""
 
 _CACHED_NOTE = (
-    "the weights are small enough to stay in the caches of the processor, so memory is no limit "
-    "for them"
+    "the weights fit into the caches of the processor, so memory bandwidth does not limit them"
 )
 
 Bound = Literal["memory", "arithmetic"]
@@ -312,10 +311,10 @@ class BenchResult:
         gain = self.make_roofline(many).operations / self.make_roofline(few).operations
         if gain > MIN_SCALING * many / few:
             return ()
-        threads = "1 thread does" if few == 1 else f"{few} threads do"
+        threads = "1 thread" if few == 1 else f"{few} threads"
         return (
-            f"{many} threads compute {gain:.2f} times what {threads}: so many cores are not free, "
-            "or share their units",
+            f"{many} threads compute {gain:.2f} times as much as {threads}: some cores are busy, "
+            "or share execution units",
         )
 
     def to_json(self) -> JsonObject:
@@ -394,6 +393,6 @@ def _interpolate_quantile(ordered: list[float], share: float) -> float:
 def _noise_note(what: str, series: TimingSeries) -> str:
     ms = Spread.from_figures([seconds * 1e3 for each in series.rounds for seconds in each])
     return (
-        f"{what}: half of the steps took {ms.low:.1f} to {ms.high:.1f} ms, the others less or "
-        f"more; something else wants this machine, so take the figures for too low"
+        f"{what}: the middle half of the steps took {ms.low:.1f} to {ms.high:.1f} ms; other "
+        "programs use this machine, so the figures are probably too low"
     )

@@ -69,7 +69,7 @@ def load_shape_config(shape: str) -> ModelConfig:
         return read_model_config(folder)
     raise UsageError(
         f"{shape!r} is neither a known shape nor a folder with a config.json",
-        hint=f"known are {', '.join(SHAPES)}",
+        hint=f"known shapes: {', '.join(SHAPES)}",
     )
 
 
@@ -155,8 +155,8 @@ def _check_unused(size: int, *, what: str) -> None:
     left = find_unused_bytes()
     if left is not None and size > left:
         raise BudgetError(
-            f"{what}: {format_size(size)} needed with its texts, but only {format_size(left)} of "
-            "this machine's memory are unused",
+            f"{what}: {format_size(size)} needed with KV and buffers, but only "
+            f"{format_size(left)} of this machine's memory is unused",
             hint="end other programs, or choose a smaller --shape, or --dtype int8 or int4",
         )
 
@@ -213,7 +213,7 @@ def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBa
     assert isinstance(ready, LoadedModel), "no other engine is asked for"
     if not isinstance(ready.model, PackedModel):
         why = "; ".join(ready.warnings)
-        raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
+        raise IncompatibleError(f"bench needs a base that kernels run: {why}", hint=_OTHER_BASE)
     backend = ready.base.backend
     assert isinstance(backend, PackedBackend)
     subject = BenchSubject(
@@ -244,8 +244,8 @@ def _check_context_length(
     longest = virtual + settings.longest_text
     if longest > config.max_positions:
         raise UsageError(
-            f"texts of {longest} tokens are longer than the {config.max_positions} that the base "
-            "reads",
+            f"a sequence of {longest} tokens exceeds the context of the base, "
+            f"{config.max_positions} tokens",
             hint="lower --prompt-tokens, --context or --tokens",
         )
 

@@ -80,7 +80,8 @@ class CompatBase:
         if _find_context_length(self.config):
             return ()
         return (
-            f"the base does not say how much it reads; {DEFAULT_MAX_POSITIONS} tokens are allowed",
+            "the configuration of the base states no context length; "
+            f"{DEFAULT_MAX_POSITIONS} tokens are allowed",
         )
 
     def kv_bytes(self, tokens: int) -> int:
@@ -188,8 +189,8 @@ def _read_dimensions(config: Any, what: str) -> ModelDimensions:
     layers, vocab = number("num_hidden_layers"), number("vocab_size")
     if not (heads and hidden and layers and vocab):
         raise IncompatibleError(
-            f"{what}: {config.model_type} does not say its layers, heads, width and tokens",
-            hint="use a base that generates with keys and values of earlier tokens",
+            f"{what}: {config.model_type} states no number of layers, heads, features or tokens",
+            hint="use a base that supports a KV cache",
         )
     dim = number("head_dim", -(-hidden // heads))
     return ModelDimensions(layers, heads, number("num_key_value_heads", heads), dim, hidden, vocab)
@@ -232,7 +233,7 @@ def _read_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
     problems = [f"missing tensor {key}" for key in sorted(found["missing_keys"])]
     problems += [f"unexpected tensor {key}" for key in sorted(found["unexpected_keys"])]
-    problems += [f"tensor {key} of another shape" for key, *_ in sorted(found["mismatched_keys"])]
+    problems += [f"tensor {key} has another shape" for key, *_ in sorted(found["mismatched_keys"])]
     problems += [str(message)[:200] for message in found.get("error_msgs", ())]
     if problems:
         raise InvalidPackageError(f"the base {name}", truncate_problems(problems))

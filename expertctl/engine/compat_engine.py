@@ -75,7 +75,7 @@ def attach_adapter(model: Any, adapter: LoadedAdapter, *, weight: float) -> Tens
     steps = _require_single_steps(adapter)
     prompt = _load_soft_prompt(model, adapter, weight)
     if not steps and prompt is None:
-        raise IncompatibleError(f"{adapter.ref} does not fit the base: it changes no module at all")
+        raise IncompatibleError(f"{adapter.ref} does not fit the base: it changes no module")
     if steps:
         parts = [
             _make_peft_module(adapter.ref, module, step, weight) for module, step in steps.items()
@@ -107,8 +107,8 @@ def _require_single_steps(adapter: LoadedAdapter) -> dict[str, AdapterStep]:
     kinds = {type(step) for steps in adapter.modules.values() for step in steps}
     if len(kinds) > 1 or any(len(steps) > 1 for steps in adapter.modules.values()):
         raise IncompatibleError(
-            f"{adapter.ref} holds several adapters for the layers of the base, which PEFT does not "
-            "run together",
+            f"{adapter.ref} has several adapters for the layers of the base, which PEFT cannot "
+            "combine",
             hint="leave out --engine transformers where our own decoder runs the base",
         )
     return {module: steps[0] for module, steps in adapter.modules.items() if steps}
@@ -122,7 +122,7 @@ def _make_peft_module(ref: str, module: str, step: AdapterStep, weight: float) -
         case DoraTensors(a=a, b=b, magnitude=magnitude, scale=scale):
             if weight != 1.0:
                 raise IncompatibleError(
-                    f"{ref} is a DoRA, which PEFT runs with the weight 1 only",
+                    f"{ref} is a DoRA, which PEFT supports only with weight 1",
                     hint="name it without a weight",
                 )
             tensors = {"lora_A.weight": a.float(), "lora_B.weight": b.float()}
@@ -139,15 +139,15 @@ def _load_soft_prompt(model: Any, adapter: LoadedAdapter, weight: float) -> Tens
         return None
     if weight != 1.0:
         raise IncompatibleError(
-            f"{adapter.ref} has a soft prompt, which has no weight but 1",
+            f"{adapter.ref} has a soft prompt, which supports only weight 1",
             hint="name it without a weight, or leave it out",
         )
     width = int(model.get_input_embeddings().weight.shape[1])
     wrong = [prompt.shape[1] for prompt in adapter.soft_prompts if prompt.shape[1] != width]
     if wrong:
         raise IncompatibleError(
-            f"{adapter.ref} does not fit the base: a soft prompt is {wrong[0]} wide, tokens of the "
-            f"base are {width}"
+            f"{adapter.ref} does not fit the base: its soft prompt has width {wrong[0]}, the base "
+            f"{width}"
         )
     return torch.cat([prompt.float() for prompt in adapter.soft_prompts])
 
@@ -171,7 +171,7 @@ def _inject_modules(
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             raise IncompatibleError(
                 f"{ref} does not fit the base: {str(error)[:1000]}",
-                hint="PEFT says so; see what `expertctl inspect` shows of the expert",
+                hint="PEFT reports this; compare it with `expertctl inspect`",
             ) from error
     _check_all_placed(model, ref, state, loaded.unexpected_keys)
     for part in parts:
@@ -204,11 +204,9 @@ def _check_all_placed(
     """Check that each tensor has its place, each place its tensor, and nothing else changed."""
     placed = dict(_iter_peft_tensors(model))
     wanted = sorted(name.removeprefix(PEFT_PREFIX) for name in state)
-    problems = [f"{name}: no layer of the model takes it" for name in sorted(unexpected)]
-    problems += [
-        f"{name}: nothing of the expert belongs there" for name in placed if name not in wanted
-    ]
-    problems += [f"{name}: it was not taken" for name in wanted if name not in placed]
+    problems = [f"{name}: the model has no layer for it" for name in sorted(unexpected)]
+    problems += [f"{n}: the expert has no tensor for it" for n in placed if n not in wanted]
+    problems += [f"{name}: it was not loaded" for name in wanted if name not in placed]
     problems += [f"{n}: it has no values" for n, t in placed.items() if t.is_meta]
     _raise_incompatible(ref, problems)
 
@@ -241,8 +239,8 @@ def _ignore_peft_warnings() -> Iterator[None]:
         yield
 
 
-SLOW = "transformers and PEFT made the text: slowly, and with one expert at most"
-ESTIMATE = "what memory they took is an estimate"
+SLOW = "transformers and PEFT generated the text, slowly and with at most one expert"
+ESTIMATE = "their memory use is an estimate"
 
 
 class TransformersSession:
@@ -266,7 +264,7 @@ class TransformersSession:
         """
         started = time.perf_counter()
         if not ids:
-            raise UsageError("there is no token to read", hint="give a prompt that is not empty")
+            raise UsageError("the prompt has no tokens", hint="give a prompt that is not empty")
         tokens = self._check_tokens(ids)
         if self._soft_prompt is None:
             logits = self._run_model(len(ids), input_ids=tokens)
@@ -302,13 +300,13 @@ class TransformersSession:
             )
         except Exception as error:  # each architecture's code raises its own errors
             raise IncompatibleError(
-                f"transformers cannot run {self._model.config.model_type} so: {str(error)[:1000]}",
-                hint="the base, or the expert on it, is not made for generation token by token",
+                f"transformers cannot run {self._model.config.model_type}: {str(error)[:1000]}",
+                hint="the base or the expert does not support generation token by token",
             ) from error
         self._past = getattr(output, "past_key_values", None)
         if self._past is None:
             raise IncompatibleError(
-                f"{self._model.config.model_type} keeps no keys and values in transformers",
+                f"{self._model.config.model_type} has no KV cache in transformers",
                 hint="use a base that generates with past_key_values",
             )
         last: Tensor = output.logits[0, -1]
@@ -319,7 +317,7 @@ class TransformersSession:
         low, high = min(ids), max(ids)
         if low < 0 or high >= known:
             raise IncompatibleError(
-                f"token {low if low < 0 else high} is not among the {known} of the base",
+                f"token {low if low < 0 else high} is outside the vocabulary of the base, {known}",
                 hint="the tokenizer belongs to another base",
             )
         return torch.tensor([list(ids)])

@@ -67,11 +67,12 @@ def _make_context_error(
 ) -> ContextLengthError:
     soft = f" and {virtual} virtual tokens of its experts" if virtual else ""
     if len(messages) > 1:
-        what, hint = "conversation", "begin anew, or let its oldest turns be left out"
+        what, hint = "conversation", "start a new conversation, or drop its oldest turns"
     else:
-        what, hint = "prompt", "shorten it, or let its end be cut off"
+        what, hint = "prompt", "shorten it, or cut its end off"
     return ContextLengthError(
-        f"the {what} has {size} tokens, the base reads {context} with the answer{soft}",
+        f"the {what} has {size} tokens, the context of the base is {context} tokens with the "
+        f"answer{soft}",
         size=size + virtual,
         limit=context,
         hint=f"{hint} with --truncate",
@@ -131,7 +132,7 @@ def _build_truncation_warnings(dropped: int, turns: int) -> tuple[str, ...]:
             else f"the {dropped} oldest of {turns} turns"
         )
     verb = "was" if dropped == 1 else "were"
-    return (f"{which} did not fit into the context and {verb} left out",)
+    return (f"{which} did not fit into the context and {verb} dropped",)
 
 
 def _truncate_message(
@@ -146,7 +147,7 @@ def _truncate_message(
     kept = _find_longest_prefix(len(last.content), encode_part, max_tokens)
     if kept == 0:
         raise UsageError(
-            "nothing of the prompt fits into the context of the base",
+            "no part of the prompt fits into the context of the base",
             hint="ask for fewer new tokens (--max-tokens), or use a base with a longer context",
         )
     prompt = encode_part(kept)

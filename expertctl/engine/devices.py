@@ -105,7 +105,7 @@ class StreamPool:
             return fallback[0]
         raise BudgetError(
             f"all {len(self._known)} streams of the CUDA device are in use",
-            hint="close engines that are not needed any more",
+            hint="close engines that are no longer needed",
         )
 
 
@@ -151,9 +151,7 @@ def require_cuda() -> None:
             f"this torch, {torch.__version__}, was built without CUDA",
             hint=f"install torch for CUDA, see https://pytorch.org, {_CPU_HINT}",
         )
-    raise NotFoundError(
-        "torch sees no CUDA device", hint=f"see what `nvidia-smi` says, {_CPU_HINT}"
-    )
+    raise NotFoundError("torch sees no CUDA device", hint=f"check `nvidia-smi`, {_CPU_HINT}")
 
 
 def get_device_name(device: DeviceName) -> str | None:
@@ -174,9 +172,9 @@ def find_device_budget(requested: int | None) -> int:
     free = find_free_bytes()
     if free <= LIBRARY_RESERVE:
         raise BudgetError(
-            f"the CUDA device has {format_size(free)} free, no more than the "
-            f"{format_size(LIBRARY_RESERVE)} that are left to its libraries",
-            hint=f"end what else uses it, see `nvidia-smi`, {_CPU_HINT}",
+            f"the CUDA device has {format_size(free)} free, but "
+            f"{format_size(LIBRARY_RESERVE)} are reserved for its libraries",
+            hint=f"end other programs on it, see `nvidia-smi`, {_CPU_HINT}",
         )
     return free - LIBRARY_RESERVE if requested is None else min(requested, free - LIBRARY_RESERVE)
 
@@ -233,8 +231,8 @@ def _translate_error(error: RuntimeError) -> ExpertError | None:
         return None
     return DeviceError(
         f"the CUDA device failed: {said}",
-        hint="start again, for a process whose device failed cannot go on; see what `nvidia-smi` "
-        f"says, {_CPU_HINT}",
+        hint="restart, since a process cannot continue after a device failure; check "
+        f"`nvidia-smi`, {_CPU_HINT}",
     )
 
 

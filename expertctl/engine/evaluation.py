@@ -98,7 +98,7 @@ def evaluate(
     if request.expert.weight != 1:
         raise UsageError(
             f"the expert is evaluated at weight 1, not {request.expert.weight:g}",
-            hint="weights are for what is composed with it: --compose acme/style:0.5",
+            hint="weights apply to the experts of --compose: --compose acme/style:0.5",
         )
     with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
@@ -185,7 +185,7 @@ def _remember_gain(catalogue: Catalogue, found: EvaluationResult) -> tuple[str, 
     try:
         catalogue.history.record_gain(measured)
     except (StoreError, DiskFullError) as error:
-        return (f"the gain was not remembered for routing: {error.message}",)
+        return (f"the gain was not saved for routing: {error.message}",)
     return ()
 
 

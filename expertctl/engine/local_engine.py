@@ -216,9 +216,8 @@ class LocalEngine:
             with self._turn:
                 if self._current_answer is not None:
                     raise UsageError(
-                        "this engine is in the middle of another answer",
-                        hint="take the answer to its end or close it, or have one engine for each "
-                        "thread",
+                        "this engine is generating another answer",
+                        hint="finish or close that answer, or use one engine for each thread",
                     )
                 self._current_answer = answer
             if self._needs_check and not self._resources.is_consistent:
@@ -255,7 +254,7 @@ class LocalEngine:
         if request.route.device != self._device:
             raise UsageError(
                 f"this engine computes on {self._device}, not on {request.route.device}",
-                hint="make an engine for that device",
+                hint="create an engine for that device",
             )
 
     def _reset(self) -> None:

@@ -111,7 +111,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
         return _plan(session, request, routed, offered)
     if request.on_budget != "refuse":
         raise UsageError(
-            f"--engine transformers does not know --on-budget {request.on_budget}",
+            f"--engine transformers does not support --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
     chosen = bool(force) or request.saved is not None
@@ -129,7 +129,7 @@ def _plan(
     if request.saved is not None:
         if request.on_budget == "fewer":
             raise UsageError(
-                "a saved plan is repeated with all its experts, never with fewer",
+                "a saved plan always runs with all its experts",
                 hint="leave out --on-budget fewer, or --plan",
             )
         return session.planner.replay(request.saved.plan, routed, base=request.base)
@@ -250,7 +250,7 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
             and prepared.load_config.device == "cpu"
         ):
             name = base.stored.name
-            error.hint += f"; `expertctl base plan {name}` says what a usual text takes"
+            error.hint += f"; `expertctl base plan {name}` shows the memory of a typical request"
         raise
 
 

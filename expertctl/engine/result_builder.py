@@ -130,7 +130,7 @@ def _warn_context(prepared: PreparedRequest, generated: GenerationOutput) -> tup
     is_full = 0 < prompt.max_tokens < wanted
     if generated.finish_reason != "length" or not is_full:
         return prompt.warnings
-    full = f"the answer ended where the context of {prompt.capacity} tokens is full"
+    full = f"the answer ended because the context of {prompt.capacity} tokens is full"
     return (*prompt.warnings, full)
 
 

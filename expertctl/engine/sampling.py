@@ -93,7 +93,7 @@ def apply_allowed_mask(scores: Scores, allowed: Mask | None) -> Scores:
     if allowed is not None:
         scores = np.where(allowed, scores, _get_lowest_score())
     if scores.max() == -np.inf:
-        raise IncompatibleError("no token is allowed to come next")
+        raise IncompatibleError("no token is allowed at this position")
     return scores
 
 

@@ -115,7 +115,7 @@ class MemoryAdmission:
             try:
                 folder = self._create_lease(size, stack, waits=True)
             except (OSError, StoreError) as error:
-                tell(f"other runs cannot be waited for: {error}")
+                tell(f"cannot wait for other runs: {error}")
                 yield MemoryLease(None)
                 return
             yield MemoryLease(folder, queued=self._wait(folder, size, limit, tell))
@@ -191,7 +191,7 @@ def _read_lease(folder: Path) -> LeaseRecord | None:
     match = _LEASE_LINE.fullmatch(text)
     if match is None:
         hint = f"remove {folder} when no run needs it"
-        raise StoreError(f"{folder}: this is not the seat of a run", hint=hint)
+        raise StoreError(f"{folder}: not the lease of a run", hint=hint)
     return LeaseRecord(_parse_lease_number(folder), int(match["size"]), match["state"] == "waits")
 
 

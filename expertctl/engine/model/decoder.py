@@ -96,11 +96,11 @@ def check_tokens(
     """
     tokens = torch.as_tensor(ids, dtype=torch.long, device=device)
     if len(tokens) == 0:
-        raise UsageError("there is no token to read", hint="give a prompt that is not empty")
+        raise UsageError("the prompt has no tokens", hint="give a prompt that is not empty")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise IncompatibleError(
-            f"token {low if low < 0 else high} is not among the {vocabulary} of the base",
+            f"token {low if low < 0 else high} is outside the vocabulary of the base, {vocabulary}",
             hint="the tokenizer belongs to another base",
         )
     return tokens
@@ -129,7 +129,7 @@ def check_soft_prompt(soft_prompt: Tensor, hidden_size: int, *, length: int) -> 
     assert length == 0, "a soft prompt stands before the first token"
     if soft_prompt.shape[1] != hidden_size:
         raise IncompatibleError(
-            f"a soft prompt is {soft_prompt.shape[1]} wide, tokens of the base are {hidden_size}",
+            f"a soft prompt has width {soft_prompt.shape[1]}, the base {hidden_size}",
             hint="the expert was made for another base",
         )
 

@@ -371,8 +371,8 @@ def _check_scales(found: Tensor, what: str) -> Tensor:
     bad = torch.nonzero(~torch.isfinite(found)).flatten().tolist()
     if bad:
         raise IncompatibleError(
-            f"{what}: row {bad[0]} of the base's matrix with the expert's change has no direction: "
-            "its norm is zero or no number",
+            f"{what}: row {bad[0]} of the base's matrix with the expert's change cannot be scaled: "
+            "its norm is zero or not a number",
             hint="the expert was made for another base, or one of the two is damaged",
         )
     return found

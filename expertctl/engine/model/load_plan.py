@@ -319,7 +319,7 @@ def choose_backend(
     except IncompatibleError as error:
         if is_small and fits_in_memory(plain.weight_bytes, load_config.memory_limit):
             return plain, ()
-        return plain, (f"torch runs the base, which takes longer: {error.message}",)
+        return plain, (f"torch runs the base, which is slower: {error.message}",)
     return packed.with_warmup(load_config.choose_warmup), ()
 
 

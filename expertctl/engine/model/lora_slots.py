@@ -260,6 +260,6 @@ def _check_finite(plan: Deltas) -> None:
     finite = [torch.isfinite(part).all() for delta in plan.values() for part in delta.tensors]
     if not bool(torch.stack(finite).all()):
         raise IncompatibleError(
-            "a number of an expert is infinite or not a number at all",
+            "a weight of an expert is infinite or not a number",
             hint="the weights of an expert are damaged",
         )

@@ -123,7 +123,7 @@ def describe_memory(
         return f"memory: {within}"
     bound = estimate_memory_bound(process, budget=budget)
     beside = format_size(bound - budget)
-    return f"memory: at most {format_size(bound)}; {within}; {beside} beside it for the program"
+    return f"memory: at most {format_size(bound)}; {within}; {beside} outside it for the program"
 
 
 def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | None:
@@ -142,8 +142,8 @@ def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | No
         return None
     longest = bisect_left(range(1, usual), True, key=is_too_long)
     return (
-        f"there is room for texts up to {longest} tokens, prompt and answer together; raise the "
-        "memory budget for longer ones"
+        f"memory suffices for sequences of up to {longest} tokens, prompt and answer together; "
+        "raise the memory budget for longer ones"
     )
 
 
@@ -193,18 +193,19 @@ class AdapterHeadroom:
             if base.weight_bytes + wish.size <= self.limit:
                 break
             if number and time.monotonic() >= until:
-                self.tell(f"{WARNING_PREFIX}room was sought for {number} of {len(wishes)} experts")
+                seen = f"{number} of {len(wishes)} experts"
+                self.tell(f"{WARNING_PREFIX}headroom was computed for {seen}")
                 break
             fewer = self._open_with_room(wish, base, open_with_headroom, refusals)
             if fewer is not None:
-                self.tell(f"slots of routed experts leave room for {wish.ref}")
+                self.tell(f"fewer slots of routed experts leave room for {wish.ref}")
                 found = fewer
                 break
             without.append(wish.ref)
         for first in refusals[:1]:  # the others say nearly the same
             self.tell(f"{WARNING_PREFIX}{first}")
         if without:
-            self.tell(f"{WARNING_PREFIX}there is no room for {_format_refs(without)}")
+            self.tell(f"{WARNING_PREFIX}there is not enough memory for {_format_refs(without)}")
         return found
 
     def _measure_adapters(self, base: OpenBase, until: float) -> Iterator[_AdapterFootprint]:
@@ -217,7 +218,7 @@ class AdapterHeadroom:
         for number, expert in enumerate(fitting):
             if number == MAX_MEASURED or (number and time.monotonic() > until):
                 seen = f"{number} of {len(fitting)} experts"
-                self.tell(f"{WARNING_PREFIX}what experts take was worked out for {seen}")
+                self.tell(f"{WARNING_PREFIX}memory was estimated for {seen}")
                 return
             with suppress(ExpertError):  # reported to requests that use it
                 planned = self._plan_expert(expert)

@@ -130,7 +130,7 @@ class ServingEngine:
         """
         rows = self.settings.rows
         if job.answers > rows:
-            raise UsageError(f"{job.answers} answers are asked for, {rows} are written at a time")
+            raise UsageError(f"{job.answers} answers requested, at most {rows} are possible")
         request = self._runner.bind_request(job.request)
         self._scheduler.enqueue(RequestState(replace(job, request=request), sink))
         self._processor.prepare_next()
@@ -208,9 +208,8 @@ class ServingEngine:
         counters = self._collect_counters()
         if counters is None:
             raise IncompatibleError(
-                f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
-                "it",
-                hint="serve a base of routed experts whose heads and widths are multiples of 16",
+                f"no counts for {self.base_name}: it has no routed experts, or torch runs it",
+                hint="serve a base with routed experts whose heads and widths are multiples of 16",
             )
         return self._build_observation(counters.configure(mode=mode, reset=reset))
 
@@ -229,9 +228,9 @@ class ServingEngine:
         cache, routed = self._runner.model.experts, self._runner.base.config.experts
         if cache is None or routed is None:
             raise IncompatibleError(
-                f"no profile changes what stays of {self.base_name}: it has no routed experts, "
+                f"a profile has no effect on {self.base_name}: it has no routed experts, "
                 "or all of them are in memory",
-                hint="serve a base of routed experts within a --memory-budget that is smaller",
+                hint="serve a base with routed experts and a smaller --memory-budget",
             )
         guide = (
             self._runner.read_usage_profile(routed)

@@ -316,7 +316,8 @@ class EngineLoop:
         if len(self.batch.sequences) > 1:
             self._pause(last)
         elif not self._wait_for_loading():
-            self._fail(last.ticket, BudgetError("there is no memory for the rest of an answer"))
+            error = BudgetError("there is not enough memory for the rest of an answer")
+            self._fail(last.ticket, error)
 
     def _pause(self, text: RunningSequence) -> None:
         """Remove a sequence from the batch; its KV is kept until the memory is needed."""

@@ -138,7 +138,7 @@ class ModelRunner:
         self._model = model = self.resources.load_base(base, threads=self.threads)
         if (routed := model.routed) is not None and not routed.residence.is_whole:
             held = routed.residence
-            self._tell(f"there is room for {held.blocks} of {held.total} routed experts")
+            self._tell(f"{held.blocks} of {held.total} routed experts fit into memory")
         if told := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
             self._tell(f"{WARNING_PREFIX}{told}")
         self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
@@ -217,7 +217,7 @@ class ModelRunner:
         """
         if request.base not in {None, self.base.stored.name}:
             raise UsageError(
-                f"this server answers on {self.base.stored.name}, not on {request.base}",
+                f"this server serves {self.base.stored.name}, not {request.base}",
                 hint="leave out the base, or ask a server of that base",
             )
         if unknown := [path for path in list_expert_files(request) if path not in self._files]:
@@ -237,8 +237,8 @@ class ModelRunner:
         """
         if planned.base.identity != self.base.stored.identity:
             raise BaseMismatchError(
-                f"{planned.base.name} is another base now than the one that is served",
-                hint="start the server again",
+                f"{planned.base.name} was replaced by another base while it is served",
+                hint="restart the server",
             )
         base, rows, limit = self.base, self.settings.rows, self.budget.limit - self._files_bytes
         files = self.get_files(request)
@@ -337,12 +337,12 @@ class ModelRunner:
         except (InvalidPackageError, StoreError) as error:
             self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
             raise IncompatibleError(
-                f"what was learnt of {name} cannot be read",
-                hint="give a profile as a document, or have the server's machine forget that one",
+                f"the learned usage profile of {name} cannot be read",
+                hint="send a profile in the request, or delete the learned one on the server",
             ) from error
         if guide is None:
             raise NotFoundError(
-                f"nothing was learnt of {name}", hint="give a profile as a document"
+                f"no usage profile was learned for {name}", hint="send a profile in the request"
             )
         return guide
 

@@ -230,12 +230,12 @@ class RequestProcessor:
         if is_of_base:
             return IncompatibleError(
                 f"the files of {base.name} were changed or damaged while it is served",
-                hint="whoever runs the server has to start it again; its log names the file",
+                hint="the operator has to restart the server; its log names the file",
             )
         kind = DiskFullError if isinstance(error, DiskFullError) else StoreError
         return kind(
             "a file of this server cannot be used",
-            hint="its log names the file, to whoever runs the server",
+            hint="the server's log names the file",
         )
 
     def _check_and_record(self, ticket: RequestState) -> None:

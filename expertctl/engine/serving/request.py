@@ -225,8 +225,8 @@ class RequestState:
                 raise CancelledError("the job was cancelled")
             case "timeout":
                 raise TimedOutError(
-                    "the time for this answer was over before it began",
-                    hint="give it more time, or send it when fewer requests wait",
+                    "the deadline of this request passed before it started",
+                    hint="allow more time, or retry when fewer requests are waiting",
                 )
             case None:
                 return

@@ -456,7 +456,7 @@ class Scheduler:
             return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
         waits = self.estimate_wait()
         return RateLimitError(
-            f"{len(self.queue)} jobs wait already, and no more of yours may",
+            f"{len(self.queue)} jobs are waiting, and your share of the queue is full",
             retry_after=max(1, min(round(waits), _LONGEST_WAIT)),
-            hint="send it again later",
+            hint="retry later",
         )

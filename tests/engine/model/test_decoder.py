@@ -201,7 +201,9 @@ def test_a_token_of_another_vocabulary_is_refused(
     shared_oracle: ReferenceModel, token: int
 ) -> None:
     decoder = shared_oracle.load_decoder()
-    with pytest.raises(IncompatibleError, match=f"token {token} is not among the 61"):
+    with pytest.raises(
+        IncompatibleError, match=f"token {token} is outside the vocabulary of the base, 61"
+    ):
         decoder.prefill([1, token, 2], KVCache(decoder.config, 8))
     with pytest.raises(IncompatibleError, match=f"token {token} "):
         decoder.decode(token, KVCache(decoder.config, 8))

@@ -156,7 +156,7 @@ def test_an_error_is_told_without_the_frames_that_it_came_through(board: Schedul
 def test_a_full_line_refuses_and_counts_it(board: Scheduler) -> None:
     for number in range(QUEUE):
         entered(board, str(number))
-    with pytest.raises(RateLimitError, match="4 jobs wait already"):
+    with pytest.raises(RateLimitError, match="4 jobs are waiting"):
         entered(board, "more")
     assert board.totals.refused == 1
     board.check_integrity()

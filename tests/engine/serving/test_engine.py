@@ -182,7 +182,7 @@ def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_
 
 
 def test_more_answers_than_rows_are_refused_at_once(engine: ServingEngine) -> None:
-    with pytest.raises(UsageError, match="5 answers are asked for, 4 are written at a time"):
+    with pytest.raises(UsageError, match="5 answers requested, at most 4 are possible"):
         engine.submit(job(request(), texts=5), lambda _: None)
 
 
@@ -205,7 +205,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(house: HomeFixture) ->
             except RateLimitError as error:
                 refused.append(error)
         assert refused
-        assert "2 jobs wait already" in refused[0].message
+        assert "2 jobs are waiting" in refused[0].message
         assert 1 <= refused[0].retry_after <= 60
         assert engine.take_snapshot().totals.refused == len(refused)
         for reader in readers:
@@ -258,7 +258,7 @@ def test_a_deadline_gives_what_is_there_and_says_so(
 
 def test_a_deadline_before_the_answer_begins_is_an_error(engine: ServingEngine) -> None:
     reader = EventReader(engine, job(request(), deadline=time.monotonic() - 1))
-    with pytest.raises(TimedOutError, match="was over before it began"):
+    with pytest.raises(TimedOutError, match="passed before it started"):
         reader.end()
 
 
@@ -343,7 +343,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(engine: ServingE
 
 
 def test_another_base_is_refused(engine: ServingEngine) -> None:
-    with pytest.raises(UsageError, match="answers on market-base, not on other"):
+    with pytest.raises(UsageError, match="serves market-base, not other"):
         engine.submit(job(replace(request(), base="other")), lambda _: None)
 
 
@@ -520,7 +520,7 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
     for reader in readers:
         with pytest.raises(DeviceError, match="the CUDA device failed") as told:
             reader.end()
-        assert "start again" in told.value.hint
+        assert "restart" in told.value.hint
     press.join()
     assert (engine.is_working, broken) == (False, [True])
     log = "".join(told_all)
