@@ -165,7 +165,7 @@ def waited(text):
 for _ in range(8):
     size = numbers.randint(20, 100)
     admission = MemoryAdmission(folder, pause=lambda: None)
-    with admission.queue(size, limit=100, tell=waited):
+    with admission.wait_in_queue(size, limit=100, tell=waited):
         os.write(handle, b"%d\\n" % size)
         for _ in range(20):
             os.listdir(folder)
