@@ -142,10 +142,10 @@ def run_bench(
     Raises:
         BudgetError: when a sequence is too long for its cache.
     """
-    with _open_session(subject, settings) as laboratory:
-        found = _run_rounds(laboratory, settings, progress)
-        operations = {n: work.operations for n, work in laboratory.arithmetic.items()}
-        read_bytes = laboratory.reading.nbytes
+    with _open_session(subject, settings) as session:
+        found = _run_rounds(session, settings, progress)
+        operations = {n: work.operations for n, work in session.arithmetic.items()}
+        read_bytes = session.reading.nbytes
     return BenchResult(
         what=subject.description,
         cpu=cpu_model_name(),
@@ -264,14 +264,14 @@ class _BenchSession:
 def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_BenchSession]:
     base, virtual, numbers = subject.base, subject.virtual_tokens, subject.kv_scheme
     with ExitStack() as stack:
-        crews = {count: ThreadPool(count) for count in settings.threads}
-        for crew in crews.values():
-            stack.callback(crew.close)
-        laboratory = _BenchSession(
+        pools = {count: ThreadPool(count) for count in settings.threads}
+        for pool in pools.values():
+            stack.callback(pool.close)
+        session = _BenchSession(
             subject=subject,
             settings=settings,
-            pools=crews,
-            decoders={count: PackedDecoder(base, crew) for count, crew in crews.items()},
+            pools=pools,
+            decoders={count: PackedDecoder(base, pool) for count, pool in pools.items()},
             arithmetic={n: PeakArithmetic(base.scheme, workers=n) for n in settings.threads},
             reading=MemoryReadBenchmark(_matrices_to_read(base)),
             decode_cache=PagedKVCache(
@@ -282,8 +282,8 @@ def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_B
             ),
             scores=torch.empty(base.config.vocab_size),
         )
-        laboratory.read_context()
-        yield laboratory
+        session.read_context()
+        yield session
 
 
 def _matrices_to_read(base: PackedBase) -> tuple[PackedMatrix, ...]:

@@ -190,8 +190,8 @@ def open_installed_subject(
     )
     with ExitStack() as stack:
         with _hint_at_other_base(_OTHER_BASE):
-            lent = stack.enter_context(engine.open_context(request))
-        subject, backend = _extract_subject(lent)
+            context = stack.enter_context(engine.open_context(request))
+        subject, backend = _extract_subject(context)
         config, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
         _check_context_length(config, settings, virtual=virtual)
         kv = bench_kv_bytes(config, settings, numbers=backend.kv_scheme, virtual=virtual)

@@ -86,10 +86,10 @@ def _truncate(
     turns = _split_turns(messages)
     gone = _count_dropped_turns(turns, encode, max_tokens)
     prompt = encode(_join_turns(turns[gone:]))
-    told = _build_truncation_warnings(gone, len(turns) - 1)
+    warnings = _build_truncation_warnings(gone, len(turns) - 1)
     if len(prompt.ids) >= room:
         prompt = _truncate_message(turns[-1], encode, max_tokens)
-    return replace(prompt, warnings=(*prompt.warnings, *told))
+    return replace(prompt, warnings=(*prompt.warnings, *warnings))
 
 
 def _split_turns(messages: Sequence[ConversationMessage]) -> list[list[ConversationMessage]]:

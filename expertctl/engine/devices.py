@@ -209,10 +209,10 @@ def translate_device_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = _translate_error(error)
-        if told is None:
+        translated = _translate_error(error)
+        if translated is None:
             raise
-        raise told from error
+        raise translated from error
 
 
 def _translate_error(error: RuntimeError) -> ExpertError | None:

@@ -102,9 +102,9 @@ def evaluate(
         )
     with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
-        asker = _make_evaluator(engine, request, progress)
-        found = _evaluate_batched(asker, unseen, request, budget=budget, notify=notify)
-        found = found or _evaluate_all(asker, request)
+        evaluator = _make_evaluator(engine, request, progress)
+        found = _evaluate_batched(evaluator, unseen, request, budget=budget, notify=notify)
+        found = found or _evaluate_all(evaluator, request)
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
 
@@ -139,7 +139,10 @@ def _evaluate_batched(
             notify=notify,
             progress=count,
         ) as answering:
-            return _evaluate_all(evaluator.with_answering(answering, count), request)
+            batched = replace(
+                evaluator, answer_requests=answering, progress=count, warnings={}, routed=[]
+            )
+            return _evaluate_all(batched, request)
     except BudgetError as error:
         notify(f"prompts are answered one at a time, which takes less memory: {error.message}")
         count(-answered)
@@ -161,7 +164,7 @@ def _evaluate_all(evaluator: "_Evaluator", request: EvaluationRequest) -> Evalua
         others=others,
         chain=chain,
         warnings=(*request.data.warnings, *evaluator.warnings),
-        moe=evaluator.routed_report,
+        moe=reduce(RoutedExpertStats.combine, evaluator.routed) if evaluator.routed else None,
     )
 
 
@@ -231,15 +234,6 @@ class _Evaluator:
     routed: list[RoutedExpertStats] = field(default_factory=list)
     """Routed-expert statistics of each answer."""
 
-    def with_answering(self, answering: AnswerRequests, progress: Progress) -> "_Evaluator":
-        """Return a copy without results that answers and reports progress in another way."""
-        return replace(self, answer_requests=answering, progress=progress, warnings={}, routed=[])
-
-    @property
-    def routed_report(self) -> RoutedExpertStats | None:
-        """Routed-expert statistics over all answers; None where the base has no such experts."""
-        return reduce(RoutedExpertStats.combine, self.routed) if self.routed else None
-
     def score(self, experts: Sequence[NamedExpert]) -> AccuracyScore:
         """Answer all prompts with these experts, the longest first: misfits are refused at once."""
         answers: dict[int, ScoredAnswer] = {}
@@ -247,12 +241,15 @@ class _Evaluator:
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
         samples = self.longest_first
         requests = [_make_run_request(sample, experts, self.pattern) for sample in samples]
-        with _name_failed_line(self.data, samples):
+        try:
             for number, result in self.answer_requests(requests):
                 warnings[number] = self._record_answer(samples[number], result)
                 plan = result.planned.result.plan
                 plans[plan.identity] = plan.experts
                 answers[samples[number].line] = self._judge_answer(samples[number], result)
+        except AnswerError as failed:
+            with _name_line(self.data, samples[failed.number]):
+                raise failed.error from failed
         for number in sorted(warnings):  # answers arrive in any order; warnings must not
             self.warnings.update(dict.fromkeys(warnings[number]))
         used = {expert.content_digest for planned in plans.values() for expert in planned}
@@ -315,16 +312,6 @@ def _name_line(data: EvaluationData, sample: EvaluationSample) -> Iterator[None]
     except UsageError as error:
         where = f"{data.path}, line {sample.line}"
         raise UsageError(f"{where}: {error.message}") from error
-
-
-@contextmanager
-def _name_failed_line(data: EvaluationData, samples: Sequence[EvaluationSample]) -> Iterator[None]:
-    """Raise the error of the failed prompt, with its line."""
-    try:
-        yield
-    except AnswerError as failed:
-        with _name_line(data, samples[failed.number]):
-            raise failed.error from failed
 
 
 def _sort_longest_first(data: EvaluationData) -> list[EvaluationSample]:

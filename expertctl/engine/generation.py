@@ -185,8 +185,8 @@ def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> Tensor:
 
     If one fails, no sequence has read a token.
     """
-    rooms = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
-    with rewind_on_error(rooms):
+    caches = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
+    with rewind_on_error(caches):
         return torch.stack([reading.decode(token).logits for reading, token in sequences])
 
 

@@ -115,13 +115,13 @@ class LocalEngine:
         Raises:
             ExpertError: for any problem with the request, the experts, the base or the budget.
         """
-        with self.open_context(request) as lent:
-            plan, prompt = lent.prepared.planned.result.plan, lent.prepared.prompt
+        with self.open_context(request) as context:
+            plan, prompt = context.prepared.planned.result.plan, context.prepared.prompt
             trace = GenerationTrace() if request.trace else None
-            generated = yield from lent.loaded.generate(prompt, plan, cancelled, trace=trace)
+            generated = yield from context.loaded.generate(prompt, plan, cancelled, trace=trace)
             memory = MemoryUsage.from_budget(self.budget)
-        form = check_answer(generated, lent.prepared.planned, request.route.prompt)
-        outcome = ResultBuilder(request, lent, generated, form, memory, trace=trace)
+        form = check_answer(generated, context.prepared.planned, request.route.prompt)
+        outcome = ResultBuilder(request, context, generated, form, memory, trace=trace)
         return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
 
     @contextmanager
@@ -147,8 +147,8 @@ class LocalEngine:
             stack.enter_context(record_failures(planned, self._planner.catalogue))
             prepared = self._prepare(request, planned, files)
             stack.enter_context(hint_minimum_memory(prepared))
-            seat = stack.enter_context(self._acquire_lease(request, prepared, files))
-            if seat.queued:
+            lease = stack.enter_context(self._acquire_lease(request, prepared, files))
+            if lease.queued:
                 clock.end_stage("queue")
             files = self._load_files(request, prepared.planned, files, stack)
             count = choose_thread_count(prepared.base.weight_bytes)
@@ -161,7 +161,7 @@ class LocalEngine:
                 self._resources.habits.save, interval=HABIT_SECONDS
             )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
-            seat.resize(self.budget.used)
+            lease.resize(self.budget.used)
             refs = tuple(expert.ref for expert in planned.result.plan.experts)
             self._registration.publish(base=prepared.base.stored.name, experts=refs)
             clock.end_stage("load")
@@ -235,8 +235,8 @@ class LocalEngine:
         try:
             yield
         except Exception:
-            for told in self.take_notes():
-                self._tell(f"{WARNING_PREFIX}{told}")
+            for note in self.take_notes():
+                self._tell(f"{WARNING_PREFIX}{note}")
             raise
 
     def _create_resources(self) -> ResourceManager:
@@ -293,11 +293,11 @@ class LocalEngine:
         """
         planner, limit = self._planner, self.budget.limit
         prepared = self._prepare_with_headroom(request, planned, files, headroom=self._headroom)
-        beside = find_missing_headroom(planner, prepared, files, limit=limit)
-        if beside > self._headroom:
-            fewer = self._prepare_with_headroom(request, planned, files, headroom=beside)
+        missing = find_missing_headroom(planner, prepared, files, limit=limit)
+        if missing > self._headroom:
+            fewer = self._prepare_with_headroom(request, planned, files, headroom=missing)
             if not find_missing_headroom(planner, fewer, files, limit=limit):
-                self._headroom, prepared = beside, fewer
+                self._headroom, prepared = missing, fewer
         if request.on_budget == "fewer":
             return prepare_with_fewer_experts(
                 prepared.base, planner, request, planned, files, limit=limit

@@ -64,9 +64,9 @@ class PreparedRequest:
     @property
     def numerics(self) -> Numerics:
         """The backend and data types that compute it."""
-        wish = self.load_config
+        config = self.load_config
         backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
-        return Numerics(backend, wish.dtype, wish.adapter_dtype, wish.deterministic)
+        return Numerics(backend, config.dtype, config.adapter_dtype, config.deterministic)
 
     def buffer_bytes(self, *, width: int = 0, rows: int = 1) -> int:
         """Bytes of a pass besides weights and cache, for a compiled plan of this width."""
@@ -289,13 +289,13 @@ def open_planned_base(
         BaseMismatchError: when the base differs from the registered one.
     """
     bases, rehash = planner.bases, request.verify_base
-    wish = _build_load_config(request, planned.base)
+    load_config = _build_load_config(request, planned.base)
     if request.route.engine == "transformers":
-        return open_compat_base(bases, planned.base, dtype=wish.dtype, rehash=rehash)
-    wish = replace(wish, memory_limit=memory_limit, headroom=headroom, rows=rows)
+        return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
+    load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
     if habits is not None:
-        wish = replace(wish, choose_warmup=partial(habits.plan_warmup, planned.base))
-    base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
+        load_config = replace(load_config, choose_warmup=partial(habits.plan_warmup, planned.base))
+    base = open_base(bases, planned.base, load_config, rehash=rehash, torch_below=torch_below)
     if habits is not None and base.config.experts is None:
         habits.note_dense_base(planned.base)
     return base
@@ -315,10 +315,10 @@ def prepare_for_base(
     """
     template = choose_template(planned, _make_reader(planner, files))
     prompt = _fit_prompt(request, base, planned, template)
-    wish = _build_load_config(request, planned.base)
-    told = (*planned.warnings, *_warn_moe_miss(base, wish))
-    planned = replace(planned, result=replace(planned.result, warnings=told))
-    return PreparedRequest(planned, base, template, prompt, wish)
+    load_config = _build_load_config(request, planned.base)
+    warnings = (*planned.warnings, *_warn_moe_miss(base, load_config))
+    planned = replace(planned, result=replace(planned.result, warnings=warnings))
+    return PreparedRequest(planned, base, template, prompt, load_config)
 
 
 def _warn_moe_miss(base: OpenBase | CompatBase, load_config: LoadConfig) -> tuple[str, ...]:

@@ -147,16 +147,16 @@ class ResourceManager:
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request with this key."""
-        for keeper in self._kv_stores.values():
-            keeper.forget(cache_key)
+        for kv_store in self._kv_stores.values():
+            kv_store.forget(cache_key)
 
     def close(self) -> None:
         """Free everything; what others may depend on is freed last."""
         self.habits.stop_observing()
         self._base_slot.unload()
         self.tiers.clear()
-        for keeper in self._kv_stores.values():
-            keeper.clear()
+        for kv_store in self._kv_stores.values():
+            kv_store.clear()
 
     @property
     def bytes_moved(self) -> BytesRead:
@@ -176,11 +176,11 @@ class ResourceManager:
         self.tiers.check_idle()
         self._base_slot.check_integrity()
         self._prefetch.check_integrity()
-        for keeper in self._kv_stores.values():
-            keeper.check_integrity()
-            keeper.check_idle()
+        for kv_store in self._kv_stores.values():
+            kv_store.check_integrity()
+            kv_store.check_idle()
         assert self._budget.reserved_bytes("kv") == sum(
-            keeper.nbytes for keeper in self._kv_stores.values()
+            kv_store.nbytes for kv_store in self._kv_stores.values()
         )
         assert self._budget.reserved_bytes("base") == self._base_slot.nbytes
 

@@ -202,7 +202,7 @@ class BlockPool:
         """
         self._tiers, self._numbers, self._kept_limit = tiers, numbers, cached_limit
         self._tree = RadixCache()
-        self._rents: list[_SequenceBlocks] = []
+        self._sequences: list[_SequenceBlocks] = []
         tiers.register_reclaimable(
             Tier.DEVICE, nbytes=lambda: self._tree.idle_bytes, reclaim=self._evict
         )
@@ -210,26 +210,27 @@ class BlockPool:
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[PagedKVCache]]:
         """Lend pages; the first ones hold the rows of kept sequences with the same prefix."""
-        rent = _SequenceBlocks(request.prefix_key, _list_row_tokens(request, request.ids))
-        self._rents.append(rent)
+        sequence = _SequenceBlocks(request.prefix_key, _list_row_tokens(request, request.ids))
+        self._sequences.append(sequence)
         try:
-            loan = self._allocate(request, rent)
+            allocation = self._allocate(request, sequence)
         except BaseException:
-            self._finish(rent, ())
+            self._finish(sequence, ())
             raise
         try:
-            yield loan
+            yield allocation
         finally:
-            tokens = _list_completed_tokens(loan, request)
-            del loan.cache
-            self._finish(rent, tokens)
+            tokens = _list_completed_tokens(allocation, request)
+            del allocation.cache
+            self._finish(sequence, tokens)
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; its running sequences will keep nothing."""
         with self._tiers.lock:
             before = self._tree.nbytes
-            for rent in self._rents:
-                rent.is_forgotten |= rent.origin is not None and rent.origin.owner == cache_key
+            for sequence in self._sequences:
+                if sequence.origin is not None and sequence.origin.owner == cache_key:
+                    sequence.is_forgotten = True
             self._tree.forget(cache_key)
             freed = before - self._tree.nbytes
         self._release(freed)
@@ -241,7 +242,7 @@ class BlockPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages, both kept and in use."""
-        return self._tree.nbytes + sum(rent.nbytes for rent in self._rents)
+        return self._tree.nbytes + sum(sequence.nbytes for sequence in self._sequences)
 
     @property
     def cached_bytes(self) -> int:
@@ -252,20 +253,21 @@ class BlockPool:
         """Assert the invariants: each block is referenced by the sequences that share it."""
         with self._tiers.lock:
             self._tree.check_integrity()
-            assert self._kept_limit is None or self._rents or self.cached_bytes <= self._kept_limit
-            shared = Counter(block for rent in self._rents for block in rent.blocks)
+            limit = self._kept_limit
+            assert limit is None or self._sequences or self.cached_bytes <= limit
+            shared = Counter(block for sequence in self._sequences for block in sequence.blocks)
             assert all(block.ref_count == count for block, count in shared.items())
             lost = sum(block.page.nbytes for block in shared if block.is_detached)
             assert self._tree.nbytes == lost + sum(
                 b.page.nbytes for b in self._tree.iterate_blocks()
             )
             assert all(b.ref_count == 0 for b in self._tree.iterate_blocks() if b not in shared)
-            lent = [(rent, rent.pages) for rent in self._rents if rent.pages is not None]
-            assert all(rent.nbytes == pages.nbytes for rent, pages in lent)
+            for sequence in self._sequences:
+                assert sequence.pages is None or sequence.nbytes == sequence.pages.nbytes
 
     def check_idle(self) -> None:
         """Assert that nothing is in use."""
-        assert not self._rents
+        assert not self._sequences
 
     def _allocate(
         self, request: KVRequest, sequence: _SequenceBlocks
@@ -309,7 +311,7 @@ class BlockPool:
             return PrefixMatch()
         most = min(request.virtual_tokens + len(request.ids) - 1, request.capacity)
         with self._tiers.lock:
-            for other in self._rents:
+            for other in self._sequences:
                 if other.origin == sequence.origin and not other.is_forgotten:
                     self._publish_prompt(other)
             found = self._tree.find(sequence.origin, sequence.prompt[:most]).keep_if_longer(
@@ -371,7 +373,7 @@ class BlockPool:
             if tokens and sequence.origin is not None and not sequence.is_forgotten:
                 self._tree.insert(sequence.origin, tokens, pages)
             self._replace_blocks(sequence, ())
-            self._rents.remove(sequence)
+            self._sequences.remove(sequence)
             if self._kept_limit is not None:
                 self._tree.evict(self._tree.idle_bytes - self._kept_limit)
             freed = before - self.nbytes

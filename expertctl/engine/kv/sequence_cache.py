@@ -72,12 +72,12 @@ class KVCacheBase:
 @contextmanager
 def rewind_on_error(caches: Sequence[KVCacheBase]) -> Iterator[None]:
     """Rewind all caches if the block fails, so that no sequence is ahead of another."""
-    lengths = [room.length for room in caches]
+    lengths = [cache.length for cache in caches]
     try:
         yield
     except BaseException:
-        for room, length in zip(caches, lengths, strict=True):
-            room.rewind(length)
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.rewind(length)
         raise
 
 
@@ -284,15 +284,16 @@ class SequenceKVCache:
         text = _ActiveSequence(request.prefix_key)
         self._active.append(text)
         try:
-            loan = self._allocate(request, text)
+            allocation = self._allocate(request, text)
         except BaseException:
             self._finish(text, ())
             raise
         try:
-            yield loan
+            yield allocation
         finally:
-            ids = (loan.completed or ())[: max(loan.cache.length - request.virtual_tokens, 0)]
-            del loan.cache
+            written = max(allocation.cache.length - request.virtual_tokens, 0)
+            ids = (allocation.completed or ())[:written]
+            del allocation.cache
             self._finish(text, ids)
 
     def forget(self, cache_key: str) -> None:

@@ -99,10 +99,10 @@ class MemoryAdmission:
         """Take a lease at once; without write access, one that others cannot see."""
         with ExitStack() as stack:
             try:
-                seat = MemoryLease(self._create_lease(size, stack, waits=False))
+                lease = MemoryLease(self._create_lease(size, stack, waits=False))
             except (OSError, StoreError):
-                seat = MemoryLease(None)  # a read-only home can be run from, too
-            yield seat
+                lease = MemoryLease(None)  # a read-only home can be run from, too
+            yield lease
 
     @contextmanager
     def wait_in_queue(self, size: int, *, limit: int, tell: Notify) -> Iterator[MemoryLease]:
@@ -171,7 +171,7 @@ def list_leases(folder: Path) -> list[LeaseRecord]:
         if _LEASE_FOLDER.fullmatch(own.name) and is_claimed(own):
             with suppress(OSError, StoreError):  # being created, removed, or damaged: not counted
                 found.append(_read_lease(own))
-    return [seat for seat in found if seat is not None]
+    return [lease for lease in found if lease is not None]
 
 
 def _lock_leases(folder: Path) -> AbstractContextManager[None]:

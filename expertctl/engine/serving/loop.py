@@ -120,14 +120,14 @@ class EngineLoop:
 
     def wait_for_work(self) -> bool:
         """Wait for work; return False when the scheduler is closed and empty."""
-        board = self._scheduler
-        with board.lock:
+        scheduler = self._scheduler
+        with scheduler.lock:
             is_idle = not (
-                self.batch.sequences or self._paused or board.ready or board.control_queue
+                self.batch.sequences or self._paused or scheduler.ready or scheduler.control_queue
             )
-            if is_idle and not board.is_done:
-                board.condition.wait(POLL_SECONDS)
-            return not board.is_done
+            if is_idle and not scheduler.is_done:
+                scheduler.condition.wait(POLL_SECONDS)
+            return not scheduler.is_done
 
     def _fail_expired(self) -> None:
         """Fail jobs without a row that are cancelled or past their deadline."""
@@ -323,10 +323,10 @@ class EngineLoop:
         """Remove a sequence from the batch; its KV is kept until the memory is needed."""
         assert text.ticket.prepared is not None
         self.batch.remove(text)
-        loan = self._resources.pop(text)
-        loan.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
+        resources = self._resources.pop(text)
+        resources.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
         text.pause()
-        loan.stack.close()
+        resources.stack.close()
         self._paused.insert(0, text)  # those paused earlier were started later
         with self._scheduler.lock:
             self._scheduler.is_short = True
@@ -338,11 +338,11 @@ class EngineLoop:
         """Store an answer, and keep its KV if it is complete."""
         ticket, generated = text.ticket, text.build_output()
         assert ticket.prepared is not None
-        loan = self._resources.pop(text, None)  # none while it is paused
-        if loan is not None:
+        resources = self._resources.pop(text, None)  # none while it is paused
+        if resources is not None:
             if generated.finish_reason in {"stop", "length"}:
-                loan.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
-            loan.stack.close()
+                resources.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
+            resources.stack.close()
         ticket.outputs[text.number] = generated
         ticket.contexts[text.number] = _close_context(ticket.contexts[text.number])
         self._conclude(ticket)

@@ -139,8 +139,8 @@ class ModelRunner:
         if (routed := model.routed) is not None and not routed.residence.is_whole:
             held = routed.residence
             self._tell(f"{held.blocks} of {held.total} routed experts fit into memory")
-        if told := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
-            self._tell(f"{WARNING_PREFIX}{told}")
+        if note := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
+            self._tell(f"{WARNING_PREFIX}{note}")
         self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm_up, planned).result()
@@ -200,8 +200,8 @@ class ModelRunner:
 
     def report_notes(self) -> None:
         """Report to the operator only which data could not be saved."""
-        for told in self.resources.take_notes():
-            self._tell(f"{WARNING_PREFIX}{told}")
+        for note in self.resources.take_notes():
+            self._tell(f"{WARNING_PREFIX}{note}")
 
     @property
     def model(self) -> RunnableModel:
@@ -354,8 +354,8 @@ class ModelRunner:
     @property
     def kv_in_use(self) -> int:
         """Bytes of KV of running sequences, without kept KV."""
-        keeper = self.resources.get_kv_store(self.base.backend)
-        return max(0, self.budget.reserved_bytes("kv") - keeper.cached_bytes)  # both change
+        kv_store = self.resources.get_kv_store(self.base.backend)
+        return max(0, self.budget.reserved_bytes("kv") - kv_store.cached_bytes)  # both change
 
     def close(self) -> None:
         """Free everything; nothing runs any more."""

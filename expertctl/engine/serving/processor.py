@@ -96,8 +96,8 @@ class RequestProcessor:
 
     def conclude(self, ticket: RequestState) -> None:
         """Check the answers of a job, record them, and notify the caller."""
-        for lent in ticket.contexts.values():
-            lent.clock.restart_stage()
+        for context in ticket.contexts.values():
+            context.clock.restart_stage()
         if ticket.job.check is None:
             self._planning.submit(self._run_guarded, ticket, self._check_and_record)
         else:
@@ -161,35 +161,36 @@ class RequestProcessor:
 
     def _wait_for_memory(self, freed_count: int) -> bool:
         """Wait a while for memory; return False when no job holds any that could be released."""
-        board = self._scheduler
-        with board.lock:
+        scheduler = self._scheduler
+        with scheduler.lock:
             rows = self._runner.settings.rows
-            is_held = board.ready or board.is_short or board.free_rows < rows
-            if is_held or board.freed_count != freed_count:
-                pause = POLL_SECONDS if board.preparing_count == 1 else POLL_SECONDS / 10
-                others = board.preparing_count
-                board.condition.wait_for(
-                    lambda: board.freed_count != freed_count or board.preparing_count > others,
-                    pause,
+            is_held = scheduler.ready or scheduler.is_short or scheduler.free_rows < rows
+            if is_held or scheduler.freed_count != freed_count:
+                others = scheduler.preparing_count
+                scheduler.condition.wait_for(
+                    lambda: (
+                        scheduler.freed_count != freed_count or scheduler.preparing_count > others
+                    ),
+                    POLL_SECONDS if others == 1 else POLL_SECONDS / 10,
                 )
                 return True
             return False
 
     def _free_buffers(self) -> bool:
         """Free the buffers of wide plans while nothing runs; return False if there are none."""
-        board, rested = self._scheduler, Future[bool]()
+        scheduler, freed = self._scheduler, Future[bool]()
 
-        def rest() -> None:
-            idle = board.free_rows == self._runner.settings.rows
-            rested.set_result(idle and self._runner.free_wide_buffers())
-            with board.lock:
-                board.condition.notify_all()
+        def free() -> None:
+            idle = scheduler.free_rows == self._runner.settings.rows
+            freed.set_result(idle and self._runner.free_wide_buffers())
+            with scheduler.lock:
+                scheduler.condition.notify_all()
 
-        with board.lock:
-            board.control_queue.append(rest)
-            board.condition.notify_all()
-            board.condition.wait_for(lambda: rested.done() or board.is_done, _REST_SECONDS)
-        return rested.done() and rested.result()
+        with scheduler.lock:
+            scheduler.control_queue.append(free)
+            scheduler.condition.notify_all()
+            scheduler.condition.wait_for(lambda: freed.done() or scheduler.is_done, _REST_SECONDS)
+        return freed.done() and freed.result()
 
     def fail(self, ticket: RequestState, error: ExpertError) -> None:
         """Fail a job without a sequence in the batch, and soon count it against its experts."""
@@ -209,10 +210,10 @@ class RequestProcessor:
         try:
             return work()
         except ExpertError as error:
-            told = self._redact_error(error)
-            if told is error:
+            redacted = self._redact_error(error)
+            if redacted is error:
                 raise
-            raise told from error
+            raise redacted from error
 
     def _redact_error(self, error: ExpertError) -> ExpertError:
         """Return the error for the caller: only the operator may see file paths.
@@ -247,8 +248,8 @@ class RequestProcessor:
 
     def _check_answers(self, ticket: RequestState) -> Mapping[int, FormatCheck]:
         forms = {n: self._check_answer(ticket, ticket.outputs[n]) for n in sorted(ticket.outputs)}
-        for lent in ticket.contexts.values():
-            lent.clock.end_stage("post")
+        for context in ticket.contexts.values():
+            context.clock.end_stage("post")
         return forms
 
     def _record_results(self, forms: Mapping[int, FormatCheck], ticket: RequestState) -> None:
@@ -269,16 +270,16 @@ class RequestProcessor:
         return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
 
     def _build_result(self, ticket: RequestState, number: int, form: FormatCheck) -> RunResult:
-        job, lent = ticket.job, ticket.contexts[number]
+        job, context = ticket.job, ticket.contexts[number]
         outcome = ResultBuilder(
             job.request,
-            lent,
+            context,
             ticket.outputs[number],
             form,
             self._runner.memory,
             job_id=job.id if number == 0 else f"{job.id}-{number}",
         )
         if not job.remember:
-            return outcome.build_result(lent.clock.compute_timings(outcome.generated))
+            return outcome.build_result(context.clock.compute_timings(outcome.generated))
         self._runner.report_notes()
         return outcome.record_result(self._planner.catalogue)
