@@ -284,7 +284,7 @@ def test_a_context_that_is_asked_for_holds_prompt_and_answer(engine: ServingEngi
     [cut] = EventReader(engine, job(replace(request(), context_size=size))).end().results
     assert cut.generated.finish_reason == "length"
     assert cut.generated.tokens == whole.generated.tokens[:3]
-    with pytest.raises(UsageError, match=f"reads {whole.prompt_tokens} with the answer"):
+    with pytest.raises(UsageError, match=f"is {whole.prompt_tokens} tokens with the answer"):
         EventReader(engine, job(replace(request(), context_size=whole.prompt_tokens))).end()
     beyond = replace(request(), context_size=10**9)
     assert (
