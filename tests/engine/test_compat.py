@@ -56,7 +56,7 @@ def engine_of(house: HomeFixture, *, budget: int = 32 << 20) -> LocalEngine:
 
 
 def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunRequest:
-    given = {"engine": "transformers", "wishes": GREEDY, "seed": 0, **options.pop("route", {})}
+    given = {"engine": "transformers", "sampling": GREEDY, "seed": 0, **options.pop("route", {})}
     route = RouteRequest(prompt=prompt, **given)
     return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=experts, **options)
 
@@ -138,7 +138,7 @@ def test_the_base_alone_answers_and_sampling_is_our_own(
     assert result.generated.tokens == until_end(gpt2.generate(None, ids, TOKENS))
     wishes = SamplingOverrides(temperature=1.5, top_p=1.0, max_tokens=20)
     one, again, other = (
-        run(engine, request(route={**alone, "wishes": wishes, "seed": seed})).generated.tokens
+        run(engine, request(route={**alone, "sampling": wishes, "seed": seed})).generated.tokens
         for seed in (1, 1, 2)
     )
     assert one == again != other

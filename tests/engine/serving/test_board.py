@@ -195,7 +195,7 @@ class Boards(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 9), texts=st.integers(1, ROWS), owner=st.just("a"))
     def enter(self, priority: int, texts: int, owner: str) -> None:
         board, name = self.board, str(len(self.callers))
-        one = caller(name, priority=priority, texts=texts, owner=owner)
+        one = caller(name, priority=priority, answers=texts, owner=owner)
         if board.is_closing or self._has_no_place_for(owner):
             with pytest.raises(RateLimitError) as refused:
                 board.enqueue(one.ticket)

@@ -171,7 +171,7 @@ def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_
     engine: ServingEngine, house: HomeFixture, torch_below: int
 ) -> None:
     wanted = request("Sort: 3, 1", "sql", temperature=1.5, max_tokens=16)
-    reader = EventReader(engine, job(wanted, texts=3))
+    reader = EventReader(engine, job(wanted, answers=3))
     results = reader.end().results
     assert [len(result.generated.tokens) for result in results] == [16, 16, 16]
     assert len({result.generated.tokens for result in results}) == 3
@@ -183,7 +183,7 @@ def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_
 
 def test_more_answers_than_rows_are_refused_at_once(engine: ServingEngine) -> None:
     with pytest.raises(UsageError, match="5 answers requested, at most 4 are possible"):
-        engine.submit(job(request(), texts=5), lambda _: None)
+        engine.submit(job(request(), answers=5), lambda _: None)
 
 
 def test_more_jobs_than_rows_are_all_answered_in_turn(engine: ServingEngine) -> None:
@@ -457,7 +457,7 @@ def test_a_deadline_within_several_answers_gives_those_that_began(
     engine = ServingEngine(planner(house), replace(settings, budget=budget))
     engine.start()
     try:
-        wanted = job(ENDLESS, texts=2, deadline=time.monotonic() + 1000)
+        wanted = job(ENDLESS, answers=2, deadline=time.monotonic() + 1000)
         reader = EventReader(engine, wanted)
         while not isinstance(reader.next(), OutputDelta):
             pass

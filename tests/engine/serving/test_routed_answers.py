@@ -41,7 +41,7 @@ def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
     for texts in (1, 2):
         with open_engine_harness(house.home, settings, torch_below=0) as shop:
             at_first = requests(shop)
-            results = shop.answer(make_request(max_tokens=9), texts=texts).results
+            results = shop.answer(make_request(max_tokens=9), answers=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
             asked = requests(shop) - at_first
             assert shop.runner.model.experts is not None
