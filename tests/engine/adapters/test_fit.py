@@ -61,12 +61,12 @@ def test_a_tensor_of_another_shape_is_an_error_that_gives_both(
 def test_a_soft_prompt_of_another_width_is_an_error_that_gives_both() -> None:
     prompt = LoadedAdapter("acme/x@1.0.0", {}, (torch.ones(3, 8),), 1, 0)
     check_adapter_fits(prompt, {}, width=8)
-    with pytest.raises(IncompatibleError, match="has width 8, the base 4"):
+    with pytest.raises(IncompatibleError, match="8 wide, tokens of the base are 4"):
         check_adapter_fits(prompt, {}, width=4)
 
 
 def test_an_expert_that_changes_nothing_is_an_error() -> None:
-    with pytest.raises(IncompatibleError, match="changes no module"):
+    with pytest.raises(IncompatibleError, match="changes no module at all"):
         check_adapter_fits(
             LoadedAdapter("acme/none@1.0.0", {}, (), 0, 0), {MODULE: (1, 1)}, width=1
         )
