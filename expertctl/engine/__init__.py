@@ -1,1 +1,1 @@
-"""The one package that imports torch: base model, adapters, residency, generation."""
+"""Inference: base models, adapters, memory and generation. Only this package imports torch."""

@@ -1,8 +1,8 @@
-"""How much memory was allocated between two moments: a decode step allocates none.
+"""Count memory allocations between two points in time; a decode step must make none.
 
-Three sources are looked at: Python and numpy (as tracemalloc sees them), arrays made by compiled
-code (numba counts them), and the C library's heap, where torch allocates. Measuring slows Python
-down, so it is for tests and on request.
+Three sources are measured: Python and numpy (through tracemalloc), arrays created by compiled code
+(numba counts them), and the heap of the C library, which torch uses. Measuring slows Python down,
+so it is for tests and diagnostics.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ from numba.core.runtime import _nrt_python, rtsys
 
 @dataclass(slots=True)
 class AllocationCounts:
-    """What was allocated, once the measuring is over."""
+    """Allocations made inside a `count_allocations` block; filled in when the block ends."""
 
     python_bytes: int = 0
-    """The most that Python and numpy held at once beyond what they held at the beginning."""
+    """Peak of the memory held by Python and numpy, above the level at the start."""
     compiled_arrays: int = 0
-    """How many arrays compiled code made."""
+    """Number of arrays created by compiled code."""
     native_bytes: int = 0
-    """By how much the C library's heap grew; 0 where it does not say."""
+    """Growth of the C library's heap; 0 where the library does not report it."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @contextmanager
 def count_allocations() -> Iterator[AllocationCounts]:
-    """Measure what is allocated in a ``with`` block, in all threads of the process."""
+    """Count the allocations of all threads of the process inside a ``with`` block."""
     found = AllocationCounts()
     already = tracemalloc.is_tracing()
     if not already:
@@ -60,7 +60,7 @@ def count_allocations() -> Iterator[AllocationCounts]:
 
 
 def get_heap_bytes() -> int:
-    """Return how much the C library has given out, mapped blocks included; 0 if it is silent."""
+    """Return the bytes that the C library has allocated or mapped; 0 if it cannot report them."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0

@@ -1,7 +1,8 @@
-"""How fast this machine reads, computes and generates, all of it measured in turn.
+"""Measure memory bandwidth, arithmetic throughput, decoding and prefill on this machine.
 
-Each round reads the weights and does nothing with them, computes and reads nothing, decodes, and
-reads prompts, and begins with another of these. So what is compared was under the same load.
+Each round reads the weights without computing, computes without reading memory, decodes, and reads
+prompts; each round starts with a different task. So the figures that are compared were measured
+under the same load.
 """
 
 import time
@@ -33,34 +34,34 @@ from expertctl.engine.model.decoder import PREFILL_CHUNK
 from expertctl.package.model_config import ModelConfig
 
 _READ_RUNS, _COMPUTE_RUNS = 3, 5
-"""How often memory is read, and arithmetic done, in a round."""
+"""Repetitions of the memory read and of the arithmetic in one round."""
 _NUMBER_BYTES = {Scheme.FLOAT32: 4, Scheme.FLOAT16: 2, Scheme.BFLOAT16: 2, Scheme.INT8: 1}
 _TOKEN_STRIDE = 7919
-"""A prime, so that a prompt jumps about in the vocabulary."""
+"""A prime, so that the tokens of a prompt are spread over the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSubject:
-    """What is measured: a base in memory and, maybe, a plan on it; ``what`` says it in words."""
+    """A base in memory, and optionally a plan on it, to be measured."""
 
     description: str
     base: PackedBase
     kv_scheme: Scheme = Scheme.FLOAT32
-    """What keys and values are stored in."""
+    """Number format of keys and values."""
     plan: PackedDeltas | None = None
     soft_prompt: Tensor | None = None
-    """Rows that stand before every prompt, float32 [virtual tokens, hidden]."""
+    """Rows that precede every prompt, float32 [virtual tokens, hidden]."""
     warnings: tuple[str, ...] = ()
 
     @property
     def virtual_tokens(self) -> int:
-        """How many tokens its soft prompt counts as."""
+        """Number of virtual tokens of the soft prompt."""
         return 0 if self.soft_prompt is None else len(self.soft_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What is measured of it: steps in a round, the tokens before them, prompts, threads."""
+    """Thread counts, decode steps per round, tokens before them, prompt lengths and rounds."""
 
     threads: tuple[int, ...]
     tokens: int = 32
@@ -70,17 +71,17 @@ class BenchSettings:
 
     @property
     def longest_text(self) -> int:
-        """How many tokens the longest text has."""
+        """Number of tokens of the longest sequence."""
         return max(self.context + self.tokens, *self.prompts, 1)
 
     @property
     def run_count(self) -> int:
-        """How many runs of a task there are, warming up included."""
+        """Number of task runs, including warm-up."""
         return (self.rounds + 1) * (3 * len(self.threads) + len(self.prompts))
 
 
 def list_thread_counts() -> tuple[int, ...]:
-    """Return one, its doubles, and all the cores that may be used."""
+    """Return the powers of two below the number of usable cores, and that number."""
     cores = count_usable_cores()
     doubles = takewhile(lambda threads: threads < cores, (1 << n for n in count()))
     return (*doubles, cores)
@@ -89,7 +90,7 @@ def list_thread_counts() -> tuple[int, ...]:
 def bench_kv_bytes(
     config: ModelConfig, settings: BenchSettings, *, numbers: Scheme, virtual: int = 0
 ) -> int:
-    """Return what the keys and values of its texts take."""
+    """Return the bytes of the keys and values of both sequences of a bench."""
     texts = (settings.context + settings.tokens, max(settings.prompts, default=0))
     return sum(estimate_pages_bytes(config, virtual + text, numbers) for text in texts)
 
@@ -101,7 +102,7 @@ def bench_buffer_bytes(
     *,
     plan: PackedDeltas | None = None,
 ) -> int:
-    """Return what a bench takes besides weights, keys and values."""
+    """Return the bytes of memory that a bench takes besides weights, keys and values."""
     width, adapters = (0, None) if plan is None else (plan.width, [plan.scheme])
     prompts = estimate_buffer_bytes(config, scheme, width=width, adapters=adapters)
     steps = estimate_buffer_bytes(config, scheme, tokens=1, width=width, adapters=adapters)
@@ -134,15 +135,17 @@ _Task = _ReadMemoryTask | _ComputeTask | _DecodeTask | _PrefillTask
 def run_bench(
     subject: BenchSubject, settings: BenchSettings, *, progress: Progress = ignore_progress
 ) -> BenchResult:
-    """Measure; ``progress`` counts ``wanted.runs`` and may raise.
+    """Run all measurements; ``progress`` is called once for each of ``settings.run_count`` runs.
+
+    It may raise to end the bench.
 
     Raises:
-        BudgetError: when a text is too long for its cache.
+        BudgetError: when a sequence is too long for its cache.
     """
-    with _open_session(subject, settings) as laboratory:
-        found = _run_rounds(laboratory, settings, progress)
-        operations = {n: work.operations for n, work in laboratory.arithmetic.items()}
-        read_bytes = laboratory.reading.nbytes
+    with _open_session(subject, settings) as session:
+        found = _run_rounds(session, settings, progress)
+        operations = {n: work.operations for n, work in session.arithmetic.items()}
+        read_bytes = session.reading.nbytes
     return BenchResult(
         what=subject.description,
         cpu=cpu_model_name(),
@@ -172,7 +175,7 @@ def _run_rounds(
         ),
         *map(_PrefillTask, settings.prompts),
     ]
-    for task in tasks:  # to compile, and to touch all memory once
+    for task in tasks:  # warm-up: compiles the kernels and touches all memory
         session.run(task)
         progress(1)
     found: dict[_Task, list[tuple[float, ...]]] = {task: [] for task in tasks}
@@ -200,7 +203,7 @@ def _model_costs(subject: BenchSubject) -> ModelCosts:
 
 
 def _plan_bytes_per_token(config: ModelConfig, plan: PackedDeltas) -> int:
-    """Return the bytes of a plan that a token reads: of routed experts, the share that it uses."""
+    """Return the bytes of a plan read per token; of routed experts, only those in use count."""
     routed = config.experts
     if routed is None:
         return plan.nbytes
@@ -209,7 +212,7 @@ def _plan_bytes_per_token(config: ModelConfig, plan: PackedDeltas) -> int:
 
 @dataclass(slots=True)
 class _BenchSession:
-    """A subject, opened with each number of threads; the largest reads prompts."""
+    """A subject opened once per thread count; the decoder with the most threads reads prompts."""
 
     subject: BenchSubject
     settings: BenchSettings
@@ -218,12 +221,12 @@ class _BenchSession:
     arithmetic: dict[int, PeakArithmetic]
     reading: MemoryReadBenchmark
     decode_cache: PagedKVCache
-    """Holds the context of decoding, which is read once."""
+    """Holds the context that precedes the decoded tokens; it is read once."""
     prefill_cache: PagedKVCache
     scores: torch.Tensor
 
     def run(self, task: _Task) -> tuple[float, ...]:
-        """Do a task; return how long each of its equal parts took."""
+        """Run a task; return the seconds taken by each of its equal parts."""
         match task:
             case _ReadMemoryTask(threads):
                 return _time_action(lambda: self.reading.run(self.pools[threads]), _READ_RUNS)
@@ -237,7 +240,7 @@ class _BenchSession:
                 return _time_action(lambda: self._read(tokens, self.prefill_cache), 1)
 
     def read_context(self) -> None:
-        """Read the context of decoding."""
+        """Fill the cache with the context that precedes the decoded tokens."""
         self._read(self.settings.context, self.decode_cache)
 
     def _read(self, tokens: int, cache: PagedKVCache) -> None:
@@ -261,14 +264,14 @@ class _BenchSession:
 def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_BenchSession]:
     base, virtual, numbers = subject.base, subject.virtual_tokens, subject.kv_scheme
     with ExitStack() as stack:
-        crews = {count: ThreadPool(count) for count in settings.threads}
-        for crew in crews.values():
-            stack.callback(crew.close)
-        laboratory = _BenchSession(
+        pools = {count: ThreadPool(count) for count in settings.threads}
+        for pool in pools.values():
+            stack.callback(pool.close)
+        session = _BenchSession(
             subject=subject,
             settings=settings,
-            pools=crews,
-            decoders={count: PackedDecoder(base, crew) for count, crew in crews.items()},
+            pools=pools,
+            decoders={count: PackedDecoder(base, pool) for count, pool in pools.items()},
             arithmetic={n: PeakArithmetic(base.scheme, workers=n) for n in settings.threads},
             reading=MemoryReadBenchmark(_matrices_to_read(base)),
             decode_cache=PagedKVCache(
@@ -279,16 +282,16 @@ def _open_session(subject: BenchSubject, settings: BenchSettings) -> Iterator[_B
             ),
             scores=torch.empty(base.config.vocab_size),
         )
-        laboratory.read_context()
-        yield laboratory
+        session.read_context()
+        yield session
 
 
 def _matrices_to_read(base: PackedBase) -> tuple[PackedMatrix, ...]:
-    """Return what is read to measure memory: the weights, or more than a cache holds."""
+    """Return the weights, or a block larger than the caches, as the memory to read."""
     if decode_bytes_per_token(base) >= CACHE_BYTES:
         return list_matrices(base)
     data = np.frombuffer(allocate(CACHE_BYTES), np.uint8)
-    data[...] = 1  # else the system maps one page again and again
+    data[...] = 1  # otherwise the system maps one zero page many times
     return (PackedMatrix(Scheme.FLOAT32, LANES, CACHE_BYTES // 64, data, np.zeros(0, np.float32)),)
 
 

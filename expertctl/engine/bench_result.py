@@ -1,10 +1,8 @@
-"""What reading a text costs at least: bytes from memory, arithmetic; and the roof over both.
+"""Results of a bench: timings, the minimum work of a pass, and the roofline over both.
 
-Weights are counted once for each pass over them, keys and values as often as a token needs them
-together. Of routed experts a pass reads as many as one token uses, and may read more. A product and
-its addition are two operations.
-
-What a bench found: seconds of equal work, again and again, and what they say beside a roof.
+Work is counted as bytes read from memory and as operations; a multiply-add is two operations.
+Weights count once per pass; keys and values count as often as all tokens together read them. For
+routed experts a pass is assumed to read as many as one token uses; it may read more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +17,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """What a pass reads and computes."""
+    """Bytes read and operations computed by one pass."""
 
     weight_bytes: int
     expert_bytes: int
@@ -28,54 +26,54 @@ class PassWork:
 
     @property
     def nbytes(self) -> int:
-        """All bytes that it reads."""
+        """Total bytes read."""
         return self.weight_bytes + self.expert_bytes + self.kv_bytes
 
     @property
     def intensity(self) -> float:
-        """Operations for each byte: few leave arithmetic idle, many leave memory idle."""
+        """Operations per byte: low values leave arithmetic units idle, high ones memory."""
         return self.operations / self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What a machine does in a second at most."""
+    """Peak memory bandwidth in bytes/s and peak arithmetic in operations/s of a machine."""
 
     nbytes: float
     operations: float
 
     def attainable_rate(self, intensity: float) -> float:
-        """Return the operations in a second that work of some intensity can reach."""
+        """Return the operations per second attainable at an arithmetic intensity."""
         return min(self.operations, intensity * self.nbytes)
 
     @property
     def ridge_intensity(self) -> float:
-        """The intensity from which on arithmetic is the limit."""
+        """The intensity, in operations per byte, above which arithmetic is the limit."""
         return self.operations / self.nbytes
 
     def min_seconds(self, work: PassWork) -> float:
-        """Return the least time that work takes."""
+        """Return the minimum time of some work, in seconds."""
         return work.operations / self.attainable_rate(work.intensity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """A base in memory, and a plan on it: what each pass over them takes."""
+    """Cost of each pass over a base and the plan on it."""
 
     config: ModelConfig
     layer_bytes: int
-    """All matrices but embedding, head and those of routed experts."""
+    """All matrices except the embedding, the head and those of routed experts."""
     head_bytes: int
     kv_itemsize: int
     routed_bytes: int = 0
     """The matrices of one routed expert."""
     expert_bytes: int = 0
-    """What is read of the plan."""
+    """Bytes read of the plan."""
     expert_numbers: int = 0
-    """Numbers of its matrices; each is multiplied once for a token."""
+    """Elements of the plan's matrices; each is multiplied once per token."""
 
     def decode_work(self, context: int) -> PassWork:
-        """Return what one token behind so many others takes."""
+        """Return the work of decoding one token after ``context`` others."""
         return PassWork(
             weight_bytes=self._pass_bytes + self.head_bytes,
             expert_bytes=self.expert_bytes,
@@ -85,7 +83,7 @@ class ModelCosts:
         )
 
     def prefill_work(self, tokens: int, *, chunk: int) -> PassWork:
-        """Return what a prompt takes that is read so many tokens at a time; its end is scored."""
+        """Return the work of reading a prompt in chunks; only its last token is scored."""
         passes = -(-tokens // chunk)
         ends = [min((number + 1) * chunk, tokens) for number in range(passes)]
         return PassWork(
@@ -99,7 +97,7 @@ class ModelCosts:
 
     @property
     def numbers(self) -> int:
-        """The weights that a token is multiplied with."""
+        """Number of weights that each token is multiplied by."""
         return self._layer_numbers + self._head_numbers
 
     @property
@@ -116,7 +114,7 @@ class ModelCosts:
 
     @property
     def _routed_numbers(self) -> int:
-        """Return those of all routers, and of the experts that a token uses."""
+        """Return the weights of all routers and of the experts that a token uses."""
         experts, hidden = self.config.experts, self.config.hidden_size
         if experts is None:
             return 0
@@ -125,7 +123,7 @@ class ModelCosts:
 
     @property
     def _active_expert_count(self) -> int:
-        """How many experts of all layers a token is routed to."""
+        """Number of experts, over all layers, that a token is routed to."""
         experts = self.config.experts
         return 0 if experts is None else len(experts.layers) * experts.used
 
@@ -134,12 +132,12 @@ class ModelCosts:
         return self.layer_bytes + self._active_expert_count * self.routed_bytes
 
     def _kv_bytes(self, seen: int) -> int:
-        """Return the bytes of the keys and values that all layers look at together."""
+        """Return the bytes of keys and values that all layers together attend to."""
         one = self.config.count_kv_bytes(1, itemsize=self.kv_itemsize) // self.config.layers
         return one * sum(self._visible_lengths(seen))
 
     def _attention_operations(self, seen: int) -> int:
-        """Return what scores and sums of one token take in all layers."""
+        """Return the operations for the attention scores and sums of one token in all layers."""
         return 4 * self.config.heads * self.config.head_dim * sum(self._visible_lengths(seen))
 
     def _visible_lengths(self, seen: int) -> list[int]:
@@ -147,15 +145,14 @@ class ModelCosts:
 
 
 NOISY_SHARE = 0.2
-"""Where the middle half of steps differs by more than this share of the median, a note says so."""
+"""A note is added where the interquartile range of steps exceeds this share of the median."""
 MIN_SCALING = 0.75
-"""Threads that together compute less than this share of what each does alone lack cores."""
+"""A note is added where threads together reach less than this share of ideal scaling."""
 CACHE_BYTES = 128 << 20
-"""Weights of fewer bytes may stay in the caches of a processor."""
+"""Weights of fewer bytes may stay in the processor's caches."""
 
 _CACHED_NOTE = (
-    "the weights are small enough to stay in the caches of the processor, so memory is no limit "
-    "for them"
+    "the weights fit into the caches of the processor, so memory bandwidth does not limit them"
 )
 
 Bound = Literal["memory", "arithmetic"]
@@ -171,7 +168,7 @@ class Spread:
 
     @classmethod
     def from_figures(cls, figures: list[float]) -> Self:
-        """Sum up at least one figure."""
+        """Summarise at least one figure."""
         ordered = sorted(figures)
         return cls(
             median(ordered),
@@ -181,29 +178,29 @@ class Spread:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the middle half is far apart."""
+        """Whether the interquartile range is wide relative to the median."""
         return self.high - self.low > NOISY_SHARE * self.median
 
 
 @dataclass(frozen=True, slots=True)
 class TimingSeries:
-    """Seconds that equal work took: some in each round, in the order of the rounds."""
+    """Seconds taken by repetitions of equal work, grouped by round."""
 
     rounds: tuple[tuple[float, ...], ...]
 
     def rate(self, amount: float) -> Spread:
-        """Return how much was done in a second, where each time ``amount`` was."""
+        """Return the rate per second, where each repetition processed ``amount``."""
         return Spread.from_figures([amount / seconds for each in self.rounds for seconds in each])
 
     @property
     def medians(self) -> list[float]:
-        """Seconds by round."""
+        """Median seconds of each round."""
         return [median(each) for each in self.rounds]
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineShare:
-    """How near to its roof work came, in the same rounds; ``bound`` is what limits it there."""
+    """Share of the roofline reached in the same rounds; ``bound`` names the limiting resource."""
 
     share: Spread
     bound: Bound
@@ -211,7 +208,7 @@ class RooflineShare:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One line of a bench; a text has a ``roof``, what the machine could do in the same unit."""
+    """One row of a bench; rows of sequences have a ``roof``, the limit in the same unit."""
 
     case: str
     threads: int
@@ -221,15 +218,15 @@ class BenchRow:
     reach: RooflineShare | None = None
     work: PassWork | None = None
     tokens: int = 1
-    """How many tokens the work is for."""
+    """Number of tokens that the work covers."""
 
     @property
     def operations_per_s(self) -> float:
-        """How much was computed in a second for a text."""
+        """Operations per second while processing a sequence."""
         return 0.0 if self.work is None else self.work.operations * self.rate.median / self.tokens
 
     def to_json(self) -> JsonObject:
-        """Return it as a row of a benchmark, beside the operations for each byte."""
+        """Return the row in the format of a benchmark document, with bytes and operations."""
         share = None if self.reach is None else self.reach.share
         return {
             "case": f"{self.case}, threads: {self.threads}",
@@ -249,7 +246,7 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """All figures of a bench; mappings are by number of threads, prompts by tokens."""
+    """All figures of a bench; mappings are keyed by thread count, ``prompts`` by tokens."""
 
     what: str
     cpu: str
@@ -257,12 +254,12 @@ class BenchResult:
     costs: ModelCosts
     chunk: int
     context: int
-    """Tokens before those that are decoded, virtual ones too."""
+    """Tokens before those that are decoded, virtual ones included."""
     virtual: int
     read_bytes: int
-    """What is read to measure memory."""
+    """Bytes read in one repetition of the memory measurement."""
     memory: Mapping[int, TimingSeries]
-    """Reading all weights, or more than a cache holds, and doing nothing with them."""
+    """Reading all weights, or a block larger than the caches, without computing."""
     arithmetic: Mapping[int, TimingSeries]
     arithmetic_operations: Mapping[int, int]
     tokens: Mapping[int, TimingSeries]
@@ -271,32 +268,32 @@ class BenchResult:
 
     @property
     def threads(self) -> list[int]:
-        """The numbers of threads, from the smallest."""
+        """The thread counts, in ascending order."""
         return sorted(self.tokens)
 
     def text_work(self, tokens: int | None = None) -> PassWork:
-        """Return the work of one token, or of a prompt."""
+        """Return the work of decoding one token, or of reading a prompt of so many tokens."""
         if tokens is None:
             return self.costs.decode_work(self.context)
         return self.costs.prefill_work(self.virtual + tokens, chunk=self.chunk)
 
     def make_roofline(self, threads: int) -> Roofline:
-        """Return what was measured of the machine with so many threads."""
+        """Return the roofline measured with so many threads."""
         memory = self.memory[threads].rate(self.read_bytes)
         arithmetic = self.arithmetic[threads].rate(self.arithmetic_operations[threads])
         return Roofline(memory.median, arithmetic.median)
 
     def decode_share(self, threads: int) -> RooflineShare:
-        """Return how near one token after the other came to the roof of so many threads."""
+        """Return the share of the roofline that decoding reached with so many threads."""
         return self._roofline_share(self.text_work(), self.tokens[threads], threads)
 
     def prefill_share(self, tokens: int) -> RooflineShare:
-        """Return how near a prompt came to the roof of all threads."""
+        """Return the share of the roofline that prefill reached with all threads."""
         return self._roofline_share(self.text_work(tokens), self.prompts[tokens], self.threads[-1])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What makes the figures worth less than they look."""
+        """Reasons why the figures may be less reliable than they look."""
         steps = [(f"decoding, threads: {n}", series) for n, series in self.tokens.items()]
         wide = [_noise_note(what, series) for what, series in steps if series.rate(1).is_noisy]
         size = self.costs.layer_bytes + self.costs.head_bytes
@@ -309,19 +306,20 @@ class BenchResult:
         )
 
     def _missing_core_notes(self) -> tuple[str, ...]:
-        """Tell of cores that are not free, or not there."""
+        """Report cores that are busy or missing."""
         few, many = self.threads[0], self.threads[-1]
         gain = self.make_roofline(many).operations / self.make_roofline(few).operations
         if gain > MIN_SCALING * many / few:
             return ()
-        threads = "1 thread does" if few == 1 else f"{few} threads do"
+        threads = "1 thread" if few == 1 else f"{few} threads"
         return (
-            f"{many} threads compute {gain:.2f} times what {threads}: so many cores are not free, "
-            "or share their units",
+            f"{many} threads compute {gain:.2f} times as much as {threads}: some cores are busy, "
+            "or share execution units",
         )
 
     def to_json(self) -> JsonObject:
         """Return the document of ``bench --json``."""
+        token = self.text_work()
         return {
             "name": "bench",
             "machine": {"cpu": self.cpu, "threads": self.threads[-1], "device": "cpu"},
@@ -330,7 +328,11 @@ class BenchResult:
                 "dtype": self.dtype,
                 "weights": self.costs.numbers,
                 "context": self.context,
-                "token_bytes": _bytes_document(self.text_work()),
+                "token_bytes": {
+                    "weights": token.weight_bytes,
+                    "experts": token.expert_bytes,
+                    "kv": token.kv_bytes,
+                },
             },
             "rows": list[JsonValue](row.to_json() for row in self.rows),
             "warnings": list[JsonValue](self.notes),
@@ -338,7 +340,7 @@ class BenchResult:
 
     @property
     def rows(self) -> tuple["BenchRow", ...]:
-        """What was measured, line by line: the machine with each number of threads, then texts."""
+        """The measured rows: the machine at each thread count, then decoding and prompts."""
         return (*self._machine_rows(), *self._token_rows(), *self._prompt_rows())
 
     def _machine_rows(self) -> Iterator["BenchRow"]:
@@ -353,17 +355,15 @@ class BenchResult:
         for n in self.threads:
             work, rate = self.text_work(), self.tokens[n].rate(1.0)
             roof = 1 / self.make_roofline(n).min_seconds(work)
-            case = "write"
-            yield BenchRow(case, n, rate, "tokens/s", roof, self.decode_share(n), work)
+            yield BenchRow("write", n, rate, "tokens/s", roof, self.decode_share(n), work)
 
     def _prompt_rows(self) -> Iterator["BenchRow"]:
         for tokens, series in self.prompts.items():
             work, n = self.text_work(tokens), self.threads[-1]
             roof = (self.virtual + tokens) / self.make_roofline(n).min_seconds(work)
             rate = series.rate(float(self.virtual + tokens))
-            case = f"read {tokens}"
             reach, count = self.prefill_share(tokens), self.virtual + tokens
-            yield BenchRow(case, n, rate, "tokens/s", roof, reach, work, count)
+            yield BenchRow(f"read {tokens}", n, rate, "tokens/s", roof, reach, work, count)
 
     def _roofline_share(self, work: PassWork, series: TimingSeries, threads: int) -> RooflineShare:
         memory, arithmetic = self.memory[threads].medians, self.arithmetic[threads].medians
@@ -390,13 +390,9 @@ def _interpolate_quantile(ordered: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _bytes_document(work: PassWork) -> JsonObject:
-    return {"weights": work.weight_bytes, "experts": work.expert_bytes, "kv": work.kv_bytes}
-
-
 def _noise_note(what: str, series: TimingSeries) -> str:
     ms = Spread.from_figures([seconds * 1e3 for each in series.rounds for seconds in each])
     return (
-        f"{what}: half of the steps took {ms.low:.1f} to {ms.high:.1f} ms, the others less or "
-        f"more; something else wants this machine, so take the figures for too low"
+        f"{what}: the middle half of the steps took {ms.low:.1f} to {ms.high:.1f} ms; other "
+        "programs use this machine, so the figures are probably too low"
     )

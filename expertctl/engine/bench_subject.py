@@ -32,12 +32,12 @@ from expertctl.settings import Home, format_size
 DEFAULT_SHAPE = "qwen3-0.6b"
 _OTHER_BASE = "choose another --base, or a --shape"
 _PROMPT = "Hello"
-"""What experts are planned for; no model reads it."""
+"""The prompt that experts are planned for; no model reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelShape:
-    """The sizes of a published base: hidden, middle, layers, heads, kv heads, head, vocabulary."""
+    """Sizes of a published base: hidden, MLP, layers, heads, KV heads, head dim, vocabulary."""
 
     architecture: str
     sizes: tuple[int, int, int, int, int, int, int]
@@ -56,7 +56,7 @@ _POSITIONS = 131072
 
 
 def load_shape_config(shape: str) -> ModelConfig:
-    """Return the configuration of a shape: one of `SHAPES`, or of a folder with ``config.json``.
+    """Return the configuration of a shape: a name in `SHAPES`, or a folder with ``config.json``.
 
     Raises:
         UsageError: when it is neither.
@@ -69,7 +69,7 @@ def load_shape_config(shape: str) -> ModelConfig:
         return read_model_config(folder)
     raise UsageError(
         f"{shape!r} is neither a known shape nor a folder with a config.json",
-        hint=f"known are {', '.join(SHAPES)}",
+        hint=f"known shapes: {', '.join(SHAPES)}",
     )
 
 
@@ -92,10 +92,10 @@ def _shape_document(shape: _ModelShape) -> JsonObject:
 
 
 def random_base_bytes(shape: str, dtype: Dtype) -> int:
-    """Return what a base of a shape takes, which is how many bytes are drawn for it.
+    """Return the weight bytes of a base of this shape, all of which are generated.
 
     Raises:
-        UsageError: when the shape is not known.
+        UsageError: when the shape is unknown.
         IncompatibleError: when the kernels do not support its sizes.
     """
     return _backend(shape, dtype).weight_bytes
@@ -117,12 +117,12 @@ def open_random_subject(
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> Iterator[BenchSubject]:
-    """Draw a base of a shape; nothing is read from the home but compiled kernels.
+    """Create a base of a shape with random weights; only compiled kernels are read from the home.
 
-    ``progress`` counts the bytes that are drawn.
+    ``progress`` counts the bytes that are generated.
 
     Raises:
-        UsageError: when the shape is not known, or texts are longer than it reads.
+        UsageError: when the shape is unknown, or a sequence exceeds its context length.
         IncompatibleError: when the kernels do not support its sizes.
         BudgetError: when it does not fit.
     """
@@ -147,7 +147,7 @@ def open_random_subject(
 
 
 def _check_unused(size: int, *, what: str) -> None:
-    """Refuse what the machine could not hold now, whatever the budget: it would only swap.
+    """Refuse what exceeds the unused memory now, whatever the budget: it would only swap.
 
     Raises:
         BudgetError: when less memory is unused.
@@ -155,8 +155,8 @@ def _check_unused(size: int, *, what: str) -> None:
     left = find_unused_bytes()
     if left is not None and size > left:
         raise BudgetError(
-            f"{what}: {format_size(size)} needed with its texts, but only {format_size(left)} of "
-            "this machine's memory are unused",
+            f"{what}: {format_size(size)} needed with KV and buffers, but only "
+            f"{format_size(left)} of this machine's memory is unused",
             hint="end other programs, or choose a smaller --shape, or --dtype int8 or int4",
         )
 
@@ -174,10 +174,10 @@ def open_installed_subject(
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> Iterator[BenchSubject]:
-    """Load an installed base, and compile experts on it, as a run does.
+    """Load an installed base and compile experts on it, as a run does.
 
     Raises:
-        ExpertError: whatever is wrong with the experts, the base or the budget.
+        ExpertError: for any problem with the experts, the base or the budget.
     """
     engine = LocalEngine(
         planner, budget=budget, progress=progress, tell=notify, torch_below=0, moe=COLD_START
@@ -190,8 +190,8 @@ def open_installed_subject(
     )
     with ExitStack() as stack:
         with _hint_at_other_base(_OTHER_BASE):
-            lent = stack.enter_context(engine.open_context(request))
-        subject, backend = _extract_subject(lent)
+            context = stack.enter_context(engine.open_context(request))
+        subject, backend = _extract_subject(context)
         config, virtual, plan = backend.config, subject.virtual_tokens, subject.plan
         _check_context_length(config, settings, virtual=virtual)
         kv = bench_kv_bytes(config, settings, numbers=backend.kv_scheme, virtual=virtual)
@@ -204,7 +204,7 @@ def open_installed_subject(
 
 
 def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBackend]:
-    """Return the part to measure of what a run would answer with, and its backend.
+    """Return the measurable part of a generation context, and its backend.
 
     Raises:
         IncompatibleError: when torch would run it.
@@ -213,7 +213,7 @@ def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBa
     assert isinstance(ready, LoadedModel), "no other engine is asked for"
     if not isinstance(ready.model, PackedModel):
         why = "; ".join(ready.warnings)
-        raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
+        raise IncompatibleError(f"bench needs a base that kernels run: {why}", hint=_OTHER_BASE)
     backend = ready.base.backend
     assert isinstance(backend, PackedBackend)
     subject = BenchSubject(
@@ -229,7 +229,7 @@ def _extract_subject(context: GenerationContext) -> tuple[BenchSubject, PackedBa
 
 @contextmanager
 def _hint_at_other_base(hint: str) -> Iterator[None]:
-    """Hint at a way out of sizes that kernels do not support: a bench has no other engine."""
+    """Replace the hint of errors about unsupported sizes: a bench has no other engine."""
     try:
         yield
     except IncompatibleError as error:
@@ -244,8 +244,8 @@ def _check_context_length(
     longest = virtual + settings.longest_text
     if longest > config.max_positions:
         raise UsageError(
-            f"texts of {longest} tokens are longer than the {config.max_positions} that the base "
-            "reads",
+            f"a sequence of {longest} tokens exceeds the context of the base, "
+            f"{config.max_positions} tokens",
             hint="lower --prompt-tokens, --context or --tokens",
         )
 

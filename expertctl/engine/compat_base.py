@@ -1,8 +1,8 @@
-"""A base as a model of transformers: any causal language model, from files that were checked.
+"""Bases that run in transformers: any causal language model, from verified files.
 
-transformers gets a configuration and tensors, never a folder: given one it would look for adapters,
-other weight files and code in it, and ask the hub. Nothing is downloaded and no code but that of
-the installed libraries runs.
+transformers gets a configuration and tensors, never a folder: given a folder it would look for
+adapters, other weight files and code in it, and contact the hub. Nothing is downloaded, and only
+code of the installed libraries runs.
 """
 
 import os
@@ -33,15 +33,15 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
 _MARGIN = 8
-"""One part in so many of the weights is added for what loading and running need besides."""
+"""A fraction ``1 / _MARGIN`` of the weights is added for loading and running."""
 _FLOAT_BYTES = 4
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What architectures call the number of their layers."""
+"""Names that architectures use for their number of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDimensions:
-    """The numbers of a configuration that say how much a text takes."""
+    """The sizes in a configuration that determine the memory of a sequence."""
 
     layers: int
     heads: int
@@ -53,7 +53,7 @@ class ModelDimensions:
 
 @dataclass(frozen=True, slots=True)
 class CompatBase:
-    """A base whose files are those that were added; no weights are in memory."""
+    """A base whose files were checked against the store; no weights are in memory."""
 
     stored: StoredBase
     config: Any
@@ -65,32 +65,33 @@ class CompatBase:
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory."""
+        """Bytes of its weights in memory."""
         numbers = sum(torch.Size(t.info.shape).numel() for t in self.tensors.values())
         return numbers * self.dtype.itemsize
 
     @property
     def context(self) -> int:
-        """How many tokens it reads, with the answer."""
+        """Context length in tokens, answer included."""
         return _find_context_length(self.config) or DEFAULT_MAX_POSITIONS
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of it."""
+        """Warnings for the user about this base."""
         if _find_context_length(self.config):
             return ()
         return (
-            f"the base does not say how much it reads; {DEFAULT_MAX_POSITIONS} tokens are allowed",
+            "the configuration of the base states no context length; "
+            f"{DEFAULT_MAX_POSITIONS} tokens are allowed",
         )
 
     def kv_bytes(self, tokens: int) -> int:
-        """About what the keys and values of so many tokens take."""
+        """Estimate the bytes of the keys and values of so many tokens."""
         sizes = self.dimensions
         row = sizes.layers * sizes.kv_heads * sizes.head_dim
         return 2 * row * self.dtype.itemsize * tokens
 
     def buffer_bytes(self, tokens: int) -> int:
-        """About what loading and a pass over so many tokens need besides."""
+        """Estimate the bytes needed to load the model and to run a pass over so many tokens."""
         wide = 16 * self.dimensions.hidden + self.dimensions.heads * tokens
         passing = tokens * wide * _FLOAT_BYTES + estimate_sample_bytes(self.dimensions.vocab)
         return self.weight_bytes // _MARGIN + passing
@@ -102,8 +103,8 @@ def open_compat_base(
     """Check the files of a base, by every byte with ``rehash``, and read the small ones.
 
     Raises:
-        BaseMismatchError: when they are not those that were added.
-        IncompatibleError: when the installed transformers does not know such a model.
+        BaseMismatchError: when they differ from those that were registered.
+        IncompatibleError: when the installed transformers does not support the model.
         NotFoundError: when transformers is not installed.
     """
     if rehash:
@@ -121,10 +122,10 @@ def open_compat_base(
 
 
 def load_model(base: CompatBase) -> Any:
-    """Bring the weights into memory; every one of them has its place in the model.
+    """Load the weights into memory; each of them must have its place in the model.
 
     Raises:
-        InvalidPackageError: when they are not those of the configuration.
+        InvalidPackageError: when they do not match the configuration.
     """
     name = base.stored.name
     with _offline_transformers():
@@ -141,7 +142,7 @@ def load_model(base: CompatBase) -> Any:
             )
         except IncompatibleError:
             raise
-        except Exception as error:  # whatever the code of an architecture raises
+        except Exception as error:  # each architecture's code raises its own errors
             problem = f"transformers cannot load it: {str(error)[:1000]}"
             raise InvalidPackageError(f"the base {name}", [problem]) from error
     _check_loaded(name, found)
@@ -149,7 +150,7 @@ def load_model(base: CompatBase) -> Any:
 
 
 def _find_context_length(config: Any) -> int | None:
-    """Return the first length that a configuration states; libraries differ in its name."""
+    """Return the first context length in a configuration; libraries use different names for it."""
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in LENGTH_NAMES)
     return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
@@ -169,7 +170,7 @@ def _load_config(config: ForeignConfig, what: str) -> Any:
 
 
 def _check_layer_count(config: ForeignConfig, tensors: int, what: str) -> None:
-    """Refuse more layers than there are tensors, before anything is made for each of them."""
+    """Refuse more layers than tensors before anything is allocated for each layer."""
     for name in _LAYERS:
         layers = config.values.get(name)
         if isinstance(layers, int) and layers > tensors:
@@ -177,7 +178,7 @@ def _check_layer_count(config: ForeignConfig, tensors: int, what: str) -> None:
 
 
 def _read_dimensions(config: Any, what: str) -> ModelDimensions:
-    """Read what a text will take, before a model of that size is made."""
+    """Read the sizes that memory depends on, before a model of that size is created."""
     text = config.get_text_config()
 
     def number(name: str, default: int = 0) -> int:
@@ -188,8 +189,8 @@ def _read_dimensions(config: Any, what: str) -> ModelDimensions:
     layers, vocab = number("num_hidden_layers"), number("vocab_size")
     if not (heads and hidden and layers and vocab):
         raise IncompatibleError(
-            f"{what}: {config.model_type} does not say its layers, heads, width and tokens",
-            hint="use a base that generates with keys and values of earlier tokens",
+            f"{what}: {config.model_type} states no number of layers, heads, features or tokens",
+            hint="use a base that supports a KV cache",
         )
     dim = number("head_dim", -(-hidden // heads))
     return ModelDimensions(layers, heads, number("num_key_value_heads", heads), dim, hidden, vocab)
@@ -215,7 +216,7 @@ def _supports_sdpa(config: Any, name: str) -> bool:
 
 
 def _read_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read every tensor of the files that were checked, and of no other."""
+    """Read the listed tensors of the verified files, and no others."""
     found: dict[str, Tensor] = {}
     for path in sorted({tensor.path for tensor in tensors.values()}):
         try:
@@ -232,7 +233,7 @@ def _read_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
     problems = [f"missing tensor {key}" for key in sorted(found["missing_keys"])]
     problems += [f"unexpected tensor {key}" for key in sorted(found["unexpected_keys"])]
-    problems += [f"tensor {key} of another shape" for key, *_ in sorted(found["mismatched_keys"])]
+    problems += [f"tensor {key} has another shape" for key, *_ in sorted(found["mismatched_keys"])]
     problems += [str(message)[:200] for message in found.get("error_msgs", ())]
     if problems:
         raise InvalidPackageError(f"the base {name}", truncate_problems(problems))
@@ -240,7 +241,7 @@ def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _offline_transformers() -> Iterator[None]:
-    """Import and use transformers without output on the terminal, and without the network.
+    """Import and use transformers without terminal output and without the network.
 
     Raises:
         NotFoundError: when it is not installed.

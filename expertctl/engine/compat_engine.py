@@ -1,15 +1,13 @@
-"""One expert on a model of transformers, through PEFT's layers and never through PEFT's loader.
+"""``run --engine transformers``: one expert on one base through transformers and PEFT.
 
-What comes here was parsed by our own readers and hashed in memory. The configuration that PEFT gets
-is made here, with the exact names of modules, so nothing that a publisher wrote is a pattern, a
-path or the name of a library. Afterwards everything is counted: a tensor without its place in the
-model, or a place without its tensor, is an error.
+Slow, and only for bases that our own decoder does not support. Sampling, stop strings, chat
+templates, the result and the checks of a package are the same. The memory is an estimate, reserved
+in the budget before anything is loaded and released when the text is complete.
 
-``run --engine transformers``: one expert on one base through transformers and PEFT.
-
-Slow, and only for what our own decoder does not run. Sampling, stop strings, templates and the
-result are the same; so is what is demanded of a package. The memory that it takes is an estimate,
-entered into the budget before anything is loaded, and given back when the text is written.
+PEFT's layers are used, its loader is not. All input was parsed by our own readers and hashed in
+memory. The configuration for PEFT is built here with exact module names, so nothing that a
+publisher wrote acts as a pattern, a path or the name of a library. Afterwards everything is
+counted: a tensor without a place in the model, or a place without a tensor, is an error.
 """
 
 import inspect
@@ -35,6 +33,7 @@ from expertctl.engine.generation import (
     GenerationOutput,
     OutputWriter,
     generate_text,
+    measure_elapsed_ms,
 )
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
 from expertctl.engine.model.decoder import DecodeResult, PrefillResult
@@ -52,13 +51,12 @@ from expertctl.routing.planner import PlannedPrompt
 from expertctl.routing.request import RouteRequest
 
 NAME = "expert"
-_TENSORS_OF: Mapping[type, int] = {LoraTensors: 2, DoraTensors: 3, Ia3Tensors: 1}
 _LAYERS = ("lora_", "ia3_")
 
 
 @dataclass(frozen=True, slots=True)
 class _PeftModule:
-    """One adapted module as PEFT is to hold it, all in float32."""
+    """The tensors of one adapted module in PEFT's names, all float32."""
 
     module: str
     tensors: Mapping[str, Tensor]
@@ -67,17 +65,17 @@ class _PeftModule:
 
 
 def attach_adapter(model: Any, adapter: LoadedAdapter, *, weight: float) -> Tensor | None:
-    """Put an expert into a model; return its soft prompt, float32 [virtual tokens, width], if any.
+    """Add an expert to a model; return its soft prompt, float32 [virtual tokens, hidden], if any.
 
     Raises:
-        IncompatibleError: when PEFT cannot run it so, or when it does not fit the model.
+        IncompatibleError: when PEFT does not support it, or it does not fit the model.
     """
     if weight == 0.0:  # leaving an expert out is exact, 0 * inf is not
         return None
     steps = _require_single_steps(adapter)
     prompt = _load_soft_prompt(model, adapter, weight)
     if not steps and prompt is None:
-        raise IncompatibleError(f"{adapter.ref} does not fit the base: it changes no module at all")
+        raise IncompatibleError(f"{adapter.ref} does not fit the base: it changes no module")
     if steps:
         parts = [
             _make_peft_module(adapter.ref, module, step, weight) for module, step in steps.items()
@@ -87,7 +85,7 @@ def attach_adapter(model: Any, adapter: LoadedAdapter, *, weight: float) -> Tens
 
 
 def float32_adapter_bytes(adapter: LoadedAdapter) -> int:
-    """Return what an expert takes in a model: all numbers in float32."""
+    """Return the bytes of an expert in the model, where all its numbers are float32."""
     numbers = sum(prompt.numel() for prompt in adapter.soft_prompts)
     for steps in adapter.modules.values():
         numbers += sum(tensor.numel() for step in steps for tensor in _step_tensors(step))
@@ -105,12 +103,12 @@ def _step_tensors(step: AdapterStep) -> tuple[Tensor, ...]:
 
 
 def _require_single_steps(adapter: LoadedAdapter) -> dict[str, AdapterStep]:
-    """PEFT holds one adapter of one kind at a time, and each changes a module once."""
+    """Require one step per module and one adapter kind, which is all that PEFT supports at once."""
     kinds = {type(step) for steps in adapter.modules.values() for step in steps}
     if len(kinds) > 1 or any(len(steps) > 1 for steps in adapter.modules.values()):
         raise IncompatibleError(
-            f"{adapter.ref} holds several adapters for the layers of the base, which PEFT does not "
-            "run together",
+            f"{adapter.ref} has several adapters for the layers of the base, which PEFT cannot "
+            "combine",
             hint="leave out --engine transformers where our own decoder runs the base",
         )
     return {module: steps[0] for module, steps in adapter.modules.items() if steps}
@@ -124,7 +122,7 @@ def _make_peft_module(ref: str, module: str, step: AdapterStep, weight: float) -
         case DoraTensors(a=a, b=b, magnitude=magnitude, scale=scale):
             if weight != 1.0:
                 raise IncompatibleError(
-                    f"{ref} is a DoRA, which PEFT runs with the weight 1 only",
+                    f"{ref} is a DoRA, which PEFT supports only with weight 1",
                     hint="name it without a weight",
                 )
             tensors = {"lora_A.weight": a.float(), "lora_B.weight": b.float()}
@@ -141,15 +139,15 @@ def _load_soft_prompt(model: Any, adapter: LoadedAdapter, weight: float) -> Tens
         return None
     if weight != 1.0:
         raise IncompatibleError(
-            f"{adapter.ref} has a soft prompt, which has no weight but 1",
+            f"{adapter.ref} has a soft prompt, which supports only weight 1",
             hint="name it without a weight, or leave it out",
         )
     width = int(model.get_input_embeddings().weight.shape[1])
     wrong = [prompt.shape[1] for prompt in adapter.soft_prompts if prompt.shape[1] != width]
     if wrong:
         raise IncompatibleError(
-            f"{adapter.ref} does not fit the base: a soft prompt is {wrong[0]} wide, tokens of the "
-            f"base are {width}"
+            f"{adapter.ref} does not fit the base: its soft prompt has width {wrong[0]}, the base "
+            f"{width}"
         )
     return torch.cat([prompt.float() for prompt in adapter.soft_prompts])
 
@@ -173,7 +171,7 @@ def _inject_modules(
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             raise IncompatibleError(
                 f"{ref} does not fit the base: {str(error)[:1000]}",
-                hint="PEFT says so; see what `expertctl inspect` shows of the expert",
+                hint="PEFT reports this; compare it with `expertctl inspect`",
             ) from error
     _check_all_placed(model, ref, state, loaded.unexpected_keys)
     for part in parts:
@@ -203,20 +201,18 @@ def _make_peft_config(parts: Sequence[_PeftModule], steps: Mapping[str, AdapterS
 def _check_all_placed(
     model: Any, ref: str, state: Mapping[str, Tensor], unexpected: Sequence[str]
 ) -> None:
-    """Demand that every tensor has its place, every place its tensor, and nothing else changed."""
+    """Check that each tensor has its place, each place its tensor, and nothing else changed."""
     placed = dict(_iter_peft_tensors(model))
     wanted = sorted(name.removeprefix(PEFT_PREFIX) for name in state)
-    problems = [f"{name}: no layer of the model takes it" for name in sorted(unexpected)]
-    problems += [
-        f"{name}: nothing of the expert belongs there" for name in placed if name not in wanted
-    ]
-    problems += [f"{name}: it was not taken" for name in wanted if name not in placed]
+    problems = [f"{name}: the model has no layer for it" for name in sorted(unexpected)]
+    problems += [f"{n}: the expert has no tensor for it" for n in placed if n not in wanted]
+    problems += [f"{name}: it was not loaded" for name in wanted if name not in placed]
     problems += [f"{n}: it has no values" for n, t in placed.items() if t.is_meta]
     _raise_incompatible(ref, problems)
 
 
 def _iter_peft_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of PEFT's layers in the model, by its name in an adapter's file."""
+    """Yield every tensor of PEFT's layers in the model with its name in an adapter file."""
     for name, tensor in model.named_parameters():
         module, dot, rest = name.partition(f".{NAME}")
         if dot and rest in {"", ".weight"}:
@@ -237,21 +233,21 @@ def _raise_incompatible(ref: str, problems: Sequence[str]) -> None:
 
 @contextmanager
 def _ignore_peft_warnings() -> Iterator[None]:
-    """Ignore PEFT's warnings of matrices stored as [in, out]: it handles them as we want."""
+    """Ignore PEFT's warnings about matrices stored as [in, out]; it handles them correctly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-SLOW = "transformers and PEFT made the text: slowly, and with one expert at most"
-ESTIMATE = "what memory they took is an estimate"
+SLOW = "transformers and PEFT generated the text, slowly and with at most one expert"
+ESTIMATE = "their memory use is an estimate"
 
 
 class TransformersSession:
-    """A model of transformers in the middle of one text; the owner of its keys and values."""
+    """A transformers model in the middle of one sequence; owns its keys and values."""
 
     def __init__(self, model: Any, *, soft_prompt: Tensor | None = None) -> None:
-        """Begin a text; virtual tokens stand before its first."""
+        """Start a sequence; the virtual tokens precede its first token."""
         self._model, self._soft_prompt = model, soft_prompt
         self._past: Any = None
         self._length = 0
@@ -268,7 +264,7 @@ class TransformersSession:
         """
         started = time.perf_counter()
         if not ids:
-            raise UsageError("there is no token to read", hint="give a prompt that is not empty")
+            raise UsageError("the prompt has no tokens", hint="give a prompt that is not empty")
         tokens = self._check_tokens(ids)
         if self._soft_prompt is None:
             logits = self._run_model(len(ids), input_ids=tokens)
@@ -277,7 +273,7 @@ class TransformersSession:
             virtual = self._soft_prompt.to(embeddings.dtype)[None]
             joined = torch.cat([virtual, embeddings], dim=1)  # [1, virtual + tokens, width]
             logits = self._run_model(joined.shape[1], inputs_embeds=joined)
-        return PrefillResult(logits, len(ids), _milliseconds_since(started))
+        return PrefillResult(logits, len(ids), measure_elapsed_ms(started))
 
     @torch.inference_mode()
     def decode(self, token: int) -> DecodeResult:
@@ -288,10 +284,10 @@ class TransformersSession:
         """
         position, started = self._length, time.perf_counter()
         logits = self._run_model(1, input_ids=self._check_tokens([token]))
-        return DecodeResult(logits, position, _milliseconds_since(started))
+        return DecodeResult(logits, position, measure_elapsed_ms(started))
 
     def _run_model(self, tokens: int, **inputs: Tensor) -> Tensor:
-        """Run the model over some tokens behind those before: [vocab], float32."""
+        """Run the model over tokens after those already read; return logits [vocab], float32."""
         self._length += tokens
         try:
             output = self._model(
@@ -302,15 +298,15 @@ class TransformersSession:
                 return_dict=True,
                 **self._options,
             )
-        except Exception as error:  # whatever the code of an architecture raises
+        except Exception as error:  # each architecture's code raises its own errors
             raise IncompatibleError(
-                f"transformers cannot run {self._model.config.model_type} so: {str(error)[:1000]}",
-                hint="the base, or the expert on it, is not made for generation token by token",
+                f"transformers cannot run {self._model.config.model_type}: {str(error)[:1000]}",
+                hint="the base or the expert does not support generation token by token",
             ) from error
         self._past = getattr(output, "past_key_values", None)
         if self._past is None:
             raise IncompatibleError(
-                f"{self._model.config.model_type} keeps no keys and values in transformers",
+                f"{self._model.config.model_type} has no KV cache in transformers",
                 hint="use a base that generates with past_key_values",
             )
         last: Tensor = output.logits[0, -1]
@@ -321,7 +317,7 @@ class TransformersSession:
         low, high = min(ids), max(ids)
         if low < 0 or high >= known:
             raise IncompatibleError(
-                f"token {low if low < 0 else high} is not among the {known} of the base",
+                f"token {low if low < 0 else high} is outside the vocabulary of the base, {known}",
                 hint="the tokenizer belongs to another base",
             )
         return torch.tensor([list(ids)])
@@ -338,12 +334,12 @@ class CompatLoadedModel:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of the engine and the base."""
+        """Warnings for the user about the engine and the base."""
         return (SLOW, ESTIMATE, *self.base.warnings)
 
     @property
     def routed(self) -> None:
-        """Nothing is known of what routed experts do in transformers."""
+        """None: the routing of experts inside transformers is not visible."""
 
     def generate(
         self,
@@ -353,9 +349,9 @@ class CompatLoadedModel:
         *,
         trace: GenerationTrace | None = None,
     ) -> Generator[str, None, GenerationOutput]:
-        """Yield pieces of text as they become certain; return the whole at the end.
+        """Yield text as it becomes final; return the complete output at the end.
 
-        A trace gets no layers: transformers does not show its own.
+        The trace has no layers: transformers does not expose its own.
         """
         writer = OutputWriter(
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
@@ -370,11 +366,11 @@ class CompatLoadedModel:
 def open_compat_session(
     base: CompatBase, expert: tuple[ExpertSource, float] | None, *, tokens: int, tiers: AdapterCache
 ) -> Iterator[TransformersSession]:
-    """Borrow a model with its expert for one text of so many tokens, virtual ones included.
+    """Borrow a model with its expert for one sequence of ``tokens``, virtual ones included.
 
     Raises:
         BudgetError: when the estimate does not fit; nothing was loaded then.
-        DigestError: when bytes of the expert are not those that were verified.
+        DigestError: when bytes of the expert differ from those that were verified.
         IncompatibleError: when the expert does not fit the base.
     """
     buffers = base.buffer_bytes(tokens)
@@ -403,9 +399,9 @@ def open_compat_session(
 def plan_single_expert(
     plan: Callable[[RouteRequest], PlannedPrompt], request: RouteRequest, *, chosen: bool
 ) -> PlannedPrompt:
-    """Plan with one expert at most: the best, where the router chooses.
+    """Plan with one expert at most; where the router chooses, the best one.
 
-    ``chosen`` says that the user, or a saved plan, names the experts.
+    ``chosen`` is True where the user, or a saved plan, names the experts.
 
     Raises:
         IncompatibleError: when more than one is named.
@@ -433,7 +429,3 @@ def plan_single_expert(
 
 def _describe_tokens(tokens: int, what: str) -> str:
     return f"the {what} of {tokens} tokens"
-
-
-def _milliseconds_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3

@@ -1,4 +1,4 @@
-"""Fitting a conversation into the context of a base; never cut unless asked, and then reported.
+"""Fit a conversation into the context of a base; it is cut only on request, with a warning.
 
 The context holds the virtual tokens of soft prompts, the conversation and the answer.
 """
@@ -15,19 +15,19 @@ Encode = Callable[[Sequence[ConversationMessage]], EncodedPrompt]
 
 @dataclass(frozen=True, slots=True)
 class FittedPrompt:
-    """The tokens of a conversation, how many may follow, and what a person should know."""
+    """The tokens of a conversation, the number that may follow, and warnings for the user."""
 
     ids: tuple[int, ...]
     max_tokens: int
     warnings: tuple[str, ...] = ()
     virtual: int = 0
-    """Tokens of soft prompts that stand before the first."""
+    """Virtual tokens of soft prompts that precede the first token."""
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer, beside those that end every text of the base."""
+    """Tokens that end the answer, in addition to the base's own end tokens."""
 
     @property
     def capacity(self) -> int:
-        """How many tokens there can be in all."""
+        """Maximum number of tokens of the sequence, answer included."""
         return self.virtual + len(self.ids) + self.max_tokens
 
 
@@ -42,8 +42,8 @@ def fit_to_context(
 ) -> FittedPrompt:
     """Tokenise a conversation so that at least one token can follow, if ``max_tokens`` is not 0.
 
-    With ``truncate`` the oldest turns are left out, then the end of the last message, so that a
-    quarter of the context, or ``max_tokens`` if that is less, stays free.
+    With ``truncate`` the oldest turns are dropped, then the end of the last message is cut, so that
+    a quarter of the context, or ``max_tokens`` if that is less, stays free.
 
     Raises:
         ContextLengthError: when it does not fit and may not be cut.
@@ -67,11 +67,12 @@ def _make_context_error(
 ) -> ContextLengthError:
     soft = f" and {virtual} virtual tokens of its experts" if virtual else ""
     if len(messages) > 1:
-        what, hint = "conversation", "begin anew, or let its oldest turns be left out"
+        what, hint = "conversation", "start a new conversation, or drop its oldest turns"
     else:
-        what, hint = "prompt", "shorten it, or let its end be cut off"
+        what, hint = "prompt", "shorten it, or cut its end off"
     return ContextLengthError(
-        f"the {what} has {size} tokens, the base reads {context} with the answer{soft}",
+        f"the {what} has {size} tokens, the context of the base is {context} tokens with the "
+        f"answer{soft}",
         size=size + virtual,
         limit=context,
         hint=f"{hint} with --truncate",
@@ -81,14 +82,14 @@ def _make_context_error(
 def _truncate(
     messages: Sequence[ConversationMessage], encode: Encode, room: int, max_tokens: int
 ) -> EncodedPrompt:
-    """Leave out the oldest turns, as few as will do; where that is not enough, cut the message."""
+    """Drop as few of the oldest turns as necessary; if that is not enough, cut the last message."""
     turns = _split_turns(messages)
     gone = _count_dropped_turns(turns, encode, max_tokens)
     prompt = encode(_join_turns(turns[gone:]))
-    told = _build_truncation_warnings(gone, len(turns) - 1)
+    warnings = _build_truncation_warnings(gone, len(turns) - 1)
     if len(prompt.ids) >= room:
         prompt = _truncate_message(turns[-1], encode, max_tokens)
-    return replace(prompt, warnings=(*prompt.warnings, *told))
+    return replace(prompt, warnings=(*prompt.warnings, *warnings))
 
 
 def _split_turns(messages: Sequence[ConversationMessage]) -> list[list[ConversationMessage]]:
@@ -131,13 +132,13 @@ def _build_truncation_warnings(dropped: int, turns: int) -> tuple[str, ...]:
             else f"the {dropped} oldest of {turns} turns"
         )
     verb = "was" if dropped == 1 else "were"
-    return (f"{which} did not fit into the context and {verb} left out",)
+    return (f"{which} did not fit into the context and {verb} dropped",)
 
 
 def _truncate_message(
     messages: Sequence[ConversationMessage], encode: Encode, max_tokens: int
 ) -> EncodedPrompt:
-    """Keep the beginning of the last message that fits."""
+    """Keep the longest beginning of the last message that fits."""
     *before, last = messages
 
     def encode_part(count: int) -> EncodedPrompt:
@@ -146,7 +147,7 @@ def _truncate_message(
     kept = _find_longest_prefix(len(last.content), encode_part, max_tokens)
     if kept == 0:
         raise UsageError(
-            "nothing of the prompt fits into the context of the base",
+            "no part of the prompt fits into the context of the base",
             hint="ask for fewer new tokens (--max-tokens), or use a base with a longer context",
         )
     prompt = encode_part(kept)
@@ -157,7 +158,7 @@ def _truncate_message(
 def _find_longest_prefix(
     size: int, encode_part: Callable[[int], EncodedPrompt], max_tokens: int
 ) -> int:
-    """Return how many characters of the beginning fit; more characters never have fewer tokens."""
+    """Return how many leading characters fit; more characters never have fewer tokens."""
     low, high = 0, size - 1
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,9 @@
-"""`Conversation`: the turns with one engine, and which experts answer the next one.
+"""A conversation with one engine: its turns, and the experts that answer the next one.
 
 Each message is routed again unless experts are named. Where routing finds none, the base answers;
-the experts of the turn before stay only for a short or referring message. What was computed for the
-turns so far is kept by the engine, as far as there is room, and serves turns with the same plan. An
-answer that was stopped is part of the conversation as far as it went.
+the experts of the previous turn stay only for a short or referring message. The engine keeps
+computed KV as far as it has room, and reuses it for turns with the same plan. A cancelled answer
+stays in the conversation as far as it was generated.
 """
 
 import uuid
@@ -20,20 +20,19 @@ from expertctl.routing.plan import Plan
 from expertctl.routing.session import KEPT_REASON
 
 _PLACEHOLDER_PROMPT = "?"
-"""Experts that are named do not depend on the prompt."""
+"""Named experts do not depend on the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of the user, and what it came to."""
+    """A message of the user and its result."""
 
     message: UserMessage
     result: RunResult
     replanned: bool
-    """Whether another plan answered than in the turn before, so what that turn read was of no use.
+    """Whether the plan differs from that of the previous turn, whose KV was then of no use.
 
-    What is kept of earlier turns with this plan may have been of use: see ``kv_reused_tokens``.
-    """
+    KV kept from earlier turns with this plan may have been reused: see ``kv_reused_tokens``."""
 
     @property
     def plan(self) -> Plan:
@@ -42,16 +41,16 @@ class Turn:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the answer was stopped before its end."""
+        """Whether the answer was cancelled before its end."""
         return self.result.generated.finish_reason == "cancelled"
 
     @property
     def kept_experts(self) -> bool:
-        """Whether the experts are there only because they answered the turn before."""
+        """Whether the experts were chosen only because they answered the previous turn."""
         return any(expert.reason == KEPT_REASON for expert in self.plan.experts)
 
     def iter_messages(self) -> Iterator[ConversationMessage]:
-        """What the next turns read of it; nothing, where the answer was stopped before a word."""
+        """Yield the messages that later turns read; none for an answer cancelled while empty."""
         answer = self.result.generated.text
         if answer or not self.interrupted:
             yield ConversationMessage("user", self.message.text())
@@ -62,10 +61,10 @@ class Conversation:
     """The owner of its turns; several conversations may share an engine."""
 
     def __init__(self, engine: LocalEngine, pattern: RunRequest) -> None:
-        """Begin without a turn. Each one is asked as in ``pattern``, with a prompt of its own.
+        """Start without turns. Each request is a copy of ``pattern`` with its own prompt.
 
-        The template of the pattern's message is applied to every prompt. Its body goes to every
-        prompt that a template joins it with; without a template it follows the first one.
+        The template of the pattern's message is applied to every prompt. With a template, its body
+        is part of every prompt; without one, it follows only the first prompt.
         """
         self.turns: list[Turn] = []
         self._engine, self._pattern = engine, pattern
@@ -81,23 +80,28 @@ class Conversation:
 
     @property
     def base(self) -> str | None:
-        """The base of the last turn, else the one that was asked for, if any."""
+        """The base of the last turn, else the requested one, if any."""
         return self.turns[-1].plan.base if self.turns else self._pattern.base
 
     def send(
         self, prompt: str, *, cancelled: CancelCheck = never_cancelled
     ) -> Generator[str, None, Turn]:
-        """Answer a prompt: yield pieces of text as they become certain, return the turn.
+        """Answer a prompt: yield text as it becomes final, return the turn.
 
-        A turn that fails, or that is given up from outside, leaves the conversation as it was.
+        A turn that fails, or whose generator is closed, leaves the conversation unchanged.
 
         Raises:
-            ExpertError: as `Engine.run` does.
+            ExpertError: as `LocalEngine.run` does.
         """
         history = tuple(message for turn in self.turns for message in turn.iter_messages())
         message = self._make_message(prompt, first=not history)
         request = replace(
-            self._make_request(prompt), message=message, history=history, before=self._before
+            self._pattern,
+            route=replace(self._pattern.route, prompt=prompt),
+            cache_key=self._key,
+            message=message,
+            history=history,
+            before=self._before,
         )
         result = yield from self._engine.run(request, cancelled=cancelled)
         plan = result.planned.result.plan
@@ -107,10 +111,10 @@ class Conversation:
         return self.turns[-1]
 
     def use_experts(self, experts: Sequence[NamedExpert]) -> Plan:
-        """Let these experts answer from now on; return the plan that they make.
+        """Answer with these experts from now on; return the plan for them.
 
         Raises:
-            ExpertError: when they cannot; those that answered before stay then.
+            ExpertError: when they cannot be planned; the previous experts stay.
         """
         route = replace(self._pattern.route, base_alone=False)
         pattern = replace(self._pattern, route=route, experts=tuple(experts))
@@ -121,26 +125,22 @@ class Conversation:
         return plan
 
     def use_base_only(self) -> None:
-        """Let the base answer without experts from now on."""
+        """Answer with the base alone from now on."""
         route = replace(self._pattern.route, base_alone=True)
         self._pattern = replace(self._pattern, route=route, experts=())
         self._named, self._before = (), None
 
     def use_automatic_routing(self) -> None:
-        """Choose the experts by each message from now on; those of the last turn do not stay."""
+        """Choose experts for each message from now on; those of the last turn do not stay."""
         route = replace(self._pattern.route, base_alone=False)
         self._pattern = replace(self._pattern, route=route, experts=())
         self._named, self._before = (), None
 
     def reset(self) -> None:
-        """Forget all turns, and what was kept of them."""
+        """Drop all turns and their cached KV."""
         self._engine.forget(self._key)
         self.turns.clear()
         self._before = None
-
-    def _make_request(self, prompt: str) -> RunRequest:
-        route = replace(self._pattern.route, prompt=prompt)
-        return replace(self._pattern, route=route, cache_key=self._key)
 
     def _make_message(self, prompt: str, *, first: bool) -> UserMessage:
         given = self._pattern.message

@@ -1,8 +1,8 @@
 """Evaluation: the same prompts answered by the base alone, by an expert, and by a chain with it.
 
-Every answer, with the expert or without, is greedy and comes from one engine, with the length and
-the stops that the expert recommends; several prompts are answered at once where that gives the same
-(`expertctl.engine.offline`). Being evaluated does not count as being used.
+All answers are greedy and come from one engine, with the length and the stop strings that the
+expert recommends. Several prompts are answered at once where the results are the same
+(`expertctl.engine.offline`). Evaluations are not recorded as usage.
 """
 
 import tempfile
@@ -25,6 +25,7 @@ from expertctl.engine.offline import (
     answer_sequentially,
     can_batch,
     open_batch_answering,
+    without_usage_history,
 )
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.result import RunResult
@@ -46,12 +47,12 @@ from expertctl.store.catalogue import Catalogue
 from expertctl.store.run_record import PairGain
 
 DEFAULT_MAX_TOKENS = 256
-"""How long an answer may be where neither the caller nor the expert says."""
+"""Default answer length where neither the caller nor the expert sets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """What is evaluated: an expert, and with ``compose`` those that stand after it in a chain."""
+    """An expert to evaluate, and with ``compose`` the experts that follow it in a chain."""
 
     data: EvaluationData
     expert: NamedExpert
@@ -59,18 +60,18 @@ class EvaluationRequest:
     base: str | None = None
     max_tokens: int | None = None
     dtype: Dtype | None = None
-    """What base weights are held in; None: as they are stored."""
+    """Data type of the base weights; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
-    """What happens where a routed expert is not in memory."""
+    """What happens when a routed expert is not in memory."""
     moe_skip_cap: float = DEFAULT_SKIP_CAP
     batch_size: int = BATCH_SIZE
-    """How many prompts are answered at a time, where the base can do that."""
+    """Number of prompts answered at a time, where the base supports it."""
 
     @property
     def answers(self) -> int:
-        """How many answers it takes."""
+        """Number of answers that the evaluation generates."""
         ways = 2 + len(self.compose) + bool(self.compose)
         return ways * len(self.data.samples)
 
@@ -85,25 +86,25 @@ def evaluate(
 ) -> EvaluationResult:
     """Answer every prompt in every way that the request asks for.
 
-    ``progress`` gets 1 for each answer, and 0 now and then while answers are written. Files of
-    experts are read once where several prompts are answered at a time. ``tell`` gets what a
-    person should know while they wait.
+    ``progress`` gets 1 for each answer, and 0 now and then while answers are generated. Files of
+    experts are read once where several prompts are answered at a time. ``notify`` gets messages for
+    the user during the evaluation.
 
     Raises:
         UsageError: when a prompt cannot be read, naming its line.
         DigestError: when an expert changes meanwhile.
-        ExpertError: whatever else a run may raise.
+        ExpertError: for any other error of a run.
     """
     if request.expert.weight != 1:
         raise UsageError(
             f"the expert is evaluated at weight 1, not {request.expert.weight:g}",
-            hint="weights are for what is composed with it: --compose acme/style:0.5",
+            hint="weights apply to the experts of --compose: --compose acme/style:0.5",
         )
-    with _without_usage_history(planner) as unseen:
+    with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, tell=notify, moe=COLD_START)
-        asker = _make_evaluator(engine, request, progress)
-        found = _evaluate_batched(asker, unseen, request, budget=budget, notify=notify)
-        found = found or _evaluate_all(asker, request)
+        evaluator = _make_evaluator(engine, request, progress)
+        found = _evaluate_batched(evaluator, unseen, request, budget=budget, notify=notify)
+        found = found or _evaluate_all(evaluator, request)
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
 
@@ -115,7 +116,7 @@ def _evaluate_batched(
     budget: int | None,
     notify: Notify,
 ) -> EvaluationResult | None:
-    """Evaluate with several prompts at a time; None where that is not possible or does not fit."""
+    """Evaluate several prompts at a time; return None where that is impossible or does not fit."""
     like = replace(evaluator.pattern, experts=(request.expert, *request.compose))
     if request.batch_size < 2 or not can_batch(
         evaluator.stored, like, prompts=len(request.data.samples)
@@ -138,7 +139,10 @@ def _evaluate_batched(
             notify=notify,
             progress=count,
         ) as answering:
-            return _evaluate_all(evaluator.with_answering(answering, count), request)
+            batched = replace(
+                evaluator, answer_requests=answering, progress=count, warnings={}, routed=[]
+            )
+            return _evaluate_all(batched, request)
     except BudgetError as error:
         notify(f"prompts are answered one at a time, which takes less memory: {error.message}")
         count(-answered)
@@ -160,12 +164,12 @@ def _evaluate_all(evaluator: "_Evaluator", request: EvaluationRequest) -> Evalua
         others=others,
         chain=chain,
         warnings=(*request.data.warnings, *evaluator.warnings),
-        moe=evaluator.routed_report,
+        moe=reduce(RoutedExpertStats.combine, evaluator.routed) if evaluator.routed else None,
     )
 
 
 def _remember_gain(catalogue: Catalogue, found: EvaluationResult) -> tuple[str, ...]:
-    """Remember what a chain of two, each at weight 1, gains; return what could not be written."""
+    """Record the gain of a chain of two at weight 1; return a warning if it cannot be written."""
     experts = found.chain.experts if found.chain else ()
     if len(experts) != 2 or any(expert.weight != 1 for expert in experts):
         return ()
@@ -184,7 +188,7 @@ def _remember_gain(catalogue: Catalogue, found: EvaluationResult) -> tuple[str, 
     try:
         catalogue.history.record_gain(measured)
     except (StoreError, DiskFullError) as error:
-        return (f"the gain was not remembered for routing: {error.message}",)
+        return (f"the gain was not saved for routing: {error.message}",)
     return ()
 
 
@@ -198,10 +202,10 @@ def evaluate_build(
     progress: Progress = ignore_progress,
     notify: Notify = ignore_notification,
 ) -> EvaluationResult:
-    """Evaluate a planned package: it is built without a signature, and removed in any case.
+    """Evaluate a planned package: it is built without a signature, and always removed.
 
     Raises:
-        NotFoundError: when the directory of ``beside`` is missing.
+        NotFoundError: when the folder of ``sibling`` is missing.
         ExpertError: as `evaluate` does.
     """
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(sibling)) as folder:
@@ -212,47 +216,41 @@ def evaluate_build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evaluator:
-    """Asks one engine everything, on one base, with the settings of the expert."""
+    """Answers every prompt on one base with the settings of the expert."""
 
     answer_requests: AnswerRequests
     data: EvaluationData
     longest_first: Sequence[EvaluationSample]
     stored: StoredBase
     dtype: str
-    """What its weights are held in."""
+    """Data type of the base weights."""
     pattern: RunRequest
     """The request of every answer, except for its prompt."""
     max_tokens: int
     contents: frozenset[Digest]
-    """The experts of all ways, as they were when the evaluation began."""
+    """Digests of all experts, as they were when the evaluation began."""
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
     routed: list[RoutedExpertStats] = field(default_factory=list)
-    """What became of routed experts, answer by answer."""
-
-    def with_answering(self, answering: AnswerRequests, progress: Progress) -> "_Evaluator":
-        """Return one that has found nothing yet, and has other ways to answer and to count."""
-        return replace(self, answer_requests=answering, progress=progress, warnings={}, routed=[])
-
-    @property
-    def routed_report(self) -> RoutedExpertStats | None:
-        """What became of them in all answers; None where the base has none."""
-        return reduce(RoutedExpertStats.combine, self.routed) if self.routed else None
+    """Routed-expert statistics of each answer."""
 
     def score(self, experts: Sequence[NamedExpert]) -> AccuracyScore:
-        """Answer all prompts one way, the longest first: what does not fit is refused at once."""
+        """Answer all prompts with these experts, the longest first: misfits are refused at once."""
         answers: dict[int, ScoredAnswer] = {}
         warnings: dict[int, list[str]] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
         samples = self.longest_first
         requests = [_make_run_request(sample, experts, self.pattern) for sample in samples]
-        with _name_failed_line(self.data, samples):
+        try:
             for number, result in self.answer_requests(requests):
                 warnings[number] = self._record_answer(samples[number], result)
                 plan = result.planned.result.plan
                 plans[plan.identity] = plan.experts
                 answers[samples[number].line] = self._judge_answer(samples[number], result)
-        for number in sorted(warnings):  # answers come in any order, warnings do not
+        except AnswerError as failed:
+            with _name_line(self.data, samples[failed.number]):
+                raise failed.error from failed
+        for number in sorted(warnings):  # answers arrive in any order; warnings must not
             self.warnings.update(dict.fromkeys(warnings[number]))
         used = {expert.content_digest for planned in plans.values() for expert in planned}
         if len(plans) > 1 or not used <= self.contents:
@@ -261,7 +259,7 @@ class _Evaluator:
         return AccuracyScore(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
     def _record_answer(self, sample: EvaluationSample, result: RunResult) -> list[str]:
-        """Count an answer; return its warnings, but for those of its form (see `_judged`)."""
+        """Count an answer; return its warnings, except those that `check_answer` gives."""
         self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
         judged = check_answer(result.generated, result.planned, sample.prompt).warnings
@@ -284,7 +282,7 @@ def _make_evaluator(
 
     planned = plan([request.expert])
     together = plan([request.expert, *request.compose])
-    decoding = planned.experts[-1].manifest.decoding  # after those that it requires
+    decoding = planned.experts[-1].manifest.decoding  # the last one, after those that it requires
     limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
     return _Evaluator(
         answer_requests=answer_sequentially(engine, progress=progress),
@@ -307,15 +305,8 @@ def _make_evaluator(
 
 
 @contextmanager
-def _without_usage_history(planner: Planner) -> Iterator[Planner]:
-    """Lend the planner with a usage history that is forgotten."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
-
-
-@contextmanager
 def _name_line(data: EvaluationData, sample: EvaluationSample) -> Iterator[None]:
-    """Say at which line a prompt cannot be answered."""
+    """Add the line of the prompt to usage errors."""
     try:
         yield
     except UsageError as error:
@@ -323,18 +314,8 @@ def _name_line(data: EvaluationData, sample: EvaluationSample) -> Iterator[None]
         raise UsageError(f"{where}: {error.message}") from error
 
 
-@contextmanager
-def _name_failed_line(data: EvaluationData, samples: Sequence[EvaluationSample]) -> Iterator[None]:
-    """Raise the error of the prompt that could not be answered, with its line."""
-    try:
-        yield
-    except AnswerError as failed:
-        with _name_line(data, samples[failed.number]):
-            raise failed.error from failed
-
-
 def _sort_longest_first(data: EvaluationData) -> list[EvaluationSample]:
-    """Order the samples by the length of their messages, all of which can be read."""
+    """Sort the samples by the length of their messages, which must all be readable."""
     sizes: dict[int, int] = {}
     for sample in data.samples:
         with _name_line(data, sample):
@@ -343,7 +324,7 @@ def _sort_longest_first(data: EvaluationData) -> list[EvaluationSample]:
 
 
 def _make_pattern(request: EvaluationRequest) -> RunRequest:
-    """Return what the requests of all answers share: the base, and how it is held."""
+    """Return the part shared by the requests of all answers: the base and its data types."""
     sample = request.data.samples[0]
     route = RouteRequest(
         prompt=sample.prompt,

@@ -1,4 +1,4 @@
-"""What an evaluation found: answers, scores with their intervals, and gains of one over another."""
+"""Results of an evaluation: answers, scores with confidence intervals, and gains between scores."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from expertctl.routing.plan import PlannedExpert
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """One answer; ``is_cut`` tells that it ended at the limit of tokens."""
+    """One answer; ``is_cut`` is True where it ended at the token limit."""
 
     sample: EvaluationSample
     text: str
@@ -27,7 +27,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyScore:
-    """How often one way of answering was right; without experts it is the base alone."""
+    """Accuracy of one set of experts; without experts, of the base alone."""
 
     experts: tuple[PlannedExpert, ...]
     answers: tuple[ScoredAnswer, ...]
@@ -35,22 +35,22 @@ class AccuracyScore:
 
     @property
     def name(self) -> str:
-        """The chain as people write it, or ``base``."""
+        """The chain as users write it, or ``base``."""
         return " + ".join(map(_weighted_ref, self.experts)) or "base"
 
     @property
     def right_count(self) -> int:
-        """How many answers are right."""
+        """Number of right answers."""
         return sum(answer.is_right for answer in self.answers)
 
     @property
     def share(self) -> float:
-        """The share of right answers."""
+        """Share of right answers."""
         return self.right_count / len(self.answers)
 
     @property
     def interval(self) -> Interval:
-        """Where the share may really lie."""
+        """Confidence interval of the share."""
         return wilson_interval(self.right_count, len(self.answers))
 
     @property
@@ -60,30 +60,30 @@ class AccuracyScore:
 
     @property
     def empty_count(self) -> int:
-        """How many answers say nothing."""
+        """Number of blank answers."""
         return sum(not answer.text.strip() for answer in self.answers)
 
     @property
     def truncated_count(self) -> int:
-        """How many answers ended at the limit of tokens."""
+        """Number of answers that ended at the token limit."""
         return sum(answer.is_cut for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyGain:
-    """What one score has over another on the same prompts."""
+    """Difference between two scores on the same prompts."""
 
     score: AccuracyScore
     over: AccuracyScore
 
     @property
     def gained(self) -> int:
-        """How many prompts only the first answers right."""
+        """Number of prompts that only ``score`` answers right."""
         return sum(a.is_right and not b.is_right for a, b in self._answer_pairs())
 
     @property
     def lost(self) -> int:
-        """How many prompts only the other answers right."""
+        """Number of prompts that only ``over`` answers right."""
         return sum(b.is_right and not a.is_right for a, b in self._answer_pairs())
 
     @property
@@ -93,12 +93,12 @@ class AccuracyGain:
 
     @property
     def interval(self) -> Interval:
-        """Where the difference may really lie."""
+        """Confidence interval of the difference."""
         return paired_difference_interval(self.gained, self.lost, len(self.score.answers))
 
     @property
     def p_value(self) -> float:
-        """How likely such a difference is where there is none."""
+        """Probability of such a difference where there is none (McNemar's test)."""
         return mcnemar_p_value(self.gained, self.lost)
 
     def _answer_pairs(self) -> Iterable[tuple[ScoredAnswer, ScoredAnswer]]:
@@ -107,12 +107,12 @@ class AccuracyGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """All scores on one file of samples; with a ``chain``, those of its later experts alone too."""
+    """All scores on one file of samples; with a ``chain``, also of its later experts alone."""
 
     data: EvaluationData
     base_name: str
     dtype: str
-    """What the weights of the base were held in."""
+    """Data type of the base weights."""
     max_tokens: int
     base: AccuracyScore
     expert: AccuracyScore
@@ -120,16 +120,16 @@ class EvaluationResult:
     chain: AccuracyScore | None = None
     warnings: tuple[str, ...] = ()
     moe: RoutedExpertStats | None = None
-    """What became of routed experts in all answers; None where the base has none."""
+    """Routed-expert statistics of all answers; None where the base has no such experts."""
 
     @property
     def scores(self) -> tuple[AccuracyScore, ...]:
-        """Every score, in the order in which they are told."""
+        """All scores, in the order in which they are reported."""
         return (self.base, self.expert, *self.others, *((self.chain,) if self.chain else ()))
 
     @property
     def gains(self) -> tuple[AccuracyGain, ...]:
-        """What the expert has over the base, and the chain over the best of all the others."""
+        """Gain of the expert over the base, and of the chain over the best of all others."""
         first = AccuracyGain(self.expert, self.base)
         if self.chain is None:
             return (first,)

@@ -1,12 +1,10 @@
-"""Stop strings: text is held back while it could still become one, and ends before the first.
+"""Generate one text: prefill, then one token at a time, as pieces of text that never change.
 
-The first is the one that is complete first; of those that end at the same letter, the longest. So
-the answer does not depend on how the text was cut into pieces, and nothing is generated to decide.
-
-One generation: prefill, then one token after the other, as pieces of text that never change.
-
-A token that ends the text is not part of it. Time that the consumer of the pieces takes is
-not counted.
+Stop strings: text is held back while it could still become one, and ends before the first. The
+first is the one that is complete first; of those that end at the same character, the longest. So
+the answer does not depend on how the text was split into pieces, and no extra token is generated to
+decide. A token that ends the text is not part of it. Timings exclude the time taken by the consumer
+of the pieces.
 """
 
 import time
@@ -37,8 +35,8 @@ MAX_STOP_LENGTH = 1024
 class StopRules:
     """When a text may end, besides its stop strings and its length.
 
-    Before ``min_tokens`` were generated no token and no stop string ends it. With ``ignore_end``
-    the end tokens of the base do not end it at all; ``stop_tokens`` do in any case.
+    No token and no stop string ends it before ``min_tokens`` tokens. With ``ignore_end`` the end
+    tokens of the base do not end it; ``stop_tokens`` always do.
     """
 
     min_tokens: int = 0
@@ -54,7 +52,7 @@ DEFAULT_STOP_RULES = StopRules()
 
 
 class StopScanner:
-    """Passes one generation's text on, up to a stop string."""
+    """Passes the text of one generation on, up to a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Look for any of ``stops``.
@@ -75,7 +73,7 @@ class StopScanner:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Take the next piece, return what is certainly before any stop string."""
+        """Add a piece of text; return the text that certainly precedes any stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -89,7 +87,7 @@ class StopScanner:
         return text[: end - len(self.found)]
 
     def finish(self) -> str:
-        """Return what was held back; it did not become a stop string."""
+        """Return the text held back, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -98,21 +96,12 @@ class StopScanner:
         return min((at + length for at, length in found if at >= 0), default=None)
 
     def _count_possible_start(self, text: str) -> int:
-        """How many letters at the end could be the beginning of a stop string."""
+        """Return how many characters at the end could be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for count in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-count:]) for stop in self._stops):
                 return count
         return 0
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a whole text up to its first stop string; the oracle of the scanner."""
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))]
-    return text
 
 
 CacheIn = TypeVar("CacheIn", contravariant=True)
@@ -121,20 +110,20 @@ Cache = TypeVar("Cache", bound=KVCacheBase)
 PlanDeltas = TypeVar("PlanDeltas")
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 CancelCheck = Callable[[], bool]
-"""Asked between two steps whether the answer is still wanted."""
+"""Called between two steps; returns True once the answer is no longer needed."""
 
 
 def never_cancelled() -> bool:
-    """Want the whole answer."""
+    """Never cancel."""
     return False
 
 
 class _CancelledError(Exception):
-    """The prompt need not be read any further."""
+    """Reading of the prompt was cancelled."""
 
 
 class DecodeSession(Protocol):
-    """A model in the middle of one text; it holds its plan and what it has read so far."""
+    """A model in the middle of one sequence, with its plan and its KV cache."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
         """Read a prompt."""
@@ -144,7 +133,7 @@ class DecodeSession(Protocol):
 
 
 class TextDecoder(Protocol[CacheIn, DeltasIn]):
-    """What our decoders have in common; each has caches and compiled plans of its own."""
+    """The interface of our decoders; each has its own types of caches and compiled plans."""
 
     def prefill(
         self,
@@ -156,7 +145,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> PrefillResult:
-        """Read a prompt behind what is in the cache."""
+        """Read a prompt after the tokens in the cache."""
 
     def decode(self, token: int, cache: CacheIn, deltas: DeltasIn) -> DecodeResult:
         """Read one more token."""
@@ -164,7 +153,7 @@ class TextDecoder(Protocol[CacheIn, DeltasIn]):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSession(Generic[Cache, PlanDeltas]):
-    """A decoder of ours in the middle of one text."""
+    """One of our decoders in the middle of one sequence."""
 
     decoder: TextDecoder[Cache, PlanDeltas]
     cache: Cache
@@ -172,10 +161,10 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
     soft_prompt: Tensor | None = None
     progress: Progress = ignore_progress
     scores: RecordLogits | None = None
-    """Gets the logits of every position of the prompt that is read."""
+    """Gets the logits of every prompt position that is read."""
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
-        """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
+        """Read a prompt after the tokens in the cache; ``progress`` counts tokens and may raise."""
         first = self.soft_prompt if self.cache.length == 0 else None
         return self.decoder.prefill(
             ids,
@@ -192,40 +181,40 @@ class DecoderSession(Generic[Cache, PlanDeltas]):
 
 
 def step_sequentially(sequences: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-    """Read one more token of each text, one after the other; return scores [texts, vocab].
+    """Read one more token of each sequence in turn; return logits [sequences, vocab].
 
-    Where one fails, none has read a token.
+    If one fails, no sequence has read a token.
     """
-    rooms = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
-    with rewind_on_error(rooms):
+    caches = [reading.cache for reading, _ in sequences if isinstance(reading, DecoderSession)]
+    with rewind_on_error(caches):
         return torch.stack([reading.decode(token).logits for reading, token in sequences])
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """What came out, and what it took; ``tokens`` are those of the text, no end token."""
+    """The generated text and its cost; ``tokens`` excludes the end token."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     prefill_tokens: int
-    """Tokens of the prompt that were read, virtual ones too."""
+    """Tokens of the prompt that were read, virtual ones included."""
     prefill_ms: float
     first_token_ms: float
     """From the start of prefill to the first token."""
     decode_ms: float
     decode_steps: int
     stopped_by: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the text."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Steps of decoding in a second; 0 when there was none."""
+        """Decode steps per second; 0 when there was none."""
         return self.decode_steps / self.decode_ms * 1e3 if self.decode_ms else 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Tokens of the prompt that were read in a second; 0 when there was none."""
+        """Prompt tokens read per second; 0 when there was none."""
         return self.prefill_tokens / self.prefill_ms * 1e3 if self.prefill_ms else 0.0
 
 
@@ -235,16 +224,16 @@ def generate_text(
     writer: "OutputWriter",
     cancelled: CancelCheck = never_cancelled,
 ) -> Generator[str, None, GenerationOutput]:
-    """Yield pieces of text as they become certain; return the whole at the end.
+    """Yield text as it becomes final; return the complete output at the end.
 
-    ``ids`` are still to be read; `stop_when_cancelled` may end the reading of a prompt before its end.
+    ``ids`` are the tokens still to be read; `stop_when_cancelled` may end the prefill early.
     """
     started = time.perf_counter()
     try:
         prefilled = session.prefill(ids)
     except _CancelledError:
-        return _build_cancelled_output(_measure_elapsed_ms(started))
-    piece, first_ms = writer.take_logits(prefilled.logits), _measure_elapsed_ms(started)
+        return _build_cancelled_output(measure_elapsed_ms(started))
+    piece, first_ms = writer.take_logits(prefilled.logits), measure_elapsed_ms(started)
     decode_ms, steps = 0.0, 0
     while True:
         if piece:
@@ -256,7 +245,7 @@ def generate_text(
             continue
         started = time.perf_counter()
         piece = writer.take_logits(session.decode(writer.tokens[-1]).logits)
-        decode_ms, steps = decode_ms + _measure_elapsed_ms(started), steps + 1
+        decode_ms, steps = decode_ms + measure_elapsed_ms(started), steps + 1
     return GenerationOutput(
         text="".join(writer.pieces),
         tokens=tuple(writer.tokens),
@@ -271,7 +260,7 @@ def generate_text(
 
 
 def stop_when_cancelled(cancelled: CancelCheck) -> Progress:
-    """Return what ends the reading of a prompt that is not wanted any more."""
+    """Return a progress callback that ends the prefill of a cancelled request."""
 
     def check(_: int) -> None:
         if cancelled():
@@ -281,7 +270,7 @@ def stop_when_cancelled(cancelled: CancelCheck) -> Progress:
 
 
 def _build_cancelled_output(ms: float) -> GenerationOutput:
-    """Return what came out of a prompt that was not read to its end."""
+    """Return the output of a request cancelled during prefill."""
     return GenerationOutput(
         text="",
         tokens=(),
@@ -295,7 +284,7 @@ def _build_cancelled_output(ms: float) -> GenerationOutput:
 
 
 class OutputWriter:
-    """Turns scores into tokens and text, and knows when the text is at its end."""
+    """Turns logits into tokens and text, and detects the end of the text."""
 
     def __init__(
         self,
@@ -307,7 +296,7 @@ class OutputWriter:
         rules: StopRules = DEFAULT_STOP_RULES,
         end_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin a text; ``end_ids`` end it beside those of the base."""
+        """Start a text; ``end_ids`` end it in addition to those of the base."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
@@ -320,7 +309,7 @@ class OutputWriter:
         self._stops = StopScanner(params.stop)
 
     def take_logits(self, logits: Tensor) -> str:
-        """Draw the next token; return the text that is certain now."""
+        """Sample the next token; return the text that became final."""
         allowed = self._mask_end_tokens(logits) if self._is_too_short else None
         recent = self.tokens[-REPETITION_WINDOW:]
         token = sample_token(
@@ -350,7 +339,7 @@ class OutputWriter:
         return len(self.tokens) < self._min_tokens and bool(self._end_ids)
 
     def _mask_end_tokens(self, logits: Tensor) -> Mask:
-        """Return which tokens may come where none may end the text."""
+        """Return a mask of the tokens that do not end the text."""
         allowed = np.ones(logits.shape[-1], dtype=np.bool_)
         allowed[[token for token in self._end_ids if token < len(allowed)]] = False
         return allowed
@@ -361,13 +350,13 @@ class OutputWriter:
         return self._stops.found
 
     def stop(self, why: Literal["cancelled", "timeout"] = "cancelled") -> str:
-        """End the text where it is; return what was held back."""
+        """End the text here; return the text held back."""
         text = self._flush()
         self.finish_reason = why
         return self._append(text)
 
     def _flush(self) -> str:
-        """Return what was held back; a stop string may be complete only now."""
+        """Return the text held back; a stop string may be complete only now."""
         text = self._stops.feed(self._text.finish())
         if self._stops.found is not None:
             self.finish_reason = "stop"
@@ -378,5 +367,6 @@ class OutputWriter:
         return text
 
 
-def _measure_elapsed_ms(started: float) -> float:
+def measure_elapsed_ms(started: float) -> float:
+    """Return the milliseconds since a value of `time.perf_counter`."""
     return (time.perf_counter() - started) * 1e3

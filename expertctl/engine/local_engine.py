@@ -1,21 +1,24 @@
-"""`Engine`: from a request to its text, with one budget over all memory that it takes.
+"""`LocalEngine`: from a request to its text, within one memory budget.
 
-Route, load what is absent, compile, prefill, decode. Every step is timed, whatever a person should
-know becomes a warning, and the result is the document of ``run --json``.
+The stages are routing, loading, compiling, prefill and decoding. Each is timed, warnings are
+collected for the user, and the result is the document of ``run --json``.
 """
 
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.adapters.experts import open_local_expert
-from expertctl.engine.devices import choose_thread_count, use_torch_threads
+from expertctl.engine.devices import (
+    choose_thread_count,
+    translate_device_errors,
+    use_torch_threads,
+)
 from expertctl.engine.generation import CancelCheck, never_cancelled
 from expertctl.engine.memory.adapter_cache import AdapterCache, Tier
-from expertctl.engine.memory.budget import PURPOSES, MemoryBudget
+from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine.memory.host import find_budget_limit, find_default_budget
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
@@ -35,8 +38,9 @@ from expertctl.engine.preparation import (
     list_base_needs,
     list_expert_files,
     list_needs,
+    open_planned_base,
     plan_request,
-    prepare_request,
+    prepare_for_base,
     prepare_with_fewer_experts,
 )
 from expertctl.engine.request import RunRequest
@@ -57,12 +61,12 @@ from expertctl.routing.session import PlanningSession
 
 
 class LocalEngine:
-    """The one owner of what is in memory: one base, the tiers of experts, what texts left.
+    """The one owner of what is in memory: one base, the adapter cache, and kept KV.
 
-    To stop an answer, say so by ``cancelled``: what is in memory stays. An exception that a signal
-    raises may come in the middle of bookkeeping; the next run looks whether all adds up, and where
-    it does not, begins with nothing loaded. While the traceback of such an exception is kept, what
-    it refers to may be kept, too: the engine stays busy if it was raised as a ``with`` block ended.
+    To stop an answer, return True from ``cancelled``: what is in memory stays. An exception raised
+    by a signal may arrive in the middle of bookkeeping; the next run checks consistency and, if it
+    fails, starts with nothing loaded. While the traceback of such an exception is kept, its
+    references may be kept too: the engine stays busy if it was raised as a ``with`` block ended.
     """
 
     def __init__(
@@ -76,11 +80,12 @@ class LocalEngine:
         device: DeviceName = "cpu",
         moe: WarmupConfig = DEFAULT_WARMUP,
     ) -> None:
-        """Begin with nothing loaded; ``budget`` is that of the memory of ``device``.
+        """Start with nothing loaded; ``budget`` applies to the memory of ``device``.
 
-        ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
-        ends the run. ``tell`` gets what a person should know while they wait. Bases of fewer bytes
-        than ``torch_below`` are run by torch. ``moe`` says how routed experts begin.
+        ``progress`` counts bytes of experts and bases, none while a run is queued; an exception
+        that it raises ends the run. ``tell`` gets messages for the user during a run. Bases of
+        fewer bytes than ``torch_below`` run in torch. ``moe`` configures the warm-up of routed
+        experts.
 
         Raises:
             NotFoundError: when there is no such device.
@@ -90,10 +95,10 @@ class LocalEngine:
         self._torch_below, self._warmup = torch_below, moe
         self._turn = threading.Lock()
         self._current_answer: object | None = None
-        """The answer that is not at its end."""
+        """The answer in progress, if any."""
         self._needs_check = False
         self._headroom = 0
-        """What a run took besides its base, when slots of routed experts left too little for it."""
+        """Bytes that a run needed besides its base, when routed-expert slots left too little."""
         self._registration = EngineRegistration(planner.home.engines, self.budget)
         self._admission = MemoryAdmission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -103,29 +108,29 @@ class LocalEngine:
     def run(
         self, request: RunRequest, *, cancelled: CancelCheck = never_cancelled
     ) -> Generator[str, None, RunResult]:
-        """Answer one prompt: yield pieces of text as they become certain, return the result.
+        """Answer one prompt: yield text as it becomes final, return the result.
 
-        An answer that is ``cancelled`` ends where it is. What it needed is not kept then.
+        A cancelled answer ends at once, and its KV is not kept.
 
         Raises:
-            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+            ExpertError: for any problem with the request, the experts, the base or the budget.
         """
-        with self.open_context(request) as lent:
-            plan, prompt = lent.prepared.planned.result.plan, lent.prepared.prompt
+        with self.open_context(request) as context:
+            plan, prompt = context.prepared.planned.result.plan, context.prepared.prompt
             trace = GenerationTrace() if request.trace else None
-            generated = yield from lent.loaded.generate(prompt, plan, cancelled, trace=trace)
-            memory = self._measure_memory()
-        form = check_answer(generated, lent.prepared.planned, request.route.prompt)
-        outcome = ResultBuilder(request, lent, generated, form, memory, trace=trace)
+            generated = yield from context.loaded.generate(prompt, plan, cancelled, trace=trace)
+            memory = MemoryUsage.from_budget(self.budget)
+        form = check_answer(generated, context.prepared.planned, request.route.prompt)
+        outcome = ResultBuilder(request, context, generated, form, memory, trace=trace)
         return outcome.record_result(self._planner.catalogue, notes=self.take_notes)
 
     @contextmanager
     def open_context(self, request: RunRequest) -> Iterator[GenerationContext]:
-        """Borrow all that the answer to a request needs: all of `run` but the generation.
+        """Load all that the answer to a request needs; `run` adds only the generation.
 
         Raises:
-            UsageError: while another answer is not at its end.
-            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+            UsageError: while another answer is in progress.
+            ExpertError: for any problem with the request, the experts, the base or the budget.
         """
         clock = StageTimer()
         with ExitStack() as stack:
@@ -133,7 +138,7 @@ class LocalEngine:
             stack.enter_context(self._claim_turn())
             stack.enter_context(self._registration.mark_answering())
             stack.enter_context(self._report_notes_on_error())
-            stack.enter_context(_translate_device_errors(self._device))
+            stack.enter_context(translate_device_errors())
             self.tiers.begin_request()
             loads, moved = self.tiers.traffic[Tier.RAM].loads, self._resources.bytes_moved
             files = self._open_files(request, stack)
@@ -142,8 +147,8 @@ class LocalEngine:
             stack.enter_context(record_failures(planned, self._planner.catalogue))
             prepared = self._prepare(request, planned, files)
             stack.enter_context(hint_minimum_memory(prepared))
-            seat = stack.enter_context(self._acquire_lease(request, prepared, files))
-            if seat.queued:
+            lease = stack.enter_context(self._acquire_lease(request, prepared, files))
+            if lease.queued:
                 clock.end_stage("queue")
             files = self._load_files(request, prepared.planned, files, stack)
             count = choose_thread_count(prepared.base.weight_bytes)
@@ -154,65 +159,65 @@ class LocalEngine:
             )
             stack.callback(
                 self._resources.habits.save, interval=HABIT_SECONDS
-            )  # when all is at rest
+            )  # runs when everything else is released
             ready = stack.enter_context(borrowed)
-            seat.resize(self.budget.used)
-            self._publish_holdings(prepared)
+            lease.resize(self.budget.used)
+            refs = tuple(expert.ref for expert in planned.result.plan.experts)
+            self._registration.publish(base=prepared.base.stored.name, experts=refs)
             clock.end_stage("load")
             routed = ready.routed
             loads = self.tiers.traffic[Tier.RAM].loads - loads
             moved = self._resources.bytes_moved.subtract(moved)
-            moved = replace(moved, ssd=moved.ssd + _count_file_bytes(files))
+            moved = moved.add_file_bytes(_count_file_bytes(files))
             yield GenerationContext(prepared, ready, loads, moved, count, clock, routed)
 
     def plan(self, request: RunRequest) -> PlannedPrompt:
-        """Return the plan that a request would have; nothing but its files is read.
+        """Return the plan for a request; only files that it names are read.
 
         Raises:
-            ExpertError: whatever is wrong with the request or the experts.
+            ExpertError: for any problem with the request or the experts.
         """
         return plan_request(self._session, request, self._read_outlines(request))
 
     def forget(self, cache_key: str) -> None:
-        """Drop what was kept for the next request of this key."""
+        """Drop what was kept for the next request with this key."""
         doubtful, self._needs_check = self._needs_check, True
         self._resources.forget(cache_key)
         self._needs_check = doubtful
 
     def close(self) -> None:
-        """Let go of everything in memory; the engine can be used again.
+        """Free everything in memory; the engine can be used again.
 
         Raises:
-            UsageError: while an answer is not at its end; nothing is let go of then.
+            UsageError: while an answer is in progress; nothing is freed then.
         """
         with self._claim_turn():
             self._resources.close()
             self._registration.close()
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what could not be kept on the disk; a result has it among its warnings."""
+        """Return, once, warnings about data that could not be saved; a result includes them."""
         return self._resources.take_notes()
 
     @property
     def tiers(self) -> AdapterCache:
-        """Which experts and plans are in memory."""
+        """The experts and plans in memory."""
         return self._resources.tiers
 
     def check_integrity(self) -> None:
-        """Assert what holds between runs."""
+        """Assert the invariants that hold between runs."""
         self._resources.check_integrity()
 
     @contextmanager
     def _claim_turn(self) -> Iterator[None]:
-        """Refuse to begin an answer before another one is at its end, in whatever thread."""
+        """Allow one answer at a time, from any thread."""
         answer = object()
         try:
             with self._turn:
                 if self._current_answer is not None:
                     raise UsageError(
-                        "this engine is in the middle of another answer",
-                        hint="take the answer to its end or close it, or have one engine for each "
-                        "thread",
+                        "this engine is generating another answer",
+                        hint="finish or close that answer, or use one engine for each thread",
                     )
                 self._current_answer = answer
             if self._needs_check and not self._resources.is_consistent:
@@ -226,12 +231,12 @@ class LocalEngine:
 
     @contextmanager
     def _report_notes_on_error(self) -> Iterator[None]:
-        """If the run fails, tell what could not be kept, for then no result tells it."""
+        """If the run fails, report data that could not be saved, since no result does."""
         try:
             yield
         except Exception:
-            for told in self.take_notes():
-                self._tell(f"{WARNING_PREFIX}{told}")
+            for note in self.take_notes():
+                self._tell(f"{WARNING_PREFIX}{note}")
             raise
 
     def _create_resources(self) -> ResourceManager:
@@ -249,18 +254,18 @@ class LocalEngine:
         if request.route.device != self._device:
             raise UsageError(
                 f"this engine computes on {self._device}, not on {request.route.device}",
-                hint="make an engine for that device",
+                hint="create an engine for that device",
             )
 
     def _reset(self) -> None:
-        """Let go of what can be found, and have another ledger and owners that hold nothing."""
+        """Free what can be found; start again with a new budget and new, empty owners."""
         with suppress(AssertionError, KeyError, ValueError, RuntimeError):  # of a device, too
             self._resources.close()
         self.budget = self._registration.budget = MemoryBudget(self.budget.limit)
         self._resources = self._create_resources()
 
     def _open_files(self, request: RunRequest, stack: ExitStack) -> Files:
-        """Read the files that a request names, or outlines where loading may have to wait."""
+        """Read the files that a request names, or only outlines where loading may have to wait."""
         if request.on_budget == "refuse":
             return self._read_files(list_expert_files(request), stack)
         return self._read_outlines(request)
@@ -281,18 +286,18 @@ class LocalEngine:
     def _prepare(
         self, request: RunRequest, planned: PlannedPrompt, files: Files
     ) -> PreparedRequest:
-        """Prepare a run; where slots of routed experts leave too little for it, with fewer slots.
+        """Prepare a run; use fewer routed-expert slots where they leave too little memory for it.
 
-        Later runs keep as few slots, else each would read the base anew. Where even the fewest
-        leave too little, there are as many as before.
+        Later runs keep the reduced number, otherwise each would reload the base. Where even the
+        fewest slots leave too little, the number does not change.
         """
         planner, limit = self._planner, self.budget.limit
         prepared = self._prepare_with_headroom(request, planned, files, headroom=self._headroom)
-        beside = find_missing_headroom(planner, prepared, files, limit=limit)
-        if beside > self._headroom:
-            fewer = self._prepare_with_headroom(request, planned, files, headroom=beside)
+        missing = find_missing_headroom(planner, prepared, files, limit=limit)
+        if missing > self._headroom:
+            fewer = self._prepare_with_headroom(request, planned, files, headroom=missing)
             if not find_missing_headroom(planner, fewer, files, limit=limit):
-                self._headroom, prepared = beside, fewer
+                self._headroom, prepared = missing, fewer
         if request.on_budget == "fewer":
             return prepare_with_fewer_experts(
                 prepared.base, planner, request, planned, files, limit=limit
@@ -302,21 +307,21 @@ class LocalEngine:
     def _prepare_with_headroom(
         self, request: RunRequest, planned: PlannedPrompt, files: Files, *, headroom: int
     ) -> PreparedRequest:
-        return prepare_request(
+        base = open_planned_base(
             self._planner,
             request,
             planned,
-            files,
             torch_below=self._torch_below,
             memory_limit=self.budget.limit,
             headroom=headroom,
             habits=self._resources.habits,
         )
+        return prepare_for_base(base, self._planner, request, planned, files)
 
     def _acquire_lease(
         self, request: RunRequest, prepared: PreparedRequest, files: Files
     ) -> AbstractContextManager[MemoryLease]:
-        """Take a place among the runs of this home, waiting for it when that is asked for."""
+        """Reserve memory among the runs of this home; wait for it if the request says so."""
         if request.on_budget != "queue":
             return self._admission.acquire(sum(need.size for need in list_base_needs(prepared)))
         limit = self.budget.limit
@@ -324,14 +329,14 @@ class LocalEngine:
         return self._admission.wait_in_queue(size, limit=limit, tell=self._tell)
 
     def _pause(self) -> None:
-        """Let some time pass in the queue, unless the answer is not wanted any more."""
+        """Wait for a moment in the queue, unless the answer was cancelled."""
         self._progress(0)
         sleep_before_retry()
 
     def _load_files(
         self, request: RunRequest, planned: PlannedPrompt, files: Files, stack: ExitStack
     ) -> Files:
-        """Bring the files of which there are outlines into memory, as far as they are needed."""
+        """Load those outlined files into memory that the plan uses."""
         if request.on_budget == "refuse":
             return files
         used = {expert.digest for expert in planned.experts}
@@ -342,26 +347,8 @@ class LocalEngine:
                 raise DigestError(f"{path} changed while it was read", hint="run it again")
         return now
 
-    def _publish_holdings(self, prepared: PreparedRequest) -> None:
-        """Let `doctor --memory` know."""
-        refs = (expert.ref for expert in prepared.planned.result.plan.experts)
-        self._registration.publish(base=prepared.base.stored.name, experts=tuple(refs))
-
-    def _measure_memory(self) -> MemoryUsage:
-        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
-        return MemoryUsage(self.budget.limit, self.budget.peak, held)
-
-
-def _translate_device_errors(device: DeviceName) -> AbstractContextManager[None]:
-    """Give an error of a device that is full its way out."""
-    if device == "cpu":
-        return nullcontext()
-    from expertctl.engine.devices import translate_device_errors
-
-    return translate_device_errors()
-
 
 def _count_file_bytes(files: Files) -> int:
-    """Return how many bytes of packages were read that are used from their files."""
+    """Return the bytes read from packages that are used as files."""
     experts = files.values()
     return sum(file.size for expert in experts for file in expert.files.digests.values())

@@ -1,14 +1,13 @@
-"""Compiles the kernels of a base before anybody waits for an answer: a few tokens are generated.
+"""Work without a waiting client: kernel compilation in advance, and batched evaluation answers.
 
-Kernels are kept below ``EXPERT_HOME`` for all later processes (docs/adr/0013). They are compiled
-for a base alone, and for each set of adapter kinds that is installed for it; those of a run first,
-then those of the batch engine, which a server uses.
+Kernels are kept below ``EXPERT_HOME`` for all later processes (docs/adr/0013). A few generated
+tokens compile them for a base alone, and for each set of adapter kinds installed for it; first
+those of a run, then those of the serving engine.
 
-Answers to the prompts of an evaluation: one at a time, or several at once in the batch engine.
-
-Both give the same answers: a text of the batch has the bits that it has alone (docs/adr/0019). The
-batch is used for bases that kernels run and that have no routed experts; torch would compute its
-rows one after the other.
+Prompts of an evaluation are answered one at a time, or several at once in the serving engine. Both
+give the same answers: a sequence in a batch has the same bits as alone (docs/adr/0019). The batch
+is used for bases that kernels run and that have no routed experts; torch would compute its rows one
+after the other.
 """
 
 import tempfile
@@ -45,6 +44,13 @@ _PROMPT = "Sort these numbers in ascending order, then say which one is the larg
 _TOKENS = 3
 
 
+@contextmanager
+def without_usage_history(planner: Planner) -> Iterator[Planner]:
+    """Yield the planner with a temporary usage history."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
+
+
 def compile_ahead(
     planner: Planner,
     base: StoredBase,
@@ -56,13 +62,12 @@ def compile_ahead(
 ) -> bool:
     """Run and serve a base with the numeric settings of a request; return whether kernels run it.
 
-    It is not remembered as a use of anything.
+    Nothing is recorded as usage.
 
     Raises:
         ExpertError: as a run does.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        unseen = replace(planner, catalogue=Catalogue(Path(folder) / "index.db"))
+    with without_usage_history(planner) as unseen:
         engine = LocalEngine(unseen, budget=budget, progress=progress, tell=notify)
         try:
             result = _run_once(engine, base, request, ())
@@ -79,10 +84,7 @@ def compile_ahead(
 def _start_server_engine(
     planner: Planner, base: StoredBase, request: RouteRequest, *, budget: int | None, notify: Notify
 ) -> None:
-    """Start the batch engine as a server does, which compiles its kernels, and end it.
-
-    Its news are those of a server and not told here; its warnings are.
-    """
+    """Start and stop the serving engine, which compiles its kernels; pass on only warnings."""
     settings = EngineConfig(
         base=base.name,
         budget=budget,
@@ -120,33 +122,27 @@ def _run_once(
     wishes = SamplingOverrides(greedy=True, max_tokens=_TOKENS)
     route = replace(request, prompt=_PROMPT, base_alone=not experts, sampling=wishes)
     message = UserMessage(prompt=_PROMPT)
-    pieces = engine.run(RunRequest(message=message, route=route, experts=experts, base=base.name))
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            result: RunResult = end.value
-            return result
+    request_once = RunRequest(message=message, route=route, experts=experts, base=base.name)
+    return _finish_run(engine.run(request_once), ignore_progress)
 
 
 BATCH_SIZE = 16
-"""How many prompts are answered at a time."""
+"""Number of prompts answered at a time."""
 MIN_BATCH_PROMPTS = 8
-"""Fewer prompts are answered one at a time: a batch compiles kernels of its own."""
+"""Fewer prompts are answered one at a time: a batch compiles its own kernels."""
 _POLL_SECONDS = 1.0
 
 AnswerRequests = Callable[[Sequence[RunRequest]], Iterator[tuple[int, RunResult]]]
-"""Answers requests; yields the number of each with its result, in any order.
+"""Answers requests; yields the index of each with its result, in any order.
 
-Raises whatever a run may raise. The number of the request at fault is `FailedAnswer.number`.
-"""
+Raises `AnswerError` with the index of the request that failed."""
 
 
-class AnswerError(Exception):  # noqa: N818  # it carries the error that callers raise
-    """Says which request failed, and its error."""
+class AnswerError(Exception):
+    """Carries the index of the request that failed, and its error."""
 
     def __init__(self, number: int, error: Exception) -> None:
-        """Keep both."""
+        """Store both."""
         super().__init__(number, error)
         self.number, self.error = number, error
 
@@ -154,7 +150,7 @@ class AnswerError(Exception):  # noqa: N818  # it carries the error that callers
 def can_batch(
     base: StoredBase, request: RunRequest, *, prompts: int, torch_below: int = TORCH_MAX_BYTES
 ) -> bool:
-    """Tell whether so many requests like this one are worth a batch, and give the same there."""
+    """Return whether so many requests like this one benefit from a batch, with the same results."""
     route = request.route
     if prompts < MIN_BATCH_PROMPTS or route.moe_miss != "exact":
         return False
@@ -167,7 +163,7 @@ def can_batch(
 def answer_sequentially(
     engine: LocalEngine, *, progress: Progress = ignore_progress
 ) -> AnswerRequests:
-    """Return what answers requests one after the other; ``progress`` gets 0 at pieces of text."""
+    """Return a function that answers requests in turn; ``progress`` gets 0 at pieces of text."""
 
     def answers(requests: Sequence[RunRequest]) -> Iterator[tuple[int, RunResult]]:
         for number, request in enumerate(requests):
@@ -192,13 +188,13 @@ def open_batch_answering(
     progress: Progress = ignore_progress,
     torch_below: int = TORCH_MAX_BYTES,
 ) -> Iterator[AnswerRequests]:
-    """Lend what answers several requests like this one at once, on a base that stays in memory.
+    """Yield a function that answers several requests like this one at once, on a resident base.
 
-    The requests may name the files that this one names. ``progress`` gets 0 at pieces of text.
+    The requests may name only files that this one names. ``progress`` gets 0 at pieces of text.
 
     Raises:
         BudgetError: when base and files do not fit with the buffers of so many rows.
-        ExpertError: whatever is wrong with the files.
+        ExpertError: for any problem with the files.
     """
     route = request.route
     settings = EngineConfig(
@@ -254,7 +250,7 @@ def _answer_batched(
 def _wait_for_event(
     events: SimpleQueue[tuple[int, JobEvent]], engine: ServingEngine
 ) -> tuple[int, JobEvent]:
-    """Wait for an event; an engine that broke sends none."""
+    """Wait for an event; a failed engine sends none."""
     while True:
         try:
             return events.get(timeout=_POLL_SECONDS)
@@ -264,7 +260,7 @@ def _wait_for_event(
 
 
 def _finish_run(pieces: Generator[str, None, RunResult], progress: Progress) -> RunResult:
-    """Let a run come to its end."""
+    """Run a generation to its end."""
     while True:
         try:
             next(pieces)

@@ -1,7 +1,7 @@
-"""From a request to its plan, its tokens and what they cost: all that precedes loading.
+"""From a request to its plan, its tokens and their memory: everything before loading.
 
-A request may ask for fewer experts where not all fit into memory, or to be queued behind other
-runs. Both are decided here, from the outlines of the experts, before a weight is read.
+A request may ask to drop experts that do not fit into memory, or to wait for other runs. Both are
+decided here, from the outlines of the experts, before any weight is read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ Files = Mapping[Path, LocalExpert]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that may be loaded: what answers it, on which base, and what is to be read."""
+    """A request ready to be loaded: its plan, its base, and its prompt as tokens."""
 
     planned: PlannedPrompt
     base: OpenBase | CompatBase
@@ -63,27 +63,27 @@ class PreparedRequest:
 
     @property
     def numerics(self) -> Numerics:
-        """What computes it, and in what."""
-        wish = self.load_config
+        """The backend and data types that compute it."""
+        config = self.load_config
         backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
-        return Numerics(backend, wish.dtype, wish.adapter_dtype, wish.deterministic)
+        return Numerics(backend, config.dtype, config.adapter_dtype, config.deterministic)
 
     def buffer_bytes(self, *, width: int = 0, rows: int = 1) -> int:
-        """What a pass needs besides weights and cache, with a compiled plan so wide."""
+        """Bytes of a pass besides weights and cache, for a compiled plan of this width."""
         if isinstance(self.base, OpenBase):
             return self.base.buffer_bytes(self.prompt.capacity, width=width, rows=rows)
         return self.base.buffer_bytes(self.prompt.capacity)
 
     @property
     def compile_spec(self) -> CompileSpec:
-        """What its plan is compiled for by our own engine."""
+        """Target for which our own engine compiles the plan."""
         assert isinstance(self.base, OpenBase), "transformers compiles no plan"
         return self.base.backend.compile_spec
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes that a run takes."""
+    """Bytes that a run needs for one purpose."""
 
     purpose: Purpose
     size: int
@@ -91,7 +91,7 @@ class MemoryNeed:
 
 
 def list_expert_files(request: RunRequest) -> list[Path]:
-    """Return the files that a request names, each once."""
+    """Return the files that a request names, without duplicates."""
     return list(dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert)))
 
 
@@ -99,7 +99,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
     """Plan a request.
 
     Raises:
-        ExpertError: whatever is wrong with the request or the experts.
+        ExpertError: for any problem with the request or the experts.
     """
     force = tuple(_force_expert(expert, files) for expert in request.experts)
     offered = [
@@ -111,7 +111,7 @@ def plan_request(session: PlanningSession, request: RunRequest, files: Files) ->
         return _plan(session, request, routed, offered)
     if request.on_budget != "refuse":
         raise UsageError(
-            f"--engine transformers does not know --on-budget {request.on_budget}",
+            f"--engine transformers does not support --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
     chosen = bool(force) or request.saved is not None
@@ -129,42 +129,13 @@ def _plan(
     if request.saved is not None:
         if request.on_budget == "fewer":
             raise UsageError(
-                "a saved plan is repeated with all its experts, never with fewer",
+                "a saved plan always runs with all its experts",
                 hint="leave out --on-budget fewer, or --plan",
             )
         return session.planner.replay(request.saved.plan, routed, base=request.base)
     if request.before is not None and not routed.force:
         return plan_follow_up(session, routed, request.before, base=request.base, files=offered)
     return session.plan_cached(routed, base=request.base, files=offered)
-
-
-def prepare_request(
-    planner: Planner,
-    request: RunRequest,
-    planned: PlannedPrompt,
-    files: Files,
-    *,
-    torch_below: int = TORCH_MAX_BYTES,
-    memory_limit: int | None = None,
-    headroom: int = 0,
-    habits: ExpertUsageStore | None = None,
-) -> PreparedRequest:
-    """Open the base of a plan and fit the conversation into its context.
-
-    Raises:
-        BaseMismatchError: when the base is not what was added.
-        UsageError: when the conversation does not fit.
-    """
-    base = open_planned_base(
-        planner,
-        request,
-        planned,
-        torch_below=torch_below,
-        memory_limit=memory_limit,
-        headroom=headroom,
-        habits=habits,
-    )
-    return prepare_for_base(base, planner, request, planned, files)
 
 
 def prepare_with_fewer_experts(
@@ -177,7 +148,7 @@ def prepare_with_fewer_experts(
     limit: int,
     rows: int = 1,
 ) -> PreparedRequest:
-    """Prepare a plan without the experts that do not fit, in a batch of so many rows.
+    """Prepare a plan without the experts that do not fit, in a batch of ``rows`` rows.
 
     Raises as `prepare_for_base` does.
     """
@@ -192,7 +163,7 @@ def prepare_with_fewer_experts(
         else:
             return prepared
         if not planned.experts:
-            return prepared  # the base alone is too much: loading it is refused in the usual words
+            return prepared  # the base alone is too large: loading it raises the usual error
         planned, gone = drop_lowest_scoring(planned, request.route, reason=why)
         dropped += gone
 
@@ -200,7 +171,7 @@ def prepare_with_fewer_experts(
 def list_base_needs(
     prepared: PreparedRequest, *, width: int = 0, rows: int = 1
 ) -> list[MemoryNeed]:
-    """Return what a run takes for certain; of its experts only how wide their plan is counts."""
+    """Return the certain needs of a run; of its experts only the width of their plan counts."""
     base, tokens = prepared.base, prepared.prompt.capacity
     buffers = prepared.buffer_bytes(width=width, rows=rows)
     return [
@@ -213,24 +184,21 @@ def list_base_needs(
 def list_needs(
     planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
 ) -> list[MemoryNeed]:
-    """Return all that a run takes at most, to the byte, alone in a batch of so many rows.
+    """Return the maximum needs of a run, to the byte, alone in a batch of ``rows`` rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
     """
-    experts, outlines = (
-        prepared.planned.result.plan.experts,
-        _read_outlines(planner, prepared, files),
-    )
+    experts = prepared.planned.result.plan.experts
+    outlines = _read_outlines(planner, prepared, files)
     chain = [(o, expert.weight) for o, expert in zip(outlines, experts, strict=True)]
     try:
         plan = estimate_plan_memory(chain, prepared.compile_spec)
     except (InvalidPackageError, OSError):
-        plan = MemoryEstimate()  # a file is damaged or gone: loading it, by its digest, says so
+        plan = MemoryEstimate()  # a file is damaged or missing; loading it reports that
     names = ", ".join(expert.ref for expert in experts)
-    here = (
-        [] if prepared.load_config.device == "cuda" else outlines
-    )  # else they lie in another memory
+    # on CUDA the experts are in another memory
+    here = [] if prepared.load_config.device == "cuda" else outlines
     return [
         *list_base_needs(prepared, width=plan.width, rows=rows),
         *(MemoryNeed("experts", source.nbytes, source.manifest.ref) for source in here),
@@ -241,11 +209,7 @@ def list_needs(
 def find_missing_headroom(
     planner: Planner, prepared: PreparedRequest, files: Files, *, limit: int
 ) -> int:
-    """Return what a run takes besides its base, if slots of routed experts leave less; else 0.
-
-    Raises:
-        IncompatibleError: when an expert does not fit the base.
-    """
+    """Return the bytes of a run without its base if routed-expert slots leave less; else 0."""
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
@@ -256,20 +220,16 @@ def find_missing_headroom(
 def count_bytes_without_base(
     planner: Planner, prepared: PreparedRequest, files: Files, *, rows: int = 1
 ) -> int:
-    """Return what a run takes besides its base, alone in a batch of so many rows.
-
-    Raises:
-        IncompatibleError: when an expert does not fit the base.
-    """
+    """Return the bytes of a run without its base; arguments and errors as `list_needs`."""
     wanted = list_needs(planner, prepared, files, rows=rows)
     return sum(need.size for need in wanted if need.purpose != "base")
 
 
 def check_budget(required: Iterable[MemoryNeed], limit: int) -> int:
-    """Return the sum of what is needed, which fits into a limit.
+    """Return the sum of the needs, which fits into the limit.
 
     Raises:
-        BudgetError: naming the first thing that does not.
+        BudgetError: naming the first need that does not fit.
     """
     ledger = MemoryBudget(limit)
     for need in required:
@@ -279,7 +239,7 @@ def check_budget(required: Iterable[MemoryNeed], limit: int) -> int:
 
 @contextmanager
 def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
-    """Add to the way out of a refusal which command says what a base of routed experts needs."""
+    """Add to a budget error of a base with routed experts the command that shows its needs."""
     try:
         yield
     except BudgetError as error:
@@ -290,7 +250,7 @@ def hint_minimum_memory(prepared: PreparedRequest) -> Iterator[None]:
             and prepared.load_config.device == "cpu"
         ):
             name = base.stored.name
-            error.hint += f"; `expertctl base plan {name}` says what a usual text takes"
+            error.hint += f"; `expertctl base plan {name}` shows the memory of a typical request"
         raise
 
 
@@ -319,25 +279,23 @@ def open_planned_base(
     rows: int = 1,
     habits: ExpertUsageStore | None = None,
 ) -> OpenBase | CompatBase:
-    """Check the files of the base, every byte of them when that was asked for.
+    """Check the files of the base, every byte of them if the request says so, and open it.
 
-    Routed experts that do not fit into ``room`` bytes, where a batch of ``rows`` texts or a run of
-    ``beside`` bytes has room, too, stay on the disk; its ``habits`` say which come first.
+    Routed experts stay on the disk if they do not fit into ``memory_limit`` bytes together with a
+    batch of ``rows`` sequences, or with ``headroom`` bytes for a run; ``habits`` say which experts
+    are loaded first.
 
     Raises:
-        BaseMismatchError: when the base is not what was added.
+        BaseMismatchError: when the base differs from the registered one.
     """
-    bases, rehash, wish = (
-        planner.bases,
-        request.verify_base,
-        _build_load_config(request, planned.base),
-    )
+    bases, rehash = planner.bases, request.verify_base
+    load_config = _build_load_config(request, planned.base)
     if request.route.engine == "transformers":
-        return open_compat_base(bases, planned.base, dtype=wish.dtype, rehash=rehash)
-    wish = replace(wish, memory_limit=memory_limit, headroom=headroom, rows=rows)
+        return open_compat_base(bases, planned.base, dtype=load_config.dtype, rehash=rehash)
+    load_config = replace(load_config, memory_limit=memory_limit, headroom=headroom, rows=rows)
     if habits is not None:
-        wish = replace(wish, choose_warmup=partial(habits.plan_warmup, planned.base))
-    base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
+        load_config = replace(load_config, choose_warmup=partial(habits.plan_warmup, planned.base))
+    base = open_base(bases, planned.base, load_config, rehash=rehash, torch_below=torch_below)
     if habits is not None and base.config.experts is None:
         habits.note_dense_base(planned.base)
     return base
@@ -357,14 +315,14 @@ def prepare_for_base(
     """
     template = choose_template(planned, _make_reader(planner, files))
     prompt = _fit_prompt(request, base, planned, template)
-    wish = _build_load_config(request, planned.base)
-    told = (*planned.warnings, *_warn_moe_miss(base, wish))
-    planned = replace(planned, result=replace(planned.result, warnings=told))
-    return PreparedRequest(planned, base, template, prompt, wish)
+    load_config = _build_load_config(request, planned.base)
+    warnings = (*planned.warnings, *_warn_moe_miss(base, load_config))
+    planned = replace(planned, result=replace(planned.result, warnings=warnings))
+    return PreparedRequest(planned, base, template, prompt, load_config)
 
 
 def _warn_moe_miss(base: OpenBase | CompatBase, load_config: LoadConfig) -> tuple[str, ...]:
-    """Say where there is nothing to leave out; transformers refuses to be asked for that."""
+    """Warn where ``--moe-miss`` has no effect; with transformers it is an error instead."""
     if load_config.moe_miss == "exact" or not isinstance(base, OpenBase) or base.config.experts:
         return ()
     return (describe_unused_option(base.stored.name, "--moe-miss"),)
@@ -386,7 +344,7 @@ def _force_expert(expert: NamedExpert, files: Files) -> ForcedExpert:
 
 
 def _make_reader(planner: Planner, files: Files) -> Callable[[InstalledExpert, str], bytes]:
-    """Read small files of experts, from memory or from the store."""
+    """Return a reader of small expert files, from memory or from the store."""
     in_memory = {file.source.content_digest: file.files for file in files.values()}
 
     def read(expert: InstalledExpert, path: str) -> bytes:
@@ -426,6 +384,6 @@ def _fit_prompt(
 
 
 def _count_virtual_tokens(planned: PlannedPrompt) -> int:
-    """Count the rows of soft prompts; an expert of weight 0 is left out."""
+    """Count the rows of soft prompts; experts of weight 0 are not used."""
     pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
     return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)

@@ -1,4 +1,4 @@
-"""What a caller asks the engine: a message, experts from the store or from files, and limits."""
+"""Input of the engine: a message, experts from the store or from files, and limits."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _WEIGHED = re.compile(rf"(?P<path>.*?){_WEIGHT}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class FileExpert:
-    """An expert that the user names by its ``.expert`` file, and its weight."""
+    """An expert named by its ``.expert`` file, and its weight."""
 
     path: Path
     weight: float = 1.0
@@ -27,20 +27,20 @@ class FileExpert:
 
 NamedExpert = ForcedExpert | FileExpert
 OnBudget = Literal["refuse", "fewer", "queue"]
-"""What is done when a plan does not fit: refuse it, drop experts, or wait for other runs."""
+"""What happens when a plan does not fit: refuse it, drop experts, or wait for other runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """One prompt to be answered.
+    """A request to answer one prompt.
 
-    ``route`` says what is wanted of the plan, with nothing forced; ``experts`` are forced, in
-    order, from the store or from files. A ``saved`` plan says all that itself.
+    ``route`` holds the routing options without forced experts; ``experts`` are forced, in order,
+    from the store or from files. A ``saved`` plan replaces both.
 
-    In a conversation ``history`` stands before the message, and the experts of the plan ``before``
-    answer again when routing finds none. What is computed for it is kept for the next request of
-    the same ``cache_key``. A conversation that does not end with a user's turn is given whole, as
-    ``turns``: it is read instead, and the message is only what it is routed by.
+    In a conversation ``history`` precedes the message, and the experts of the plan ``before``
+    answer again when routing finds none. KV is kept for the next request with the same
+    ``cache_key``. A conversation that does not end with a user's turn is passed whole, as
+    ``turns``: the model reads it, and the message is used only for routing.
     """
 
     message: UserMessage
@@ -53,22 +53,22 @@ class RunRequest:
     history: tuple[ConversationMessage, ...] = ()
     turns: tuple[ConversationMessage, ...] = ()
     variables: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What the chat template is given besides: ``tools``, say."""
+    """Additional variables of the chat template, such as ``tools``."""
     chat_end: ChatEnd = "new_turn"
     """Whether the answer is a new turn, or continues the last message."""
     raw: RawPrompt | None = None
-    """The prompt where no chat template reads it; the message is only what it is routed by."""
+    """The prompt, where no chat template is applied; the message is used only for routing."""
     context_size: int | None = None
-    """How many tokens prompt and answer may have together; never more than the base reads."""
+    """Maximum number of tokens of prompt and answer; limited by the context of the base."""
     before: Plan | None = None
     cache_key: str | None = None
     on_budget: OnBudget = "refuse"
     trace: bool = False
-    """Whether the time of each layer and the allocations of tokens are wanted, too."""
+    """Whether to record the time of each layer and the allocations of each token."""
 
     @property
     def messages(self) -> tuple[ConversationMessage, ...]:
-        """The conversation, up to the message that is to be answered.
+        """The conversation, up to the message to answer.
 
         Raises:
             UsageError: when the message is empty, too long or not text.
@@ -77,7 +77,7 @@ class RunRequest:
 
 
 def parse_expert(text: str) -> NamedExpert:
-    """Read ``REF[:weight]``, ``sha256:<hex>[:weight]`` or ``FILE[:weight]``.
+    """Parse ``REF[:weight]``, ``sha256:<hex>[:weight]`` or ``FILE[:weight]``.
 
     Raises:
         UsageError: when it is none of them.

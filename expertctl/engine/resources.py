@@ -1,7 +1,7 @@
-"""What is in memory for runs: one base, the tiers of experts, the keys and values of texts.
+"""What is in memory for runs: one base, the adapter cache, and the KV of sequences.
 
-What a run is certain to need is reserved before anything is read. Its experts are read while the
-base is, into what room is left, and its plan comes last.
+The certain needs of a run are reserved before anything is read. Its experts are prefetched into the
+remaining memory while the base is read, and its plan comes last.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -57,17 +57,17 @@ class LoadedModel:
 
     @property
     def reused(self) -> int:
-        """How many tokens of the prompt were read before."""
+        """Number of prompt tokens whose KV was reused."""
         return self.kv.reused
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of the base."""
+        """Warnings for the user about the base."""
         return (*self.base.warnings, *self.model.warnings)
 
     @property
     def routed(self) -> RoutedExpertStats | None:
-        """What became of its routed experts so far; None where it has none."""
+        """Routed-expert statistics so far; None where the base has no such experts."""
         return self.model.routed
 
     def generate(
@@ -78,7 +78,7 @@ class LoadedModel:
         *,
         trace: GenerationTrace | None = None,
     ) -> Generator[str, None, GenerationOutput]:
-        """Yield pieces of text as they become certain; return the whole at the end."""
+        """Yield text as it becomes final; return the complete output at the end."""
         tokenizer, most = self.base.tokenizer, prompt.max_tokens
         reading = self.model.start_session(
             self.kv.cache, self.plan, progress=stop_when_cancelled(cancelled)
@@ -109,12 +109,12 @@ class ResourceManager:
         cached_kv_limit: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Begin with nothing in memory; ``ram`` is the budget of experts where it is another one.
+        """Start with nothing in memory; ``ram`` is the budget of experts, where it is separate.
 
-        ``check`` is called before each kernel is compiled; what it raises ends that.
-
-        ``moe`` says how routed experts begin where not all of them fit. ``kept_kv`` is the most
-        bytes that keys and values take between requests; None: what nothing else needs.
+        ``check`` is called before each kernel is compiled; an exception that it raises ends the
+        compilation. ``warmup`` configures routed experts where not all of them fit.
+        ``cached_kv_limit`` limits the bytes of KV kept between requests; None: all memory that
+        nothing else needs.
         """
         self.habits = ExpertUsageStore(planner.bases, warmup)
         self.tiers = AdapterCache(ram=ram or budget, device=budget)
@@ -133,10 +133,10 @@ class ResourceManager:
     def load_for(
         self, prepared: PreparedRequest, files: Files, *, cache_key: str | None, threads: int
     ) -> Iterator[LoadedModel | CompatLoadedModel]:
-        """Borrow all that a generation needs, bringing what is absent.
+        """Borrow all that a generation needs, loading what is missing.
 
         Raises:
-            ExpertError: whatever is wrong with the experts, the base or the budget.
+            ExpertError: for any problem with the experts, the base or the budget.
         """
         with ExitStack() as stack:
             if isinstance(prepared.base, CompatBase):
@@ -146,50 +146,50 @@ class ResourceManager:
                 yield self._load_native(base, prepared, files, cache_key, threads, stack)
 
     def forget(self, cache_key: str) -> None:
-        """Drop what was kept for the next request of this key."""
-        for keeper in self._kv_stores.values():
-            keeper.forget(cache_key)
+        """Drop what was kept for the next request with this key."""
+        for kv_store in self._kv_stores.values():
+            kv_store.forget(cache_key)
 
     def close(self) -> None:
-        """Let go of everything: of what others may need again, last."""
+        """Free everything; what others may depend on is freed last."""
         self.habits.stop_observing()
         self._base_slot.unload()
         self.tiers.clear()
-        for keeper in self._kv_stores.values():
-            keeper.clear()
+        for kv_store in self._kv_stores.values():
+            kv_store.clear()
 
     @property
     def bytes_moved(self) -> BytesRead:
-        """What came from files so far, and what was made of it to compute with."""
+        """Bytes read from files so far, and bytes moved from RAM to the compute tier."""
         traffic = self.tiers.traffic
         ssd = traffic[Tier.RAM].nbytes + self._base_slot.read_bytes
         return BytesRead(ssd=ssd, ram=traffic[Tier.DEVICE].nbytes)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what could not be kept on the disk."""
+        """Return, once, warnings about data that could not be saved."""
         copies = self._copies.take_notes() if self._copies else ()
         return (*self._derived.take_notes(), *copies, *self.habits.take_notes())
 
     def check_integrity(self) -> None:
-        """Assert what holds between runs: what the ledger says is there, and nothing is lent."""
+        """Assert that the budget matches what is in memory, and that nothing is in use."""
         self.tiers.check_integrity()
         self.tiers.check_idle()
         self._base_slot.check_integrity()
         self._prefetch.check_integrity()
-        for keeper in self._kv_stores.values():
-            keeper.check_integrity()
-            keeper.check_idle()
+        for kv_store in self._kv_stores.values():
+            kv_store.check_integrity()
+            kv_store.check_idle()
         assert self._budget.reserved_bytes("kv") == sum(
-            keeper.nbytes for keeper in self._kv_stores.values()
+            kv_store.nbytes for kv_store in self._kv_stores.values()
         )
         assert self._budget.reserved_bytes("base") == self._base_slot.nbytes
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the next run may build on this; False where nothing is asserted."""
+        """Whether the next run may reuse this state; False where assertions are disabled."""
         try:
             self.check_integrity()
-        except (AssertionError, KeyError, RuntimeError):  # of a device, too
+        except (AssertionError, KeyError, RuntimeError):  # RuntimeError: of a device
             return False
         return __debug__
 
@@ -202,7 +202,7 @@ class ResourceManager:
         threads: int,
         stack: ExitStack,
     ) -> LoadedModel:
-        """Bring everything into memory; what is certain to be needed is reserved first."""
+        """Load everything into memory; the certain needs are reserved first."""
         self._base_slot.reserve(base)
         wanted = build_kv_request(base, prepared, cache_key)
         kv = stack.enter_context(self.get_kv_store(base.backend).allocate(wanted))
@@ -210,7 +210,7 @@ class ResourceManager:
         self._reserve_buffers(certain, prepared, stack)
         model, plan = self._load_base_and_plan(base, prepared.planned, files, threads, stack)
         self._reserve_buffers(prepared.buffer_bytes(width=plan.width) - certain, prepared, stack)
-        stack.callback(model.free_buffers)  # before the bytes of the buffers are given back
+        stack.callback(model.free_buffers)  # before the reservation of the buffers is released
         model.prepare(
             kv.cache, plan, tokens=wanted.virtual_tokens + len(wanted.ids) - kv.cache.length
         )
@@ -221,7 +221,7 @@ class ResourceManager:
         stack.enter_context(self.tiers.reserve_during(Tier.DEVICE, "buffers", size, what=what))
 
     def get_kv_store(self, backend: Backend) -> KVCacheStore:
-        """Return the owner of keys and values of the kind that the models of a backend read."""
+        """Return the KV store for the layout that the models of a backend read."""
         if backend.kv_layout not in self._kv_stores:
             self._kv_stores[backend.kv_layout] = backend.create_kv_store(
                 self.tiers, kept_limit=self._cached_kv_limit
@@ -229,9 +229,7 @@ class ResourceManager:
         return self._kv_stores[backend.kv_layout]
 
     def _build_load_context(self, base: OpenBase, threads: int) -> LoadContext:
-        if (
-            not self._base_slot.is_loaded
-        ):  # a loaded base reads its own; `take_notes` asks them, too
+        if not self._base_slot.is_loaded:  # a loaded base keeps its copies for `take_notes`
             self._copies = open_quantised_cache(self._planner.bases, base.stored, notify=self._tell)
         return LoadContext(
             directory=base.stored.path,
@@ -244,25 +242,23 @@ class ResourceManager:
         )
 
     def load_base(self, base: OpenBase, *, threads: int) -> RunnableModel:
-        """Have a base in memory, in the place of any other, and return it.
+        """Load a base in place of any other, and return its model.
 
         Raises:
             BudgetError: when it does not fit.
-            InvalidPackageError: when its tensors are not those of its configuration.
+            InvalidPackageError: when its tensors do not match its configuration.
         """
         self._base_slot.reserve(base)
-        return self._base_slot.load(
-            self._build_load_context(base, threads), progress=self._progress
-        )
+        return self._load_base(base, threads)
 
     @contextmanager
     def load_plan(
         self, base: OpenBase, model: RunnableModel, planned: PlannedPrompt, files: Files
     ) -> Iterator[CompiledPlan]:
-        """Borrow what the experts of a plan are compiled to, bringing what is absent.
+        """Borrow the compiled plan of some experts, loading what is missing.
 
         Raises:
-            ExpertError: whatever is wrong with the experts or the budget.
+            ExpertError: for any problem with the experts or the budget.
         """
         with ExitStack() as stack:
             with self._open_chain(planned, files) as chain:
@@ -272,14 +268,16 @@ class ResourceManager:
     def _load_base_and_plan(
         self, base: OpenBase, planned: PlannedPrompt, files: Files, threads: int, stack: ExitStack
     ) -> tuple[RunnableModel, CompiledPlan]:
-        """Bring the base, its experts meanwhile, and what is compiled of both."""
+        """Load the base, prefetch its experts meanwhile, and compile their plan."""
         identity = planned.result.plan.identity
         with self._open_chain(planned, files) as chain, self._prefetch_experts(chain, identity):
-            model = self._base_slot.load(
-                self._build_load_context(base, threads), progress=self._progress
-            )
+            model = self._load_base(base, threads)
             plan = self._compile_plan(base, model, planned, chain)
             return model, stack.enter_context(plan)
+
+    def _load_base(self, base: OpenBase, threads: int) -> RunnableModel:
+        context = self._build_load_context(base, threads)
+        return self._base_slot.load(context, progress=self._progress)
 
     def _compile_plan(
         self,
@@ -297,9 +295,9 @@ class ResourceManager:
     def _prefetch_experts(
         self, chain: Sequence[tuple[ExpertSource, float]], identity: Digest
     ) -> Iterator[None]:
-        """Have experts read while the base is read, until they are pinned or it all failed.
+        """Read experts while the base is read, until they are pinned or loading failed.
 
-        Reading them ends before their files are given back.
+        Reading ends before the files of the experts are released.
         """
         if self._base_slot.is_loaded:
             yield
@@ -314,7 +312,7 @@ class ResourceManager:
     def _load_compat(
         self, base: CompatBase, prepared: PreparedRequest, files: Files, stack: ExitStack
     ) -> CompatLoadedModel:
-        """Let go of the base of our own engine, then bring this one and its expert, if any."""
+        """Free the base of our own engine, then load this one and its expert, if any."""
         self._base_slot.unload()
         tokens = prepared.prompt.capacity
         with self._open_chain(prepared.planned, files) as chain:
@@ -326,7 +324,7 @@ class ResourceManager:
     def _open_chain(
         self, planned: PlannedPrompt, files: Files
     ) -> Iterator[list[tuple[ExpertSource, float]]]:
-        """Offer the experts of a plan with their weights; what is installed stays meanwhile."""
+        """Yield the experts of a plan with their weights; installed ones are leased meanwhile."""
         plan, store = planned.result.plan, self._planner.store
         from_files = {file.source.content_digest: file.source for file in files.values()}
         sources = [
@@ -345,7 +343,7 @@ def _build_target(base: OpenBase, model: RunnableModel, derived: DerivedData) ->
 
 
 def build_kv_request(base: OpenBase, prepared: PreparedRequest, cache_key: str | None) -> KVRequest:
-    """Return the room that an answer needs, with the key of earlier texts that may begin it."""
+    """Return the KV request of an answer, with the key of sequences that may share its prefix."""
     prompt = prepared.prompt
     return KVRequest(
         cache_key=cache_key,

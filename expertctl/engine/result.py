@@ -1,19 +1,18 @@
-"""A generation that is looked at more closely, on request: time by layer, allocations by token.
+"""The result of a run, the document of ``run --json`` (``schemas/run.schema.json``).
 
-Steps alternate: in one the layers are timed, in the next the allocations are counted, for counting
-slows Python down. The text that comes out is the same.
-
-What a run came to: the document of ``run --json`` (``schemas/run.schema.json``).
+A traced generation also records the time of each layer and the allocations of each token. Its
+decode steps alternate: one times the layers, the next counts the allocations, because counting
+slows Python down. The text is the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Literal, Self
 
 from expertctl.engine.generation import DecodeSession, GenerationOutput
-from expertctl.engine.memory.budget import Purpose
+from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, Purpose
 from expertctl.engine.model.backends import BackendName
 from expertctl.engine.model.decoder import DecodeResult, LayerTimer, PrefillResult
 from expertctl.engine.moe.stats import RoutedExpertStats
@@ -21,12 +20,12 @@ from expertctl.routing.planner import DroppedExpert, PlannedPrompt
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 LayerTiming = Callable[[LayerTimer], AbstractContextManager[None]]
-"""Has a model add the time of what it does meanwhile."""
+"""Makes a model add the time of its layers to a timer inside a ``with`` block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAllocations:
-    """What one decode step allocated."""
+    """Allocations made by one decode step."""
 
     python_bytes: int
     compiled_arrays: int
@@ -35,7 +34,7 @@ class StepAllocations:
 
 @dataclass(slots=True)
 class GenerationTrace:
-    """What was seen of one generation."""
+    """Measurements of one generation."""
 
     prefill: LayerTimer = field(default_factory=LayerTimer)
     decode: LayerTimer = field(default_factory=LayerTimer)
@@ -63,7 +62,7 @@ class GenerationTrace:
 
 @dataclass(frozen=True, slots=True)
 class TracedSession:
-    """A model in the middle of one text, looked at."""
+    """A session whose layers are timed and whose allocations are counted."""
 
     session: DecodeSession
     timing: LayerTiming
@@ -84,7 +83,7 @@ class TracedSession:
         return result
 
     def _decode_counting(self, token: int) -> DecodeResult:
-        from expertctl.engine.allocations import count_allocations  # it brings numba
+        from expertctl.engine.allocations import count_allocations  # imports numba
 
         with count_allocations() as found:
             result = self.session.decode(token)
@@ -95,11 +94,17 @@ class TracedSession:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes by purpose at the end of a run, beside the limit and the most that was held."""
+    """Reserved bytes by purpose at the end of a run, with the limit and the peak."""
 
     budget: int
     peak: int
     held: Mapping[Purpose, int]
+
+    @classmethod
+    def from_budget(cls, budget: MemoryBudget) -> Self:
+        """Return what a budget reserves now."""
+        held = {purpose: budget.reserved_bytes(purpose) for purpose in PURPOSES}
+        return cls(budget.limit, budget.peak, held)
 
     def to_json(self) -> JsonObject:
         """Return the ``memory`` object."""
@@ -112,7 +117,7 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What computed, and in what: all on which the last bits of the numbers depend."""
+    """The backend and data types: all settings on which the last bits of numbers depend."""
 
     backend: BackendName | Literal["transformers"]
     dtype: str
@@ -126,17 +131,17 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True)
 class BytesRead:
-    """What a run moved up: from files into memory, and from there to what is computed with."""
+    """Bytes read from files into memory, and bytes moved from there to the compute tier."""
 
     ssd: int = 0
     ram: int = 0
 
     def subtract(self, before: "BytesRead") -> "BytesRead":
-        """Return what was added to what was known before."""
+        """Return the difference from an earlier count."""
         return BytesRead(self.ssd - before.ssd, self.ram - before.ram)
 
     def add_file_bytes(self, size: int) -> "BytesRead":
-        """Return the same, with so many bytes of files more."""
+        """Return a copy with ``size`` more bytes read from files."""
         return BytesRead(self.ssd + size, self.ram)
 
     def to_json(self) -> JsonObject:
@@ -146,7 +151,7 @@ class BytesRead:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One stretch of a step, in seconds of `time.perf_counter`."""
+    """One interval of a stage, in seconds of `time.perf_counter`."""
 
     step: str
     began: float
@@ -154,20 +159,20 @@ class StageSpan:
 
     @property
     def ms(self) -> float:
-        """How long it took."""
+        """Duration in milliseconds."""
         return (self.ended - self.began) * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """One finished run."""
+    """The result of one finished run."""
 
     job_id: str
     planned: PlannedPrompt
     dropped: tuple[DroppedExpert, ...]
     generated: GenerationOutput
     validation_passed: bool | None
-    """Whether the answer has the form that was called for; None where none was."""
+    """Whether the answer has the requested format; None where none was requested."""
     prompt_tokens: int
     timings_ms: Mapping[str, float]
     memory: MemoryUsage
@@ -178,11 +183,11 @@ class RunResult:
     warnings: tuple[str, ...]
     bytes_read: BytesRead = BytesRead()
     stage_spans: tuple[StageSpan, ...] = ()
-    """When the steps besides prefill and decode went on; what `timings_ms` adds up."""
+    """Intervals of the stages other than prefill and decode; `timings_ms` has their sums."""
     moe: RoutedExpertStats | None = None
-    """What became of routed experts; of all that a server answers at the same time."""
+    """Routed-expert statistics; on a server, of all requests answered at the same time."""
     trace: GenerationTrace | None = None
-    """Time by layer and allocations by token, where they were asked for."""
+    """Time by layer and allocations by token, where requested."""
 
     def to_json(self) -> JsonObject:
         """Return the document."""

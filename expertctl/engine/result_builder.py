@@ -1,10 +1,7 @@
-"""What one answer is made with, how long its steps take, and what a person should know of it.
+"""Build the result of an answer: its context, stage timings, warnings and usage record.
 
-What the history of the home remembers of a run: which experts, how long, in what form.
-
-Neither prompt nor answer is given to it. A failure to write is reported and never fatal.
-
-`Outcome`: a result that is remembered, with all that a person should know of it.
+The usage history records the experts of a run, its timings and the format check, never the prompt
+or the answer. A failure to write it is reported as a warning and is never fatal.
 """
 
 import time
@@ -45,24 +42,24 @@ from expertctl.store.run_record import (
 )
 
 POST_STAGE = "post"
-"""The step behind the generation."""
+"""The stage after the generation."""
 
 
 class StageTimer:
-    """Milliseconds since the request came, and of its steps."""
+    """Times the stages of a request in milliseconds."""
 
     def __init__(self) -> None:
-        """Begin."""
+        """Start the clock."""
         self._begun = self._last = time.perf_counter()
         self._laps: list[StageSpan] = []
 
     @property
     def spans(self) -> tuple[StageSpan, ...]:
-        """When steps went on, in order; one repeated without a break has one lap."""
+        """Intervals of the stages, in order; adjacent ones of the same stage are merged."""
         return tuple(self._laps)
 
     def end_stage(self, name: str) -> None:
-        """End a step; its time counts since the last one ended."""
+        """End a stage, which started when the previous one ended."""
         began, now = self._last, time.perf_counter()
         if self._laps and (self._laps[-1].step, self._laps[-1].ended) == (name, began):
             began = self._laps.pop().began
@@ -70,11 +67,11 @@ class StageTimer:
         self._last = now
 
     def restart_stage(self) -> None:
-        """Let the next step begin now: the time in between is reported by itself."""
+        """Start the next stage now; the time before it is reported separately."""
         self._last = time.perf_counter()
 
     def compute_timings(self, generated: GenerationOutput) -> dict[str, float]:
-        """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
+        """Return ``timings_ms``; ``ttft`` is the time from the request to the first token."""
         took: dict[str, float] = {}
         for lap in self._laps:
             took[lap.step] = took.get(lap.step, 0.0) + lap.ms
@@ -90,57 +87,36 @@ class StageTimer:
 
 @dataclass(frozen=True, slots=True)
 class GenerationContext:
-    """What one answer is made with, for as long as it is lent."""
+    """All that one answer is generated with, while its resources are borrowed."""
 
     prepared: PreparedRequest
     loaded: LoadedModel | CompatLoadedModel
     loads: int
-    """How many experts were read for it."""
+    """Number of experts that were read for it."""
     bytes_moved: BytesRead
     threads: int
     clock: StageTimer
     routed_before: RoutedExpertStats | None = None
-    """What had become of routed experts before it."""
+    """Routed-expert statistics before this request."""
     routed_after: RoutedExpertStats | None = None
-    """What had become of them when it ended, where others may be answered before that is told."""
+    """Routed-expert statistics at the end of this request; later requests may already have changed
+    the live counters."""
 
     @property
     def moe(self) -> RoutedExpertStats | None:
-        """What became of routed experts until it ended, or now; None where the base has none."""
+        """Routed-expert statistics of this request; None where the base has no such experts."""
         now = self.loaded.routed if self.routed_after is None else self.routed_after
         return now if now is None or self.routed_before is None else now.since(self.routed_before)
 
     @property
     def bytes_read(self) -> BytesRead:
-        """What was moved for it, with the routed experts that were read while it was computed."""
+        """Bytes moved for this request, including routed experts read during the generation."""
         moe = self.moe
-        return (
-            self.bytes_moved
-            if moe is None
-            else self.bytes_moved.add_file_bytes(moe.activity.read_bytes)
-        )
-
-
-def collect_warnings(
-    request: RunRequest, context: GenerationContext, generated: GenerationOutput, form: FormatCheck
-) -> tuple[str, ...]:
-    """Return what a person should know of the plan, the prompt, the base and the answer."""
-    prepared, planned = context.prepared, context.prepared.planned
-    return (
-        *planned.warnings,
-        *(one.warning for one in prepared.dropped),
-        *_explain_base_only(planned, request),
-        *_warn_threads_differ(request, context),
-        *request.message.warnings,
-        *prepared.template.warnings,
-        *form.warnings,
-        *context.loaded.warnings,
-        *_warn_context(prepared, generated),
-    )
+        return self.bytes_moved.add_file_bytes(0 if moe is None else moe.activity.read_bytes)
 
 
 def _warn_threads_differ(request: RunRequest, context: GenerationContext) -> tuple[str, ...]:
-    """Say that torch's numbers depend on how many threads it has; those of kernels do not."""
+    """Warn where torch's results depend on the thread count; those of kernels do not."""
     saved = request.saved.threads if request.saved else None
     if saved in {None, context.threads} or context.prepared.numerics.backend in {"packed", "cuda"}:
         return ()
@@ -149,28 +125,28 @@ def _warn_threads_differ(request: RunRequest, context: GenerationContext) -> tup
 
 
 def _warn_context(prepared: PreparedRequest, generated: GenerationOutput) -> tuple[str, ...]:
-    """What of the prompt was not read, and whether the answer ended for want of room."""
+    """Return the prompt's warnings, and one if the full context ended the answer."""
     prompt, wanted = prepared.prompt, prepared.planned.result.plan.params.max_tokens
     is_full = 0 < prompt.max_tokens < wanted
     if generated.finish_reason != "length" or not is_full:
         return prompt.warnings
-    full = f"the answer ended where the context of {prompt.capacity} tokens is full"
+    full = f"the answer ended because the context of {prompt.capacity} tokens is full"
     return (*prompt.warnings, full)
 
 
 def _explain_base_only(planned: PlannedPrompt, request: RunRequest) -> tuple[str, ...]:
-    """Why the base answers alone although that was not asked for."""
+    """Explain why the base answers alone although that was not requested."""
     asked = request.route.base_alone or request.saved is not None
     return () if asked or planned.result.plan.experts else planned.result.notes
 
 
 _EXPERT_ERRORS = (DigestError, IncompatibleError, InvalidPackageError)
-"""Errors that may be the fault of an expert: of the one that the message names."""
+"""Errors that an expert may have caused: the one that the message names."""
 
 
 @contextmanager
 def record_failures(planned: PlannedPrompt, catalogue: Catalogue) -> Iterator[None]:
-    """Remember that a run ended with an error; a call that was wrong never became one."""
+    """Record a run that ends with an error, except for usage errors."""
     try:
         yield
     except ExpertError as error:
@@ -179,13 +155,13 @@ def record_failures(planned: PlannedPrompt, catalogue: Catalogue) -> Iterator[No
 
 
 def record_failure(planned: PlannedPrompt, catalogue: Catalogue, error: ExpertError) -> None:
-    """Remember that a run ended with an error, unless the call was wrong."""
+    """Record that a run ended with an error, except for usage errors."""
     if not isinstance(error, UsageError):
         catalogue.history.record_run(_build_failed_job(planned, error))
 
 
 def check_answer(generated: GenerationOutput, planned: PlannedPrompt, prompt: str) -> FormatCheck:
-    """Check the form of an answer that was not stopped; its end may be missing."""
+    """Check the format of an answer that was not cancelled; its end may be missing."""
     if generated.finish_reason in {"cancelled", "timeout"}:
         return FormatCheck(None)
     experts = [expert.manifest for expert in planned.experts]
@@ -193,54 +169,8 @@ def check_answer(generated: GenerationOutput, planned: PlannedPrompt, prompt: st
     return ignore_truncation(found, finish_reason=generated.finish_reason)
 
 
-def record_run(
-    catalogue: Catalogue,
-    planned: PlannedPrompt,
-    generated: GenerationOutput,
-    *,
-    job_id: str,
-    form: FormatCheck,
-    prompt_tokens: int,
-    timings_ms: Mapping[str, float],
-    figures: RunFigures | None = None,
-) -> tuple[str, ...]:
-    """Remember a run; return what could not be written, as notes."""
-    known = len(catalogue.notes)
-    catalogue.history.record_run(
-        RunRecord(
-            job_id=job_id,
-            at=time.time(),
-            task=planned.result.features.task,
-            base=planned.base.name,
-            experts=_list_used_experts(planned),
-            finish_reason=generated.finish_reason,
-            validation=_validate_form(form),
-            prompt_tokens=prompt_tokens,
-            generated_tokens=len(generated.tokens),
-            times=_build_job_times(timings_ms),
-            figures=figures,
-        )
-    )
-    return tuple(catalogue.notes[known:])
-
-
-def build_figures(
-    generated: GenerationOutput, *, kv_reused_tokens: int, threads: int, bytes_read: BytesRead
-) -> RunFigures:
-    """Return what is remembered of how a run went."""
-    return RunFigures(
-        prefill_ms=generated.prefill_ms,
-        prefill_tokens=generated.prefill_tokens,
-        kv_reused_tokens=kv_reused_tokens,
-        decode_steps=generated.decode_steps,
-        threads=threads,
-        ssd_bytes=bytes_read.ssd,
-        ram_bytes=bytes_read.ram,
-    )
-
-
 def _build_failed_job(planned: PlannedPrompt, error: ExpertError) -> RunRecord:
-    """Return a run that failed: with the experts that the error names, if any is to blame."""
+    """Return the record of a failed run, with the experts that the error names, if any."""
     may_be_theirs = isinstance(error, _EXPERT_ERRORS)
     named = tuple(
         e for e in _list_used_experts(planned) if may_be_theirs and e.ref in error.message
@@ -266,13 +196,9 @@ def _validate_form(form: FormatCheck) -> ValidationResult | None:
     return "passed" if form.passed else "failed"
 
 
-def _build_job_times(timings_ms: Mapping[str, float]) -> RunTimes:
-    return RunTimes(**{name: timings_ms.get(name) for name in RunTimes.__dataclass_fields__})
-
-
 @dataclass(frozen=True, slots=True)
 class ResultBuilder:
-    """One answer, what it was made with, and whether it has the form that was called for."""
+    """One answer with its context, and the check of its format."""
 
     request: RunRequest
     context: GenerationContext
@@ -285,32 +211,41 @@ class ResultBuilder:
     def record_result(
         self, catalogue: Catalogue, *, notes: Callable[[], tuple[str, ...]] = tuple
     ) -> RunResult:
-        """Write it into the history and return it; ``notes`` are what else was not kept."""
-        lent, generated = self.context, self.generated
-        prepared, timings_ms = lent.prepared, lent.clock.compute_timings(generated)
-        figures = build_figures(
-            generated,
-            kv_reused_tokens=lent.loaded.reused,
-            threads=lent.threads,
-            bytes_read=lent.bytes_read,
+        """Record the run and return its result; ``notes`` returns further data-saving warnings."""
+        context, generated, planned = self.context, self.generated, self.context.prepared.planned
+        timings_ms, bytes_read = context.clock.compute_timings(generated), context.bytes_read
+        known = len(catalogue.notes)
+        catalogue.history.record_run(
+            RunRecord(
+                job_id=self.job_id,
+                at=time.time(),
+                task=planned.result.features.task,
+                base=planned.base.name,
+                experts=_list_used_experts(planned),
+                finish_reason=generated.finish_reason,
+                validation=_validate_form(self.form),
+                prompt_tokens=len(context.prepared.prompt.ids),
+                generated_tokens=len(generated.tokens),
+                times=RunTimes(**{n: timings_ms.get(n) for n in RunTimes.__dataclass_fields__}),
+                figures=RunFigures(
+                    prefill_ms=generated.prefill_ms,
+                    prefill_tokens=generated.prefill_tokens,
+                    kv_reused_tokens=context.loaded.reused,
+                    decode_steps=generated.decode_steps,
+                    threads=context.threads,
+                    ssd_bytes=bytes_read.ssd,
+                    ram_bytes=bytes_read.ram,
+                ),
+            )
         )
-        unsaved = record_run(
-            catalogue,
-            prepared.planned,
-            generated,
-            job_id=self.job_id,
-            form=self.form,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=timings_ms,
-            figures=figures,
-        )
-        return self.build_result(timings_ms, extra_warnings=(*unsaved, *notes()))
+        warnings = (*catalogue.notes[known:], *notes())
+        return self.build_result(timings_ms, extra_warnings=warnings)
 
     def build_result(
         self, timings_ms: Mapping[str, float], *, extra_warnings: tuple[str, ...] = ()
     ) -> RunResult:
-        """Return it; ``told`` are warnings besides those of the answer itself."""
-        lent, generated, prepared = self.context, self.generated, self.context.prepared
+        """Return the result; ``extra_warnings`` come after those of the answer itself."""
+        context, generated, prepared = self.context, self.generated, self.context.prepared
         return RunResult(
             job_id=self.job_id,
             planned=prepared.planned,
@@ -320,13 +255,24 @@ class ResultBuilder:
             prompt_tokens=len(prepared.prompt.ids),
             timings_ms=timings_ms,
             memory=self.memory,
-            experts_loaded=lent.loads,
-            kv_reused_tokens=lent.loaded.reused,
+            experts_loaded=context.loads,
+            kv_reused_tokens=context.loaded.reused,
             numerics=prepared.numerics,
-            threads=lent.threads,
-            warnings=(*collect_warnings(self.request, lent, generated, self.form), *extra_warnings),
-            bytes_read=lent.bytes_read,
-            stage_spans=lent.clock.spans,
+            threads=context.threads,
+            warnings=(
+                *prepared.planned.warnings,
+                *(one.warning for one in prepared.dropped),
+                *_explain_base_only(prepared.planned, self.request),
+                *_warn_threads_differ(self.request, context),
+                *self.request.message.warnings,
+                *prepared.template.warnings,
+                *self.form.warnings,
+                *context.loaded.warnings,
+                *_warn_context(prepared, generated),
+                *extra_warnings,
+            ),
+            bytes_read=context.bytes_read,
+            stage_spans=context.clock.spans,
             trace=self.trace,
-            moe=lent.moe,
+            moe=context.moe,
         )

@@ -1,10 +1,10 @@
-"""One token drawn from scores, in a fixed order.
+"""Sample one token from logits, in a fixed order of steps.
 
-Constraint mask, repetition, presence and frequency penalty, temperature, top-k, softmax, top-p,
+The steps are: mask, repetition, presence and frequency penalty, temperature, top-k, softmax, top-p,
 min-p, draw. Penalties count generated tokens only, the repetition penalty only the last
-`REPETITION_WINDOW` of them; greedy takes the best score after them. Each step is a function of its
-own on float32 arrays. The draw inverts the cumulative distribution in order of token ids with
-numbers from Philox, whose bits are the same on every platform.
+`REPETITION_WINDOW` of them; greedy decoding takes the best score after the penalties. Each step is
+a separate function on float32 arrays. The draw inverts the cumulative distribution in order of
+token ids, with numbers from Philox, whose bits are the same on every platform.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,10 +23,10 @@ TokenCounts = Mapping[int, int]
 """How often each token was generated."""
 
 REPETITION_WINDOW = 64
-"""How many of the last tokens the repetition penalty looks at: over a whole answer it forbids the
-commonest words, and lists and stories drift into symbols."""
+"""Number of recent tokens that the repetition penalty covers: over a whole answer it would forbid
+the commonest words, and lists and stories would drift into symbols."""
 _ARRAYS = 12
-"""How many arrays of scores are alive at once where all are alike, some of them in 64 bits."""
+"""Arrays of scores alive at once in the worst case (all scores alike), some of them in 64 bits."""
 _MAX_SEED = 2**64 - 1
 _MANTISSA_BITS = 23
 """Of a float32."""
@@ -36,10 +36,10 @@ class UniformGenerator:
     """Uniform numbers in [0, 1) from a seed; one owner per generation."""
 
     def __init__(self, seed: int) -> None:
-        """Begin the sequence of a seed.
+        """Start the sequence of a seed.
 
         Raises:
-            UsageError: for a seed that is no unsigned 64-bit number.
+            UsageError: for a seed that is not an unsigned 64-bit integer.
         """
         if not 0 <= seed <= _MAX_SEED:
             raise UsageError(f"seed {seed} is out of range", hint="it must be 0 to 2^64-1")
@@ -59,7 +59,7 @@ def sample_token(
     recent: Collection[int] = (),
     allowed: Mask | None = None,
 ) -> int:
-    """Return the next token; ``recent`` are those that the repetition penalty looks at.
+    """Return the next token; ``recent`` are the tokens that the repetition penalty covers.
 
     Raises:
         IncompatibleError: when the scores are not numbers or no token is allowed.
@@ -68,12 +68,12 @@ def sample_token(
     scores = apply_repetition_penalty(scores, recent, params.repetition_penalty)
     scores = apply_penalties(scores, counts, params)
     if params.is_greedy:
-        return int(scores.argmax())  # of equal scores the lowest id
+        return int(scores.argmax())  # the lowest id among equal scores
     return draw_token(compute_probabilities(scores, params), generator.draw_uniform())
 
 
 def estimate_sample_bytes(vocabulary: int) -> int:
-    """Return how many bytes `sample` needs for so many tokens, at most."""
+    """Estimate the maximum bytes that `sample_token` needs for a vocabulary."""
     return _ARRAYS * vocabulary * np.dtype(np.float32).itemsize
 
 
@@ -85,20 +85,20 @@ def compute_probabilities(scores: Scores, params: SamplingParams) -> Scores:
 
 
 def apply_allowed_mask(scores: Scores, allowed: Mask | None) -> Scores:
-    """Rule out what is not allowed.
+    """Set the scores of tokens that are not allowed to minus infinity.
 
     Raises:
-        IncompatibleError: when nothing is left.
+        IncompatibleError: when no token is left.
     """
     if allowed is not None:
         scores = np.where(allowed, scores, _get_lowest_score())
     if scores.max() == -np.inf:
-        raise IncompatibleError("no token is allowed to come next")
+        raise IncompatibleError("no token is allowed at this position")
     return scores
 
 
 def apply_repetition_penalty(scores: Scores, recent: Collection[int], penalty: float) -> Scores:
-    """Make recent tokens less likely by a factor, however often each of them came."""
+    """Reduce the scores of recent tokens by a factor, however often each occurred."""
     if not recent or penalty == 1.0:
         return scores
     ids = np.unique(np.fromiter(recent, dtype=np.int64, count=len(recent)))
@@ -109,7 +109,7 @@ def apply_repetition_penalty(scores: Scores, recent: Collection[int], penalty: f
 
 
 def apply_penalties(scores: Scores, counts: TokenCounts, params: SamplingParams) -> Scores:
-    """Make generated tokens less likely by their presence and by their number."""
+    """Reduce the scores of generated tokens by the presence and frequency penalties."""
     if not counts or not (params.presence_penalty or params.frequency_penalty):
         return scores
     ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
@@ -128,7 +128,7 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 
 def apply_top_k(scores: Scores, top_k: int) -> Scores:
-    """Rule out what is below the k-th best score; what equals it stays."""
+    """Remove scores below the k-th best one; ties stay."""
     if top_k <= 0 or top_k >= len(scores):
         return scores
     threshold = np.partition(scores, -top_k)[-top_k]
@@ -143,17 +143,17 @@ def softmax(scores: Scores) -> Scores:
 
 
 def apply_top_p(chances: Scores, top_p: float) -> Scores:
-    """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids.
+    """Keep the smallest set of likeliest tokens that reaches ``top_p``; ties by lowest id.
 
-    Only a few are sorted: those about as likely as the last one that is kept.
+    Only tokens about as likely as the last one kept are sorted.
     """
     if top_p >= 1.0:
         return chances
     likely = _select_top_p_candidates(chances, top_p)
     about = _quantise_likelihoods(likely)
-    sums = np.bincount(about, weights=likely)[::-1].cumsum()[::-1]  # of a step and those above
+    sums = np.bincount(about, weights=likely)[::-1].cumsum()[::-1]  # of a step and those above it
     if sums[0] < top_p:
-        return chances  # rounded chances may sum to a little less than 1
+        return chances  # rounded probabilities may sum to a little less than 1
     step = int(np.searchsorted(-sums, -top_p, side="right")) - 1
     above = sums[step + 1] if step + 1 < len(sums) else 0.0
     near = np.sort(likely[about == step])[::-1]
@@ -167,24 +167,24 @@ def apply_top_p(chances: Scores, top_p: float) -> Scores:
 
 
 def _select_top_p_candidates(chances: Scores, top_p: float) -> Scores:
-    """Return the chances that reach ``top_p`` before any other is needed.
+    """Return a subset of the probabilities that suffices to reach ``top_p``.
 
-    All that are left out sum to less than what ``top_p`` leaves.
+    The tokens left out sum to less than ``1 - top_p``.
     """
     likely = chances[chances >= (1.0 - top_p) / len(chances)]
     return likely if likely.sum(dtype=np.float64) >= top_p else chances
 
 
 def _quantise_likelihoods(chances: Scores) -> Any:
-    """Return how likely each is, in eighths of a power of two: the larger, the likelier.
+    """Return each likelihood in eighths of a power of two: larger means likelier.
 
-    The bits of floats that are not negative are in the order of the floats.
+    The bits of non-negative floats sort like the floats.
     """
     return chances.view(np.uint32) >> np.uint32(_MANTISSA_BITS - 3)
 
 
 def apply_min_p(chances: Scores, min_p: float) -> Scores:
-    """Keep what is at least ``min_p`` times as likely as the likeliest."""
+    """Keep tokens at least ``min_p`` times as likely as the likeliest one."""
     if min_p <= 0.0:
         return chances
     return np.where(chances >= np.float32(min_p) * chances.max(), chances, np.float32(0))

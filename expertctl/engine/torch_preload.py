@@ -1,8 +1,8 @@
-"""Torch's library, mapped by a thread while Python imports other modules.
+"""Map torch's shared libraries in a thread while Python imports other modules.
 
-Mapping it (moving pointers, registering operators) is a seventh of ``import torch`` and needs no
-Python, but an import holds Python's lock all the time. A call by ctypes lets go of it. The loader
-of the system has a lock too: a thread that maps another library meanwhile waits.
+Mapping them (relocating pointers, registering operators) is a seventh of ``import torch`` and needs
+no Python, but an import holds the GIL throughout. A call through ctypes releases it. The system
+loader has a lock too: a thread that maps another library meanwhile waits.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 LIBRARIES = {"libtorch_global_deps.so": "RTLD_GLOBAL", "libtorch_cpu.so": "RTLD_LOCAL"}
-"""In the order and in the way in which torch maps them; they know nothing of Python."""
+"""In torch's order and with its flags; these libraries do not use Python."""
 IMPORT_FIRST = (
     "cryptography.hazmat.bindings._rust",
     "mmap",
@@ -22,13 +22,14 @@ IMPORT_FIRST = (
     "sqlite3",
     "tokenizers",
 )
-"""Modules with libraries of their own that a run imports before torch: later it would wait."""
+"""Modules with shared libraries that a run imports before torch; later their import would wait."""
 
 
 def preload_torch() -> None:
-    """Begin to map what ``import torch`` then finds mapped; do nothing unless it is as on Linux.
+    """Start mapping the libraries that ``import torch`` needs; do nothing except on Linux layouts.
 
-    Only when torch is certain to be imported next: until it is mapped, the process does not end.
+    Call it only when torch will certainly be imported: the process cannot exit before the mapping
+    ends.
     """
     paths = _find_libraries()
     if "torch" in sys.modules or not paths:
@@ -39,7 +40,7 @@ def preload_torch() -> None:
 
 
 def _find_libraries() -> list[Path]:
-    """Return where torch's libraries are; nothing where one of them is not."""
+    """Return the paths of torch's libraries; an empty list where one is missing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return []
@@ -48,8 +49,8 @@ def _find_libraries() -> list[Path]:
 
 
 def _map_libraries(paths: list[Path]) -> None:
-    """Map them; what cannot be is left to ``import torch``, which says why."""
-    dlopen = ctypes.CDLL(None).dlopen  # ctypes.CDLL itself would hold Python's lock
+    """Map the libraries; failures are left to ``import torch``, which reports them."""
+    dlopen = ctypes.CDLL(None).dlopen  # ctypes.CDLL itself would hold the GIL
     dlopen.restype = ctypes.c_void_p
     for path in paths:
         dlopen(os.fsencode(path), os.RTLD_NOW | getattr(os, LIBRARIES[path.name]))

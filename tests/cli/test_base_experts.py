@@ -278,7 +278,7 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     size = format_size(plan["planned_bytes"])
     said = expertctl(*run[:-1], "int8", "--memory-budget", "5MB", exit_code=7).err
     assert f"the base moe: {size} needed" in said
-    assert "; `expertctl base plan moe` says what a usual text takes" in said
+    assert "; `expertctl base plan moe` shows the memory of a typical request" in said
     for memory, fits in ((least - 1, False), (least, True), (typed[1], True), (2 * least, True)):
         plan = expertctl("base", "plan", "moe", "--memory", memory, "--json").document
         assert plan["fits"] is fits

@@ -52,7 +52,7 @@ def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
     rows = [line.split(",")[0] for line in lines if ", " in line and line[0] in "mawr"]
     assert {"memory", "arithmetic", "write", "read 4"} <= set(rows)
     assert max(map(len, lines)) <= 80
-    assert "small enough to stay in the caches" in said.err
+    assert "fit into the caches" in said.err
     assert not (home / "bases").exists()
     assert not (home / "store").exists()
 
@@ -157,7 +157,7 @@ def test_what_the_machine_cannot_hold_now_is_refused_before_anything_is_drawn(
     words = ("--shape", "llama-3.1-8b", "--memory-budget", "64GB", *QUICK)
     err = expertctl("bench", *words, exit_code=7).err
     assert "a base like llama-3.1-8b in bf16: 16." in err
-    assert "only 9.0 GB of this machine's memory are unused" in err
+    assert "only 9.0 GB of this machine's memory is unused" in err
     assert "hint: end other programs, or choose a smaller --shape, or --dtype int8 or int4" in err
 
 

@@ -182,7 +182,7 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
         ("/exit now", 2, "'now' is too much here"),
         ("/quit now", 2, "'now' is too much here"),
         ("/quitting", 2, "/quitting is no command"),
-        ("y" * 600, 2, "the base reads 512"),
+        ("y" * 600, 2, "the context of the base is 512"),
     ],
 )
 def test_what_goes_wrong_is_said_and_the_chat_goes_on(

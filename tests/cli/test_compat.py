@@ -46,7 +46,7 @@ def test_the_whole_way_gives_a_text_and_says_what_made_it(
     document = said.document
     assert [expert["ref"] for expert in document["plan"]["experts"]] == ["acme/sorting@1.0.0"]
     assert document["plan"]["base"] == "gpt2"
-    assert document["warnings"][0].startswith("transformers and PEFT made the text: slowly")
+    assert document["warnings"][0].startswith("transformers and PEFT generated the text, slowly")
     assert "is an estimate" in said.err
     shown = expertctl("run", PROMPT, "--expert", "acme/sorting", *QUIET)
     assert shown.out.rstrip("\n") == document["text"].rstrip("\n")

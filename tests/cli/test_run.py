@@ -521,7 +521,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--deterministic"], None, 4, "head_dim is 8"),
         (["p", "--dtype", "int8", "--engine", "transformers"], None, 2, "does not know --dtype"),
         (["p", "--memory-budget", "much"], None, 2, "not a size"),
-        (["y" * 2000], None, 2, "the base reads 512"),
+        (["y" * 2000], None, 2, "the context of the base is 512"),
     ],
     ids=lambda value: str(value)[:40],
 )

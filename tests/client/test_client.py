@@ -97,7 +97,7 @@ def test_routed_experts_are_watched_and_told_who_stays(tmp_path: Path) -> None:
         assert told.guide.pinned["1"] == (first,)
         assert client.change_moe(mode="update").updates == 0
         assert client.change_moe(mode="off").layers == ()
-        with pytest.raises(NotFoundError, match="nothing was learnt"):
+        with pytest.raises(NotFoundError, match="no usage profile was learned"):
             client.change_moe(profile=BASE, pin="50%")
         other = {"num_prompts": 1, "num_experts": 8, "layers": {}}
         with pytest.raises(IncompatibleError, match="of 8 routed experts"):

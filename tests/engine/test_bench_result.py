@@ -101,8 +101,8 @@ def test_quiet_figures_need_no_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"tokens": {1: series(0.1, 0.2, 0.3), 2: series(0.1)}}, "decoding, threads: 1: half"),
-        ({"arithmetic": {1: series(0.1), 2: series(0.09)}}, "2 threads compute 1.11 times what 1"),
+        ({"tokens": {1: series(0.1, 0.2, 0.3), 2: series(0.1)}}, "decoding, threads: 1: the mid"),
+        ({"arithmetic": {1: series(0.1), 2: series(0.09)}}, "2 threads compute 1.11 times as"),
         ({"warnings": ("an expert is unsigned",)}, "an expert is unsigned"),
     ],
 )  # fmt: skip

@@ -44,7 +44,7 @@ def test_a_prompt_that_fits_leaves_what_is_asked_for_or_what_there_is() -> None:
 
 
 def test_a_prompt_without_room_for_one_token_is_refused_with_the_numbers() -> None:
-    with pytest.raises(UsageError, match="7 tokens, the base reads 7") as caught:
+    with pytest.raises(UsageError, match="7 tokens, the context of the base is 7") as caught:
         fit("abcd", context=7, max_tokens=5, truncate=False)
     assert "--truncate" in caught.value.hint
 
@@ -57,17 +57,19 @@ def test_a_cut_prompt_keeps_its_beginning_and_the_template_and_says_so() -> None
 
 
 def test_a_template_larger_than_the_context_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing of the prompt fits"):
+    with pytest.raises(UsageError, match="no part of the prompt fits"):
         fit("abc", context=4, max_tokens=1, truncate=True)
 
 
 def test_virtual_tokens_take_their_part_of_the_context() -> None:
     prompt = fit("abcd", context=20, max_tokens=50, truncate=False, soft=5)
     assert (prompt.max_tokens, prompt.capacity) == (8, 20)
-    with pytest.raises(UsageError, match=r"7 tokens, the base reads 12 .* and 5 virtual tokens"):
+    with pytest.raises(
+        UsageError, match=r"7 tokens, the context of the base is 12 .* and 5 virtual tokens"
+    ):
         fit("abcd", context=12, max_tokens=5, truncate=False, soft=5)
     assert fit("abcd", context=12, max_tokens=1, truncate=True, soft=5).ids == ids_of("abc")
-    with pytest.raises(UsageError, match="nothing of the prompt fits"):
+    with pytest.raises(UsageError, match="no part of the prompt fits"):
         fit("abcd", context=12, max_tokens=1, truncate=True, soft=12)
 
 
@@ -77,7 +79,7 @@ TALK = ("aaaa", "bbb", "cccc", "ddd", "eee")
 
 def test_a_conversation_that_does_not_fit_is_refused_unless_it_may_be_cut() -> None:
     assert fit(*TALK, context=33, max_tokens=9, truncate=False).max_tokens == 1
-    with pytest.raises(UsageError, match=r"the conversation has 32 tokens, .* reads 32") as caught:
+    with pytest.raises(UsageError, match=r"the conversation has 32 tokens, .* base is 32") as caught:
         fit(*TALK, context=32, max_tokens=9, truncate=False)
     assert "oldest turns" in caught.value.hint
 
@@ -105,7 +107,7 @@ def test_the_oldest_turns_go_first_and_whole_and_room_is_left_for_the_answer(
 @pytest.mark.parametrize(
     ("texts", "told"),
     [
-        (("a" * 9, "b", "c"), "the turn before did not fit into the context and was left out"),
+        (("a" * 9, "b", "c"), "the turn before did not fit into the context and was dropped"),
         (
             ("a" * 9, "b", "c", "d", "e"),
             "the oldest of 2 turns did not fit into the context and was",
@@ -125,7 +127,7 @@ def test_the_message_is_cut_only_when_no_turn_is_left() -> None:
     assert prompt.ids == (*ids_of("ee")[:-1], 3)
     assert [w.split(":")[0] for w in prompt.warnings] == [
         "the prompt was cut",
-        "all 2 turns before did not fit into the context and were left out",
+        "all 2 turns before did not fit into the context and were dropped",
     ]
 
 

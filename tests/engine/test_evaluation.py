@@ -275,7 +275,7 @@ def test_a_gain_at_another_weight_or_without_a_place_to_write_is_not_remembered(
     assert not house.catalogue.history.list_gains()
     nowhere = replace(planner, catalogue=Catalogue(Path("/proc/nowhere/index.db")))
     [warning] = evaluate(nowhere, replace(asked, compose=(TWO,))).warnings
-    assert warning.startswith("the gain was not remembered for routing: /proc/nowhere/index.db")
+    assert warning.startswith("the gain was not saved for routing: /proc/nowhere/index.db")
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_any_other_is_answered(

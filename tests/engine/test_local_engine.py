@@ -231,7 +231,7 @@ def test_a_run_fits_exactly_and_with_one_byte_less_says_what_does_not(
 
 def test_a_prompt_beyond_the_context_is_refused_or_cut_as_asked(engine: LocalEngine) -> None:
     long = "x" * 600
-    with pytest.raises(UsageError, match="the base reads 512"):
+    with pytest.raises(UsageError, match="the context of the base is 512"):
         run(engine, request(prompt=long))
     result = run(engine, request(prompt=long, truncate=True))
     assert result.prompt_tokens == 512 - 6
@@ -243,7 +243,7 @@ def test_max_tokens_end_at_the_context(engine: LocalEngine) -> None:
     wishes = replace(WISHES, max_tokens=100)
     result = run(engine, replace(long, route=replace(long.route, sampling=wishes)))
     assert result.prompt_tokens + len(result.generated.tokens) == 512
-    assert "the answer ended where the context of 512 tokens is full" in result.warnings
+    assert "the answer ended because the context of 512 tokens is full" in result.warnings
     assert not any("is full" in w for w in run(engine, long).warnings)
 
 

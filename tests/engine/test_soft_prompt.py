@@ -69,5 +69,5 @@ def test_its_rows_need_room_like_tokens(shared_oracle: ReferenceModel, rows: Ten
 
 def test_one_of_another_width_is_refused(shared_oracle: ReferenceModel) -> None:
     decoder = shared_oracle.load_decoder()
-    with pytest.raises(IncompatibleError, match="33 wide, tokens of the base are 32"):
+    with pytest.raises(IncompatibleError, match="has width 33, the base 32"):
         decoder.prefill(IDS, KVCache(decoder.config, 40), soft_prompt=torch.zeros(2, 33))

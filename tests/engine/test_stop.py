@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.generation import MAX_STOP_LENGTH, MAX_STOPS, StopScanner, cut_at_stop
+from expertctl.engine.generation import MAX_STOP_LENGTH, MAX_STOPS, StopScanner
 from expertctl.errors import UsageError
 
 
@@ -12,6 +12,15 @@ def stream(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     scanner = StopScanner(stops)
     text = "".join(scanner.feed(piece) for piece in pieces)
     return text + scanner.finish(), scanner.found
+
+
+def cut_at_stop(text: str, stops: list[str]) -> str:
+    """Return a whole text up to its first stop string, by trying every end."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
 
 
 SHORT = st.text(alphabet="ab\n", max_size=12)

@@ -1,1 +1,1 @@
-"""Keys and values of attention: blocks, pools and the prefix cache."""
+"""Attention keys and values: contiguous and paged caches, and the prefix cache."""

@@ -1,14 +1,13 @@
-"""Which pages hold what, so that a text finds the rows of earlier ones that began as it does.
+"""The prefix index of KV pages: finds the rows of earlier sequences with the same prefix.
 
-A *block* is a page and the tokens of the rows in it: sixteen, or fewer where a text ended. It
-follows another block, or, at the beginning of a text, an *origin*: the owner of the text and the
+A *block* is a page with the tokens of its rows: sixteen, or fewer at the end of a sequence. It
+follows another block or, at the start of a sequence, an *origin*: the owner of the sequence and the
 plan that computed it. A block is found by its origin and all tokens up to its end, never by a hash
-alone, so no text gets the rows of another text, plan or owner. Rows of soft prompts stand before
-the first token; they are the same for one plan, and `VIRTUAL` is the token that stands for one.
+alone, so no sequence gets rows of another sequence, plan or owner. Rows of soft prompts precede the
+first token; they are the same for one plan, and the token `VIRTUAL` stands for each.
 
-Blocks that are rented stay, and so do those before them. Of the others, the one that was given back
-longest ago goes first; the last block of a text is given back first, so a block that goes has none
-after it.
+Blocks in use stay, and so do those before them. Of the others, the least recently released is
+evicted first; the last block of a sequence is released first, so an evicted block has no children.
 """
 
 from collections import OrderedDict
@@ -38,12 +37,12 @@ class KVBlock:
     children: dict[Tokens, "KVBlock"] = field(default_factory=dict)
     ref_count: int = 0
     is_detached: bool = False
-    """It is not found any more, and goes when it is given back."""
+    """It is no longer found, and is freed when it is released."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How a text begins: blocks that agree whole, and one that agrees for some tokens more."""
+    """A matching prefix: blocks that match completely, and one that matches partially."""
 
     blocks: tuple[KVBlock, ...] = ()
     partial_block: KVBlock | None = None
@@ -51,33 +50,33 @@ class PrefixMatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens agree."""
+        """Number of matching tokens."""
         return len(self.blocks) * KV_PAGE_TOKENS + self.partial_tokens
 
     @property
     def all_blocks(self) -> tuple[KVBlock, ...]:
-        """All of them, in order."""
+        """All matching blocks, in order."""
         return self.blocks if self.partial_block is None else (*self.blocks, self.partial_block)
 
     def keep_if_longer(self, tokens: int) -> "PrefixMatch":
-        """Return what was found if more tokens agree than so many, else nothing."""
+        """Return this match if it is longer than ``tokens``, else an empty one."""
         return self if self.tokens > tokens else PrefixMatch()
 
 
 class RadixCache:
-    """The owner of the blocks that are kept."""
+    """The owner of the kept blocks."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._origins: dict[PrefixKey, dict[Tokens, KVBlock]] = {}
         self._idle: OrderedDict[KVBlock, None] = OrderedDict()
         self.nbytes = 0
-        """Bytes of all pages, with those that are lost but rented."""
+        """Bytes of all pages, including detached ones in use."""
         self.idle_bytes = 0
-        """Bytes of the pages that may go."""
+        """Bytes of the pages that can be evicted."""
 
     def find(self, origin: PrefixKey, tokens: Sequence[int]) -> PrefixMatch:
-        """Return what agrees with the beginning of a text, as far as it goes."""
+        """Return the longest kept prefix of a sequence."""
         siblings, blocks = self._origins.get(origin, {}), list[KVBlock]()
         for begin in range(0, len(tokens), KV_PAGE_TOKENS):
             block = siblings.get(tuple(tokens[begin : begin + KV_PAGE_TOKENS]))
@@ -95,7 +94,7 @@ class RadixCache:
         return PrefixMatch(tuple(blocks), part if count else None, count)
 
     def retain(self, blocks: Sequence[KVBlock]) -> None:
-        """Keep blocks from going until they are given back."""
+        """Protect blocks from eviction until they are released."""
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -103,7 +102,7 @@ class RadixCache:
             block.ref_count += 1
 
     def release(self, blocks: Sequence[KVBlock]) -> None:
-        """End a rent; ``blocks`` are in the order of the text."""
+        """Release blocks, which are in the order of their sequence."""
         for block in reversed(blocks):
             block.ref_count -= 1
             assert block.ref_count >= 0, "a block is given back as often as it is rented"
@@ -116,13 +115,13 @@ class RadixCache:
                 self.idle_bytes += block.page.nbytes
 
     def insert(self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]) -> None:
-        """Keep the pages of a text, as far as what they hold is not there yet."""
+        """Keep the pages of a sequence whose contents are not kept yet."""
         self.release(self.insert_and_retain(origin, tokens, pages))
 
     def insert_and_retain(
         self, origin: PrefixKey, tokens: Sequence[int], pages: Sequence[Numbers]
     ) -> tuple[KVBlock, ...]:
-        """Keep the pages of a text and rent the blocks that hold its tokens."""
+        """Keep the pages of a sequence and retain the blocks that hold its tokens."""
         siblings, path = self._origins.setdefault(origin, {}), list[KVBlock]()
         for page, begin in zip(pages, range(0, len(tokens), KV_PAGE_TOKENS), strict=False):
             part = tuple(tokens[begin : begin + KV_PAGE_TOKENS])
@@ -137,7 +136,7 @@ class RadixCache:
         return tuple(path)
 
     def evict(self, size: int) -> int:
-        """Let go of blocks until so many bytes are free or all are rented; return how many went."""
+        """Evict up to ``size`` bytes of unused blocks; return the bytes freed."""
         before = self.nbytes
         while self._idle and before - self.nbytes < size:
             block = next(iter(self._idle))
@@ -146,7 +145,7 @@ class RadixCache:
         return before - self.nbytes
 
     def forget(self, owner: str) -> None:
-        """Let go of all blocks of an owner; rented ones go when they are given back."""
+        """Drop all blocks of an owner; those in use are freed when they are released."""
         for origin in [origin for origin in self._origins if origin.owner == owner]:
             for block in list(_walk(self._origins.pop(origin))):
                 block.children = {}
@@ -161,7 +160,7 @@ class RadixCache:
             yield from _walk(siblings)
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         found = list(self.iterate_blocks())
         assert all(self._origins.values())
         assert {block for block in found if not block.ref_count} == set(self._idle)
@@ -174,16 +173,13 @@ class RadixCache:
             assert 0 < len(block.tokens) <= KV_PAGE_TOKENS
             assert len(block.tokens) == KV_PAGE_TOKENS or not block.children
             for tokens, behind in block.children.items():
-                assert (behind.parent, behind.tokens, behind.origin) == (
-                    block,
-                    tokens,
-                    block.origin,
-                )
+                links = (behind.parent, behind.tokens, behind.origin)
+                assert links == (block, tokens, block.origin)
                 assert block.ref_count or order[behind] < order[block]
             assert block.ref_count >= sum(behind.ref_count for behind in block.children.values())
 
     def _drop_shorter(self, siblings: dict[Tokens, KVBlock], tokens: Tokens) -> None:
-        """Let go of shorter blocks that these tokens begin with, unless they are rented."""
+        """Drop shorter blocks that are a prefix of these tokens, unless they are in use."""
         for shorter in [block for block in siblings.values() if len(block.tokens) < len(tokens)]:
             if _starts_with(tokens, shorter.tokens) and not shorter.ref_count:
                 self._remove(shorter)
@@ -206,7 +202,7 @@ def _starts_with(tokens: Tokens, beginning: Tokens) -> bool:
 
 
 def _find_longer(siblings: dict[Tokens, KVBlock], tokens: Tokens) -> KVBlock | None:
-    """Return the block that holds these tokens, and maybe more."""
+    """Return a block whose tokens start with these."""
     if tokens in siblings:
         return siblings[tokens]
     longer = (block for block in siblings.values() if _starts_with(block.tokens, tokens))
@@ -214,7 +210,7 @@ def _find_longer(siblings: dict[Tokens, KVBlock], tokens: Tokens) -> KVBlock | N
 
 
 def _walk(siblings: dict[Tokens, KVBlock]) -> Iterator[KVBlock]:
-    """Yield blocks and what stands behind them."""
+    """Yield blocks and their descendants."""
     waiting = list(siblings.values())
     while waiting:
         block = waiting.pop()

@@ -1,27 +1,23 @@
-"""Room for the keys and values of a text: how many tokens fit, and how many are there.
+"""Contiguous KV caches of single sequences, and the interface shared by all KV stores.
 
-What a generation asks of the keeper of keys and values, and what it is lent.
+A KV store gets a `KVRequest` and lends a `KVAllocation`. `KVCache` preallocates the layout
+``[layer, kv_head, capacity, head_dim]``: heads are ``capacity`` rows apart whatever the current
+length. Memory is not cleared; rows at and beyond ``length`` are never read. A sequence that does
+not fit is an error, old rows are never dropped.
 
-Keys and values of a text, preallocated; one generation at a time owns them.
+`SequenceKVCache` keeps the caches of finished generations so that the next turn need not be read
+from its beginning, up to `MAX_CACHED_SEQUENCES` over all keys and plans. A request finds, among
+those of its own cache key and plan, the one with the longest common prefix; at least one token is
+always read, for its logits. A sequence that it continues is taken out, and the result is kept only
+when the generation completed: one that failed or was cancelled keeps nothing, nor does one whose
+key is forgotten meanwhile. A sequence with merely a common prefix stays, and its rows are copied.
+Sequences without a key neither find nor keep anything.
 
-Layout ``[layer, kv_head, capacity, head_dim]``: heads stand ``capacity`` rows apart whatever the
-current length is. Memory is not cleared, rows at and beyond ``length`` are never read. A text that
-does not fit is an error, old rows are never pushed out.
-
-Caches of finished generations, kept so that the next turn need not be read from its beginning.
-
-Of each kind of cache up to `MAX_CACHED_SEQUENCES` texts are kept, of all keys and plans. A request finds, among
-those of its own cache key and plan identity, the one that agrees with it furthest; at least one
-token is always read, for its scores. A text that it continues is taken out, and the result is kept
-only when the generation completed: one that failed, was stopped or was given up leaves nothing, nor
-does one whose key is forgotten meanwhile. A text that merely begins alike stays, and its rows are
-copied. Texts without a key neither find nor leave anything.
-
-A cache is lent with exactly the room that is asked for. Bytes count as ``kv``, and are entered
-before there is memory. Kept caches are given up when `AdapterCache` asks for their bytes, in any thread,
-the longest unused first; so the lock is that of `AdapterCache`. They are also given up as far as they take
-more than ``kept_limit``. Texts come from one thread. Soft prompts stand before the first token;
-they are the same under one identity, so they are reused, too.
+A cache has exactly the requested capacity. Bytes count as ``kv`` and are reserved before they are
+allocated. Kept caches are evicted when `AdapterCache` reclaims memory, in any thread, the least
+recently used first; so they share its lock. They are also evicted if they exceed ``cached_limit``.
+Sequences are created in one thread. Soft prompts precede the first token; they are the same under
+one plan identity, so they are reused, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,10 +35,10 @@ from expertctl.package.model_config import ModelConfig
 
 
 class KVCacheBase:
-    """Room for ``capacity`` tokens; `length` of them are filled."""
+    """Capacity in tokens and filled `length` of the keys and values of one sequence."""
 
     def __init__(self, capacity: int) -> None:
-        """Begin without a token."""
+        """Start without tokens."""
         self.capacity = capacity
         self.length = 0
 
@@ -60,28 +56,28 @@ class KVCacheBase:
             )
 
     def advance(self, tokens: int) -> None:
-        """Count what every layer has written."""
+        """Count tokens whose rows every layer has written."""
         self.length += tokens
 
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens only."""
+        """Keep only the first ``length`` tokens."""
         assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
         self.length = length
 
     def reset(self) -> None:
-        """Make room for another generation."""
+        """Empty the cache for another generation."""
         self.rewind(0)
 
 
 @contextmanager
 def rewind_on_error(caches: Sequence[KVCacheBase]) -> Iterator[None]:
-    """Rewind all rooms if the block fails, so that no text is ahead of another."""
-    lengths = [room.length for room in caches]
+    """Rewind all caches if the block fails, so that no sequence is ahead of another."""
+    lengths = [cache.length for cache in caches]
     try:
         yield
     except BaseException:
-        for room, length in zip(caches, lengths, strict=True):
-            room.rewind(length)
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.rewind(length)
         raise
 
 
@@ -91,7 +87,7 @@ KVCacheT = TypeVar("KVCacheT", bound=KVCacheBase, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """The owner of a text, and the plan that its rows were computed with."""
+    """The owner of a sequence, and the plan that its rows were computed with."""
 
     owner: str
     identity: Digest
@@ -99,7 +95,7 @@ class PrefixKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRequest:
-    """What a generation needs: the prompt's tokens, virtual ones before them, room for more."""
+    """What a generation needs: prompt tokens, virtual tokens before them, and a capacity."""
 
     cache_key: str | None
     identity: Digest
@@ -108,50 +104,49 @@ class KVRequest:
     virtual_tokens: int
     capacity: int
     reuse: bool = True
-    """Whether rows of earlier texts may begin it; not where the logits of all rows are wanted."""
+    """Whether kept rows may be reused; False where the logits of all rows are needed."""
     initial_tokens: int | None = None
-    """For how many tokens memory is taken at the start; None: for all.
+    """Number of tokens whose memory is allocated at the start; None: all.
 
-    Where keys and values lie in pages, that for the rest is taken as it is needed.
-    """
+    Paged stores allocate the rest on demand."""
 
     @property
     def prefix_key(self) -> PrefixKey | None:
-        """The origin of earlier texts that may begin it; without a key there is none."""
+        """The origin of sequences whose rows may be reused; None without a cache key."""
         return None if self.cache_key is None else PrefixKey(self.cache_key, self.identity)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys and values."""
+        """Bytes of the keys and values in float32."""
         return self.config.count_kv_bytes(self.capacity, itemsize=_FLOAT_BYTES)
 
     @property
     def description(self) -> str:
-        """How an error calls it."""
+        """Name in error messages."""
         return f"the KV cache of {self.capacity} tokens"
 
 
 class KVAllocation(Generic[KVCacheT]):
-    """Room for one generation; the first ``reused`` tokens of its prompt are read already."""
+    """The cache of one generation; the first ``reused`` tokens of its prompt are already read."""
 
     def __init__(self, cache: KVCacheT, *, reused: int = 0) -> None:
-        """Begin a generation that has not completed."""
+        """Start a generation that has not completed."""
         self.cache, self.reused = cache, reused
         self.completed: tuple[int, ...] | None = None
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Say that the generation came to its end; ``ids`` are prompt and answer."""
+        """Mark the generation as completed; ``ids`` are prompt and answer."""
         self.completed = tuple(ids)
 
 
 def count_common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the beginning are the same."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class KVCache(KVCacheBase):
-    """Room for ``capacity`` tokens; `length` of them are filled."""
+    """Contiguous KV cache of ``capacity`` tokens, `length` of them filled."""
 
     def __init__(
         self,
@@ -161,7 +156,7 @@ class KVCache(KVCacheBase):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Reserve the memory, once."""
+        """Allocate the memory, once."""
         shape = (config.layers, config.kv_heads, capacity, config.head_dim)
         super().__init__(capacity)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
@@ -173,10 +168,10 @@ class KVCache(KVCacheBase):
         return self._keys.nbytes + self._values.nbytes
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the step's rows ``[kv_heads, tokens, head_dim]`` behind the filled ones.
+        """Append the step's rows ``[kv_heads, tokens, head_dim]`` to one layer.
 
-        Returns all keys and values of the layer up to them, as views. The rows count as filled
-        after `advance` only, so a step that fails leaves the cache as it was.
+        Returns all keys and values of the layer up to them, as views. The rows count as filled only
+        after `advance`, so a failed step leaves the cache unchanged.
         """
         end = self.length + keys.shape[1]
         self._keys[layer, :, self.length : end].copy_(keys)
@@ -184,7 +179,7 @@ class KVCache(KVCacheBase):
         return self._keys[layer, :, :end], self._values[layer, :, :end]
 
     def copy_from(self, other: "KVCache", tokens: int) -> None:
-        """Become the first ``tokens`` of another cache of the same base; that one stays as it is.
+        """Copy the first ``tokens`` of another cache of the same base, which stays unchanged.
 
         Raises:
             BudgetError: when they do not fit.
@@ -197,7 +192,7 @@ class KVCache(KVCacheBase):
         self.advance(tokens)
 
     def check_integrity(self) -> None:
-        """Assert what always holds: a possible length, numbers in every filled row."""
+        """Assert the invariants: a possible length, and finite numbers in every filled row."""
         assert 0 <= self.length <= self.capacity
         assert self._keys.shape == self._values.shape
         for filled in (self._keys[:, :, : self.length], self._values[:, :, : self.length]):
@@ -205,32 +200,32 @@ class KVCache(KVCacheBase):
 
 
 MAX_CACHED_SEQUENCES = 64
-"""At most so many texts are kept, so that finding one is cheap; mostly memory allows fewer."""
+"""Maximum number of kept sequences, which keeps lookups cheap; usually memory allows fewer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedSequence:
-    """A completed generation: its origin, the tokens it read and wrote, their rows."""
+    """A completed generation: its origin, its prompt and answer tokens, and their rows."""
 
     origin: PrefixKey
     ids: tuple[int, ...]
     cache: KVCache
 
     def count_shared_tokens(self, request: KVRequest) -> int:
-        """Return how many tokens of a text need not be read."""
+        """Return the number of tokens of a request that need not be read."""
         if self.origin != request.prefix_key or not request.reuse:
             return 0
         most = min(len(request.ids) - 1, request.capacity - request.virtual_tokens)
         return min(count_common_prefix(self.ids, request.ids), most)
 
     def is_extended_by(self, other: "CachedSequence") -> bool:
-        """Tell whether another text says all that this one does."""
+        """Return whether another sequence starts with all of this one."""
         return self.origin == other.origin and self.ids == other.ids[: len(self.ids)]
 
 
 @dataclass(slots=True, eq=False)
 class _ActiveSequence:
-    """A running text: the bytes entered for it, and the text its rows are being copied from."""
+    """A running sequence: its reserved bytes, and the sequence its rows are being copied from."""
 
     origin: PrefixKey | None
     own_bytes: int = 0
@@ -240,13 +235,13 @@ class _ActiveSequence:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are not those of kept texts."""
+        """Bytes that do not belong to kept sequences."""
         return self.own_bytes + (0 if self.source is None else self.source.cache.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheFactory:
-    """The caches of a base: how to make one, and what it will take."""
+    """Creates the caches of a base, and knows their size in advance."""
 
     make: Callable[[KVRequest], KVCache]
     nbytes: Callable[[KVRequest], int]
@@ -260,7 +255,7 @@ FLOAT32_CACHE = KVCacheFactory(
 
 
 class SequenceKVCache:
-    """The owner of the caches of a kind, of those that are kept and of those that are lent."""
+    """The owner of the caches of one kind, both kept and in use."""
 
     def __init__(
         self,
@@ -270,14 +265,14 @@ class SequenceKVCache:
         max_sequences: int = MAX_CACHED_SEQUENCES,
         cached_limit: int | None = None,
     ) -> None:
-        """Begin with none; their memory is that of the device tier.
+        """Start empty; the memory is that of the device tier.
 
-        At most ``most`` texts are kept, in ``kept_limit`` bytes; None: no limit.
+        At most ``max_sequences`` are kept, in ``cached_limit`` bytes; None: no limit.
         """
         self._tiers, self._factory, self._max_sequences = tiers, factory, max_sequences
         self._cached_limit = cached_limit
         self._cached: list[CachedSequence] = []
-        """The longest unused first."""
+        """The least recently used first."""
         self._active: list[_ActiveSequence] = []
         tiers.register_reclaimable(
             Tier.DEVICE, nbytes=lambda: self.cached_bytes, reclaim=self._evict
@@ -285,27 +280,24 @@ class SequenceKVCache:
 
     @contextmanager
     def allocate(self, request: KVRequest) -> Iterator[KVAllocation[KVCache]]:
-        """Lend a cache; its first rows are those of a kept text that began in the same way.
-
-        Raises:
-            BudgetError: when it cannot fit.
-        """
+        """Lend a cache; its first rows are those of a kept sequence with the same prefix."""
         text = _ActiveSequence(request.prefix_key)
         self._active.append(text)
         try:
-            loan = self._allocate(request, text)
+            allocation = self._allocate(request, text)
         except BaseException:
             self._finish(text, ())
             raise
         try:
-            yield loan
+            yield allocation
         finally:
-            ids = (loan.completed or ())[: max(loan.cache.length - request.virtual_tokens, 0)]
-            del loan.cache
+            written = max(allocation.cache.length - request.virtual_tokens, 0)
+            ids = (allocation.completed or ())[:written]
+            del allocation.cache
             self._finish(text, ids)
 
     def forget(self, cache_key: str) -> None:
-        """Drop what is kept for a key; texts of it that run now leave nothing."""
+        """Drop what is kept for a key; its running sequences will keep nothing."""
         with self._tiers.lock:
             for text in self._active:
                 text.is_forgotten |= text.origin is not None and text.origin.owner == cache_key
@@ -319,16 +311,16 @@ class SequenceKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches, those of running texts and kept ones."""
+        """Bytes of all caches, both kept and in use."""
         return self.cached_bytes + sum(text.nbytes for text in self._active)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the caches that no running text has."""
+        """Bytes of the caches that no running sequence uses."""
         return sum(kept.cache.nbytes for kept in self._cached)
 
     def check_integrity(self) -> None:
-        """Assert that what is kept has a row for each of its tokens, and an owner of its own."""
+        """Assert that each kept sequence has a row per token and a cache of its own."""
         with self._tiers.lock:
             lent = [(text, text.cache) for text in self._active if text.cache is not None]
             caches = [*(kept.cache for kept in self._cached), *(cache for _, cache in lent)]
@@ -341,7 +333,7 @@ class SequenceKVCache:
                 assert 0 < len(kept.ids) <= kept.cache.length
 
     def check_idle(self) -> None:
-        """Assert that nothing is lent."""
+        """Assert that nothing is in use."""
         assert not self._active
 
     def _allocate(self, request: KVRequest, text: _ActiveSequence) -> KVAllocation[KVCache]:
@@ -354,7 +346,7 @@ class SequenceKVCache:
         return KVAllocation(text.cache, reused=reused)
 
     def _reuse_prefix(self, request: KVRequest, text: _ActiveSequence) -> int:
-        """Give a text the rows of the kept one that agrees with it furthest; return how many."""
+        """Give a sequence the rows of the best match; return the number of tokens reused."""
         source = self._take_best_match(request, text)
         if source is None:
             return 0
@@ -371,7 +363,7 @@ class SequenceKVCache:
         return tokens if is_copied else 0
 
     def _take_best_match(self, request: KVRequest, text: _ActiveSequence) -> CachedSequence | None:
-        """Take out what agrees furthest, the newest of several, until it is given back."""
+        """Take out the longest match, the newest of several, until it is returned."""
         with self._tiers.lock:
             best = max(
                 reversed(self._cached),
@@ -387,17 +379,17 @@ class SequenceKVCache:
     def _copy_prefix(
         self, cache: KVCache, request: KVRequest, text: _ActiveSequence, tokens: int
     ) -> bool:
-        """Copy rows into a cache of the size asked for, if both fit for a moment."""
+        """Copy rows into a cache of the requested size, if both fit for a moment."""
         size = self._factory.nbytes(request)
         if not self._tiers.try_reserve(Tier.DEVICE, "kv", size, what=request.description):
-            return False  # reading the text again beats evicting the experts that it needs
+            return False  # reading the tokens again beats evicting experts that are needed
         text.own_bytes = size
         text.cache = self._factory.make(request)
         text.cache.copy_from(cache, request.virtual_tokens + tokens)
         return True
 
     def _return_source(self, text: _ActiveSequence, *, is_kept: bool) -> None:
-        """Put back what a text was copied from, or let it go."""
+        """Put back the sequence that was copied from, or free it."""
         with self._tiers.lock:
             before = self.nbytes
             if is_kept and text.source is not None and not text.is_forgotten:
@@ -406,7 +398,7 @@ class SequenceKVCache:
             self._release(before - self.nbytes)
 
     def _finish(self, text: _ActiveSequence, ids: Sequence[int]) -> None:
-        """Keep the rows of ``ids``, in the place of texts that they go on from."""
+        """Keep the rows of ``ids``, replacing sequences that they continue."""
         with self._tiers.lock:
             before = self.nbytes
             if ids and text.origin is not None and not text.is_forgotten:
@@ -423,7 +415,7 @@ class SequenceKVCache:
             del self._cached[0]
 
     def _evict(self, size: int) -> None:
-        """Free so many bytes of what is kept, the longest unused first, as far as there are."""
+        """Free up to ``size`` bytes of kept caches, the least recently used first."""
         with self._tiers.lock:
             freed = 0
             while self._cached and freed < size:
@@ -431,5 +423,5 @@ class SequenceKVCache:
             self._release(freed)
 
     def _release(self, size: int) -> None:
-        """Strike out bytes that are free."""
+        """Release reserved bytes."""
         self._tiers.release(Tier.DEVICE, "kv", size)

@@ -1,1 +1,1 @@
-"""Memory of the engine: budget, adapter cache, eviction, prefetch and admission between processes."""
+"""Memory of the engine: budget, adapter cache, eviction, prefetch, and process admission."""

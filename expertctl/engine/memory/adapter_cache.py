@@ -1,23 +1,22 @@
-"""Residency: which experts and compiled plans are in which memory, within one budget.
+"""The adapter cache: experts and compiled plans in each memory tier, within one budget.
 
-SSD → RAM → device. RAM holds an expert's verified bytes, the device tier what is computed with: the
-compiled plan. Without an accelerator both tiers lie in the same memory and share one `Budget`.
+Tiers are SSD → RAM → device. RAM holds the verified bytes of an expert, the device tier the
+compiled plan. Without an accelerator both tiers are in the same memory and share one
+`MemoryBudget`.
 
-Rules: room for an entry is made *before* it is loaded; what is pinned stays, and so does what a
-resident plan uses in place; `eviction` says what of the rest goes first. Borrowing is by ``with``,
-so nothing is left pinned.
+Memory for an entry is freed *before* it is loaded. Pinned entries stay, and so does what a resident
+plan uses in place; `EntryTable` chooses which of the others is evicted first. Borrowing uses
+``with``, so nothing stays pinned.
 
-Any thread may ask. Every decision is made under one lock, on entries that are in the ledger
-already; bytes are read, multiplied and packed outside of it. What is on its way is brought once:
-another request that wants it waits, and brings it itself only if that fails, so a request gets
-errors of its own reading only. None waits for what only another one needs, so none waits for ever.
+All methods are thread-safe. Every decision is made under one lock, on entries that are already in
+the budget; bytes are read, multiplied and packed outside of it. An entry is loaded once: another
+request that needs it waits, and loads it itself only if that fails, so a request gets errors of its
+own reading only. No request waits for what only another one needs, so there is no deadlock.
 
-Experts brought before they are asked for: the needs of planned jobs.
-
-A caller that knows what a job will need announces it for as long as that holds. The needs are
-brought one after another, those of earlier jobs first, by threads that only read and verify:
-`AdapterCache` decides, and evicts nothing for them that is in use or needed sooner. A thread lives as long
-as there is something to bring, so an idle engine has none.
+`AdapterPrefetcher` loads the expected entries of planned jobs one after another, those of earlier
+jobs first, in threads that only read and verify. `AdapterCache` decides, and for a prefetch evicts
+nothing that is in use or needed sooner. A thread ends when nothing is left to load, so an idle
+engine has none.
 """
 
 import threading
@@ -55,10 +54,11 @@ CacheKey = tuple[Tier, Digest]
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest(Generic[CachedValue]):
-    """Something that a request needs: how to get it, and what it will cost exactly.
+    """An entry that a request needs: how to load it, and its exact size.
 
-    ``uses`` are entries whose memory it refers to; they stay as long as it does. What only follows
-    from other entries is no ``traffic``.
+    ``depends_on`` are entries whose memory it uses; they stay as long as it does. ``traffic`` is
+    False for entries derived from other entries, so that a plan and its experts are not both
+    counted.
     """
 
     key: CacheKey
@@ -71,65 +71,66 @@ class CacheRequest(Generic[CachedValue]):
 
 @dataclass(slots=True)
 class TierTraffic:
-    """How often something was there already, and how often it had to be brought for its use."""
+    """Counts of entries found and loaded, evictions and bytes of one tier."""
 
     hits: int = 0
     loads: int = 0
     evictions: int = 0
     waits: int = 0
-    """How often a request waited for what was on its way."""
+    """Number of requests that waited for a load already in progress."""
     nbytes: int = 0
-    """Bytes that were brought, needed in the end or not."""
+    """Bytes that were loaded, whether used in the end or not."""
 
 
 class AdapterCache:
-    """The one owner of what is resident."""
+    """The one owner of all resident entries."""
 
     def __init__(self, *, ram: MemoryBudget, device: MemoryBudget, workers: int = 2) -> None:
-        """Start empty; give the same budget twice where both are one memory."""
+        """Start empty; pass the same budget twice where both tiers are one memory."""
         self._budgets = {Tier.RAM: ram, Tier.DEVICE: device}
         self._workers = workers
         self._memory = EntryTable[CacheKey](on_evict=self._count_eviction)
         self._tickets = 0
         self._lock = threading.RLock()
-        """Taken by ``with``, at once: a signal finds it held within the block, or not at all."""
+        """Acquired by ``with``, atomically: a signal finds it held inside the block, or not at
+        all."""
         self._changed = threading.Condition(self._lock)
         self.traffic = {tier: TierTraffic() for tier in Tier}
 
     def begin_request(self) -> None:
-        """Let everything grow older by one request."""
+        """Age all entries by one request."""
         with self._lock:
             self._memory.now += 1
 
     def contains(self, key: CacheKey) -> bool:
-        """Tell whether an entry is resident; where there are other threads, it was."""
+        """Return whether an entry is resident; other threads may change that at any time."""
         return self._memory.find_loaded(key) is not None
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held for every decision; may be taken again by the thread that holds it."""
+        """The reentrant lock held for every decision."""
         return self._lock
 
     def register_reclaimable(
         self, tier: Tier, *, nbytes: Callable[[], int], reclaim: Callable[[int], None]
     ) -> None:
-        """Register an owner that keeps rows of keys and values until room is needed.
+        """Register an owner of cached KV that can be freed on demand.
 
-        ``nbytes`` is what it can spare; ``give_up`` releases at least so many of them. Both are
-        called by any thread, with the `lock` held, which guards the owner's state, too.
+        ``nbytes`` is the size that it can free; ``reclaim`` frees at least the given size. Both are
+        called by any thread with the `lock` held, which also guards the owner's state.
         """
         with self._lock:
             self._memory.reclaimable.append(ReclaimableMemory(self._budgets[tier], nbytes, reclaim))
 
     @contextmanager
     def pin(self, requests: Sequence[CacheRequest[CachedValue]]) -> Iterator[list[CachedValue]]:
-        """Borrow entries of one tier, loading those that are absent, several at once.
+        """Borrow entries of one tier, loading missing ones, several at once.
 
         Raises:
-            BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
+            BudgetError: when they cannot fit beside pinned entries; nothing is evicted then.
         """
         keys, held = [item.key for item in requests], self._pin_all(requests)
-        del requests  # what loads an entry may refer to others, which must be free to go meanwhile
+        del requests  # a request may reference entries that must be evictable meanwhile
         try:
             yield [held[key].value for key in keys]  # type: ignore[misc]  # a key always names the same kind
         finally:
@@ -137,7 +138,7 @@ class AdapterCache:
 
     @contextmanager
     def pin_if_present(self, key: CacheKey) -> Iterator[object | None]:
-        """Borrow an entry if it is there."""
+        """Borrow an entry if it is resident."""
         with self._lock:
             entry = self._memory.find_loaded(key)
             found = [] if entry is None else [entry]
@@ -150,9 +151,9 @@ class AdapterCache:
 
     @contextmanager
     def expect(self, keys: Iterable[CacheKey]) -> Iterator[ExpectationId]:
-        """Announce what will be needed; it is evicted after all else, what is needed soonest last.
+        """Announce entries that will be needed; they are evicted last, the soonest needed latest.
 
-        What was fetched for it but never used goes at the end, unless it is still expected.
+        Entries that were fetched but never used are dropped at the end, unless still expected.
         """
         with self._lock:
             self._tickets += 1
@@ -167,10 +168,10 @@ class AdapterCache:
                 self._changed.notify_all()
 
     def fetch(self, item: CacheRequest[CachedValue], ticket: ExpectationId) -> None:
-        """Bring what is expected, once there is room that is not needed sooner.
+        """Load an expected entry, once there is memory that is not needed sooner.
 
-        Returns when it is there, on its way, or expected no more. If it fails, the request that
-        needs it brings it again, and gets the error.
+        Returns when it is resident, loading, or no longer expected. If loading fails, the request
+        that needs it loads it again, and gets the error.
         """
         entry = self._start_fetch(item, ticket)
         if entry is not None:
@@ -181,11 +182,7 @@ class AdapterCache:
     def reserve_during(
         self, tier: Tier, purpose: Purpose, size: int, *, what: str
     ) -> Iterator[None]:
-        """Hold bytes for something else in the same memory, evicting entries for it.
-
-        Raises:
-            BudgetError: when they cannot fit beside what is pinned.
-        """
+        """Reserve bytes for the length of a ``with`` block; raises as `reserve` does."""
         self.reserve(tier, purpose, size, what=what)
         try:
             yield
@@ -193,10 +190,10 @@ class AdapterCache:
             self.release(tier, purpose, size)
 
     def reserve(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> None:
-        """Enter bytes of something else in the same memory, evicting entries for it.
+        """Reserve bytes for something else in the same memory, evicting entries for it.
 
         Raises:
-            BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
+            BudgetError: when they cannot fit beside pinned entries; nothing is evicted then.
         """
         budget = self._budgets[tier]
         with self._lock:
@@ -204,7 +201,7 @@ class AdapterCache:
             budget.reserve(purpose, size, what=what)
 
     def try_reserve(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> bool:
-        """Enter bytes if that evicts nothing but kept rows; tell whether it did."""
+        """Reserve bytes if that evicts nothing but cached KV; return whether it did."""
         budget = self._budgets[tier]
         with self._lock:
             entries = self._memory.entries.keys()
@@ -215,13 +212,13 @@ class AdapterCache:
             return True
 
     def release(self, tier: Tier, purpose: Purpose, size: int) -> None:
-        """Strike out bytes that `reserve` entered."""
+        """Release bytes reserved by `reserve`."""
         with self._lock:
             self._budgets[tier].release(purpose, size)
             self._changed.notify_all()
 
     def forget(self, key: CacheKey) -> None:
-        """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
+        """Drop an entry and those that use its memory; none of them may be pinned."""
         with self._lock:
             while key in self._memory.entries and not self.contains(key):
                 self._changed.wait()
@@ -230,12 +227,12 @@ class AdapterCache:
                 self._memory.evict(key)
 
     def clear(self) -> None:
-        """Drop everything that is not pinned, nor on its way."""
+        """Drop everything that is neither pinned nor loading."""
         with self._lock:
             self._memory.clear()
 
     def check_idle(self) -> None:
-        """Assert what holds between requests: nothing is borrowed, expected or on its way."""
+        """Assert the invariants between requests: nothing is borrowed, expected or loading."""
         with self._lock:
             self._memory.check_idle()
             for budget in self._budgets.values():
@@ -243,7 +240,7 @@ class AdapterCache:
                 assert budget.reserved_bytes("buffers") == 0
 
     def check_integrity(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         with self._lock:
             self._memory.check_integrity()
             for budget in self._budgets.values():
@@ -252,9 +249,9 @@ class AdapterCache:
     def _pin_all(
         self, requests: Sequence[CacheRequest[CachedValue]]
     ) -> dict[CacheKey, CacheEntry[CacheKey]]:
-        """Pin what is there, bring the rest and pin that too; all or nothing.
+        """Pin resident entries, load the rest and pin them too; all or nothing.
 
-        What another request failed to bring is tried again.
+        What another request failed to load is tried again.
         """
         missing = {item.key: item for item in requests}
         held: dict[CacheKey, CacheEntry[CacheKey]] = {}
@@ -272,7 +269,7 @@ class AdapterCache:
         requests: Sequence[CacheRequest[CachedValue]],
         pinned: dict[CacheKey, CacheEntry[CacheKey]],
     ) -> None:
-        """Add to ``held``, pinned, what is there, what others bring, and what is brought here."""
+        """Add to ``pinned`` the entries that are resident, loaded by others, or loaded here."""
         own: dict[CacheKey, CacheEntry[CacheKey]] = {}
         try:
             with self._lock:
@@ -285,7 +282,7 @@ class AdapterCache:
                 pinned.update(own)
             self._load_all([item for item in requests if item.key in own], own)
         finally:
-            for key, entry in own.items():  # if one failed, those not begun, too
+            for key, entry in own.items():  # if one failed, also those not started
                 self._finish_load(entry, key)
         with self._lock:
             self._wait_for_loads(there, pinned)
@@ -311,16 +308,14 @@ class AdapterCache:
         absent: Sequence[CacheRequest[CachedValue]],
         new_entries: dict[CacheKey, CacheEntry[CacheKey]],
     ) -> None:
-        """Enter the cost of all, and into ``own`` the entries that are to be brought, pinned."""
+        """Reserve the size of all, and add the entries to load to ``new_entries``, pinned."""
         if not absent:
             return
-        budget, what = (
-            self._budgets[absent[0].key[0]],
-            ", ".join(item.description for item in absent),
-        )
+        budget = self._budgets[absent[0].key[0]]
+        what = ", ".join(item.description for item in absent)
         self._free_memory(budget, "experts", sum(item.nbytes for item in absent), what=what)
         for item in absent:
-            # while room was waited for, another may have begun to bring one
+            # another request may have started to load one while this one waited for memory
             if item.key not in self._memory.entries:
                 new_entries[item.key] = self._create_entry(item)
                 self._add_entry(item, new_entries[item.key], what)
@@ -336,7 +331,7 @@ class AdapterCache:
     def _add_entry(
         self, item: CacheRequest[CachedValue], entry: CacheEntry[CacheKey], what: str
     ) -> CacheEntry[CacheKey]:
-        """Enter what is on its way; the caller brings it and settles it, whatever happens."""
+        """Add an entry that is about to be loaded; the caller must finish its load in any case."""
         entry.budget.reserve("experts", item.nbytes, what=what)
         self._memory.entries[item.key] = entry
         return entry
@@ -346,7 +341,7 @@ class AdapterCache:
         items: Sequence[CacheRequest[CachedValue]],
         new_entries: Mapping[CacheKey, CacheEntry[CacheKey]],
     ) -> None:
-        """Load what was entered."""
+        """Load the added entries."""
 
         def bring(item: CacheRequest[CachedValue]) -> None:
             self._load_entry(new_entries[item.key], item)
@@ -357,12 +352,12 @@ class AdapterCache:
 
     def _load_entry(self, entry: CacheEntry[CacheKey], item: CacheRequest[CachedValue]) -> None:
         try:
-            entry.value = item.load()  # from here on no frame refers to it
+            entry.value = item.load()  # from here on no frame references it
         finally:
             self._finish_load(entry, item.key)
 
     def _finish_load(self, entry: CacheEntry[CacheKey], key: CacheKey) -> None:
-        """Let what came be used; strike out what did not, and what is not needed any more."""
+        """Publish a loaded entry; remove one that failed or is no longer needed."""
         with self._lock:
             if entry.is_loaded or self._memory.entries.get(key) is not entry:
                 return
@@ -380,7 +375,7 @@ class AdapterCache:
         loading: Mapping[CacheKey, CacheEntry[CacheKey]],
         pinned: dict[CacheKey, CacheEntry[CacheKey]],
     ) -> None:
-        """Wait for what others bring; what they could not bring is taken from ``held``."""
+        """Wait for loads by other requests; remove failed ones from ``pinned``."""
         for key, entry in loading.items():
             self.traffic[key[0]].waits += self._is_loading(key, entry)
             while self._is_loading(key, entry):
@@ -402,7 +397,7 @@ class AdapterCache:
             return None
 
     def _free_spare_memory(self, item: CacheRequest[CachedValue], ticket: ExpectationId) -> bool:
-        """Make room for what is expected, sparing what is needed sooner, if that is possible."""
+        """Free memory for an expected entry without evicting what is needed sooner, if possible."""
         budget, sooner = self._budgets[item.key[0]], self._memory.list_needed_by(ticket)
         if item.nbytes > self._memory.count_available(budget, keep=sooner):
             return False
@@ -410,7 +405,7 @@ class AdapterCache:
         return True
 
     def _free_memory(self, budget: MemoryBudget, purpose: Purpose, size: int, *, what: str) -> None:
-        """Make so many bytes free, once entries on their way that are not pinned have landed."""
+        """Free so many bytes, if necessary after unpinned entries have finished loading."""
         while size > (room := self._memory.count_available(budget)):
             if size > room + self._memory.count_loading(budget):
                 raise budget.make_error(purpose, size, what=what)
@@ -428,10 +423,10 @@ class _PrefetchItem(Generic[CachedValue]):
 
 
 class AdapterPrefetcher(Generic[CachedValue]):
-    """The owner of the queue of known needs."""
+    """The owner of the prefetch queue."""
 
     def __init__(self, tiers: AdapterCache, *, workers: int = 1) -> None:
-        """Begin with no need; one thread reads as fast as a disk gives, and hashes on another."""
+        """Start with an empty queue; one thread reads at disk speed, and another one hashes."""
         self._tiers, self._workers = tiers, workers
         self._needs: deque[_PrefetchItem[CachedValue]] = deque()
         self._lock = threading.RLock()
@@ -442,10 +437,10 @@ class AdapterPrefetcher(Generic[CachedValue]):
     def expect(
         self, requests: Sequence[CacheRequest[CachedValue]], *, plan: CacheKey | None = None
     ) -> Iterator[None]:
-        """Begin to bring what a job will need, unless its compiled plan is there.
+        """Start loading what a job will need, unless its compiled plan is resident.
 
-        Leave it when the job has pinned what it needs, or is given up: what is absent by then is
-        not brought, and what came but is not needed is evicted.
+        Leave the block when the job has pinned its entries, or is cancelled: entries still missing
+        are not loaded any more, and those loaded but unneeded are evicted.
         """
         ready = plan is not None and self._tiers.contains(plan)
         needed = () if ready else requests
@@ -456,19 +451,19 @@ class AdapterPrefetcher(Generic[CachedValue]):
             yield
 
     def wait_until_idle(self) -> None:
-        """Return when there is nothing left to bring."""
+        """Return when the queue is empty and all loads ended."""
         with self._lock:
             self._idle.wait_for(lambda: not self._worker_count)
 
     def check_integrity(self) -> None:
-        """Assert that every need has a thread that will come to it."""
+        """Assert that the queue is empty or has a thread."""
         with self._lock:
             assert self._worker_count <= self._workers
             assert self._worker_count or not self._needs
 
     @property
     def _worker_count(self) -> int:
-        """How many threads there are; one that could not begin is none."""
+        """Number of threads; one that could not start does not count."""
         return sum(thread.is_alive() for thread in self._threads)
 
     def _enqueue(self, needs: Sequence[_PrefetchItem[CachedValue]]) -> None:
@@ -482,9 +477,9 @@ class AdapterPrefetcher(Generic[CachedValue]):
 
     def _run_worker(self) -> None:
         while (need := self._take_next()) is not None:
-            with suppress(BaseException):  # whatever ends a reading, its request reads again
+            with suppress(BaseException):  # whatever ends a load, its request loads again
                 self._tiers.fetch(need.request, need.expectation)
-            del need  # what it refers to belongs to the job
+            del need  # its references belong to the job
 
     def _take_next(self) -> _PrefetchItem[CachedValue] | None:
         with self._lock:

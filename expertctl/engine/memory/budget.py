@@ -1,19 +1,16 @@
-"""The ledger of memory: one limit over base, experts, KV and buffers that is never exceeded.
+"""The memory budget, and the table of cache entries with the eviction rules; without threads.
 
-Bytes are entered before they are allocated and struck out after they are freed, so the ledger never
-says less than what is live.
+One limit covers base, experts, KV and buffers and is never exceeded. Bytes are reserved before they
+are allocated and released after they are freed, so the budget never reports less than what is live.
 
-What lies in memory, and what goes when room is needed: the rules, without threads.
-
-What is pinned stays, and so does what a resident plan uses in place, and what is on its way. Two
-classes share the rest: experts, which are entries here, and kept keys and values, among which their
-owners choose. Kept ones go first while they take more than their share of both, else experts do; if
-one class has nothing left to give, the other does. Of the experts, those that no request expects go
-first, then those that are expected last; of those expected alike, the lowest priority goes first,
-``count * 0.25 ** (age / 128)`` with the age in requests. The count is one for each use, less what
-fades: ``0.25 ** (requests since / 512)`` is left of it. Counts outlive their entries, so what is in
-demand again need not begin at one. Why that formula, and no other, is in
-``docs/adr/0016-residency.md``.
+Pinned entries stay, and so do entries that a resident plan uses in place or that are still loading.
+Two classes share the rest: experts, which are entries here, and kept KV, whose owners choose what
+to evict. Kept KV is evicted first while it exceeds its share of both, otherwise experts are; if one
+class has nothing left, the other is used. Among experts, those that no request expects are evicted
+first, then those that are expected last; among equals the lowest priority first, ``count * 0.25 **
+(age / 128)`` with the age in requests. The count adds one per use and decays: ``0.25 ** (requests
+since / 512)`` of it is left. Counts outlive their entries, so an entry in demand again need not
+start at one. ``docs/adr/0016-residency.md`` explains the formula.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -34,26 +31,26 @@ BUDGET_HINTS: dict[Purpose, str] = {
 }
 
 CACHED_KV_DIVISOR = 4
-"""Keys and values that are kept for later requests may take this part of a server's budget."""
+"""Kept KV may use this fraction (1 / n) of a server's budget by default."""
 
 
 def choose_kv_cache_limit(requested: int | None, budget: int) -> int:
-    """Return how many bytes of a budget keys and values may take between requests."""
+    """Return the maximum bytes of KV kept between requests."""
     return budget // CACHED_KV_DIVISOR if requested is None else min(requested, budget)
 
 
 class MemoryBudget:
-    """How many bytes of one memory are held, by purpose; between threads, `AdapterCache` guards it."""
+    """Reserved bytes of one memory, by purpose; between threads, `AdapterCache` guards it."""
 
     def __init__(self, limit: int) -> None:
-        """Start with nothing held."""
+        """Start with nothing reserved."""
         self.limit = limit
         self._held: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
         self._peak = 0
 
     @property
     def used(self) -> int:
-        """Bytes held now."""
+        """Bytes reserved now."""
         return sum(self._held.values())
 
     @property
@@ -63,18 +60,18 @@ class MemoryBudget:
 
     @property
     def peak(self) -> int:
-        """The most that was ever held."""
+        """Maximum of the reserved bytes so far."""
         return self._peak
 
     def reserved_bytes(self, purpose: Purpose) -> int:
-        """Bytes held now for one purpose."""
+        """Bytes reserved now for one purpose."""
         return self._held[purpose]
 
     def reserve(self, purpose: Purpose, size: int, *, what: str) -> None:
-        """Enter bytes that are about to be allocated.
+        """Reserve bytes that are about to be allocated.
 
         Raises:
-            BudgetError: when they do not fit; nothing is entered then.
+            BudgetError: when they do not fit; nothing is reserved then.
         """
         if size < 0:
             raise ValueError(f"{size} bytes cannot be reserved")
@@ -84,18 +81,14 @@ class MemoryBudget:
         self._peak = max(self._peak, self.used)
 
     def release(self, purpose: Purpose, size: int) -> None:
-        """Strike out bytes that were freed."""
+        """Release bytes that were freed."""
         if not 0 <= size <= self._held[purpose]:
             raise ValueError(f"{size} bytes of {purpose} are not held")
         self._held[purpose] -= size
 
     @contextmanager
     def reserve_during(self, purpose: Purpose, size: int, *, what: str) -> Iterator[None]:
-        """Hold bytes for the length of a ``with`` block.
-
-        Raises:
-            BudgetError: when they do not fit.
-        """
+        """Reserve bytes for the length of a ``with`` block; raises as `reserve` does."""
         self.reserve(purpose, size, what=what)
         try:
             yield
@@ -103,7 +96,7 @@ class MemoryBudget:
             self.release(purpose, size)
 
     def make_error(self, purpose: Purpose, size: int, *, what: str) -> BudgetError:
-        """Return the error that says what does not fit beside what."""
+        """Return the error with the size needed, the free bytes and what is reserved."""
         held = ", ".join(f"{p} {format_size(n)}" for p, n in self._held.items() if n) or "nothing"
         needed, free = _format_distinct_sizes(size, self.free)
         return BudgetError(
@@ -113,13 +106,13 @@ class MemoryBudget:
         )
 
     def check_integrity(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         assert 0 <= self.used <= self._peak <= self.limit
         assert all(size >= 0 for size in self._held.values())
 
 
 def _format_distinct_sizes(first: int, second: int) -> tuple[str, str]:
-    """Return two sizes so that a person sees which is the larger."""
+    """Format two sizes so that the larger one can be seen."""
     shown = format_size(first), format_size(second)
     return shown if shown[0] != shown[1] else (f"{first:,} B", f"{second:,} B")
 
@@ -129,20 +122,20 @@ AGE_PERIOD = 128
 COUNT_HALVING = 512
 """After so many requests a use counts a quarter."""
 MAX_PAST_COUNTS = 1024
-"""The counts of so many that went last are known; of others little would be left."""
+"""Number of evicted entries whose counts are remembered; older counts would be near zero."""
 KEPT_SHARE = 0.5
-"""How much of what experts and kept keys and values hold is left to the latter."""
+"""Share of kept KV in the memory of experts and kept KV."""
 ABSENT = object()
-"""The value of what has not come yet, or is gone."""
+"""Value of an entry that is not loaded yet, or evicted."""
 ExpectationId = int
-"""Names one expectation; the lower, the sooner it is needed."""
+"""Identifies one expectation; lower ones are needed sooner."""
 _NEVER: ExpectationId = 1 << 62
 EntryName = TypeVar("EntryName", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry(Generic[EntryName]):
-    """Something that holds memory; it can be used once it has ``landed``."""
+    """Something that takes memory; it can be used once it ``is_loaded``."""
 
     budget: MemoryBudget
     nbytes: int
@@ -152,7 +145,7 @@ class CacheEntry(Generic[EntryName]):
     traffic: bool = True
     is_loaded: bool = False
     count: float = 0.0
-    """Its uses, and those of earlier entries of its name, as of ``last_used``."""
+    """Its uses, including those of earlier entries of its name, as of ``last_used``."""
     is_used: bool = False
     pins: int = 0
 
@@ -162,7 +155,7 @@ class CacheEntry(Generic[EntryName]):
         self.last_used, self.is_used = now, True
 
     def compute_priority(self, now: int) -> float:
-        """How much it is worth to keep."""
+        """Return the eviction priority; higher means more worth keeping."""
         age = now - self.last_used
         return float(self.count * DECAY ** (age / AGE_PERIOD))
 
@@ -174,7 +167,7 @@ def decay_count(count: float, requests: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimableMemory:
-    """Rows of keys and values that their owner keeps until room is needed."""
+    """Cached KV that its owner keeps until memory is needed."""
 
     budget: MemoryBudget
     nbytes: Callable[[], int]
@@ -182,10 +175,10 @@ class ReclaimableMemory:
 
 
 class EntryTable(Generic[EntryName]):
-    """The owner of the entries; a caller with several threads guards it with a lock."""
+    """The owner of the entries; not thread-safe."""
 
     def __init__(self, *, on_evict: Callable[[EntryName], None]) -> None:
-        """Begin with nothing; ``evicted`` is told which experts and plans went."""
+        """Start empty; ``on_evict`` is called with each expert or plan that is evicted."""
         self.entries: dict[EntryName, CacheEntry[EntryName]] = {}
         self.expected: dict[ExpectationId, frozenset[EntryName]] = {}
         self.reclaimable: list[ReclaimableMemory] = []
@@ -199,27 +192,27 @@ class EntryTable(Generic[EntryName]):
         return entry if entry is not None and entry.is_loaded else None
 
     def get_past_count(self, name: EntryName) -> float:
-        """Return what is left of the uses of an entry that went."""
+        """Return the decayed use count of an evicted entry."""
         count, last_used = self._past_counts.get(name, (0.0, self.now))
         return decay_count(count, self.now - last_used)
 
     def count_reclaimable(self, budget: MemoryBudget) -> int:
-        """Return how many bytes can be had without evicting an entry, besides those free."""
+        """Return the bytes that can be freed without evicting an entry."""
         return sum(spare.nbytes() for spare in self.reclaimable if spare.budget is budget)
 
     def count_available(self, budget: MemoryBudget, *, keep: Collection[EntryName] = ()) -> int:
-        """Return how many bytes are free or can be had at once, ``spared`` staying."""
+        """Return the bytes that are free or can be freed now, without the entries in ``keep``."""
         able = self._list_evictable(keep)
         return budget.free + self.count_reclaimable(budget) + _sum_bytes(able.values(), budget)
 
     def count_loading(self, budget: MemoryBudget) -> int:
-        """Return how many bytes can be had once what is on its way, but not pinned, has landed."""
+        """Return the bytes of entries that are still loading and not pinned."""
         return _sum_bytes((e for e in self.entries.values() if not (e.is_loaded or e.pins)), budget)
 
     def free_memory(
         self, budget: MemoryBudget, size: int, *, keep: Collection[EntryName] = ()
     ) -> None:
-        """Let go of one thing after the other until so many bytes are free; `room` has them."""
+        """Evict one thing after another until so many bytes are free; they must be available."""
         while size > (free := budget.free):
             able, spare = self._list_evictable(keep), self.count_reclaimable(budget)
             if spare and (
@@ -230,11 +223,11 @@ class EntryTable(Generic[EntryName]):
                 self.evict(self._choose_victim(able, budget))
 
     def list_needed_by(self, ticket: ExpectationId) -> set[EntryName]:
-        """Return what is expected by then."""
+        """Return the entries expected at or before an expectation."""
         return {name for t, names in self.expected.items() if t <= ticket for name in names}
 
     def evict_if_unused(self, name: EntryName) -> None:
-        """Let go of what was brought and never used, unless it is still expected."""
+        """Evict an entry that was loaded and never used, unless it is still expected."""
         entry = self.find_loaded(name)
         if entry is None or entry.is_used:
             return
@@ -242,22 +235,22 @@ class EntryTable(Generic[EntryName]):
             self.evict(name)
 
     def evict_dependents(self, name: EntryName) -> None:
-        """Let go of what uses the memory of an entry."""
+        """Evict the entries that use the memory of an entry."""
         for user in [other for other, entry in self.entries.items() if name in entry.uses]:
             self.evict(user)
 
     def evict(self, name: EntryName) -> None:
-        """Let go of an entry, and of its bytes."""
+        """Evict an entry and release its bytes."""
         assert not self.entries[name].pins, "what is pinned stays"
         entry = self.entries.pop(name)
-        entry.value = ABSENT  # what is freed is gone before its bytes are struck out
+        entry.value = ABSENT  # the value is freed before its bytes are released
         entry.budget.release("experts", entry.nbytes)
         self._remember_count(name, entry)
         if entry.traffic:
             self._on_evict(name)
 
     def clear(self) -> None:
-        """Let go of all that may go."""
+        """Evict everything that can be evicted."""
         for spare in self.reclaimable:
             spare.reclaim(spare.nbytes())
         while able := self._list_evictable():
@@ -269,12 +262,12 @@ class EntryTable(Generic[EntryName]):
         return _sum_bytes(self.entries.values(), budget)
 
     def check_idle(self) -> None:
-        """Assert that nothing is pinned, expected or on its way."""
+        """Assert that nothing is pinned, expected or loading."""
         assert not self.expected
         assert all(entry.is_loaded and not entry.pins for entry in self.entries.values())
 
     def check_integrity(self) -> None:
-        """Assert that entries are within the ledger, and that what they use is there."""
+        """Assert that entries are within the budget, and that what they use is present."""
         assert len(self._past_counts) <= MAX_PAST_COUNTS
         for entry in self.entries.values():
             assert entry.pins >= 0
@@ -283,7 +276,7 @@ class EntryTable(Generic[EntryName]):
             assert self.count_bytes(entry.budget) <= entry.budget.reserved_bytes("experts")
 
     def _remember_count(self, name: EntryName, entry: CacheEntry[EntryName]) -> None:
-        self._past_counts.pop(name, None)  # the order is that of going
+        self._past_counts.pop(name, None)  # so the order is that of eviction
         if entry.count:
             self._past_counts[name] = entry.count, entry.last_used
         if len(self._past_counts) > MAX_PAST_COUNTS:
@@ -292,7 +285,7 @@ class EntryTable(Generic[EntryName]):
     def _list_evictable(
         self, keep: Collection[EntryName] = ()
     ) -> Mapping[EntryName, CacheEntry[EntryName]]:
-        """Return what can go, if need be one after the other."""
+        """Return the entries that can be evicted, if necessary one after another."""
         kept = {n for n, e in self.entries.items() if e.pins or not e.is_loaded or n in keep}
         kept |= {used for name in kept for used in self.entries[name].uses}
         return {name: entry for name, entry in self.entries.items() if name not in kept}
@@ -300,7 +293,7 @@ class EntryTable(Generic[EntryName]):
     def _choose_victim(
         self, evictable: Mapping[EntryName, CacheEntry[EntryName]], budget: MemoryBudget
     ) -> EntryName:
-        """Return what goes first in one memory; a plan elsewhere goes before what it uses here."""
+        """Return the entry to evict first; plans go before the entries here that they use."""
         used = {name for entry in evictable.values() for name in entry.uses}
         here = {name for name, entry in self.entries.items() if entry.budget is budget}
         tickets = sorted(self.expected, reverse=True)

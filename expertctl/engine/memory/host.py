@@ -1,13 +1,12 @@
-"""Anonymous memory for weights: allocated once, filled once, never backed by a file.
+"""Host memory: sizes and limits of the machine, anonymous blocks for weights, and mapped files.
 
-Huge pages, where the system grants them on request, make the first write to a large block several
-times as fast: the kernel hands out one page where it would hand out 512.
+Weights are in anonymous memory, allocated and written once, never backed by a file. Huge pages,
+where the system grants them on request, make the first write to a large block several times as
+fast: the kernel hands out one page instead of 512.
 
-A file in the addresses of this process, read only; parts of it are lent while they are cached.
-
-Reading a part that the system has dropped waits for the disk; reading one that was cut off from the
-file ends the process (SIGBUS). So only parts are lent that the system holds now; of what was cut
-off it holds nothing.
+A mapped file is read-only. Reading a part that is not in the page cache waits for the disk; reading
+one that was truncated ends the process (SIGBUS). So only parts in the page cache are lent; of a
+truncated part nothing is in it.
 """
 
 import ctypes
@@ -24,18 +23,18 @@ from expertctl.routing.request import DeviceName
 
 HUGE_PAGE_BYTES = 2 << 20
 MACHINE_SHARE = 0.8
-"""The share of the machine's memory that is the budget where none is set."""
+"""Default budget as a share of the machine's memory."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OLD_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
 _NO_LIMIT = 1 << 60
-"""From here on a number of version 1 of control groups means that there is no limit."""
+"""In control groups version 1, larger numbers mean that there is no limit."""
 
 
 def allocate(size: int) -> memoryview:
-    """Return ``size`` zero bytes that belong to this process alone, aligned to a page."""
+    """Return ``size`` zero bytes private to this process, page-aligned."""
     block = _map_anonymous(max(size, 1))
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -43,21 +42,21 @@ def allocate(size: int) -> memoryview:
 
 
 def find_available_bytes() -> int:
-    """Return how many bytes this process may use: the machine's, or its container's, if fewer."""
+    """Return the bytes that this process may use: the machine's, or its container's, if fewer."""
     return min(limit for limit in (get_machine_bytes(), find_container_limit()) if limit)
 
 
 def find_default_budget() -> int:
-    """Return the budget of an engine that is given none."""
+    """Return the default budget of an engine."""
     return int(find_available_bytes() * MACHINE_SHARE)
 
 
 def find_budget_limit(requested: int | None, device: DeviceName) -> int:
-    """Return how many bytes an engine may take of the memory that it computes in.
+    """Return the budget of an engine in the memory that it computes in.
 
     Raises:
         NotFoundError: when there is no such device.
-        BudgetError: when others have taken nearly all memory of a device.
+        BudgetError: when other programs use nearly all memory of a device.
     """
     if device == "cpu":
         return find_default_budget() if requested is None else requested
@@ -70,27 +69,27 @@ def get_machine_bytes() -> int:
     """Return the bytes of the machine's memory."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 8 << 30  # no portable way without another library; `--memory-budget` says it exactly
+    return 8 << 30  # no portable way without another library; use `--memory-budget`
 
 
 def find_container_limit() -> int | None:
-    """Return the least limit of the control groups that this process is in; None without one."""
+    """Return the smallest limit of this process's control groups; None without one."""
     files = (*(group / "memory.max" for group in _list_own_cgroups()), _OLD_LIMIT)
     limits = [_read_limit(path) for path in files]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def find_resident_bytes() -> int | None:
-    """Return how many bytes of memory this process has now; None where the system does not tell."""
+    """Return the resident memory of this process in bytes; None where it is unknown."""
     pages = _read_text(_STATM).split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else None
 
 
 def find_unused_bytes() -> int | None:
-    """Return how many bytes this process could be given at once, where the system tells.
+    """Return how many bytes this process could allocate now; None where it is unknown.
 
-    In a container it is at most what the control group with the least left may still take; files
-    that it could let go of do not count as taken.
+    In a container this is at most what its tightest control group has left; reclaimable file pages
+    do not count as used.
     """
     found = _read_text(_MEMINFO).partition("MemAvailable:")[2].split()
     if not found:
@@ -100,13 +99,13 @@ def find_unused_bytes() -> int | None:
 
 
 def _list_own_cgroups() -> list[Path]:
-    """Return the folders of the control groups that this process is in, the outermost first."""
+    """Return the folders of this process's control groups, the outermost first."""
     names = _read_text(_OWN_CGROUP).partition("0::")[2].partition("\n")[0].strip("/").split("/")
     return [_CGROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
 
 
 def _find_cgroup_free(group: Path) -> int | None:
-    """Return what a group may still take; None where nothing limits it."""
+    """Return the bytes that a group has left; None where nothing limits it."""
     limit, used = _read_limit(group / "memory.max"), _read_limit(group / "memory.current")
     if limit is None or used is None:
         return None
@@ -128,29 +127,29 @@ def _read_limit(path: Path) -> int | None:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # no such system
+    except OSError:  # the file does not exist on this system
         return ""
 
 
 _PRESENT = 1
-"""What ``mincore`` says of a page that is there; other bits say other things."""
+"""Bit of a resident page in the result of ``mincore``; the other bits are reserved."""
 
 
 class MappedFile:
     """The mapping of an open file; it stays when the file is closed or unlinked."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        """Own a mapping."""
+        """Take ownership of a mapping."""
         self._mapping = mapping
         self._octets: np.ndarray[Any, Any] | None = np.frombuffer(mapping, np.uint8)
         self._address = int(self._octets.ctypes.data)
 
     @classmethod
     def map_file(cls, handle: int) -> "MappedFile | None":
-        """Map a whole file; None on a system that does not tell what it holds of it.
+        """Map a whole file; None on a system that cannot report which pages are cached.
 
         Raises:
-            OSError: when there are no addresses left for it.
+            OSError: when the address space is exhausted.
         """
         if _find_mincore() is None or not hasattr(mmap, "MAP_SHARED"):
             return None
@@ -158,7 +157,7 @@ class MappedFile:
         return cls(mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
 
     def is_cached(self, begin: int, size: int) -> bool:
-        """Tell whether the system holds all of a part now."""
+        """Return whether a part is completely in the page cache now."""
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         found = np.zeros(-(-(begin + size - first) // mmap.PAGESIZE), np.uint8)
         ask = _find_mincore()
@@ -167,26 +166,26 @@ class MappedFile:
         return not failed and bool((found & _PRESENT).all())
 
     def view(self, begin: int, size: int) -> memoryview:
-        """Return the bytes of a part; let go of them before `close`."""
+        """Return the bytes of a part; release them before `close`."""
         assert self._octets is not None, "it is open"
         return self._octets[begin : begin + size].data
 
     def address_at(self, begin: int) -> int:
-        """Return where a byte of the file lies."""
+        """Return the address of a byte of the file."""
         return self._address + begin
 
     def close(self) -> None:
-        """Give the addresses back; they must not be used any more."""
+        """Unmap the file; its addresses must not be used any more."""
         self._octets = None
         self._mapping.close()
 
 
 @cache
 def _find_mincore() -> Any:
-    """Return the system's call of that name; None where there is none."""
+    """Return the C function ``mincore``; None where there is none."""
     try:
         found = ctypes.CDLL(None).mincore
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows names its libraries
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows requires library names
         return None
     found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     found.restype = ctypes.c_int

@@ -1,33 +1,27 @@
-"""Runs that share one memory: which runs of a home are in, which wait, with how many bytes.
+"""Runs and engines of one home that share the machine's memory, and the report about them.
 
-Every run has a seat: a folder in which its process holds a lock, so a killed process frees its
-seat. A run that waits is let in when all that have waited longer are in, and its bytes fit into its
-limit beside those of the runs that are in. A run that does not wait is never kept out.
+Every run has a lease: a folder in which its process holds a lock, so a killed process frees its
+lease. A waiting run is admitted when all that have waited longer are, and its bytes fit into its
+limit together with those of the admitted runs. A run that does not wait is always admitted.
 
 ::
 
-    running/lock                     held while seats are read or changed
+    running/lock                     held while leases are read or changed
     running/<number>-<token>/lock    held by the process of one run
-    running/<number>-<token>/seat    how many bytes, and whether it waits
+    running/<number>-<token>/seat    size in bytes, and whether it waits
 
-What the engines of one home hold, said for other processes: `doctor --memory` reads it.
-
-An engine that has loaded something has a folder in which its process holds a lock, so what a killed
-process said is not believed, and the next engine removes it. No run fails for it: where nothing can
-be written, an engine is not seen.
+An engine that has loaded something publishes what it holds, for `doctor --memory` in other
+processes. It also locks a folder, so the record of a killed process is ignored, and the next engine
+removes it. Publishing never fails a run: without write access, an engine is not listed.
 
 ::
 
-    engines/lock               held while a folder is made, or those of dead processes removed
+    engines/lock               held while a folder is created, or dead ones are removed
     engines/<token>/lock       held by the process of one engine
     engines/<token>/holds      what it holds, as JSON
 
-What holds memory, and what things would take: what `doctor --memory` tells.
-
-Only sizes of bases and experts in memory need the engine: they are left out where something that it
-needs is not installed.
-
-What the extra ``engine`` brings: without all of it nothing is generated, nor measured.
+The report needs the engine only for the sizes of bases and experts in memory; they are omitted
+where a library of the extra ``engine`` is not installed.
 """
 
 import os
@@ -64,13 +58,13 @@ _LEASE_LINE = re.compile(r"(?P<size>[0-9]{1,18}) (?P<state>in|waits)")
 
 
 def sleep_before_retry() -> None:
-    """Let some time pass before looking again."""
+    """Sleep before the next attempt."""
     time.sleep(PAUSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """The seat of a run that is alive."""
+    """The lease of a live run."""
 
     number: int
     size: int
@@ -78,7 +72,7 @@ class LeaseRecord:
 
 
 class MemoryLease:
-    """The place of one run among the others; ``queued`` when it had to wait for it."""
+    """The reservation of one run; ``queued`` is True if it had to wait."""
 
     def __init__(self, folder: Path | None, *, queued: bool = False) -> None:
         """Belong to a folder, or to none where nothing can be written."""
@@ -86,7 +80,7 @@ class MemoryLease:
         self._folder = folder
 
     def resize(self, size: int) -> None:
-        """Say how many bytes the run takes now."""
+        """Record the bytes that the run takes now."""
         if self._folder is None:
             return
         with suppress(OSError, StoreError), _lock_leases(self._folder.parent):  # not worth an error
@@ -94,34 +88,34 @@ class MemoryLease:
 
 
 class MemoryAdmission:
-    """The seats of one home."""
+    """The leases of one home."""
 
     def __init__(self, folder: Path, *, pause: Callable[[], None] = sleep_before_retry) -> None:
-        """Name the folder, made for the first seat; what ``pause`` raises ends the waiting."""
+        """Use a folder, created for the first lease; ``pause`` may raise to end the waiting."""
         self._folder, self._pause = folder, pause
 
     @contextmanager
     def acquire(self, size: int) -> Iterator[MemoryLease]:
-        """Take a seat at once; where nothing can be written, one that others do not see."""
+        """Take a lease at once; without write access, one that others cannot see."""
         with ExitStack() as stack:
             try:
-                seat = MemoryLease(self._create_lease(size, stack, waits=False))
+                lease = MemoryLease(self._create_lease(size, stack, waits=False))
             except (OSError, StoreError):
-                seat = MemoryLease(None)  # a read-only home can be run from all the same
-            yield seat
+                lease = MemoryLease(None)  # a read-only home can be run from, too
+            yield lease
 
     @contextmanager
     def wait_in_queue(self, size: int, *, limit: int, tell: Notify) -> Iterator[MemoryLease]:
-        """Take a seat when the bytes fit into the limit beside the others, waiting for that.
+        """Wait until the bytes fit into the limit together with other runs, then take a lease.
 
-        ``tell`` gets a sentence on what is waited for, or why that is impossible. The caller has
-        checked that the bytes fit into the limit.
+        ``tell`` gets a message about the wait, or why waiting is impossible. The caller has checked
+        that the bytes fit into the limit alone.
         """
         with ExitStack() as stack:
             try:
                 folder = self._create_lease(size, stack, waits=True)
             except (OSError, StoreError) as error:
-                tell(f"other runs cannot be waited for: {error}")
+                tell(f"cannot wait for other runs: {error}")
                 yield MemoryLease(None)
                 return
             yield MemoryLease(folder, queued=self._wait(folder, size, limit, tell))
@@ -136,7 +130,7 @@ class MemoryAdmission:
         return own
 
     def _wait(self, own_folder: Path, size: int, limit: int, tell: Notify) -> bool:
-        """Wait until the run is in, and tell once what for; return whether it waited."""
+        """Wait until the run is admitted, and report the reason once; return whether it waited."""
         told = False
         while why := self._try_admit(own_folder, size, limit):
             if not told:
@@ -146,14 +140,11 @@ class MemoryAdmission:
         return told
 
     def _try_admit(self, own_folder: Path, size: int, limit: int) -> str:
-        """Let a run in if it is its turn and there is room; else say what it waits for."""
+        """Admit a run if it is its turn and there is memory; else return the reason for waiting."""
         with _lock_leases(self._folder):
             others = self._read_others(own_folder)
-            ahead = [
-                other
-                for other in others
-                if other.is_waiting and other.number < _parse_lease_number(own_folder)
-            ]
+            number = _parse_lease_number(own_folder)
+            ahead = [other for other in others if other.is_waiting and other.number < number]
             inside = [other for other in others if not other.is_waiting]
             if ahead or sum(other.size for other in inside) + size > limit:
                 return _describe_wait(size, limit, inside, ahead)
@@ -161,7 +152,7 @@ class MemoryAdmission:
             return ""
 
     def _read_others(self, own_folder: Path | None = None) -> list[LeaseRecord]:
-        """Read the seats of live runs; remove what dead ones left."""
+        """Read the leases of live runs; remove those of dead ones."""
         others = []
         for folder in list_claimed_folders(self._folder):
             if folder == own_folder or not _LEASE_FOLDER.fullmatch(folder.name):
@@ -174,13 +165,13 @@ class MemoryAdmission:
 
 
 def list_leases(folder: Path) -> list[LeaseRecord]:
-    """Return the seats of the live runs of a home, the oldest first; changes nothing."""
+    """Return the leases of the live runs of a home, the oldest first; changes nothing."""
     found = []
     for own in list_claimed_folders(folder):
         if _LEASE_FOLDER.fullmatch(own.name) and is_claimed(own):
-            with suppress(OSError, StoreError):  # being made, removed, or damaged: none to count
+            with suppress(OSError, StoreError):  # being created, removed, or damaged: not counted
                 found.append(_read_lease(own))
-    return [seat for seat in found if seat is not None]
+    return [lease for lease in found if lease is not None]
 
 
 def _lock_leases(folder: Path) -> AbstractContextManager[None]:
@@ -192,7 +183,7 @@ def _write_lease(folder: Path, size: int, *, waits: bool) -> None:
 
 
 def _read_lease(folder: Path) -> LeaseRecord | None:
-    """Read a seat; None when its run has just ended and is removing it."""
+    """Read a lease; None when its run has just ended and is removing it."""
     try:
         text = (folder / "seat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
@@ -200,7 +191,7 @@ def _read_lease(folder: Path) -> LeaseRecord | None:
     match = _LEASE_LINE.fullmatch(text)
     if match is None:
         hint = f"remove {folder} when no run needs it"
-        raise StoreError(f"{folder}: this is not the seat of a run", hint=hint)
+        raise StoreError(f"{folder}: not the lease of a run", hint=hint)
     return LeaseRecord(_parse_lease_number(folder), int(match["size"]), match["state"] == "waits")
 
 
@@ -223,16 +214,16 @@ def _describe_wait(
 _RECORD_FILE = "holds"
 _MAX_RECORD_BYTES = 1 << 20
 _START_FIELD = 19
-"""When a process began, among the fields behind its name in ``/proc/<pid>/stat``."""
+"""Index of a process's start time among the fields after its name in ``/proc/<pid>/stat``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """What one engine said of itself last; sizes in bytes, ``experts`` are those used last."""
+    """What one engine last published; sizes in bytes, ``experts`` are those last used."""
 
     pid: int
     began: int | None
-    """When its process began, in the system's ticks: numbers of processes are used again."""
+    """Start time of its process, in the system's ticks: process ids are reused."""
     answering: bool
     limit: int
     held: Mapping[str, int]
@@ -241,22 +232,22 @@ class EngineRecord:
 
     @property
     def total(self) -> int:
-        """All that it holds by its ledger."""
+        """Total reserved bytes."""
         return sum(self.held.values())
 
     @property
     def resident_bytes(self) -> int | None:
-        """What the system counts for its process, where the system tells."""
+        """Resident set of its process; None where it is unknown."""
         if self.began is None or _read_process_start(self.pid) != self.began:
             return None
         return _read_resident_set(self.pid)
 
 
 class EngineRegistration:
-    """The owner of what one engine says; nothing is written before it has loaded something."""
+    """Publishes the state of one engine; nothing is written before it has loaded something."""
 
     def __init__(self, folder: Path, budget: MemoryBudget) -> None:
-        """Speak of a budget, below a folder that is made when there is something to say."""
+        """Publish a budget, below a folder that is created for the first record."""
         self._folder, self.budget = folder, budget
         self._claimed = ExitStack()
         self._own: Path | None = None
@@ -265,7 +256,7 @@ class EngineRegistration:
 
     @contextmanager
     def mark_answering(self) -> Iterator[None]:
-        """Say at the end what is still held."""
+        """Publish at the end of the block what is still held."""
         try:
             yield
         finally:
@@ -273,7 +264,7 @@ class EngineRegistration:
                 self._write_record(answering=False)
 
     def publish(self, *, base: str, experts: tuple[str, ...]) -> None:
-        """Say what is held for an answer that begins now."""
+        """Publish what is held for an answer that starts now."""
         self._base, self._experts = base, experts
         if not self._is_registered:
             self.close()
@@ -282,13 +273,13 @@ class EngineRegistration:
         self._write_record(answering=True)
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Remove the record."""
         self._claimed.close()
         self._own = None
 
     @property
     def _is_registered(self) -> bool:
-        """Whether there is a folder of this very process, not of one that it was forked from."""
+        """Whether the folder belongs to this process, not to the one that it was forked from."""
         return self._own is not None and self._maker == os.getpid() and self._own.is_dir()
 
     def _register(self) -> Path:
@@ -303,9 +294,7 @@ class EngineRegistration:
         if self._own is None or self._maker != os.getpid():
             return
         pid = os.getpid()
-        held: dict[str, int] = {
-            purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES
-        }
+        held: dict[str, int] = {p: self.budget.reserved_bytes(p) for p in PURPOSES}
         limit, named = self.budget.limit, (self._base, self._experts)
         said = msgspec.json.encode(
             EngineRecord(pid, _read_process_start(pid), answering, limit, held, *named)
@@ -317,7 +306,7 @@ class EngineRegistration:
 
 
 def list_engines(folder: Path) -> list[EngineRecord]:
-    """Return what the live engines of a home say; changes nothing."""
+    """Return the records of the live engines of a home; changes nothing."""
     said = [
         _read_record(own / _RECORD_FILE) for own in list_claimed_folders(folder) if is_claimed(own)
     ]
@@ -325,7 +314,7 @@ def list_engines(folder: Path) -> list[EngineRecord]:
 
 
 def _read_record(path: Path) -> EngineRecord | None:
-    """Read what an engine says; None where it has said nothing yet, or is just ending."""
+    """Read a record; None where an engine has written none yet, or is ending."""
     with suppress(OSError, msgspec.MsgspecError), path.open("rb") as stream:
         return msgspec.json.decode(stream.read(_MAX_RECORD_BYTES), type=EngineRecord)
     return None
@@ -350,31 +339,31 @@ def _read_resident_set(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What memory there is, in bytes; None where the system does not tell, or sets no limit."""
+    """The machine's memory and its limits, in bytes; None where unknown or unlimited."""
 
     machine: int
     container: int | None
     unused: int | None
     budget: int
-    """Of each engine."""
+    """Budget of each engine."""
     chosen: bool
-    """Whether the user chose the budget."""
+    """Whether the user set the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSize:
-    """What a base takes: on the disk, and in memory in each dtype that it can be held in."""
+    """Size of a base: on the disk, and in memory in each supported data type."""
 
     name: str
     on_disk: int
     weights: Mapping[str, int]
     token: int | None
-    """Bytes of the keys and values of one token in a run that is told no dtype."""
+    """Bytes of the keys and values of one token in a run without ``--dtype``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSize:
-    """What the weights of an expert take in memory."""
+    """Size of an expert's weights in memory."""
 
     ref: str
     nbytes: int | None
@@ -382,7 +371,7 @@ class ExpertSize:
 
 @dataclass(frozen=True, slots=True)
 class DiskCache:
-    """What is on the disk so that it need not be made again; it may be deleted at any time."""
+    """Cached data on the disk; it may be deleted at any time."""
 
     what: str
     path: Path
@@ -391,7 +380,7 @@ class DiskCache:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """All of it; ``experts`` begin with the largest."""
+    """The complete report; ``experts`` are sorted by size, the largest first."""
 
     limits: MemoryLimits
     engines: tuple[EngineRecord, ...]
@@ -403,7 +392,7 @@ class MemoryReport:
 
 
 def build_memory_report(home: Home, *, budget: int | None) -> MemoryReport:
-    """Look at a home and at this machine; changes nothing.
+    """Inspect a home and this machine; changes nothing.
 
     Raises:
         StoreError: when the record of a base is damaged.
@@ -428,7 +417,7 @@ def build_memory_report(home: Home, *, budget: int | None) -> MemoryReport:
 def _measure_base(base: StoredBase, *, has_sizes: bool) -> BaseSize:
     if not has_sizes or base.foreign:
         return BaseSize(base.name, base.size, {}, None)
-    from expertctl.engine.memory.weight_sizes import estimate_base_sizes
+    from expertctl.engine.model.load_plan import estimate_base_sizes
 
     weights, token = estimate_base_sizes(base)
     return BaseSize(base.name, base.size, {str(d): size for d, size in weights.items()}, token)
@@ -438,7 +427,7 @@ def _measure_experts(store: Store) -> list[ExpertSize]:
     experts = store.list_experts()
     if not experts:
         return []
-    from expertctl.engine.memory.weight_sizes import estimate_expert_size
+    from expertctl.engine.model.load_plan import estimate_expert_size
 
     sizes = [ExpertSize(expert.ref, estimate_expert_size(store, expert)) for expert in experts]
     return sorted(sizes, key=lambda one: (-(one.nbytes or 0), one.ref))
@@ -454,9 +443,8 @@ def _list_caches(
         **{f"{base.name}, quantised": bases.copies_folder(base) for base in known},
     }
     for what, path in folders.items():
-        yield DiskCache(
-            what, path, sum(map(_measure_folder, path.rglob("*"))) if path.is_dir() else 0
-        )
+        size = sum(map(_measure_folder, path.rglob("*"))) if path.is_dir() else 0
+        yield DiskCache(what, path, size)
 
 
 def _measure_folder(path: Path) -> int:
@@ -470,5 +458,5 @@ ENGINE_MODULES = ("torch", "jinja2", "numba", "llvmlite")
 
 
 def has_engine() -> bool:
-    """Tell whether all of it is installed; imports nothing."""
+    """Return whether all libraries of the engine are installed, without importing them."""
     return all(find_spec(name) is not None for name in ENGINE_MODULES)

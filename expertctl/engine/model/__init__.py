@@ -1,1 +1,1 @@
-"""The decoder in torch: weights, layers, CUDA graphs and LoRA slots."""
+"""The torch decoder: weights, layers, CUDA graphs and LoRA slots."""

@@ -1,9 +1,8 @@
-"""What holds a base and runs it: torch, packed kernels, or CUDA. The runtime sees only these.
+"""The interface of backends (torch, packed kernels, CUDA), and the torch backend.
 
-A backend knows before anything is loaded what all of it will take, to the byte. A cache, a model
-and a plan that are used together come from the same backend.
-
-A base that torch holds and runs: every size, tiny ones in less time than numba's import.
+A backend knows the memory of everything before loading, to the byte. A KV cache, a model and a plan
+that are used together come from the same backend. The torch backend runs bases of every size; small
+ones start faster in it than numba is imported.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,12 +48,12 @@ ExpertWatcher = Callable[[ExpertsConfig, ObservableCache], None]
 
 
 def ignore_experts(_: ExpertsConfig, __: ObservableCache) -> None:
-    """Learn nothing."""
+    """Ignore the routed experts of a base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """What a base is loaded with: its files, where things may be kept, threads to compute."""
+    """What a base is loaded with: its files, folders for caches, compute threads."""
 
     directory: Path
     home: Home
@@ -62,13 +61,13 @@ class LoadContext:
     threads: int = 1
     tell: Notify = ignore_notification
     check: Callable[[], None] | None = None
-    """Called before each kernel is compiled; what it raises ends that."""
+    """Called before each kernel is compiled; an exception that it raises ends the compilation."""
     watch: ExpertWatcher = ignore_experts
-    """Gets the owner of routed experts, to learn which are asked for."""
+    """Gets the owner of routed experts, to observe which are requested."""
 
 
 class RunnableModel(Protocol):
-    """A base in memory that can be run; its weights are only read."""
+    """A base in memory that can be run; its weights are read-only."""
 
     @property
     def nbytes(self) -> int:
@@ -76,12 +75,12 @@ class RunnableModel(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of them."""
+        """Warnings for the user about the weights."""
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
     ) -> None:
-        """Make beforehand what reading so many tokens of a prompt, and ``rows`` answers, needs."""
+        """Prepare to read ``tokens`` tokens of a prompt and to decode ``rows`` sequences."""
 
     def start_session(
         self,
@@ -91,27 +90,27 @@ class RunnableModel(Protocol):
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise.
+        """Start or continue a sequence; ``progress`` counts tokens of its prompt and may raise.
 
-        ``scores`` gets the logits of every position of the prompt that is read.
+        ``scores`` gets the logits of every prompt position that is read.
         """
 
     @property
     def prefill_parts(self) -> int:
-        """Into how many parts `prefill` cuts a pass over a prompt; 1 where it cannot be cut."""
+        """Number of parts into which `prefill` splits a pass; 1 where it cannot be split."""
 
     def prefill(
         self, reading: DecodeSession, ids: Sequence[int], *, between_layers: Callable[[], None]
     ) -> PrefillResult:
-        """Read a part of a prompt, and call ``between_layers`` between the parts of a pass.
+        """Read a part of a prompt; call ``between_layers`` between the parts of a pass.
 
-        That may call `step` with other texts; it changes no bit of either.
+        The callback may call `step` with other sequences; neither result changes by a bit.
         """
 
     def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each of several texts; return scores, float32 [texts, vocab].
+        """Read one more token of each sequence; return logits, float32 [sequences, vocab].
 
-        What a text gets is what it would get alone.
+        The logits of a sequence are the same as when it runs alone.
         """
 
     def matrix(self, module: str) -> Tensor:
@@ -119,42 +118,42 @@ class RunnableModel(Protocol):
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes of files were read for them."""
+        """Bytes of files read for the weights."""
 
     @property
     def routed(self) -> RoutedExpertStats | None:
-        """What became of routed experts since it was loaded; None where it has none."""
+        """Routed-expert statistics since loading; None where it has no such experts."""
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of them, layer by layer; None where nothing is counted."""
+        """Counters of its routed experts, layer by layer; None where nothing is counted."""
 
     @property
     def experts(self) -> "ExpertCache | None":
-        """The owner of their slots, which applies profiles; None where all are in memory."""
+        """The owner of expert slots, which applies profiles; None where all are in memory."""
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes."""
+        """Add the time of each part to ``times`` inside a ``with`` block."""
 
     def free_buffers(self) -> None:
-        """Let go of what the passes of a generation share; it was part of their buffers."""
+        """Free the tensors shared by all steps of one generation; they count as `buffer_bytes`."""
 
     @property
     def holds_only_weights(self) -> bool:
         """Whether it holds nothing but its weights."""
 
     def check_integrity(self) -> None:
-        """Assert what always holds between two passes."""
+        """Assert the invariants that hold between two passes."""
 
     def close(self) -> None:
-        """End what it does in the background; it is not run after that."""
+        """End its background work; it must not be run afterwards."""
 
 
 class KVCacheStore(Protocol):
-    """The owner of keys and values: of those that are kept, and of those that are lent."""
+    """The owner of all keys and values, both kept and in use."""
 
     def allocate(self, request: KVRequest) -> AbstractContextManager[KVAllocation[KVCacheBase]]:
-        """Lend room for one generation, with the rows of it that were computed before.
+        """Lend a KV cache for one generation, with the rows already computed.
 
         Raises:
             BudgetError: when it cannot fit.
@@ -164,29 +163,29 @@ class KVCacheStore(Protocol):
         """Drop what is kept for a key."""
 
     def clear(self) -> None:
-        """Drop all that is kept; nothing of it may be lent."""
+        """Drop all that is kept; nothing of it may be in use."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values that it holds."""
+        """Bytes of all its keys and values."""
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of those that are kept and not lent."""
+        """Bytes of the keys and values that are kept and not in use."""
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
 
     def check_idle(self) -> None:
-        """Assert that nothing is lent."""
+        """Assert that nothing is in use."""
 
 
 class Backend(Protocol):
-    """One base in one dtype, before it is loaded."""
+    """One base in one data type, before it is loaded."""
 
     @property
     def name(self) -> BackendName:
-        """Which of them it is."""
+        """Name of the backend."""
 
     @property
     def config(self) -> ModelConfig:
@@ -194,58 +193,58 @@ class Backend(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What its matrices are held in."""
+        """Data type of its matrices."""
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory."""
+        """Bytes of its weights in memory."""
 
     @property
     def min_weight_bytes(self) -> int:
-        """The same where no routed expert is in memory; a run needs some of them besides."""
+        """Bytes without any routed expert in memory; a run needs some of them in addition."""
 
     @property
     def cache(self) -> CachePlan | None:
-        """How its routed experts are held, where not all of them are in memory."""
+        """The cache of routed experts, where not all of them are in memory."""
 
     @property
     def loading_bytes(self) -> int:
-        """What reading them takes besides, at most."""
+        """Maximum additional bytes while the weights are read."""
 
     @property
     def host_bytes(self) -> int:
-        """What they take of the machine's memory where they are in that of a device."""
+        """Bytes of host memory used by a base on a device."""
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take."""
+        """Bytes of the keys and values of so many tokens."""
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
-        """What a pass over so many tokens, or one token of ``rows`` texts, needs besides.
+        """Bytes of a pass over so many tokens, or one token of ``rows`` sequences, without weights.
 
         ``width`` is that of the widest compiled plan.
         """
 
     @property
     def compile_spec(self) -> CompileSpec:
-        """What plans are compiled for."""
+        """Target for which plans are compiled."""
 
     @property
     def kv_layout(self) -> str:
-        """Equal for backends that can share one keeper of keys and values."""
+        """Equal for backends that can share one KV store."""
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None
     ) -> KVCacheStore:
-        """Return an owner of keys and values of the kind that its models read.
+        """Return a KV store of the layout that its models read.
 
-        ``kept_limit``: the most bytes that it keeps when no text has them; None: what is free.
+        ``kept_limit`` limits the bytes kept while no sequence uses them; None: all free memory.
         """
 
     def load(self, context: LoadContext, *, progress: Progress) -> RunnableModel:
         """Read the weights.
 
         Raises:
-            InvalidPackageError: when its tensors are not those of its configuration.
+            InvalidPackageError: when its tensors do not match its configuration.
         """
 
 
@@ -264,12 +263,12 @@ class TorchBackend:
 
     @property
     def name(self) -> BackendName:
-        """Which of the two it is."""
+        """Name of the backend."""
         return "torch"
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory: norms and biases stay float32."""
+        """Bytes of its weights in memory; norms and biases stay float32."""
         total, itemsize = 0, parse_torch_dtype(self.dtype).itemsize
         for shape in self.config.tensor_shapes().values():
             total += torch.Size(shape).numel() * (itemsize if len(shape) == 2 else _FLOAT_BYTES)
@@ -277,37 +276,37 @@ class TorchBackend:
 
     @property
     def min_weight_bytes(self) -> int:
-        """The same: all of its experts are in memory."""
+        """Equal to `weight_bytes`: all routed experts are in memory."""
         return self.weight_bytes
 
     @property
     def cache(self) -> None:
-        """None: all of them are in memory."""
+        """None: all routed experts are in memory."""
 
     @property
     def loading_bytes(self) -> int:
-        """What reading them takes besides: nothing, as files are mapped into memory."""
+        """0: the files are mapped into memory."""
         return 0
 
     @property
     def host_bytes(self) -> int:
-        """0: they are in no other memory."""
+        """0: no other memory is used."""
         return 0
 
     @property
     def compile_spec(self) -> CompileSpec:
-        """What plans are compiled for."""
+        """Target for which plans are compiled."""
         config = self.config
         return CompileSpec(config.linear_shapes(), config.hidden_size, torch.float32, self.device)
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take."""
+        """Bytes of the keys and values of so many tokens."""
         return self.config.count_kv_bytes(tokens, itemsize=_FLOAT_BYTES)
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
-        """What a pass over so many tokens needs besides weights and cache, at most about.
+        """Estimate the maximum bytes of a pass over so many tokens, besides weights and cache.
 
-        Texts of a batch are read one after the other; then the scores of all are put together.
+        Sequences of a batch run one after the other; then all their logits are stacked.
         """
         vocabulary = self.config.vocab_size
         scores = 2 * (rows - 1) * vocabulary * _FLOAT_BYTES
@@ -315,21 +314,17 @@ class TorchBackend:
 
     @property
     def kv_layout(self) -> str:
-        """Equal where one keeper serves."""
+        """Equal for backends that can share one KV store."""
         return "torch"
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None
     ) -> SequenceKVCache:
-        """Return an owner of caches."""
+        """Return a store of contiguous KV caches."""
         return SequenceKVCache(tiers, cached_limit=kept_limit)
 
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> "TorchModel":
-        """Read the weights.
-
-        Raises:
-            InvalidPackageError: when its tensors are not those of its configuration.
-        """
+        """Read the weights."""
         read: list[int] = []
 
         def count(size: int) -> None:
@@ -353,7 +348,7 @@ class TorchModel:
     decoder: Decoder
     weights: BaseWeights
     read_bytes: int
-    """How many bytes of files were read for them."""
+    """Bytes of files read for the weights."""
 
     @property
     def nbytes(self) -> int:
@@ -362,26 +357,26 @@ class TorchModel:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of them."""
+        """Warnings for the user about the weights."""
         return self.weights.warnings
 
     @property
     def routed(self) -> RoutedExpertStats | None:
-        """All experts are there; None where it has none."""
+        """Statistics of resident experts; None where it has no routed experts."""
         return make_resident_stats(self.decoder.config)
 
     @property
     def counters(self) -> None:
-        """None: where all experts are there, nothing is counted."""
+        """None: nothing is counted where all experts are in memory."""
 
     @property
     def experts(self) -> None:
-        """None: where all experts are there, a profile changes nothing."""
+        """None: where all experts are in memory, a profile changes nothing."""
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
     ) -> None:
-        """Do nothing: torch makes nothing beforehand."""
+        """Do nothing: torch prepares nothing."""
 
     def start_session(
         self,
@@ -391,13 +386,13 @@ class TorchModel:
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Begin or go on with a text."""
+        """Start or continue a sequence."""
         assert isinstance(cache, KVCache)
         return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
     @property
     def prefill_parts(self) -> int:
-        """1: a pass is not cut."""
+        """1: a pass is not split."""
         return 1
 
     def prefill(
@@ -407,11 +402,11 @@ class TorchModel:
         return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each of several texts, one after the other."""
+        """Read one more token of each sequence, one after the other."""
         return step_sequentially(texts)
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes."""
+        """Add the time of each part to ``times`` inside a ``with`` block."""
         return self.decoder.time_layers(times)
 
     def matrix(self, module: str) -> Tensor:
@@ -419,7 +414,7 @@ class TorchModel:
         return self.decoder.matrix(module)
 
     def free_buffers(self) -> None:
-        """Let go of what the passes of a generation share."""
+        """Free the tensors shared by all steps of one generation."""
         self.decoder.free_shared_tensors()
 
     @property
@@ -428,17 +423,17 @@ class TorchModel:
         return self.decoder.holds_only_weights
 
     def check_integrity(self) -> None:
-        """Do nothing: its weights are only read."""
+        """Do nothing: its weights are read-only."""
 
     def close(self) -> None:
-        """Do nothing: torch's threads are those of the whole process."""
+        """Do nothing: torch's threads belong to the whole process."""
 
 
 def parse_torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch holds matrices in.
+    """Return the torch dtype of a base's matrices.
 
     Raises:
-        UsageError: for a name that torch has no such dtype for.
+        UsageError: for a name without such a dtype.
     """
     if name not in TORCH_DTYPES:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""A base that torch holds and runs on a CUDA device, with captured steps.
+"""The CUDA backend: a base in the memory of a device, run with captured steps.
 
-Weights are float32 or bfloat16, keys and values the same, activations and experts float32. Routed
-experts are in a stack, all of them or as many as fit. Nothing else here depends on the device,
-so tests run the same classes on a processor.
+Weights are float32 or bfloat16, keys and values the same, activations and adapters float32. Routed
+experts are in a stack, all of them or as many as fit. Nothing else here depends on the device, so
+tests run the same classes on a processor.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,19 +78,19 @@ from expertctl.routing.request import MoeMiss
 
 _FLOAT_BYTES = 4
 _CAPTURE_STREAMS, _PIECEWISE_STREAMS = 2, 3
-"""Products are computed on the usual stream, and on one for each owner of graphs."""
+"""Products run on the default stream and on one stream for each owner of graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBackend:
-    """A base that `CudaGraphDecoder` runs; its memory is that of the device."""
+    """A base that `CudaGraphDecoder` runs, in the memory of the device."""
 
     config: ModelConfig
     dtype: str
     cache: CachePlan | None = None
-    """How its routed experts are held where not all of them are on the device."""
+    """The cache of routed experts, where not all of them are on the device."""
     start: WarmupPlan = field(default=WarmupPlan(), compare=False)
-    """Which of them it begins with."""
+    """The routed experts to start with."""
 
     @classmethod
     def choose(
@@ -103,9 +103,9 @@ class CudaBackend:
         cap: float = 1.0,
         headroom: int = 0,
     ) -> "CudaBackend":
-        """Return what runs a base in ``room`` bytes of the device; None: unlimited.
+        """Return the backend for a base in ``memory_limit`` bytes of the device; None: unlimited.
 
-        Of these, ``beside`` bytes are left for what a run takes besides the base.
+        ``headroom`` bytes of these are left for the needs of a run besides the base.
         """
         whole = cls(config, dtype)
         if config.experts is None or memory_limit is None:
@@ -126,10 +126,10 @@ class CudaBackend:
         return replace(whole, cache=plan)
 
     def with_warmup(self, start: PlanWarmup) -> "CudaBackend":
-        """Return the same with slots and pins by what is known, where not all experts fit.
+        """Return a copy whose slots and pins follow a profile, where not all experts fit.
 
         Raises:
-            ExpertError: when a profile is of another base, or cannot be used.
+            ExpertError: when a profile belongs to another base, or cannot be used.
         """
         routed = self.config.experts
         if self.cache is None or routed is None:
@@ -139,12 +139,12 @@ class CudaBackend:
 
     @property
     def name(self) -> BackendName:
-        """Which of them it is."""
+        """Name of the backend."""
         return "cuda"
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights and workspaces take in memory, with as many routed experts as fit."""
+        """Bytes of its weights and workspaces, with as many routed experts as fit."""
         routed, workspaces = self.config.experts, self.workspace_bytes
         if routed is None:
             return self._torch_backend.weight_bytes + workspaces
@@ -156,19 +156,19 @@ class CudaBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """What libraries keep for the streams that it computes on, in one thread."""
+        """Bytes that libraries keep for its compute streams, in one thread."""
         streams = _CAPTURE_STREAMS if self.cache is None else _PIECEWISE_STREAMS
         return streams * devices.get_workspace_bytes()
 
     @property
     def piecewise_bytes(self) -> int:
-        """What steps in stages hold between texts: their room, and the pool of their graphs."""
+        """Bytes that piecewise steps keep between sequences: workspace and graph pool."""
         graphs = estimate_graph_memory(self.config, self.stack_shape)
         return estimate_permanent_bytes(self.config) + graphs
 
     @property
     def min_weight_bytes(self) -> int:
-        """What all but routed experts takes, the dummy and the lookup included; see `Backend`."""
+        """Bytes without routed experts, but with the dummy and the lookup table; see `Backend`."""
         routed, itemsize = self.config.experts, parse_torch_dtype(self.dtype).itemsize
         if routed is None:
             return self.weight_bytes
@@ -180,12 +180,12 @@ class CudaBackend:
 
     @property
     def stack_shape(self) -> StackShape:
-        """What a routed expert looks like."""
+        """Shape of a routed expert."""
         return StackShape.from_config(self.config, parse_torch_dtype(self.dtype))
 
     @property
     def host_bytes(self) -> int:
-        """The buffers that routed experts come through, and what is known of them."""
+        """Bytes of the staging buffers of routed experts and of their metadata."""
         if self.config.experts is None:
             return 0
         buffers = estimate_staging_bytes(self.stack_shape)
@@ -199,25 +199,25 @@ class CudaBackend:
 
     @property
     def loading_bytes(self) -> int:
-        """What reading them takes besides: they are converted before they come to the device."""
+        """0: the weights are converted before they are copied to the device."""
         return 0
 
     @property
     def compile_spec(self) -> CompileSpec:
-        """What plans are compiled for."""
+        """Target for which plans are compiled."""
         return self._torch_backend.compile_spec
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take."""
+        """Bytes of the keys and values of so many tokens."""
         return estimate_static_kv_bytes(
             self.config, capacity=tokens, dtype=parse_torch_dtype(self.dtype)
         )
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
-        """What a pass over so many tokens needs besides weights and cache, at most about.
+        """Estimate the maximum bytes of a pass over so many tokens, besides weights and cache.
 
-        Texts of a batch are read one after the other. A step may be called while the graphs of
-        another kind hold as much; stages that copy experts have graphs in `piecewise_bytes`.
+        Sequences of a batch run one after the other. A step may run while graphs of another kind
+        hold as much; piecewise graphs count as `piecewise_bytes`.
         """
         experts = None if self.config.experts is None else self.stack_shape
         captured = experts if self.cache is None else None
@@ -230,13 +230,13 @@ class CudaBackend:
 
     @property
     def kv_layout(self) -> str:
-        """Equal where one keeper serves."""
+        """Equal for backends that can share one KV store."""
         return f"cuda, {self.dtype}"
 
     def create_kv_store(
         self, tiers: AdapterCache, *, kept_limit: int | None = None
     ) -> SequenceKVCache:
-        """Return an owner of arenas of one row."""
+        """Return a store of one-row static KV caches."""
         kind = KVCacheFactory(self._create_row, lambda wanted: self.kv_bytes(wanted.capacity))
         return SequenceKVCache(tiers, kind, cached_limit=kept_limit)
 
@@ -245,7 +245,7 @@ class CudaBackend:
         """Read the weights onto the device.
 
         Raises:
-            InvalidPackageError: when its tensors are not those of its configuration.
+            InvalidPackageError: when its tensors do not match its configuration.
             BudgetError: when the device is full.
         """
         weights = load_base_weights(
@@ -278,9 +278,9 @@ class CudaBackend:
     def _load_experts(
         self, experts: StackedExperts, context: LoadContext, progress: Progress
     ) -> int:
-        """Bring all experts, or begin with those that are known; return how much was read.
+        """Load all experts, or the initial ones of a cache; return the bytes read.
 
-        A cache counts what it reads itself. Habits are learnt either way.
+        A cache counts its own reads. Usage is observed in both cases.
         """
         cache, routed = experts.cache, experts.config
         if cache is None:
@@ -314,15 +314,15 @@ class CudaModel:
     decoder: CudaGraphDecoder
     weights: BaseWeights
     read_bytes: int
-    """How many bytes of files were read for them."""
+    """Bytes of files read for the weights."""
     workspace_bytes: int
-    """What libraries keep for the streams that it is run on."""
+    """Bytes that libraries keep for the streams that it runs on."""
     stacked_experts: StackedExperts | None = None
     """Its routed experts, if it has any."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights, and of all that stays with them."""
+        """Bytes of its weights and of everything that stays with them."""
         held = self.weights.nbytes + self.workspace_bytes
         if self.stacked_experts is None:
             return held
@@ -333,38 +333,35 @@ class CudaModel:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know of them."""
+        """Warnings for the user about the weights."""
         return self.weights.warnings
 
     @property
     def routed(self) -> RoutedExpertStats | None:
-        """What became of routed experts so far, fetched from the device; None without them."""
+        """Routed-expert statistics so far, fetched from the device; None without such experts."""
         self.decoder.fetch_routed_counts()
         experts = self._expert_counter
         return None if experts is None else experts.report()
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of routed experts; where all are there, only when an answer is over."""
+        """Counters of routed experts; where all are resident, current only after an answer."""
         return None if self._expert_counter is None else self._expert_counter.counters
 
     @property
     def experts(self) -> ExpertCache | None:
-        """The owner of their slots, which applies profiles; None where all are there."""
+        """The owner of expert slots, which applies profiles; None where all are resident."""
         return None if self.stacked_experts is None else self.stacked_experts.cache
 
     @property
     def _expert_counter(self) -> ExpertCache | DeviceExpertCounts | None:
-        return (
-            None
-            if self.stacked_experts is None
-            else self.stacked_experts.cache or self.stacked_experts.device_counts
-        )
+        experts = self.stacked_experts
+        return None if experts is None else experts.cache or experts.device_counts
 
     def prepare(
         self, cache: KVCacheBase, plan: CompiledPlan, *, tokens: int, rows: int = 1
     ) -> None:
-        """Take the memory of steps and put the plan into its slot; graphs come with the steps."""
+        """Allocate the memory of steps and put the plan into its slot; graphs come later."""
         assert isinstance(cache, StaticKVRow)
         self.decoder.prepare(cache, plan.deltas)
 
@@ -376,13 +373,13 @@ class CudaModel:
         progress: Progress = ignore_progress,
         scores: RecordLogits | None = None,
     ) -> DecodeSession:
-        """Begin or go on with a text."""
+        """Start or continue a sequence."""
         assert isinstance(cache, StaticKVRow)
         return DecoderSession(self.decoder, cache, plan.deltas, plan.soft_prompt, progress, scores)
 
     @property
     def prefill_parts(self) -> int:
-        """1: a pass is not cut."""
+        """1: a pass is not split."""
         return 1
 
     def prefill(
@@ -392,19 +389,19 @@ class CudaModel:
         return reading.prefill(ids)
 
     def step(self, texts: Sequence[tuple[DecodeSession, int]]) -> Tensor:
-        """Read one more token of each of several texts, one after the other."""
+        """Read one more token of each sequence, one after the other."""
         return step_sequentially(texts)
 
     def time_layers(self, times: LayerTimer) -> AbstractContextManager[None]:
-        """Add to ``times`` how long each part of what is read takes; no step is captured then."""
+        """Add the time of each part to ``times``; steps are not captured meanwhile."""
         return self.decoder.time_layers(times)
 
     def matrix(self, module: str) -> Tensor:
-        """Return the weights [out, in] of a linear layer, copied to where experts are compiled."""
+        """Return the weights [out, in] of a linear layer, in host memory, to compile plans."""
         return self.decoder.matrix(module).cpu()
 
     def free_buffers(self) -> None:
-        """Let go of buffers and slots, and of graphs that read a text."""
+        """Free buffers, slots and the graphs of a sequence."""
         self.decoder.free_buffers()
 
     @property
@@ -413,12 +410,12 @@ class CudaModel:
         return self.decoder.holds_only_weights
 
     def check_integrity(self) -> None:
-        """Assert what always holds between two passes."""
+        """Assert the invariants that hold between two passes."""
         if self.stacked_experts is not None:
             self.stacked_experts.check_integrity()
 
     def close(self) -> None:
-        """End what is being read, and let go of all graphs."""
+        """End pending reads, and free all graphs."""
         if self.stacked_experts is not None:
             self.stacked_experts.close()
         self.decoder.close()

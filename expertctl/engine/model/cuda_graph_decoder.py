@@ -1,13 +1,12 @@
-"""A decoder whose steps can be captured: the batch is padded to a bucket, memory never moves.
+"""A decoder whose steps are captured as CUDA graphs: padded batches at fixed addresses.
 
-Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a `StaticKVCache`. A
-step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
-looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
-first; on a processor the same function is called. Graphs of up to `KINDS` kinds are kept.
-
-Where routed experts may be missing, a step is done in stages, and some of their graphs stay. A text
-whose plan changes routed experts is read by the decoder of prompts, token by token: its plan has no
-slots.
+Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a
+`StaticKVCache`. A step decodes one token of each sequence: a bucket of rows, a bucket of visible
+positions, and plans in slots. There is one graph per combination, captured at its first use; on a
+processor the same function is called. Up to `MAX_GRAPH_KEYS` combinations are kept.
+Where routed experts may be missing, a step is piecewise, and some of its graphs are permanent. A
+sequence whose plan changes routed experts is decoded by the prompt decoder, token by token, since
+its plan has no slots.
 """
 
 import threading
@@ -63,15 +62,15 @@ from expertctl.engine.text.prompt import RecordLogits
 from expertctl.package.model_config import ModelConfig
 
 MAX_GRAPH_KEYS = 8
-"""Graphs of so many kinds of steps are kept: an answer that grows leaves its short ones behind."""
+"""Maximum number of step kinds with graphs: a growing answer leaves its shorter ones behind."""
 MIN_CAPACITY = 256
-"""Steps look at no fewer positions than this, if there are as many."""
+"""Minimum number of visible positions of a step, if the cache has as many."""
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphStepRow:
-    """One more token of one text, with the plan of that text."""
+    """One more token of one sequence, with its plan."""
 
     token: int
     cache: StaticKVRow
@@ -79,7 +78,7 @@ class GraphStepRow:
 
 
 class CudaGraphDecoder:
-    """A base that can be run by captured steps; its weights are only read."""
+    """A base that runs in captured steps; its weights are read-only."""
 
     def __init__(
         self,
@@ -90,9 +89,9 @@ class CudaGraphDecoder:
         captures: bool = True,
         min_capacity: int = MIN_CAPACITY,
     ) -> None:
-        """Run a base where its weights are; without ``captures`` steps are called as they are.
+        """Run a base where its weights are; without ``captures`` steps are called directly.
 
-        ``experts`` has the routed experts, which the weights do not have.
+        ``experts`` holds the routed experts, which are not part of the weights.
         """
         self.config, self.device = config, weights.device
         self.modules = frozenset(config.linear_shapes())
@@ -104,7 +103,7 @@ class CudaGraphDecoder:
         self._staged: PiecewiseStep | None = None
         if stacked is not None and not stacked.experts.is_whole:
             self._staged = PiecewiseStep(config, self._one_more, stacked, captures=captures)
-        stages = 1 if self._staged is None else 2 * config.layers + 1  # at most
+        stages = 1 if self._staged is None else 2 * config.layers + 1  # upper bound
         self.graphs = CUDAGraphPool(
             weights.device, captures=captures, max_graphs=MAX_GRAPH_KEYS * stages
         )
@@ -140,23 +139,18 @@ class CudaGraphDecoder:
             )
 
     def decode(self, token: int, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> DecodeResult:
-        """Read one more token.
-
-        Raises:
-            BudgetError: when the cache is full.
-            IncompatibleError: for a token or a plan that this base does not have.
-        """
+        """Read one more token; raises as `step` does."""
         position, started = cache.length, time.perf_counter()
         logits = self.step([GraphStepRow(token, cache, deltas)])[0]
         return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)
 
     @translate_device_errors()
     def step(self, rows: Sequence[GraphStepRow], *, out: Tensor | None = None) -> Tensor:
-        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+        """Read one more token of each sequence; return logits, float32 [rows, vocab].
 
-        They are in the machine's memory, in ``out`` where it is given. All texts are rows of one
-        arena; the batch goes up to the last of them, and what lies between stays as it is. Where
-        it fails, none of them has read a token.
+        The logits are in host memory, in ``out`` where it is given. All sequences are rows of one
+        static cache; the batch covers the rows up to the last of them, and unused rows between stay
+        unchanged. If the step fails, no sequence has read a token.
 
         Raises:
             BudgetError: when a cache is full.
@@ -186,7 +180,7 @@ class CudaGraphDecoder:
 
     @contextmanager
     def time_layers(self, times: LayerTimer) -> Iterator[None]:
-        """Add to ``times`` how long each part takes; no step is captured or replayed meanwhile."""
+        """Add the time of each part to ``times``; steps are not captured or replayed meanwhile."""
         self._one_more.times = times
         try:
             with self._prompts.time_layers(times):
@@ -196,7 +190,7 @@ class CudaGraphDecoder:
 
     @translate_device_errors()
     def prepare(self, cache: StaticKVRow, deltas: Deltas = EMPTY_DELTAS) -> None:
-        """Make beforehand what the steps of one text need.
+        """Prepare the steps of one sequence.
 
         Raises:
             BudgetError: when the device is full.
@@ -212,7 +206,7 @@ class CudaGraphDecoder:
 
     @translate_device_errors()
     def free_buffers(self) -> None:
-        """Let go of all but the weights."""
+        """Free everything but the weights."""
         with self._lock:
             self.graphs.clear()
             self._room = self._plans = None
@@ -223,7 +217,7 @@ class CudaGraphDecoder:
 
     @translate_device_errors()
     def fetch_routed_counts(self) -> None:
-        """Fetch from the device which experts were asked for; between two steps."""
+        """Fetch the counts of requested experts from the device; call it between two steps."""
         with self._lock:
             self._one_more.fetch_routed_counts()
 
@@ -233,19 +227,19 @@ class CudaGraphDecoder:
         return self._room is None and self._plans is None and self._prompts.holds_only_weights
 
     def close(self) -> None:
-        """Let go of all graphs; nothing is read any more."""
+        """Free all graphs; the decoder must not be used afterwards."""
         self.graphs.clear()
         if self._staged is not None:
             self._staged.close()
 
     @property
     def permanent_bytes(self) -> int:
-        """Bytes on the device that stay between texts, without those of graphs."""
+        """Device bytes that stay between sequences, without graphs."""
         return 0 if self._staged is None else self._staged.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device besides `staying_bytes`, weights, arenas, graphs and passes."""
+        """Device bytes besides `permanent_bytes`, weights, static caches, graphs and passes."""
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
@@ -256,7 +250,7 @@ class CudaGraphDecoder:
     def _step(
         self, texts: Sequence[tuple[GraphStepRow, int, Tensor]], arena: StaticKVCache
     ) -> None:
-        """Read a token of each text in one step, and write its scores."""
+        """Read one token of each sequence in one step, and write the logits."""
         rows = [row for row, _, _ in texts]
         count = round_up_to_bucket(1 + max(row.cache.number for row in rows), maximum=arena.rows)
         longest = 1 + max(row.cache.length for row in rows)
@@ -276,7 +270,7 @@ class CudaGraphDecoder:
             row.cache.advance(1)
 
     def _run_step(self, step: StepBucket, texts: Sequence[int]) -> None:
-        """Do a step, in one piece or in stages, captured unless it is timed."""
+        """Run a step, whole or piecewise, captured unless it is timed."""
         run = self.graphs.run if self._one_more.times is None else _call_directly
         if self._staged is not None:
             self._staged(step, texts, run=run)
@@ -288,7 +282,7 @@ class CudaGraphDecoder:
         self._one_more.count_routed(step.inputs, texts)
 
     def _prepare_inputs(self, arena: StaticKVCache, *, rows: int) -> StaticInputs:
-        """Return a large enough room over an arena; graphs of another room are let go of."""
+        """Return inputs with enough rows over a static cache; graphs of other inputs are freed."""
         room = self._room
         if room is None or room.arena is not arena or room.rows < rows:
             self.graphs.clear()
@@ -298,7 +292,7 @@ class CudaGraphDecoder:
 
     @torch.inference_mode()
     def _assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
-        """Return the slot of each plan, making larger slots where they do not fit."""
+        """Return the slot of each plan, enlarging the slots where plans do not fit."""
         different = {id(plan): plan for plan in plans if plan}
         held = self._plans
         if different and (held is None or not held.contains(different.values())):
@@ -322,10 +316,10 @@ def estimate_buffer_bytes(
     chunk: int = PREFILL_CHUNK,
     experts: StackShape | None = None,
 ) -> int:
-    """Return what a decoder takes on the device beside weights and arena, at most about.
+    """Estimate the maximum device bytes of a decoder besides weights and static cache.
 
-    Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
-    plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
+    Sequences have up to ``capacity`` tokens; a step decodes ``rows`` of them with up to ``plans``
+    plans of up to ``width``; 0 is the base alone. A prompt and a step never run at once.
     ``experts`` is the shape of routed experts in the stack.
     """
     count, slots = round_up_to_bucket(rows), round_up_to_bucket(plans) if width else 0
@@ -346,7 +340,7 @@ def estimate_step_buffer_bytes(
     width: int = 0,
     experts: StackShape | None = None,
 ) -> int:
-    """Return what of `buffer_bytes` one step makes and forgets; the pool of graphs has as much."""
+    """Estimate the temporary bytes of a step; the graph pool holds as much."""
     columns = round_up_to_bucket(plans) * round_up_rank(width) if width else 0
     made = 0
     if experts is not None and config.experts is not None:
@@ -357,7 +351,7 @@ def estimate_step_buffer_bytes(
 
 
 def estimate_prompt_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
-    """Return what reading a prompt takes, at most about: masks are widened for heads that share."""
+    """Estimate the maximum bytes of reading a prompt; masks are expanded for shared KV heads."""
     tokens, shares = min(chunk, capacity), config.heads // config.kv_heads
     masks = shares * tokens * capacity * (1 + _FLOAT_BYTES)
     narrowed = tokens * (config.hidden_size + 2 * config.intermediate_size)  # for products in bf16
@@ -376,6 +370,6 @@ def _call_directly(_: Hashable, function: Callable[[], None]) -> None:
 
 
 def round_up_to_bucket(count: int, *, minimum: int = 1, maximum: int | None = None) -> int:
-    """Return the power of two that serves a count, within ``least`` and ``most``."""
+    """Return the power of two that is at least ``count``, within ``minimum`` and ``maximum``."""
     size = max(minimum, 1 << (count - 1).bit_length())
     return size if maximum is None else min(size, maximum)

@@ -1,16 +1,15 @@
-"""`StaticKVCache`: keys and values of several texts at addresses that never change, for captured steps.
+"""One decode step of several sequences over tensors at fixed addresses, for CUDA graphs.
 
-Layout ``[layer, row, kv_head, capacity + 1, head_dim]``: a text is a row, and the rows of a batch
-are the first ones, so nothing is gathered. Where a row of a batch has no text, its last position is
-written. A row is cleared for each text: attention over a length bucket multiplies by zero what no
-token has written, which makes zero of finite numbers only, and a text may leave NaN.
+Nothing in the step reads a number from the device or depends on one, so a CUDA graph can record it;
+on a processor it is called directly. What changes between steps (tokens, positions, plan slots) is
+written into `StaticInputs.inputs` before, and the logits are in `StaticInputs.logits` after.
+Activations are float32, [rows, features].
 
-One more token of several texts, as a function over tensors that stay where they are.
-
-Nothing in it asks the device for a number or depends on one that only the device knows, so a CUDA
-graph may record it; on a processor it is called as it is. What changes from step to step, tokens,
-positions and plan slots, is written into `StepRoom.inputs` before, and the scores are in
-`StepRoom.logits` after. Activations are float32, [rows, features].
+`StaticKVCache` has the layout ``[layer, row, kv_head, capacity + 1, head_dim]``: a sequence is a
+row, and the rows of a batch are the first ones, so nothing is gathered. An unused row writes to its
+last position. A row is cleared for each sequence: attention over a length bucket multiplies
+unwritten positions by zero, which gives zero only for finite numbers, and a previous sequence may
+leave NaN.
 """
 
 import math
@@ -41,7 +40,7 @@ SCRATCH_ROWS = 1
 
 
 class StaticKVCache:
-    """Room for ``rows`` texts of ``capacity`` tokens each."""
+    """Keys and values of ``rows`` sequences with ``capacity`` tokens each."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class StaticKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take the memory, once."""
+        """Allocate the memory, once."""
         shape = (config.layers, rows, config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
         self.rows, self.capacity = rows, capacity
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -60,19 +59,19 @@ class StaticKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors, filled or not."""
+        """Bytes of both tensors, used or not."""
         return self.keys.nbytes + self.values.nbytes
 
     def get_row(self, number: int) -> "StaticKVRow":
-        """Return the room of one text, cleared; each has one owner."""
+        """Return the row of one sequence, cleared; each has one owner."""
         return StaticKVRow(self, number)
 
 
 class StaticKVRow(KVCache):
-    """The room of one text in an arena."""
+    """The row of one sequence in a static cache."""
 
     def __init__(self, arena: StaticKVCache, number: int) -> None:
-        """Begin without a token, in memory that is there; clear it."""
+        """Start without tokens in existing memory, which is cleared."""
         KVCacheBase.__init__(self, arena.capacity)
         self.arena, self.number = arena, number
         self._keys = arena.keys[:, number]  # [layer, kv_head, capacity + 1, head_dim]
@@ -84,7 +83,7 @@ class StaticKVRow(KVCache):
 def estimate_static_kv_bytes(
     config: ModelConfig, *, capacity: int, dtype: torch.dtype, rows: int = 1
 ) -> int:
-    """Return what an arena takes."""
+    """Return the bytes of a static cache."""
     return rows * config.count_kv_bytes(capacity + SCRATCH_ROWS, itemsize=dtype.itemsize)
 
 
@@ -93,10 +92,10 @@ _INT_BYTES, _FLOAT_BYTES = 8, 4
 
 
 class StaticInputs:
-    """What steps over one arena read and write, for up to ``rows`` texts."""
+    """Inputs and outputs of steps over one static cache, for up to ``rows`` sequences."""
 
     def __init__(self, config: ModelConfig, arena: StaticKVCache, *, rows: int) -> None:
-        """Take the memory, once."""
+        """Allocate the memory, once."""
         device, positions = arena.keys.device, arena.capacity + SCRATCH_ROWS
         pinned = device.type == "cuda"
         self.arena, self.rows = arena, rows
@@ -108,7 +107,8 @@ class StaticInputs:
         self.asked = torch.zeros(
             _compute_routed_shape(config, rows), dtype=torch.long, device=device
         )
-        """Which routed experts each row chose, [routed layers, rows, used]; not for stages."""
+        """Routed experts chosen by each row, [routed layers, rows, used]; unused by piecewise
+        steps."""
         self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
 
     @property
@@ -118,20 +118,20 @@ class StaticInputs:
         return sum(part.nbytes for part in parts)
 
     def clear_rows(self) -> None:
-        """Make every row one without a text: it writes to a position that is never read."""
+        """Mark every row as unused: it writes to a position that is never read."""
         self.host.zero_()
         self.host[1].fill_(self.arena.capacity)
 
     def set_row(self, row: int, *, token: int, position: int, slot: int) -> None:
-        """Say what is read in a row."""
+        """Set the input of a row."""
         self.host[0, row], self.host[1, row], self.host[2, row] = token, position, slot
 
     def copy_to_device(self) -> None:
-        """Hand over to the device what was set."""
+        """Copy the inputs to the device."""
         self.inputs.copy_(self.host, non_blocking=True)
 
     def wait_for_scores(self, rows: int) -> Tensor:
-        """Wait for a step; return its scores, [rows, vocab], which are there until the next."""
+        """Wait for a step; return its logits, [rows, vocab], valid until the next step."""
         self.scores[:rows].copy_(self.logits[:rows], non_blocking=True)
         if self.logits.is_cuda:
             torch.cuda.current_stream(self.logits.device).synchronize()
@@ -140,7 +140,7 @@ class StaticInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlans:
-    """What all linear layers share in one step: which plan each row has."""
+    """The plan of each row, shared by all linear layers of a step."""
 
     lora_slots: LoRASlots | None
     slots: Tensor  # int64 [rows]
@@ -149,24 +149,24 @@ class StepPlans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors(StepPlans):
-    """What all layers share in one step."""
+    """What all layers of a step share."""
 
     arena: StaticKVCache
     length: int
     cos: Tensor  # [rows, 1, head_dim]
     sin: Tensor
-    writes: Tensor  # where each row's keys and values go, int64 [rows, kv_heads, 1, head_dim]
+    writes: Tensor  # positions of the new keys and values, int64 [rows, kv_heads, 1, head_dim]
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     routed_experts: Tensor  # see `StaticInputs`
 
 
 class GraphedStep:
-    """The step of one base."""
+    """The decode step of one base."""
 
     def __init__(
         self, config: ModelConfig, weights: BaseWeights, *, stacked: StackedLayers | None = None
     ) -> None:
-        """Sort the weights into layers; ``stacked`` are those whose experts are in a stack."""
+        """Group the weights by layer; ``stacked`` are the layers whose experts are in a stack."""
         self.times: LayerTimer | None = None
         """Gets the time of each part while steps are timed; nothing is captured then."""
         self._config, self._device = config, weights.device
@@ -186,27 +186,27 @@ class GraphedStep:
         self.score(x, inputs, shared)
 
     def count_routed(self, inputs: StaticInputs, texts: Sequence[int]) -> None:
-        """Count which experts the rows of texts chose in a step; after it, in no graph."""
+        """Count the experts chosen by the given rows; call it after the step, outside graphs."""
         if self._asked is not None:
             chosen = [inputs.asked[:, place] for place in texts]
-            self._asked.count_step(torch.stack(chosen, dim=1))  # by an index the host would wait
+            self._asked.count_step(torch.stack(chosen, dim=1))  # an index makes the host wait
 
     def fetch_routed_counts(self) -> None:
-        """Fetch what was counted."""
+        """Fetch the counts from the device."""
         if self._asked is not None:
             self._asked.fetch_counts()
 
     @property
     def layer_count(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self._layers)
 
     def embed(self, inputs: StaticInputs, rows: int) -> Tensor:
-        """Return what the first layer reads, [rows, hidden]."""
+        """Return the input of the first layer, [rows, hidden]."""
         return self._embedding.index_select(0, inputs.inputs[0, :rows]).float()
 
     def run_layers(self, x: Tensor, numbers: Iterable[int], shared: StepTensors) -> Tensor:
-        """Read some layers whole: [rows, hidden] -> [rows, hidden]."""
+        """Run complete layers: [rows, hidden] -> [rows, hidden]."""
         for number in numbers:
             x = self.run_attention(x, number, shared)
             with self.time_place(f"layers.{number}.mlp"):
@@ -214,21 +214,21 @@ class GraphedStep:
         return x
 
     def run_attention(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
-        """Read a layer up to what follows attention."""
+        """Run the attention part of a layer."""
         with self.time_place(f"layers.{number}.attention"):
             return x + self._attention(x, self._layers[number], number, shared.arena, shared)
 
     def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
-        """Return the normed input of what follows attention in a layer."""
+        """Return the normed input of the MLP of a layer."""
         return self._normalise(x, self._layers[number].mlp_norm)
 
     def apply_shared(self, x: Tensor, expert: SharedExpert, shared: StepPlans) -> Tensor:
-        """Apply the shared expert, which reads every token, with the plan of each row."""
+        """Apply the shared expert, which processes every token, with the plan of each row."""
         out = _apply_gated_mlp(x, expert.mlp, shared)
         return out if expert.gate is None else out * _apply_linear(x, expert.gate, shared).sigmoid()
 
     def score(self, x: Tensor, inputs: StaticInputs, shared: StepTensors) -> None:
-        """Write the scores of what the last layer left."""
+        """Write the logits of the last layer's output."""
         with self.time_place("head"):
             logits = _apply_linear(self._normalise(x, self._norm), self._head, shared)
             inputs.logits[: len(x)].copy_(logits)
@@ -236,14 +236,14 @@ class GraphedStep:
     def build_step_plans(
         self, inputs: StaticInputs, *, rows: int, plans: LoRASlots | None
     ) -> StepPlans:
-        """Return which plan each of the first rows has."""
+        """Return the plan of each of the first rows."""
         slots = inputs.inputs[2, :rows]
         return StepPlans(plans, slots, {} if plans is None else plans.mask_foreign_columns(slots))
 
     def build_step_tensors(
         self, inputs: StaticInputs, *, rows: int, length: int, plans: LoRASlots | None
     ) -> StepTensors:
-        """Return what all layers share, by what was set in a room."""
+        """Return the tensors shared by all layers, from the current inputs."""
         _, positions, slots = inputs.inputs[:, :rows]
         cos, sin = inputs.rotations.index_select(1, positions)[:, :, None]
         shape = (rows, self._config.kv_heads, 1, self._config.head_dim)
@@ -273,7 +273,7 @@ class GraphedStep:
         all_keys.scatter_(2, shared.writes, keys.to(all_keys.dtype))
         all_values.scatter_(2, shared.writes, values[:, :, None].to(all_values.dtype))
         queries = apply_rope(queries, shared.cos, shared.sin).to(all_keys.dtype)
-        out = F.scaled_dot_product_attention(  # heads that share keys are tokens of one head
+        out = F.scaled_dot_product_attention(  # heads that share keys act as tokens of one head
             queries.view(len(x), self._config.kv_heads, -1, self._config.head_dim),
             all_keys[:, :, : shared.length],
             all_values[:, :, : shared.length],
@@ -294,7 +294,7 @@ class GraphedStep:
         return beside + merge_rows(made, mlp.experts.mask_weights(routed, rows))
 
     def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """[rows, heads * dim] -> [rows, heads, dim], normed head by head or all together."""
+        """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
         if norm is not None:
             x = self._normalise(x.view(len(x), -1, len(norm)), norm)
         return x.view(len(x), -1, self._config.head_dim)
@@ -303,7 +303,7 @@ class GraphedStep:
         eps = self._config.norm_eps
         if weight.dtype == x.dtype:
             return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x, weight.shape, None, eps) * weight  # else seven kernels, not two
+        return F.rms_norm(x, weight.shape, None, eps) * weight  # otherwise seven kernels, not two
 
     @contextmanager
     def time_place(self, place: str) -> Iterator[None]:
@@ -322,7 +322,7 @@ class GraphedStep:
 
 
 def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
-    """Return what a `StaticInputs` takes on the device."""
+    """Return the device bytes of a `StaticInputs`."""
     positions = capacity + SCRATCH_ROWS
     numbers = 2 * positions * config.head_dim + rows * config.vocab_size
     asked = math.prod(_compute_routed_shape(config, rows))
@@ -332,10 +332,10 @@ def estimate_input_bytes(config: ModelConfig, *, capacity: int, rows: int) -> in
 def estimate_step_bytes(
     config: ModelConfig, *, capacity: int, rows: int, columns: int = 0, experts: int = 0
 ) -> int:
-    """Return what one step makes and forgets, at most about, captured or not.
+    """Estimate the maximum temporary bytes of one step, captured or not.
 
-    ``columns`` is how many stand between A and B of all slots, ``experts`` what a row makes in a
-    layer of routed experts.
+    ``columns`` is the number of columns between A and B over all slots, ``experts`` the bytes that
+    a row needs in a layer of routed experts.
     """
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
     each = 8 * config.hidden_size + 5 * config.intermediate_size + 5 * heads + 3 * columns
@@ -350,7 +350,7 @@ def _compute_routed_shape(config: ModelConfig, rows: int) -> tuple[int, int, int
 
 
 def _apply_gated_mlp(x: Tensor, mlp: FeedForward, shared: StepPlans) -> Tensor:
-    """Apply a gated network with the plan of each row: [rows, hidden] -> [rows, hidden]."""
+    """Apply a gated MLP with the plan of each row: [rows, hidden] -> [rows, hidden]."""
     gated = F.silu(_apply_linear(x, mlp.gate, shared)) * _apply_linear(x, mlp.up, shared)
     return _apply_linear(gated, mlp.down, shared)
 
@@ -362,7 +362,7 @@ def _apply_linear(x: Tensor, layer: Linear, shared: StepPlans) -> Tensor:
 
 
 def _compute_visibility(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Return which keys a row at a position sees: bool [rows, 1, 1, keys]."""
+    """Return which keys each row sees at its position: bool [rows, 1, 1, keys]."""
     here = positions[:, None]
     seen = keys <= here
     if window is not None:

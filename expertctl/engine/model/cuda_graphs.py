@@ -1,22 +1,21 @@
-"""Captured steps: on a CUDA device a step is recorded once and replayed; elsewhere it is called.
+"""CUDA graphs: steps that are recorded once and replayed, whole or piecewise.
 
-A captured step reads and writes tensors that stay where they are; its temporary ones come from one
-pool. All graphs share it: one runs at a time, and nothing in it outlives a run. The caller says how
-many there are at most; beyond that all go, never one alone. They were captured on one stream, which
-no other owner has, and torch, letting go of one, lets go of the workspace that its libraries have
-for that stream, whose address the others hold (pytorch#193402).
+A captured step reads and writes tensors at fixed addresses; its temporaries come from one pool. All
+graphs share the pool: one runs at a time, and nothing in it outlives a run. Beyond the limit that
+the caller sets all graphs are freed, never one alone: they were captured on one stream without
+another owner, and when torch frees one graph it frees the workspace of its libraries for that
+stream, whose address the other graphs hold (pytorch#193402).
 
-A step of a base whose routed experts may be missing: stages, with a border behind each router.
+Where routed experts may be missing, a step is piecewise, with a graph break behind each router. Up
+to the break one function chooses the experts of a layer; at the break the host reads the choice and
+requests missing experts. Meanwhile a second function computes the experts that are present, and for
+the others a dummy that yields zeros; a third one adds those that arrived. The mapping of experts to
+stack rows changes only between two pieces. Each piece is captured and replayed separately.
 
-Up to a border one function chooses the experts of a layer; at the border the host learns which, and
-asks for those that are missing. While they come, a second one computes those that are there, and in
-place of the others the dummy, which makes zeros; a third one adds those that came. Which expert is
-in which row of the stack changes only between two stages. Each stage is captured and replayed by
-itself.
-
-The stages that compute experts read nothing of a text and ask the device which layer they are for:
-two graphs for each bucket of rows serve all layers and texts, and stay with the base, as their room
-does. A stage that reads keys and values, or a plan, is captured for one text and goes with it.
+The pieces that compute experts read nothing of a sequence and read their layer number from the
+device: two graphs per bucket of rows serve all layers and sequences, and stay with the base, as
+does their workspace. A piece that reads keys and values, or a plan, is captured for one sequence
+and freed with it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -50,55 +49,55 @@ GraphFunction = Callable[[], None]
 
 
 class CUDAGraphPool:
-    """The owner of the graphs of one device, by what they were captured for."""
+    """The owner of the graphs of one device, keyed by what they were captured for."""
 
     def __init__(
         self, device: torch.device, *, captures: bool = True, max_graphs: int | None = None
     ) -> None:
-        """Begin with none; without ``captures`` every function is called as it is.
+        """Start without graphs; without ``captures`` every function is called directly.
 
-        There are no more than ``most``, which is more than one run over all stages needs.
+        ``max_graphs`` must exceed the number of pieces of one step.
         """
         self._device, self._most = device, max_graphs
         self._captures = captures and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: _POOL_HANDLE | None = None
-        self._side: StreamHandle | None = None  # after the graphs, which go before it is given back
+        self._side: StreamHandle | None = None  # declared after the graphs, so they are freed first
         self.captured = 0
-        """How many were captured so far."""
+        """Number of graphs captured so far."""
 
     def run(self, key: Hashable, function: GraphFunction) -> None:
-        """Do what ``function`` does; calls with one key must do the same with the same tensors.
+        """Run ``function``; calls with one key must do the same with the same tensors.
 
-        It may be called twice the first time, so doing it again must change nothing.
+        It may be called twice the first time, so repeating it must change nothing.
         """
         if not self._captures:
             function()
             return
         graph = self._graphs.get(key)
         if graph is None:
-            self._evict_oldest()
+            self._clear_if_full()
             graph = self._graphs[key] = self._capture_graph(function)
         graph.replay()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of graphs."""
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Let go of all, and of the pool."""
+        """Free all graphs and the pool."""
         self._graphs, self._pool = {}, None
 
-    def _evict_oldest(self) -> None:
+    def _clear_if_full(self) -> None:
         if self._most is not None and len(self._graphs) >= self._most:
-            torch.cuda.current_stream(self._device).synchronize()  # the last one may be under way
+            torch.cuda.current_stream(self._device).synchronize()  # the last one may still run
             self.clear()
 
     def _capture_graph(self, function: GraphFunction) -> torch.cuda.CUDAGraph:
-        """Call once so that libraries have what they need, then record.
+        """Call the function once so that libraries initialise, then capture it.
 
-        Other threads may use the device meanwhile. A pool without graphs is gone, so after a first
-        capture that failed the next one begins with another pool.
+        Other threads may use the device meanwhile. A pool without graphs is freed, so after a
+        failed first capture the next one starts with another pool.
         """
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
@@ -113,21 +112,21 @@ class CUDAGraphPool:
                     graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
                 ):
                     function()
-        finally:  # what was called before an error is under way, and writes what the next one reads
+        finally:  # a call before an error may still be running, and writes what the next one reads
             here.wait_stream(side)
         self.captured += 1
         return graph
 
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
-"""Does what a function does, as `Graphs.run`."""
+"""Runs a function under a key, like `CUDAGraphPool.run`."""
 PERMANENT_ROWS = 1
-"""For so many rows there is always room; texts of a base are read one after the other."""
+"""The workspace of so many rows is permanent; sequences of a base run one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBucket:
-    """What a step is done over: the first rows of a room, so many positions, and plans in slots."""
+    """Shape of a step: the first rows of its inputs, visible positions, and plans in slots."""
 
     inputs: StaticInputs
     rows: int
@@ -136,12 +135,12 @@ class StepBucket:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What its stages are captured for."""
+        """The part of a graph's key that depends on the bucket."""
         return self.rows, self.length, self.plans is not None
 
 
 class PiecewiseStep:
-    """The step of one base, in stages; the owner of what stays between texts."""
+    """The piecewise step of one base; owns what stays between sequences."""
 
     def __init__(
         self,
@@ -151,22 +150,23 @@ class PiecewiseStep:
         *,
         captures: bool = True,
     ) -> None:
-        """Cut a step behind the routers of these layers, and take the memory of `ROWS`."""
+        """Split a step behind the routers of these layers, and allocate `PERMANENT_ROWS` rows."""
         self._config, self._step, self._layers = config, step, layers
         device = layers.experts.stack.device
         self.graphs = CUDAGraphPool(device, captures=captures)
-        """The graphs that stay."""
+        """The permanent graphs."""
         self.room = StackedWorkspace(config, rows=PERMANENT_ROWS, device=device)
 
     def __call__(self, bucket: StepBucket, texts: Sequence[int], *, run: StepRunner) -> None:
-        """Read a token in each of the first rows; texts stand in some of them.
+        """Read a token in each of the first rows; ``texts`` are the rows in use.
 
-        ``run`` runs the stages that go with the text.
+        ``run`` runs the pieces that belong to one sequence.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        self._ensure_rows(bucket.rows)
+        if len(self.room) < bucket.rows:
+            self._replace_buffers(bucket.rows)
         key, here, begin = (len(self.room), *bucket.key), torch.tensor(texts), 0
         for number, mlp in self._layers.mlps.items():
             run((*key, number, "choose"), partial(self._run_to_router, bucket, begin, mlp))
@@ -177,24 +177,20 @@ class PiecewiseStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, without those of graphs."""
+        """Bytes on the device, without graphs."""
         return self.room.nbytes
 
     def free_extra_buffers(self) -> None:
-        """Let go of what is larger than what always stays."""
+        """Free the part of the workspace that is not permanent."""
         if len(self.room) > PERMANENT_ROWS:
             self._replace_buffers(PERMANENT_ROWS)
 
     def close(self) -> None:
-        """Let go of the graphs."""
+        """Free the graphs."""
         self.graphs.clear()
 
-    def _ensure_rows(self, rows: int) -> None:
-        if len(self.room) < rows:
-            self._replace_buffers(rows)
-
     def _replace_buffers(self, rows: int) -> None:
-        """Have another room, with graphs of its own."""
+        """Allocate another workspace; the graphs of the old one are freed."""
         self.graphs.clear()
         device = self.room.made.device
         self.room = StackedWorkspace(self._config, rows=rows, device=device)
@@ -202,7 +198,7 @@ class PiecewiseStep:
     def _run_experts(
         self, bucket: StepBucket, texts: Tensor, mlp: StackedMlp, run: StepRunner
     ) -> None:
-        """Ask for the chosen experts; compute them, those that are there first."""
+        """Request the chosen experts and compute them, those that are present first."""
         experts, chosen, rows = self._layers.experts, self.room.fetch_selection(texts), bucket.rows
         stay: StepRunner = self.graphs.run if self._step.times is None else run
         likely = None if mlp.predictor is None else chosen.likely
@@ -220,7 +216,7 @@ class PiecewiseStep:
 
     @torch.inference_mode()
     def _run_to_router(self, bucket: StepBucket, begin: int, mlp: StackedMlp) -> None:
-        """Read all layers up to the router of a routed one."""
+        """Run all layers up to the router of a routed one."""
         step, rows, room = self._step, bucket.rows, self.room
         shared = step.build_step_tensors(
             bucket.inputs, rows=rows, length=bucket.length, plans=bucket.plans
@@ -242,7 +238,7 @@ class PiecewiseStep:
 
     @torch.inference_mode()
     def _compute_shared_expert(self, bucket: StepBucket, mlp: StackedMlp) -> None:
-        """Compute the shared expert, which reads every token."""
+        """Compute the shared expert, which processes every token."""
         assert mlp.shared is not None
         rows, room = bucket.rows, self.room
         with self._step.time_place(f"layers.{mlp.layer}.mlp"):
@@ -252,7 +248,7 @@ class PiecewiseStep:
 
     @torch.inference_mode()
     def _compute_loaded(self, rows: int, layer: int) -> None:
-        """Compute the experts that are there; ``layer`` only says where the time goes."""
+        """Compute the experts that are present; ``layer`` only labels the time."""
         room, experts = self.room, self._layers.experts
         with self._step.time_place(f"layers.{layer}.mlp"):
             normed, routed = room.normed[:rows], room.read_selection(rows)
@@ -265,7 +261,7 @@ class PiecewiseStep:
 
     @torch.inference_mode()
     def _compute_arrived(self, rows: int, layer: int) -> None:
-        """Add the experts that came meanwhile; the dummy stands for those there before."""
+        """Add the experts that arrived meanwhile; the dummy replaces those already computed."""
         room, experts = self.room, self._layers.experts
         with self._step.time_place(f"layers.{layer}.mlp"):
             routed = room.read_selection(rows)
@@ -277,7 +273,7 @@ class PiecewiseStep:
 
     @torch.inference_mode()
     def _finish_step(self, bucket: StepBucket, begin: int) -> None:
-        """Read the layers behind the last border, and score."""
+        """Run the layers behind the last break, and compute the logits."""
         step, rows = self._step, bucket.rows
         shared = step.build_step_tensors(
             bucket.inputs, rows=rows, length=bucket.length, plans=bucket.plans
@@ -287,15 +283,15 @@ class PiecewiseStep:
 
 
 def estimate_permanent_bytes(config: ModelConfig) -> int:
-    """Return what a `PiecewiseStep` holds on the device between texts, without its graphs."""
+    """Return the device bytes that a `PiecewiseStep` keeps between sequences, without graphs."""
     return estimate_stacked_workspace_bytes(config, rows=PERMANENT_ROWS)
 
 
 def estimate_graph_memory(config: ModelConfig, shape: StackShape) -> int:
-    """Return what the graphs that stay hold of the device beside that, about.
+    """Estimate the device memory that the permanent graphs keep, in bytes.
 
-    They share one pool, of what the largest of them makes and forgets: copies of the experts that
-    a token uses.
+    They share one pool, as large as the temporaries of the largest: copies of the experts that a
+    token uses.
     """
     assert config.experts is not None, "a base with routed experts"
     return PERMANENT_ROWS * estimate_stacked_step_bytes(config.experts, shape)

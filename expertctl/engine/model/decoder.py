@@ -1,18 +1,9 @@
-"""How long the layers of a base took: seconds by place and by kind of operation.
+"""The torch decoder: dense bases and bases with routed experts, with the deltas of a plan.
 
-A place is a part of a base: ``embedding``, ``layers.3.attention``, ``layers.3.mlp``, ``head``; with
-``.experts`` behind it, what a plan adds there. A kind is the name of a kernel; a decoder that knows
-only places has none.
-
-What any decoder checks before it reads: tokens, a plan's deltas, a soft prompt.
-
-The weights of a base sorted into layers, with the names by which plans change them.
-
-The decoder in torch: dense bases and those of routed experts, with a plan's deltas.
-
-Prefill and decode are separate calls with separate results. A decoder has no state of a generation:
-that is in the `KVCache` of each call, so several generations may take turns. Activations are
-float32, [tokens, features]; base weights are only read.
+Prefill and decode are separate calls with separate results. A decoder has no generation state: that
+is in the `KVCache` of each call, so several generations may alternate. Activations are float32,
+[tokens, features]; base weights are read-only. The input checks and `LayerTimer` also serve the
+other decoders.
 """
 
 import time
@@ -55,10 +46,15 @@ if TYPE_CHECKING:
 
 
 class LayerTimer:
-    """Adds up the passes over one base."""
+    """Adds up the time of passes over one base, in seconds by place and by kind of operation.
+
+    Places are ``embedding``, ``layers.3.attention``, ``layers.3.mlp`` and ``head``; with the suffix
+    ``.experts``, what a plan adds there. A kind is the name of a kernel; a decoder that knows only
+    places reports none.
+    """
 
     def __init__(self) -> None:
-        """Begin with no time."""
+        """Start with no time."""
         self.places: dict[str, float] = defaultdict(float)
         self.kinds: dict[str, float] = defaultdict(float)
 
@@ -77,11 +73,11 @@ class LayerTimer:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total time."""
         return sum(self.places.values())
 
     def to_json(self, *, passes: int) -> JsonObject:
-        """Return milliseconds of one pass of so many, by place and by kind, in their order."""
+        """Return milliseconds per pass, by place and by kind, in insertion order."""
         return {"places": _round_ms(self.places, passes), "kinds": _round_ms(self.kinds, passes)}
 
 
@@ -100,11 +96,11 @@ def check_tokens(
     """
     tokens = torch.as_tensor(ids, dtype=torch.long, device=device)
     if len(tokens) == 0:
-        raise UsageError("there is no token to read", hint="give a prompt that is not empty")
+        raise UsageError("the prompt has no tokens", hint="give a prompt that is not empty")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise IncompatibleError(
-            f"token {low if low < 0 else high} is not among the {vocabulary} of the base",
+            f"token {low if low < 0 else high} is outside the vocabulary of the base, {vocabulary}",
             hint="the tokenizer belongs to another base",
         )
     return tokens
@@ -125,15 +121,15 @@ def check_modules(changed: Collection[str], modules: frozenset[str]) -> None:
 
 
 def check_soft_prompt(soft_prompt: Tensor, hidden_size: int, *, length: int) -> None:
-    """Check that virtual tokens [tokens, hidden] fit and stand before everything else.
+    """Check that virtual tokens [tokens, hidden] fit the base and come first.
 
     Raises:
-        IncompatibleError: when they are of another width.
+        IncompatibleError: when their width differs from that of the base.
     """
     assert length == 0, "a soft prompt stands before the first token"
     if soft_prompt.shape[1] != hidden_size:
         raise IncompatibleError(
-            f"a soft prompt is {soft_prompt.shape[1]} wide, tokens of the base are {hidden_size}",
+            f"a soft prompt has width {soft_prompt.shape[1]}, the base {hidden_size}",
             hint="the expert was made for another base",
         )
 
@@ -145,7 +141,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer of a decoder; without a ``window`` every earlier token is seen.
+    """One layer of a decoder; without a ``window`` it attends to all earlier tokens.
 
     Norms of queries and keys are as long as one head, or as all of them.
     """
@@ -165,7 +161,7 @@ class DecoderLayer:
 def build_layers(
     config: ModelConfig, weights: BaseWeights, stacked: "Mapping[int, StackedMlp] | None" = None
 ) -> list[DecoderLayer]:
-    """Return all layers, the first one first; those with experts in a stack are given."""
+    """Return all layers in order; the MLPs of layers with stacked experts are given."""
     given = stacked or {}
     return [
         _build_layer(
@@ -176,7 +172,7 @@ def build_layers(
 
 
 def build_output_layer(weights: BaseWeights) -> Linear:
-    """Return what scores tokens: the output matrix, tied or not."""
+    """Return the output layer, whose matrix may be tied to the embedding."""
     return Linear("lm_head", weights.get_output_matrix(), None)
 
 
@@ -215,7 +211,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillResult:
-    """After the prompt: the scores of the first new token, float32 [vocab]."""
+    """Result of a prompt: the logits of the first new token, float32 [vocab]."""
 
     logits: Tensor
     tokens: int
@@ -224,7 +220,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeResult:
-    """After one token at ``position``: the scores of the next, float32 [vocab]."""
+    """Result of one token at ``position``: the logits of the next one, float32 [vocab]."""
 
     logits: Tensor
     position: int
@@ -233,7 +229,7 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PassTensors:
-    """What all layers share in one pass: rotations [tokens, dim] and a view per window."""
+    """What all layers share in one pass: rotations [tokens, dim] and one mask per window."""
 
     cos: Tensor
     sin: Tensor
@@ -246,7 +242,7 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: BaseWeights, *, stacked: "StackedLayers | None" = None
     ) -> None:
-        """Sort the weights into layers; ``stacked`` are those whose experts are in a stack."""
+        """Group the weights by layer; ``stacked`` are the layers whose experts are in a stack."""
         self.config = config
         self.device = weights.device
         self.modules = frozenset(config.linear_shapes())
@@ -261,7 +257,7 @@ class Decoder:
 
     @contextmanager
     def time_layers(self, times: LayerTimer) -> Iterator[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes."""
+        """Add the time of each part to ``times`` inside the ``with`` block."""
         self._times = times
         try:
             yield
@@ -282,8 +278,8 @@ class Decoder:
     ) -> PrefillResult:
         """Read a prompt, ``chunk`` tokens at a time; ``progress`` counts them and may raise.
 
-        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
-        of a cache and count like tokens. ``scores`` gets the logits of every position.
+        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], precede the first token of a
+        cache and count like tokens. ``scores`` gets the logits of every position.
 
         Raises:
             UsageError: for a prompt without tokens.
@@ -327,7 +323,10 @@ class Decoder:
         return DecodeResult(logits, position, self._measure_elapsed_ms(started))
 
     def free_shared_tensors(self) -> None:
-        """Let go of what the passes of a generation share; it was part of their buffers."""
+        """Free the tensors shared by all steps of one generation (rotary tables).
+
+        They count as buffers of its passes.
+        """
         self._rotations = torch.empty(2, 0, self.config.head_dim, device=self.device)
 
     @property
@@ -342,10 +341,6 @@ class Decoder:
         if self._experts is not None and is_routed_expert(module):
             return self._experts.read_matrix(module)
         return self._weights.tensors[f"{module}.weight"]
-
-    def buffer_bytes(self, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
-        """Return how many bytes a pass needs besides weights and cache, at most about."""
-        return estimate_pass_bytes(self.config, capacity, chunk=chunk)
 
     def _check_tokens(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
         check_modules(deltas, self.modules)
@@ -368,10 +363,10 @@ class Decoder:
     def _forward(
         self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase, *, whole: bool = False
     ) -> Tensor:
-        """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden].
+        """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
-        Of a prompt only the last row comes out unless the ``whole`` is wanted: the last layer
-        writes the keys and values of all tokens, but what it would make of the others is not read.
+        For a prompt only the last row is returned unless ``whole`` is set: the last layer writes
+        the keys and values of all tokens, but its output for the other rows is not needed.
         """
         tokens = len(x)
         step = asking = self._compute_pass_tensors(cache.length, tokens)
@@ -398,14 +393,13 @@ class Decoder:
         cache: KVCache,
         deltas: Deltas,
     ) -> Tensor:
-        """Write keys and values of all rows; return the attention of the last ones, ``asking``."""
+        """Write keys and values of all rows; return the attention output of the ``query_rows``."""
         x = self._normalise(x, layer.input_norm)
         keys = self._split_heads(layer.key(x, deltas), layer.key_norm)
         values = self._split_heads(layer.value(x, deltas), None)
         keys, values = cache.write(number, apply_rope(keys, step.cos, step.sin), values)
-        queries = self._split_heads(
-            layer.query(x[-len(query_rows.cos) :], deltas), layer.query_norm
-        )
+        rows = x[-len(query_rows.cos) :]
+        queries = self._split_heads(layer.query(rows, deltas), layer.query_norm)
         view = query_rows.views[layer.window]
         out = scaled_dot_product_attention(
             apply_rope(queries, query_rows.cos, query_rows.sin), keys, values, view
@@ -413,7 +407,7 @@ class Decoder:
         return layer.output(out, deltas)
 
     def _split_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """[tokens, heads * dim] -> [heads, tokens, dim], normed head by head or all together."""
+        """[tokens, heads * dim] -> [heads, tokens, dim], normed per head or over all heads."""
         if norm is not None:
             x = self._normalise(x.view(len(x), -1, len(norm)), norm)
         return x.view(len(x), -1, self.config.head_dim).transpose(0, 1)
@@ -422,14 +416,14 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
     def _compute_logits(self, hidden: Tensor, deltas: Deltas) -> Tensor:
-        """Score the token that follows the last one: [tokens, hidden] -> [vocab]."""
+        """Compute the logits after the last token: [tokens, hidden] -> [vocab]."""
         with self._time_place("head"):
             return self._head(self._normalise(hidden[-1:], self._norm), deltas)[0]
 
     def _record_scores(
         self, hidden: Tensor, deltas: Deltas, first: int, scores: RecordLogits
     ) -> None:
-        """Give the logits of all rows [tokens, hidden], a few at a time, ``first`` the position."""
+        """Pass on the logits of all rows [tokens, hidden] in parts; ``first`` is their position."""
         for begin in range(0, len(hidden), LOGIT_ROWS):
             rows = self._normalise(hidden[begin : begin + LOGIT_ROWS], self._norm)
             scores(first + begin, self._head(rows, deltas).float().cpu().numpy())
@@ -460,7 +454,7 @@ class Decoder:
 
 
 def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
-    """Return how many bytes a pass needs besides weights and cache, at most about."""
+    """Estimate the maximum bytes of a pass besides weights and cache."""
     rows = min(chunk, capacity)
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
     inner = 3 * config.intermediate_size
@@ -469,9 +463,8 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
     per_token = 4 * config.hidden_size + inner + 3 * heads
     kinds = len({w for w in config.windows if w} | {None})
     masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
-    rotations = 4 * round_up_positions(capacity) * config.head_dim  # the old one and the new
+    rotations = 4 * round_up_positions(capacity) * config.head_dim  # the old table and the new one
     routers = 0 if config.experts is None else config.experts.count * config.hidden_size
-    numbers = (
-        rows * per_token + rotations + 2 * config.vocab_size + routers
-    )  # one router is widened
+    # one router is widened
+    numbers = rows * per_token + rotations + 2 * config.vocab_size + routers
     return masks + _FLOAT_BYTES * numbers

@@ -1,32 +1,17 @@
-"""What a plan does to one linear layer: ``y = d * (W (u * x)) + B (A x) + e * b``.
+"""The operations of the torch decoder, and the plain formulas of LoRA, DoRA and IA³.
 
-Any ordered chain of experts has this form (decision 10). ``W`` and ``b`` are the base's and are
-never written to; a part that is None is neutral. Activations keep their dtype: they are
-cast only for a product with a weight of another one, and adapters are cast to theirs.
-
-A gated feed-forward network: that of a dense layer, or one expert of a layer that has many.
-
-Attention of new tokens to themselves and to what the cache holds, causal and windowed.
-
-A window of W lets a token see W tokens, itself included. What a step may see is worked out once per
-kind of layer (`make_attention_mask`), not once per layer.
-
-Rotary positions: the tables of cosines and sines, and turning vectors by them.
-
-LoRA by its plain formula.
-
-Decision 10: ``f <- f + w * s * B A x``. The order of LoRAs does not change the result.
-
-DoRA by its plain formula, and the gains that it has on one base.
-
-Decision 10: ``f <- f + w * (c * (g + s * B A x) - g)`` with g = f without bias and
-``c = m / rownorm(W + s * B A)``. The norm is that of the base's own W in the dtype that is used,
-whatever stands before DoRA in the chain, so c belongs to one expert on one base.
-
-IA³ by its plain formula: one learned factor for every input, or every output, of a layer.
-
-Decision 10: on the output ``f <- l_w * f``, bias included as PEFT has it, on the input
-``f(x) <- f(l_w * x)``, with ``l_w = 1 + w * (l - 1)``.
+- A plan changes a linear layer to ``y = d * (W (u * x)) + B (A x) + e * b``; every ordered chain of
+  adapters has this form (decision 10). ``W`` and ``b`` belong to the base and are read-only; None
+  stands for a neutral part. Activations keep their dtype: they are cast only for a product with a
+  weight of another one, and adapters are cast to theirs.
+- Attention is causal; a window of W lets a token see W tokens, itself included. The mask of a step
+  is computed once per window size, not once per layer (`make_attention_mask`).
+- LoRA: ``f <- f + w * s * B A x``. The order of LoRAs does not change the result.
+- DoRA: ``f <- f + w * (c * (g + s * B A x) - g)`` with g = f without bias and ``c = m / rownorm(W +
+  s * B A)``. The norm is that of the base's own W in the dtype in use, whatever precedes DoRA in
+  the chain, so c belongs to one expert on one base.
+- IA³: on the output ``f <- l_w * f``, bias included as in PEFT, on the input ``f(x) <- f(l_w *
+  x)``, with ``l_w = 1 + w * (l - 1)``.
 """
 
 import math
@@ -43,10 +28,10 @@ from expertctl.package.attention_config import LinearScaling, Llama3Scaling, Rop
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LinearDelta:
-    """The difference that a plan makes to one linear layer with ``[out, in]`` weights.
+    """The change that a plan makes to one linear layer with ``[out, in]`` weights.
 
-    ``a`` and ``b`` come together; they are the adapters' blocks, concatenated by rank. Either may
-    lie in memory by rows or by columns.
+    ``a`` and ``b`` are given together; they are the adapters' blocks, concatenated by rank. Either
+    may be row-major or column-major.
     """
 
     a: Tensor | None = None  # [rank, in]
@@ -57,7 +42,7 @@ class LinearDelta:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parts that are there."""
+        """The parts that are not None."""
         parts = (self.a, self.b, self.input_scale, self.output_scale, self.bias_scale)
         return tuple(part for part in parts if part is not None)
 
@@ -66,28 +51,9 @@ class LinearDelta:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.tensors)
 
-    def find_shape_problems(self, *, out_features: int, in_features: int) -> list[str]:
-        """Say why this cannot belong to a layer of that shape; empty when it can."""
-        rank = self.a.shape[0] if self.a is not None and self.a.ndim else 0
-        wanted = {
-            "a": (self.a, (rank, in_features)),
-            "b": (self.b, (out_features, rank)),
-            "input_scale": (self.input_scale, (in_features,)),
-            "output_scale": (self.output_scale, (out_features,)),
-            "bias_scale": (self.bias_scale, (out_features,)),
-        }
-        found = [
-            f"{name} is {list(part.shape)}, the layer takes {list(shape)}"
-            for name, (part, shape) in wanted.items()
-            if part is not None and tuple(part.shape) != shape
-        ]
-        if (self.a is None) != (self.b is None):
-            found.append("a and b come together")
-        return found
-
 
 Deltas = Mapping[str, LinearDelta]
-"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
+"""Changes of a plan by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
 
 EMPTY_DELTAS: Deltas = {}
 
@@ -101,7 +67,7 @@ class Linear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it, with what a plan changes: [tokens, in] -> [tokens, out]."""
+        """Apply the layer with the changes of a plan: [tokens, in] -> [tokens, out]."""
         return apply_linear(x, self.weight, self.bias, deltas.get(self.module))
 
 
@@ -113,7 +79,7 @@ def make_linear(tensors: Mapping[str, Tensor], module: str) -> Linear:
 def apply_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta | None
 ) -> Tensor:
-    """Apply one linear layer with what the plan changes in it: [tokens, in] -> [tokens, out]."""
+    """Apply a linear layer with the change of a plan: [tokens, in] -> [tokens, out]."""
     if delta is None:
         return _matmul(x, weight, bias)
     y = _apply_scaled(x, weight, bias, delta)
@@ -142,20 +108,20 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
-    """``down(silu(gate(x)) * up(x))``."""
+    """A gated MLP, of a dense layer or of one routed expert: ``down(silu(gate(x)) * up(x))``."""
 
     gate: Linear
     up: Linear
     down: Linear
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
+        """Apply it with the changes of a plan: [tokens, hidden] -> [tokens, hidden]."""
         gated = F.silu(self.gate(x, deltas)) * self.up(x, deltas)  # [tokens, intermediate]
         return self.down(gated, deltas)
 
 
 def make_feed_forward(tensors: Mapping[str, Tensor], module: str) -> FeedForward:
-    """Return the network whose three matrices lie below a module name."""
+    """Return the MLP whose three matrices are below a module name."""
     gate, up, down = (
         make_linear(tensors, f"{module}.{name}") for name in ("gate_proj", "up_proj", "down_proj")
     )
@@ -164,17 +130,17 @@ def make_feed_forward(tensors: Mapping[str, Tensor], module: str) -> FeedForward
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMask:
-    """Which keys a step looks at: those from ``first`` on, and of them what ``mask`` allows."""
+    """The keys that a step attends to: from ``first`` on, as far as ``mask`` allows."""
 
     first: int
-    mask: Tensor | None  # bool [tokens, keys], None: all, or what is causal
+    mask: Tensor | None  # bool [tokens, keys]; None: all, or causal
     causal: bool
 
 
 def make_attention_mask(
     start: int, tokens: int, window: int | None, *, device: torch.device | str = "cpu"
 ) -> AttentionMask:
-    """Return what ``tokens`` new tokens see when ``start`` stand before them."""
+    """Return the mask of ``tokens`` new tokens after ``start`` earlier ones."""
     first = 0 if window is None else max(0, start + 1 - window)
     if tokens == 1:
         return AttentionMask(first, None, causal=False)
@@ -192,7 +158,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return [tokens, heads * dim] from queries [heads, tokens, dim], keys [kv_heads, length, dim].
 
-    Several query heads share one key head; keys are not copied for that.
+    Several query heads share one key head without copies of the keys.
     """
     if queries.is_cuda:
         return grouped_query_attention(queries, keys, values, view)
@@ -210,11 +176,11 @@ def scaled_dot_product_attention(
 def grouped_query_attention(
     queries: Tensor, keys: Tensor, values: Tensor, view: AttentionMask
 ) -> Tensor:
-    """Return the same as `attend`, with the heads that share keys as more tokens of one head.
+    """Compute `scaled_dot_product_attention` with heads that share keys as tokens of one head.
 
-    No fused kernel of CUDA takes both a mask and shared heads; without one, torch would copy the
-    keys for each head and keep all scores. In what order a kernel leaves heads and tokens in memory
-    differs.
+    No fused CUDA kernel supports both a mask and shared heads; without one, torch would copy the
+    keys for each head and keep all scores. Kernels differ in their memory order of heads and
+    tokens.
     """
     heads, tokens, width = queries.shape
     shares = heads // keys.shape[0]
@@ -234,7 +200,7 @@ def grouped_query_attention(
 def reference_attention(
     queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None
 ) -> Tensor:
-    """Return the same as `attend` by the textbook formula; the oracle of its tests."""
+    """Compute attention by the textbook formula; the test oracle."""
     groups, tokens, length = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
     keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))
     scores = torch.matmul(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[2])
@@ -278,18 +244,18 @@ def compute_rope_table(config: RopeConfig, positions: int, *, device: torch.devi
 
 
 def round_up_positions(length: int) -> int:
-    """Return how many positions a table has that must reach ``length``."""
+    """Return the number of positions of a table that must cover ``length``."""
     return 1 << (length - 1).bit_length()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn vectors by their positions: [heads, tokens, dims] with tables of [tokens, dims]."""
+    """Rotate vectors by their positions: [heads, tokens, dims] with tables of [tokens, dims]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """As in Llama 3.1's reference code."""
+    """Scale as Llama 3.1's reference code does."""
     wavelength = 2 * math.pi / plain
     scaled = torch.where(wavelength > scaling.original / scaling.low, plain / scaling.factor, plain)
     smooth = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
@@ -300,7 +266,7 @@ def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _scale_yarn(plain: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
-    """As in the YaRN paper (arXiv:2309.00071), section 3."""
+    """Scale as in the YaRN paper (arXiv:2309.00071), section 3."""
     low, high = (
         config.dims
         * math.log(scaling.original / (rotations * 2 * math.pi))
@@ -319,7 +285,7 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
-    """One adapted module: ``a`` [rank, in], ``b`` [out, rank], as published."""
+    """The LoRA of one module: ``a`` [rank, in], ``b`` [out, rank], as published."""
 
     a: Tensor
     b: Tensor
@@ -327,18 +293,18 @@ class LoraTensors:
 
     @property
     def rank(self) -> int:
-        """The width between A and B."""
+        """Rank of the LoRA."""
         return self.a.shape[0]
 
 
 def compute_lora_delta(x: Tensor, lora: LoraTensors) -> Tensor:
-    """Return what one LoRA adds to the output of a linear layer, in the type of ``x``."""
+    """Return what a LoRA adds to the output of a linear layer, in the dtype of ``x``."""
     a, b = lora.a.to(x.dtype), lora.b.to(x.dtype)
     return (x @ a.T) @ b.T * lora.scale  # [tokens, in] @ [in, rank] @ [rank, out]
 
 
 def merge_lora_weight(weight: Tensor, lora: LoraTensors) -> Tensor:
-    """Return ``W + s * B A``, in float32 at least: the same layer written another way."""
+    """Return ``W + s * B A`` in float32 or wider: the merged weight of the same layer."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype) + lora.scale * (lora.b.to(dtype) @ lora.a.to(dtype))
 
@@ -350,7 +316,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DoraTensors:
-    """One adapted module: ``a`` [rank, in], ``b`` [out, rank] and ``magnitude`` [out]."""
+    """The DoRA of one module: ``a`` [rank, in], ``b`` [out, rank] and ``magnitude`` [out]."""
 
     a: Tensor
     b: Tensor
@@ -359,26 +325,26 @@ class DoraTensors:
 
     @property
     def rank(self) -> int:
-        """The width between A and B."""
+        """Rank of the LoRA part."""
         return self.a.shape[0]
 
     @property
     def as_lora(self) -> LoraTensors:
-        """The part of it that is a LoRA."""
+        """Its LoRA part."""
         return LoraTensors(self.a, self.b, self.scale)
 
 
 def reference_dora_scales(weight: Tensor, dora: DoraTensors) -> Tensor:
-    """Return ``c`` by its formula, [out], with a whole merged matrix in memory: for tests."""
+    """Return ``c`` by its formula, [out], from a whole merged matrix; the test oracle."""
     norms: Tensor = torch.linalg.vector_norm(merge_lora_weight(weight, dora.as_lora), dim=1)
     return dora.magnitude.to(norms.dtype) / norms
 
 
 def compute_dora_scales(weight: Tensor, dora: DoraTensors, *, what: str) -> Tensor:
-    """Return ``c``, float32 [out], merging a few rows at a time in `scratch_bytes`.
+    """Return ``c``, float32 [out], merging a few rows at a time (`dora_scale_scratch_bytes`).
 
     Raises:
-        IncompatibleError: when a merged row is all zeros, or something in it is no number.
+        IncompatibleError: when a merged row is all zeros, or contains a value that is not finite.
     """
     step = _rows_per_step(dora)
     a = dora.a.to(torch.float32)
@@ -392,7 +358,7 @@ def compute_dora_scales(weight: Tensor, dora: DoraTensors, *, what: str) -> Tens
 
 
 def dora_scale_scratch_bytes(dora: DoraTensors) -> int:
-    """Return what `gains` needs besides its result, at most."""
+    """Return the maximum bytes that `compute_dora_scales` needs besides its result."""
     rows, rank, inputs = _rows_per_step(dora), dora.rank, dora.a.shape[1]
     return _FLOAT_BYTES * (rows * inputs + rank * (inputs + rows))
 
@@ -405,8 +371,8 @@ def _check_scales(found: Tensor, what: str) -> Tensor:
     bad = torch.nonzero(~torch.isfinite(found)).flatten().tolist()
     if bad:
         raise IncompatibleError(
-            f"{what}: row {bad[0]} of the base's matrix with the expert's change has no direction: "
-            "its norm is zero or no number",
+            f"{what}: row {bad[0]} of the base's matrix with the expert's change cannot be scaled: "
+            "its norm is zero or not a number",
             hint="the expert was made for another base, or one of the two is damaged",
         )
     return found
@@ -414,7 +380,7 @@ def _check_scales(found: Tensor, what: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ia3Tensors:
-    """One adapted module: ``vector`` [in] or [out], as published."""
+    """The IA³ of one module: ``vector`` [in] or [out], as published."""
 
     vector: Tensor
     on_input: bool
@@ -423,6 +389,6 @@ class Ia3Tensors:
 def weighted_ia3_vector(
     ia3: Ia3Tensors, weight: float, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return ``l_w``: what the layer's input or output is multiplied with."""
+    """Return ``l_w``, the factors of the layer's input or output."""
     vector = ia3.vector.to(dtype)
     return vector if weight == 1.0 else 1 + weight * (vector - 1)

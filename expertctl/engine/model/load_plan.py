@@ -1,21 +1,21 @@
-"""Outlines of experts: shapes without weights, so that what a plan costs is known before it loads.
+"""From files to memory: outlines of experts, the choice of a backend, and the loaded base.
 
-Of every file only the beginning is read: what describes the tensors. The rest of its buffer stays
-untouched zeros, which take no memory. An outline is loaded like the expert itself, so both cost the
-same; its numbers are never used.
+An outline has the shapes of an expert without its weights, so the memory of a plan is known before
+loading. Only the header of each file is read; the rest of its buffer is untouched zero pages, which
+take no memory. An outline is loaded like the expert itself, so both cost the same; its numbers are
+never used.
 
-A base on its way into memory: its configuration and tokenizer first, its weights when needed.
-
-What a prompt costs is known before the weights are read, so what cannot fit is refused at once.
-Only `choose_backend` decides what runs a base.
+Of a base, the configuration and tokenizer are read first, the weights when needed. The memory of a
+prompt is known before the weights are read, so a request that cannot fit is refused at once. Only
+`choose_backend` decides which backend runs a base.
 """
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from expertctl.digest import Digest, FileDigest, Progress, ignore_progress
 from expertctl.engine.adapters.compile import (
@@ -43,12 +43,12 @@ from expertctl.engine.model.backends import Backend, LoadContext, RunnableModel,
 from expertctl.engine.moe.cache_plan import fits_in_memory
 from expertctl.engine.moe.warmup import PlanWarmup, plan_cold_start
 from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.errors import IncompatibleError
+from expertctl.errors import ExpertError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
 from expertctl.package.verify import accept_unsigned, verify_contents
-from expertctl.routing.numerics import SMALL_BASE
+from expertctl.routing.numerics import SMALL_BASE, choose_dtype
 from expertctl.routing.request import (
     QUANTISED_DTYPES,
     AdapterDtype,
@@ -69,11 +69,11 @@ if TYPE_CHECKING:
 
 
 _WHOLE_FILE_BYTES = 1 << 20
-"""A file of at most so many bytes is kept whole: no text that a run reads is larger."""
+"""Files up to this size are kept complete: every text file that a run reads is smaller."""
 
 
 def read_stored_outline(store: Store, expert: StoredExpert, manifest: Manifest) -> ExpertSource:
-    """Offer the outline of an installed expert."""
+    """Return a source of the outline of an installed expert."""
     paths = {file.path: (store.paths.blob(file.digest), file) for file in expert.files}
     cost = estimate_adapter_bytes(manifest, {file.path: file.size for file in expert.files})
     files = _StoredHeaders(paths)
@@ -83,11 +83,11 @@ def read_stored_outline(store: Store, expert: StoredExpert, manifest: Manifest) 
 
 
 def read_local_outline(path: Path, *, trust: TrustStore) -> LocalExpert:
-    """Read a ``.expert`` file, verify it, and keep its outline; its cost is that of all its files.
+    """Read and verify a ``.expert`` file, and keep its outline; its cost is that of all its files.
 
     Raises:
         InvalidPackageError: when the file is malformed.
-        TrustError: when it is signed, but not with a key that is trusted for it.
+        TrustError: when it is signed with a key that is not trusted for it.
     """
     sink = _HeaderSink()
     contents = read_package(path, sink=sink)
@@ -101,7 +101,7 @@ def read_local_outline(path: Path, *, trust: TrustStore) -> LocalExpert:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a plan will take besides its experts' own bytes, at most, and how wide it will be."""
+    """Maximum bytes of a plan besides its experts' own, and its width."""
 
     nbytes: int = 0
     width: int = 0
@@ -110,10 +110,10 @@ class MemoryEstimate:
 def estimate_plan_memory(
     chain: Sequence[tuple[ExpertSource, float]], spec: CompileSpec
 ) -> MemoryEstimate:
-    """Return what `compiled` will take for a chain of outlines.
+    """Estimate the memory of the compiled plan of a chain of outlines.
 
     Raises:
-        InvalidPackageError: when the beginning of a file is malformed.
+        InvalidPackageError: when the header of a file is malformed.
         IncompatibleError: when an expert does not fit the base.
     """
     if not chain:
@@ -131,7 +131,7 @@ def estimate_plan_memory(
 
 
 def _estimate_scale_peak(adapters: Sequence[LoadedAdapter], spec: CompileSpec) -> int:
-    """Return the most that the gains take while one of them is being computed."""
+    """Return the peak bytes of DoRA magnitude scales while they are computed."""
     most = done = 0
     for adapter in adapters:
         done += dora_scale_bytes(adapter)
@@ -141,7 +141,7 @@ def _estimate_scale_peak(adapters: Sequence[LoadedAdapter], spec: CompileSpec) -
 
 @dataclass(frozen=True, slots=True)
 class _StoredHeaders:
-    """The beginnings of the files of an installed expert; digests are checked when it is loaded."""
+    """File headers of an installed expert; digests are checked when the expert is loaded."""
 
     paths: Mapping[str, tuple[Path, FileDigest]]
 
@@ -155,7 +155,7 @@ class _StoredHeaders:
 
 
 class _HeaderSink:
-    """Keeps the beginnings of the files of one package while the reader hashes all of them."""
+    """Keeps the file headers of one package while the reader hashes all of it."""
 
     def __init__(self) -> None:
         self.buffers: dict[Digest, memoryview] = {}
@@ -179,7 +179,7 @@ class _HeaderSink:
 
 
 def _compute_header_size(buffer: memoryview, size: int) -> int:
-    """Return how many bytes describe the rest; a small file may be a text, so all of it does."""
+    """Return the size of the header; a small file may be a text and is kept complete."""
     if size <= _WHOLE_FILE_BYTES:
         return size
     length = int.from_bytes(buffer[:LENGTH_BYTES], "little")
@@ -191,12 +191,12 @@ def _allocate_zeros(size: int) -> memoryview:
 
 
 TORCH_MAX_BYTES = SMALL_BASE
-"""A base of fewer bytes is run by torch, if it has no routed experts and torch can do it."""
+"""Bases of fewer bytes run in torch, if they have no routed experts and torch supports them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """How a run wants its base and experts held, and whether it wants the same bits always."""
+    """Data types and options with which a run loads its base and experts."""
 
     dtype: Dtype = "float32"
     adapter_dtype: AdapterDtype = "published"
@@ -206,17 +206,17 @@ class LoadConfig:
     moe_skip_cap: float = 1.0
     moe_cold: MoeColdOption = "auto"
     memory_limit: int | None = None
-    """Bytes of memory for all; routed experts that do not fit stay on the disk."""
+    """Bytes of memory in total; routed experts that do not fit stay on the disk."""
     headroom: int = 0
-    """Bytes that a run is known to take besides the base; slots of routed experts leave them."""
+    """Bytes that a run needs besides the base; routed-expert slots leave them free."""
     rows: int = 1
-    """How many texts are read at once."""
+    """Number of sequences decoded at once."""
     choose_warmup: PlanWarmup = plan_cold_start
-    """How routed experts begin where not all of them fit into memory."""
+    """Chooses the initial routed experts where not all of them fit into memory."""
 
     @property
     def needs_kernels(self) -> bool:
-        """Whether torch cannot do that, whatever the base is."""
+        """Whether torch cannot do this, whatever the base."""
         return (
             self.dtype in QUANTISED_DTYPES
             or self.adapter_dtype != "published"
@@ -226,7 +226,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class OpenBase:
-    """A base whose files are those that were added; no weights are in memory."""
+    """A base whose files were checked against the store; no weights are in memory."""
 
     stored: StoredBase
     tokenizer: Tokenizer
@@ -235,30 +235,30 @@ class OpenBase:
 
     @property
     def config(self) -> ModelConfig:
-        """What its configuration says."""
+        """The base's configuration."""
         return self.backend.config
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory."""
+        """Bytes of its weights in memory."""
         return self.backend.weight_bytes
 
     @property
     def context(self) -> int:
-        """How many tokens it reads, with the answer."""
+        """Context length in tokens, answer included."""
         return self.config.max_positions
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take."""
+        """Bytes of the keys and values of so many tokens."""
         return self.backend.kv_bytes(tokens)
 
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
-        """What reading the weights, and then a pass over so many tokens, needs besides."""
+        """Bytes needed to read the weights and then to run a pass over so many tokens."""
         passing = self.backend.buffer_bytes(tokens, width=width, rows=rows)
         return max(passing, self.backend.loading_bytes)
 
     def has_same_weights(self, other: "OpenBase") -> bool:
-        """Tell whether the weights of another base are these, held in the same way."""
+        """Return whether another base has the same weights in the same data types."""
         return self._weights_key == other._weights_key
 
     @property
@@ -279,8 +279,8 @@ def open_base(
     """Check the files of a base, by every byte with ``rehash``, and read the small ones.
 
     Raises:
-        BaseMismatchError: when they are not those that were added.
-        IncompatibleError: when no decoder of ours supports such a model in such a dtype.
+        BaseMismatchError: when they differ from those that were registered.
+        IncompatibleError: when none of our decoders supports such a model in such a dtype.
     """
     if rehash:
         bases.rehash(stored)
@@ -295,22 +295,21 @@ def open_base(
 def choose_backend(
     config: ModelConfig, load_config: LoadConfig, *, torch_below: int = TORCH_MAX_BYTES
 ) -> tuple[Backend, tuple[str, ...]]:
-    """Return what runs a base, and what a person should know of that.
+    """Return the backend of a base, and warnings for the user.
 
-    On a CUDA device there is one way. On a processor torch runs small bases. Kernels run large
-    ones, those of routed experts, which are to answer with the same bits in any memory, and what
-    torch cannot do. Where kernels do not support the sizes of a base, torch runs it; a warning says
-    so if it is large, or if part of it would have to stay on the disk.
+    A CUDA device has one backend. On a processor torch runs small bases. Kernels run large ones,
+    bases with routed experts, which must give the same bits with any amount of memory, and options
+    that torch does not support. Where kernels do not support the sizes of a base, torch runs it,
+    with a warning if it is large or if part of it would have to stay on the disk.
 
     Raises:
-        IncompatibleError: when kernels do not support the sizes, nor torch what is wished.
+        IncompatibleError: when neither kernels nor torch support the base with these options.
     """
     if load_config.device == "cuda":
         return _choose_cuda_backend(config, load_config), ()
     if load_config.needs_kernels:
-        return _choose_packed_backend(config, load_config).with_warmup(
-            load_config.choose_warmup
-        ), ()
+        packed = _choose_packed_backend(config, load_config)
+        return packed.with_warmup(load_config.choose_warmup), ()
     plain = TorchBackend(config, load_config.dtype)
     is_small = plain.weight_bytes < torch_below
     if is_small and config.experts is None:
@@ -320,12 +319,12 @@ def choose_backend(
     except IncompatibleError as error:
         if is_small and fits_in_memory(plain.weight_bytes, load_config.memory_limit):
             return plain, ()
-        return plain, (f"torch runs the base, which takes longer: {error.message}",)
+        return plain, (f"torch runs the base, which is slower: {error.message}",)
     return packed.with_warmup(load_config.choose_warmup), ()
 
 
 def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backend:
-    """Return the backend of captured steps; a wish that it cannot meet was refused before."""
+    """Return the CUDA backend; options that it does not support were refused before."""
     from expertctl.engine.model.cuda_backend import CudaBackend
 
     assert not load_config.needs_kernels, (
@@ -342,7 +341,7 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
 
 
 def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "PackedBackend":
-    """Return the kernels; only now numba is imported, which takes a third of a second."""
+    """Return the packed backend; only now numba is imported, which takes a third of a second."""
     from expertctl.engine.cpu.backend import PackedBackend
 
     return PackedBackend.choose(
@@ -359,18 +358,18 @@ def _choose_packed_backend(config: ModelConfig, load_config: LoadConfig) -> "Pac
 
 
 class BaseSlot:
-    """The owner of the one base in memory; another one takes its place."""
+    """The owner of the one base in memory; loading another one replaces it."""
 
     def __init__(self, tiers: AdapterCache, *, on_drop: Callable[[], None] = lambda: None) -> None:
-        """Begin without a base; ``dropping`` is called before one that is in memory goes."""
+        """Start without a base; ``on_drop`` is called before a base in memory is dropped."""
         self._tiers, self._dropping = tiers, on_drop
         self._base: OpenBase | None = None
         self._model: RunnableModel | None = None
         self.read_bytes = 0
-        """How many bytes of files were read for bases so far."""
+        """Total bytes of files read for bases."""
 
     def reserve(self, base: OpenBase) -> None:
-        """Make room for a base, unless it is there.
+        """Reserve memory for a base, unless it is the current one.
 
         Raises:
             BudgetError: when it does not fit.
@@ -389,19 +388,19 @@ class BaseSlot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reserved."""
+        """Reserved bytes."""
         return 0 if self._base is None else self._base.weight_bytes
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights of the base that room was made for are there."""
+        """Whether the weights of the reserved base are loaded."""
         return self._model is not None
 
     def load(self, context: LoadContext, *, progress: Progress = ignore_progress) -> RunnableModel:
-        """Return the base that room was made for, reading its weights if they are absent.
+        """Return the reserved base, reading its weights if they are not loaded.
 
         Raises:
-            InvalidPackageError: when its tensors are not those of its configuration.
+            InvalidPackageError: when its tensors do not match its configuration.
         """
         assert self._base is not None, "reserve comes first"
         if self._model is None:
@@ -410,8 +409,8 @@ class BaseSlot:
         return self._model
 
     def unload(self) -> None:
-        """Let go of the base."""
-        model, self._model = self._model, None  # what is closed is not run again
+        """Drop the base."""
+        model, self._model = self._model, None  # a closed model is not run again
         if model is not None:
             self._dropping()  # a watcher would keep its memory
             model.close()
@@ -422,9 +421,38 @@ class BaseSlot:
             self._tiers.release(Tier.RAM, "base", base.backend.host_bytes)
 
     def check_integrity(self) -> None:
-        """Assert that between runs a loaded base takes exactly what was reserved for it."""
+        """Assert that between runs a loaded base uses exactly its reserved bytes."""
         assert self._model is None or self._base is not None
         if self._model is not None and self._base is not None:
             assert self._model.nbytes == self._base.weight_bytes
             assert self._model.holds_only_weights
             self._model.check_integrity()
+
+
+def estimate_base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | None]:
+    """Return the weight bytes of a base in each supported dtype, and the KV bytes of a token.
+
+    The KV bytes are those of a run without ``--dtype``. Both are missing for a base that only
+    ``--engine transformers`` runs, or whose files are gone.
+    """
+    from expertctl.engine.kernels.layer_operations import KV_PAGE_TOKENS  # imports numba
+
+    try:
+        config = read_model_config(base.path)
+        usual, _ = choose_backend(config, LoadConfig(choose_dtype(base, None)))
+    except (ExpertError, OSError):
+        return {}, None
+    weights: dict[Dtype, int] = {}
+    for dtype in get_args(Dtype):
+        with suppress(IncompatibleError):
+            weights[dtype] = choose_backend(config, LoadConfig(dtype))[0].weight_bytes
+    return weights, usual.kv_bytes(KV_PAGE_TOKENS) // KV_PAGE_TOKENS
+
+
+def estimate_expert_size(store: Store, expert: StoredExpert) -> int | None:
+    """Return the weight bytes of an installed expert; None where its files are damaged."""
+    sizes = {file.path: file.size for file in expert.files}
+    try:
+        return estimate_adapter_bytes(store.read_manifest(expert), sizes)
+    except (ExpertError, OSError, KeyError):
+        return None

@@ -1,12 +1,13 @@
-"""`LoRASlots`: the plans of a batch, stacked at addresses that never change.
+"""LoRA slots: the plans of a batch, stacked at fixed addresses.
 
-For each linear layer all A stand below each other and all B too, slot after slot; the factors of
-all slots are the rows of tables. A row of a batch names the slot of its plan, 0 for none. All
-low-rank products of a layer are two products; in between, every row keeps its own plan's columns.
-So nothing is gathered, and which plan a row has is a number that a captured step reads.
+For each linear layer, the A matrices of all slots are concatenated, and so are the B matrices; the
+scale vectors of all slots are the rows of tables. A row of a batch names the slot of its plan, 0
+for none. All low-rank products of a layer are two products; in between, each row is masked to the
+columns of its own plan. So nothing is gathered, and the plan of a row is a number that a captured
+step reads.
 
-Ranks are rounded up to powers of two, by kind of layer; what a plan does not fill is zero. When a
-plan needs more, the slots are made anew, and so is what was captured with them.
+Ranks are rounded up to powers of two, per kind of layer, and padded with zeros. When a plan needs
+more, the slots are recreated, and so are the graphs captured with them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +23,14 @@ from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
 
 NO_SLOT = 0
-"""What a row without a plan names."""
+"""Slot number of a row without a plan."""
 MIN_RANK = 8
 _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LoRASpec:
-    """What the slots of one kind of layer must have: a rank, and which factors."""
+    """Requirements of the slots of one kind of layer: a rank, and which scale vectors."""
 
     rank: int = 0
     inputs: bool = False
@@ -38,7 +39,7 @@ class LoRASpec:
 
     @classmethod
     def from_delta(cls, delta: LinearDelta) -> "LoRASpec":
-        """Return what one layer of a plan needs."""
+        """Return the requirements of one layer of a plan."""
         return cls(
             0 if delta.a is None else round_up_rank(len(delta.a)),
             delta.input_scale is not None,
@@ -47,7 +48,7 @@ class LoRASpec:
         )
 
     def merge(self, other: "LoRASpec") -> "LoRASpec":
-        """Return what serves both."""
+        """Return requirements that satisfy both."""
         return LoRASpec(
             max(self.rank, other.rank),
             self.inputs or other.inputs,
@@ -57,12 +58,12 @@ class LoRASpec:
 
 
 LoRAShape = Mapping[str, LoRASpec]
-"""What slots are made for, by kind of layer: ``self_attn.q_proj``, …, ``lm_head``."""
+"""Requirements by kind of layer: ``self_attn.q_proj``, …, ``lm_head``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedLoRA:
-    """What all slots change in one layer."""
+    """The changes of all slots in one layer."""
 
     rank: int
     a: Tensor | None  # [slots * rank, in]
@@ -75,7 +76,7 @@ class StackedLoRA:
     def create_empty(
         cls, need: LoRASpec, slots: int, shape: tuple[int, int], device: torch.device
     ) -> "StackedLoRA":
-        """Return slots that change nothing in a layer of a shape (out, in)."""
+        """Return neutral slots for a layer of shape (out, in)."""
         out, width = shape
         rows = slots * need.rank
 
@@ -96,21 +97,21 @@ class StackedLoRA:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parts that are there."""
+        """The parts that are not None."""
         parts = (self.a, self.b, self.inputs, self.outputs, self.bias)
         return tuple(part for part in parts if part is not None)
 
     def write_slot(self, slot: int, delta: LinearDelta | None) -> None:
-        """Write what a plan changes, or nothing, into a slot from 1 on."""
+        """Write the change of a plan, or a neutral one, into a slot (1 or higher)."""
         begin, end = (slot - 1) * self.rank, slot * self.rank
-        low_rank = (None, None) if delta is None else (delta.a, delta.b)
-        for place, part in ((self.a, low_rank[0]), (self.b, _transpose_rows(low_rank[1]))):
+        factors = delta or LinearDelta()
+        columns = None if factors.b is None else factors.b.T
+        for place, part in ((self.a, factors.a), (self.b, columns)):
             if place is not None:
                 filled = 0 if part is None else len(part)
                 if part is not None:
                     place[begin : begin + filled].copy_(part)
                 place[begin + filled : end].zero_()
-        factors = delta or LinearDelta()
         for table, factor in (
             (self.inputs, factors.input_scale),
             (self.outputs, factors.output_scale),
@@ -121,23 +122,23 @@ class StackedLoRA:
 
 
 class LoRASlots:
-    """Room for ``slots`` plans at once; plans stay referred to while they are in one."""
+    """Memory of ``slots`` plans at once; plans stay referenced while they are in one."""
 
     def __init__(
         self, config: ModelConfig, shape: LoRAShape, *, slots: int, device: torch.device
     ) -> None:
-        """Take the memory, once."""
+        """Allocate the memory, once."""
         self.shape, self.slots = shape, slots
         self.stacks = {
             module: StackedLoRA.create_empty(shape[get_module_kind(module)], slots, sizes, device)
             for module, sizes in config.linear_shapes().items()
             if get_module_kind(module) in shape
         }
-        self.columns = {  # which slot a column between A and B belongs to, by rank
+        self.columns = {  # slot of each column between A and B, by rank
             rank: torch.arange(1, slots + 1, device=device).repeat_interleave(rank)
             for rank in {need.rank for need in shape.values() if need.rank}
         }
-        self._plans: dict[int, Deltas] = {}  # by slot, the one used last at the end
+        self._plans: dict[int, Deltas] = {}  # by slot, the most recently used last
 
     @property
     def nbytes(self) -> int:
@@ -146,12 +147,12 @@ class LoRASlots:
         return stacks + sum(columns.nbytes for columns in self.columns.values())
 
     def contains(self, plans: Iterable[Deltas]) -> bool:
-        """Tell whether all these plans are in slots."""
+        """Return whether all these plans are in slots."""
         there = {id(plan) for plan in self._plans.values()}
         return there >= {id(plan) for plan in plans}
 
     def assign_slots(self, plans: Sequence[Deltas]) -> list[int]:
-        """Return the slots of plans, `NO_SLOT` for one that changes nothing.
+        """Return the slots of plans, `NO_SLOT` for an empty one.
 
         Raises:
             IncompatibleError: when numbers of a plan are not finite: multiplied by zero, they would
@@ -166,15 +167,15 @@ class LoRASlots:
         return [there[id(plan)] if plan else NO_SLOT for plan in plans]
 
     def mask_foreign_columns(self, slots: Tensor) -> dict[int, Tensor]:
-        """Return which columns are not of each row's plan, bool [rows, slots * rank] by rank."""
+        """Mask the columns of other plans for each row: bool [rows, slots * rank] by rank."""
         return {rank: columns != slots[:, None] for rank, columns in self.columns.items()}
 
     def _write_plan(self, plan: Deltas) -> int:
-        """Write a plan into a slot that is free, or that of the plan used longest ago."""
+        """Write a plan into a free slot, or into the least recently used one."""
         _check_finite(plan)
         free = (slot for slot in range(1, self.slots + 1) if slot not in self._plans)
         slot = next(free, None) or next(iter(self._plans))
-        self._plans.pop(slot, None)  # it has no plan, should writing fail
+        self._plans.pop(slot, None)  # the slot is empty if writing fails
         for module, stack in self.stacks.items():
             stack.write_slot(slot, plan.get(module))
         self._plans[slot] = plan
@@ -190,7 +191,7 @@ def apply_stacked_lora(
 ) -> Tensor:
     """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out].
 
-    ``foreign`` is what `PlanSlots.foreign` made of ``slots``, int64 [rows].
+    ``foreign`` is the result of `LoRASlots.mask_foreign_columns` for ``slots``, int64 [rows].
     """
     if stacked is None:
         return apply_linear(x, layer.weight, layer.bias, None)
@@ -202,7 +203,7 @@ def apply_stacked_lora(
 
 
 def find_shape(plans: Iterable[Deltas]) -> LoRAShape:
-    """Return what slots must be made for, so that each of these plans fits into each."""
+    """Return the requirements of slots that can hold any of these plans."""
     needs = (
         {get_module_kind(module): LoRASpec.from_delta(delta)}
         for plan in plans
@@ -212,25 +213,25 @@ def find_shape(plans: Iterable[Deltas]) -> LoRAShape:
 
 
 def merge_shapes(one: LoRAShape, other: LoRAShape) -> LoRAShape:
-    """Return what serves both."""
+    """Return requirements that satisfy both."""
     kinds = one.keys() | other.keys()
     return {kind: one.get(kind, LoRASpec()).merge(other.get(kind, LoRASpec())) for kind in kinds}
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the rank that slots are made for."""
+    """Return the rank of a slot for plans of this rank."""
     return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
 def get_module_kind(module: str) -> str:
-    """Return what layers of a base have in common: ``mlp.up_proj``."""
+    """Return the module name without the layer number: ``mlp.up_proj``."""
     return module.split(".", 3)[-1]
 
 
 def estimate_slots_bytes(config: ModelConfig, *, slots: int, rank: int) -> int:
-    """Return what slots take at most, for plans of up to a rank that change every layer.
+    """Return the maximum bytes of slots for plans of up to ``rank`` that change every layer.
 
-    Plans that change routed experts get none.
+    Plans that change routed experts have no slots.
     """
     rows, total = slots * round_up_rank(rank), 0
     shapes = {n: shape for n, shape in config.linear_shapes().items() if not is_routed_expert(n)}
@@ -255,14 +256,10 @@ def _scaled_product(x: Tensor, layer: Linear, stack: StackedLoRA, slots: Tensor)
     return y + layer.bias * stack.bias.index_select(0, slots)
 
 
-def _transpose_rows(b: Tensor | None) -> Tensor | None:
-    return None if b is None else b.T
-
-
 def _check_finite(plan: Deltas) -> None:
     finite = [torch.isfinite(part).all() for delta in plan.values() for part in delta.tensors]
     if not bool(torch.stack(finite).all()):
         raise IncompatibleError(
-            "a number of an expert is infinite or not a number at all",
+            "a weight of an expert is infinite or not a number",
             hint="the weights of an expert are damaged",
         )

@@ -1,7 +1,7 @@
-"""The tensors of a base model: read from safetensors, exactly the ones its configuration names.
+"""Read the tensors of a base model from safetensors, exactly those that its configuration names.
 
-Files may be mapped into memory, they are never written to, and nothing here or in the decoder
-changes a tensor. Matrices get the dtype of the run; norms and biases are always float32.
+Files may be memory-mapped and are never written, and nothing changes a tensor afterwards. Matrices
+get the dtype of the run; norms and biases are always float32.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaseWeights:
-    """Every tensor of a base by name; a tied head is not there, the embedding serves."""
+    """All tensors of a base by name; a tied head is absent, the embedding replaces it."""
 
     tensors: dict[str, Tensor]
     dtype: torch.dtype
@@ -32,11 +32,11 @@ class BaseWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, each once."""
+        """Bytes of all tensors, each counted once."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def get_output_matrix(self) -> Tensor:
-        """Return the output matrix, tied or not."""
+        """Return the output matrix, which may be tied to the embedding."""
         return self.tensors.get(HEAD_TENSOR, self.tensors[EMBEDDING_TENSOR])
 
 
@@ -49,12 +49,13 @@ def load_base_weights(
     experts: bool = True,
     progress: Progress = ignore_progress,
 ) -> BaseWeights:
-    """Read a base, with its routed experts or without; ``progress`` counts the bytes of tensors.
+    """Read a base, with or without routed experts; ``progress`` counts the bytes of tensors.
 
     Raises:
         NotFoundError: when a file is missing.
         InvalidPackageError: when tensors are missing, unexpected or of another shape.
-        IncompatibleError: for a dtype that is not a float, or a tied head that is another matrix.
+        IncompatibleError: for a dtype that is not a float, or a tied head that differs from the
+            embedding.
     """
     stored = read_base_tensors(directory, config)
     wanted = [name for name in config.tensor_shapes() if experts or not is_routed_expert(name)]
@@ -67,34 +68,34 @@ def load_base_weights(
             found[name] = _convert(found[name], dtype, torch.device(device))
             progress(found[name].nbytes)
     tensors = {name: found[name] for name in wanted}
-    warnings = list_rounding_warnings(
-        [stored[n] for n in config.tensor_shapes()], _get_dtype_name(dtype)
-    )
+    name = str(dtype).removeprefix("torch.")
+    warnings = list_rounding_warnings([stored[n] for n in config.tensor_shapes()], name)
     return BaseWeights(tensors, dtype, torch.device(device), warnings)
 
 
 def is_routed_expert(name: str) -> bool:
-    """Tell whether a tensor or a module is one of a routed expert."""
+    """Return whether a tensor or a module belongs to a routed expert."""
     return ".mlp.experts." in name
 
 
 def list_rounding_warnings(stored: Iterable[StoredTensor], target: str) -> tuple[str, ...]:
-    """Say what matrices lose when held in a float type; float32 holds everything."""
+    """Warn about matrices that are rounded to a float type; float32 represents all of them."""
     types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
     rounded = types - {target} if target != "float32" else set()
     return tuple(f"base weights stored as {n} are rounded to {target}" for n in sorted(rounded))
 
 
 def make_tied_head_error(directory: Path) -> IncompatibleError:
-    """Return the error for a tied head that is stored too, as another matrix."""
+    """Return the error for a tied head that is also stored, with other values."""
     return IncompatibleError(
-        f"{directory}: config.json ties the head to the embedding, but {HEAD_TENSOR} differs from it",
+        f"{directory}: config.json ties the head to the embedding, but {HEAD_TENSOR} "
+        "differs from it",
         hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
     )
 
 
 def make_unreadable_error(path: Path, error: Exception) -> InvalidPackageError:
-    """Return the error for a file that cannot be read to its end."""
+    """Return the error for a file that cannot be read completely."""
     return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
 
 
@@ -131,7 +132,7 @@ def _open(path: Path) -> Any:
 
 
 def _drop_duplicate_head(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Some files hold a tied head as well; it counts once and must be the same matrix."""
+    """Drop a tied head that is stored as well; it must equal the embedding."""
     head = tensors.pop(HEAD_TENSOR, None)
     if head is not None and not torch.equal(head, tensors[EMBEDDING_TENSOR]):
         raise make_tied_head_error(directory)
@@ -139,7 +140,3 @@ def _drop_duplicate_head(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return tensor.to(device, dtype if tensor.ndim == 2 else torch.float32)
-
-
-def _get_dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

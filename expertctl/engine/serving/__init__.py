@@ -1,1 +1,1 @@
-"""Many jobs on one base at a time, each row of a batch with a plan of its own."""
+"""Continuous batching: many jobs on one base at a time, each row with its own plan."""

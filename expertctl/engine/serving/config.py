@@ -1,21 +1,16 @@
-"""What a batch is: its base, its limits, and what it does where memory is short.
+"""Configuration of the serving engine, and its memory: the start-up report and headroom.
 
-What the log of a server says at its start about the memory that it may come to take.
+Everything that grows with requests is in the budget: experts, buffers, keys and values. Outside of
+it are the interpreter, its libraries and compiled kernels, and the data of active requests, stored
+jobs and cached plans, which the server bounds.
 
-All that grows with what is asked is in the budget: experts, buffers, keys and values. Outside of it
-are the interpreter, its libraries and compiled kernels, and what belongs to requests that are under
-way, to jobs that are kept and to plans that are remembered, which the server bounds.
+The memory outside is measured twice. After the base was loaded it is the resident set minus the
+reserved bytes; that is too little where reserved memory has not been written yet, such as the slots
+of routed experts. Before the base is loaded it is the whole resident set. The larger one counts.
 
-What is outside is measured twice. After the base was loaded it is the resident set less the ledger;
-that is too little where the ledger counts memory that nothing has written yet, such as room for
-routed experts. Before the base is loaded it is the whole resident set. The larger one counts.
-
-Room for the texts of a server: one that begins in little memory says how long they may be.
-
-Room for the experts of a server beside the slots of routed experts.
-
-Slots are given out once, when the base is read; which experts will be asked for is not known then.
-So they leave room for a text with the expert that takes most; the others take turns with it.
+Slots of routed experts are allocated once, when the base is read, before it is known which adapters
+will be requested. So they leave headroom for a sequence with the largest adapter; the others take
+turns in it.
 """
 
 import time
@@ -53,14 +48,14 @@ DEFAULT_ROWS, DEFAULT_QUEUE = 16, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One base in one form, and how many texts of it are written at a time."""
+    """One base with its options, and the number of sequences decoded at a time."""
 
     base: str | None = None
-    """Its name; None: the only one there is, or the one that `expertctl base` prefers."""
+    """Name of the base; None: the only one, or the one that `expertctl base` prefers."""
     budget: int | None = None
-    """Bytes of the device's memory; None: as much as `run` would take."""
+    """Bytes of the device's memory; None: the default of `run`."""
     kept_kv: int | None = None
-    """Bytes of keys and values that are kept for later requests; None: a part of the budget."""
+    """Bytes of KV kept for later requests; None: a fraction of the budget."""
     device: DeviceName = "cpu"
     dtype: Dtype | None = None
     adapter_dtype: AdapterDtype = "published"
@@ -69,55 +64,55 @@ class EngineConfig:
     moe_skip_cap: float = DEFAULT_SKIP_CAP
     moe_cold: MoeColdOption = "auto"
     moe: WarmupConfig = DEFAULT_WARMUP
-    """How routed experts begin, where not all of them fit."""
+    """Warm-up of routed experts, where not all of them fit."""
     rows: int = DEFAULT_ROWS
-    """How many texts are written at a time."""
+    """Number of sequences decoded at a time."""
     queue: int = DEFAULT_QUEUE
-    """How many jobs may wait; more are refused."""
+    """Number of jobs that may wait; more are refused."""
     on_budget: Literal["queue", "fewer"] = "queue"
-    """What is done when experts do not fit: wait, or leave out those that never would."""
+    """What happens when experts do not fit: wait, or drop those that never would."""
     warm_experts: bool = True
-    """Whether kernels are compiled at the start for each kind of the installed experts."""
+    """Whether kernels are compiled at the start for each kind of installed expert."""
     tell_memory: bool = True
-    """Whether the operator is told at the start what the memory is used for."""
+    """Whether the memory use is reported to the operator at the start."""
     files: tuple[Path, ...] = ()
     """The ``.expert`` files that jobs may name; each is read into memory once, at the start."""
     warm: tuple[str, ...] = ()
-    """Prompts that are answered with a few tokens before the first job is taken."""
+    """Prompts that are answered with a few tokens before the first job is accepted."""
 
 
 REQUEST_BYTES = 128 << 20
-"""Room that is stated for requests, answers and jobs; in use it is seldom half of that."""
+"""Allowance for requests, answers and jobs in the report; they seldom use half of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What the process of a server had at its start, in bytes."""
+    """Memory of a server's process at its start, in bytes."""
 
     before: int
-    """Resident before its base was loaded."""
+    """Resident before the base was loaded."""
     resident: int
-    """Resident when its base is in memory and was run once."""
+    """Resident after the base was loaded and run once."""
     entered: int
-    """In the budget then, whether it is resident yet or not."""
+    """Reserved in the budget then, whether resident yet or not."""
 
     @property
     def outside(self) -> int:
-        """What is resident beside the budget."""
+        """Resident memory outside the budget."""
         return max(self.resident - self.entered, self.before)
 
 
 def estimate_memory_bound(process: ProcessMemory, *, budget: int) -> int:
-    """Return how many bytes a server's process takes at most."""
+    """Return the maximum bytes of a server's process."""
     return budget + process.outside + REQUEST_BYTES
 
 
 def describe_memory(
     process: ProcessMemory | None, *, budget: int, kept_kv: int, weights: int
 ) -> str:
-    """Return the sentence of the log; sizes are bytes.
+    """Return the start-up message about memory; sizes are bytes.
 
-    ``process`` is None where the system does not tell, or the budget is that of a device.
+    ``process`` is None where it is unknown, or where the budget is that of a device.
     """
     within = (
         f"the budget is {format_limit(budget)}: {format_size(weights)} for the base, up to "
@@ -128,14 +123,14 @@ def describe_memory(
         return f"memory: {within}"
     bound = estimate_memory_bound(process, budget=budget)
     beside = format_size(bound - budget)
-    return f"memory: at most {format_size(bound)}; {within}; {beside} beside it for the program"
+    return f"memory: at most {format_size(bound)}; {within}; {beside} outside it for the program"
 
 
 def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | None:
-    """Return what an operator should know of the length of texts; None where usual ones fit.
+    """Return a message about the longest sequence; None where typical ones fit.
 
-    ``limit`` are the bytes of all that a server holds, ``rows`` the texts of a batch. A text with
-    experts takes more than one without. A server reads two tokens before it begins, so those fit.
+    ``limit`` is the memory of the server in bytes, ``rows`` the size of a batch. A sequence with
+    experts takes more than one without. A server reads two tokens before it starts, so those fit.
     """
     usual = min(TYPICAL_SEQUENCE_TOKENS, base.context)
 
@@ -147,22 +142,22 @@ def describe_context_limit(base: OpenBase, *, limit: int, rows: int) -> str | No
         return None
     longest = bisect_left(range(1, usual), True, key=is_too_long)
     return (
-        f"there is room for texts up to {longest} tokens, prompt and answer together; raise the "
-        "memory budget for longer ones"
+        f"memory suffices for sequences of up to {longest} tokens, prompt and answer together; "
+        "raise the memory budget for longer ones"
     )
 
 
 MAX_MEASURED, MAX_MEASURE_SECONDS = 100, 10.0
-"""Of so many experts, those with the largest files, the need is worked out. After so long neither
-that nor the search for room goes on to a next expert; each looks at one in any case."""
+"""Experts with the largest files whose memory is computed, and the time for it. After that time
+neither this nor the search for headroom starts another expert; each handles at least one."""
 _TRIES = 2
 _NAMED = 3
-"""How many of the experts that have no room are named."""
+"""Number of experts named in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AdapterFootprint:
-    """What a text with an expert takes beside the base."""
+    """Memory of a sequence with an expert, without the base."""
 
     size: int
     ref: str
@@ -171,10 +166,10 @@ class _AdapterFootprint:
 
 @dataclass(frozen=True, slots=True)
 class AdapterHeadroom:
-    """Finds out how much room experts need, and opens the base with fewer slots where necessary.
+    """Computes the headroom that experts need, and reopens the base with fewer slots for it.
 
-    ``request`` is any that the base answers alone, ``limit`` all of the memory; a batch has
-    ``rows``. ``tell`` gets what the operator of the server should know.
+    ``request`` is any request for the base alone, ``limit`` the whole memory; a batch has ``rows``.
+    ``tell`` gets messages for the operator.
     """
 
     session: PlanningSession
@@ -184,10 +179,10 @@ class AdapterHeadroom:
     tell: Notify
 
     def reserve(self, base: OpenBase, open_with_headroom: Callable[[int], OpenBase]) -> OpenBase:
-        """Return the base, with fewer slots where an expert would have no room otherwise.
+        """Return the base, with fewer slots where an expert would not fit otherwise.
 
-        ``open_beside`` opens the base so that so many bytes are left beside it. An expert that has
-        no room even without slots, or beside those that are pinned, does not count.
+        ``open_with_headroom`` opens the base so that so many bytes are left. An expert that does
+        not fit even without slots, or together with pinned ones, is ignored.
         """
         if base.config.experts is None:
             return base
@@ -198,22 +193,23 @@ class AdapterHeadroom:
             if base.weight_bytes + wish.size <= self.limit:
                 break
             if number and time.monotonic() >= until:
-                self.tell(f"{WARNING_PREFIX}room was sought for {number} of {len(wishes)} experts")
+                seen = f"{number} of {len(wishes)} experts"
+                self.tell(f"{WARNING_PREFIX}headroom was computed for {seen}")
                 break
             fewer = self._open_with_room(wish, base, open_with_headroom, refusals)
             if fewer is not None:
-                self.tell(f"slots of routed experts leave room for {wish.ref}")
+                self.tell(f"fewer slots of routed experts leave room for {wish.ref}")
                 found = fewer
                 break
             without.append(wish.ref)
-        for first in refusals[:1]:  # the other refusals say nearly the same
+        for first in refusals[:1]:  # the others say nearly the same
             self.tell(f"{WARNING_PREFIX}{first}")
         if without:
-            self.tell(f"{WARNING_PREFIX}there is no room for {_format_refs(without)}")
+            self.tell(f"{WARNING_PREFIX}there is not enough memory for {_format_refs(without)}")
         return found
 
     def _measure_adapters(self, base: OpenBase, until: float) -> Iterator[_AdapterFootprint]:
-        """Yield what each expert takes on its own, except for those that cannot answer."""
+        """Yield the memory of each expert alone, except for those that cannot answer."""
         identity, installed = base.stored.identity, self.session.inventory.experts
         fitting = [
             one for one in installed if not explain_misfit(one, identity, allow_mismatch=False)
@@ -222,9 +218,9 @@ class AdapterHeadroom:
         for number, expert in enumerate(fitting):
             if number == MAX_MEASURED or (number and time.monotonic() > until):
                 seen = f"{number} of {len(fitting)} experts"
-                self.tell(f"{WARNING_PREFIX}what experts take was worked out for {seen}")
+                self.tell(f"{WARNING_PREFIX}memory was estimated for {seen}")
                 return
-            with suppress(ExpertError):  # told to requests that ask for it
+            with suppress(ExpertError):  # reported to requests that use it
                 planned = self._plan_expert(expert)
                 yield _AdapterFootprint(self._count_bytes(base, planned), expert.ref, planned)
 
@@ -235,14 +231,14 @@ class AdapterHeadroom:
         open_with_headroom: Callable[[int], OpenBase],
         refusals: list[str],
     ) -> OpenBase | None:
-        """Return the base with room for an expert; None where it can have none.
+        """Return the base with headroom for an expert; None where that is impossible.
 
-        The reason why the base cannot be opened so goes to ``refusals``. An expert may take more
-        than beside a whole base: routed experts that its gains are computed from are read anew.
+        Errors from opening the base are added to ``refusals``. An expert may then need more than
+        with all slots: routed experts for its DoRA scales have to be read again.
         """
         size = footprint.size
         if base.backend.min_weight_bytes + size > self.limit:
-            return None  # to open the base takes time, and a smaller wish may be granted
+            return None  # opening the base takes time, and a smaller expert may fit
         for _ in range(_TRIES):
             try:
                 fewer = open_with_headroom(size)
@@ -259,7 +255,7 @@ class AdapterHeadroom:
         return self.session.plan(route, base=self.request.base)
 
     def _count_bytes(self, base: OpenBase, planned: PlannedPrompt) -> int:
-        """Return what a text takes: a usual prompt, and as long an answer as there may be."""
+        """Return the memory of a sequence: a typical prompt, and the longest possible answer."""
         planner, message = self.session.planner, UserMessage(prompt="? " * TYPICAL_PROMPT_TOKENS)
         request = replace(self.request, message=message, truncate=True)
         prepared = prepare_for_base(base, planner, request, planned, {})

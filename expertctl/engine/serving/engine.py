@@ -1,14 +1,14 @@
-"""`ServingEngine`: jobs of many callers, answered together on one base that stays in memory.
+"""The serving engine: jobs of many callers, answered together on one resident base.
 
 ::
 
-    submit -> line -> desk: plan, tokenise -> loader: experts into memory -> press: batch -> desk
+    submit -> queue -> processor: plan, tokenise -> load experts -> loop: batch -> processor
 
-Three threads: the next jobs are planned and loaded while others are written. A few more jobs are
-prepared than rows are free; all others wait in the line, where order is decided late.
+Three threads: the next jobs are planned and loaded while others are decoded. A few more jobs are
+prepared than rows are free; all others stay in the queue, so that their order is decided late.
 
-A job waits for missing memory as long as another job may give some back. A job that could not have
-it even alone is refused.
+A job waits for missing memory as long as another job may release some. A job that does not fit even
+alone is refused.
 """
 
 import uuid
@@ -47,11 +47,11 @@ from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.strict_json import JsonObject
 
 WARMUP_TOKENS = 24
-"""The most tokens of an answer to a warm-up prompt."""
+"""Maximum tokens of the answer to a warm-up prompt."""
 
 
 class ServingEngine:
-    """The engine of a server; once it is started any thread may call it."""
+    """The engine of a server; thread-safe once it is started."""
 
     def __init__(
         self,
@@ -62,14 +62,13 @@ class ServingEngine:
         torch_below: int = TORCH_MAX_BYTES,
         on_failure: FailureCallback = lambda: None,
     ) -> None:
-        """Hold nothing yet; ``tell`` gets what the operator of the server should know.
+        """Start without a base in memory; ``tell`` gets messages for the operator.
 
-        ``mark_failed`` is called if the engine ends by itself: by a bug, or a device that failed.
-
-        Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
+        ``on_failure`` is called if the engine ends by itself, after a bug or a device failure.
+        Bases of fewer bytes than ``torch_below`` run in torch, row after row.
         """
         if settings.device == "cuda":
-            settings = replace(settings, rows=1)  # its steps are captured for one text
+            settings = replace(settings, rows=1)  # CUDA steps are captured for one sequence
         self.settings = settings
         self._runner = ModelRunner(planner, settings, tell=tell, torch_below=torch_below)
         self._scheduler = Scheduler(queue=settings.queue, rows=settings.rows)
@@ -78,7 +77,7 @@ class ServingEngine:
         self._loop: EngineLoop | None = None
 
     def start(self) -> None:
-        """Read the base and warm up; only then jobs are taken.
+        """Load the base and warm up, then accept jobs.
 
         Raises:
             NotFoundError: when there is no such base.
@@ -95,22 +94,21 @@ class ServingEngine:
         )
         self._loop.start()
         for expert in self._list_warmup_experts():
-            self._answer_warmup(
-                _build_request("?", force=(ForcedExpert(expert.digest),), max_tokens=2)
-            )
+            forced = (ForcedExpert(expert.digest),)
+            self._answer_warmup(_build_request("?", force=forced, max_tokens=2))
         for prompt in self.settings.warm:
             self._answer_warmup(_build_request(prompt, max_tokens=WARMUP_TOKENS))
         if (counters := self._collect_counters()) is not None:
-            counters.reset()  # only what callers ask for is observed
+            counters.reset()  # only requests of callers are observed
 
     @property
     def is_working(self) -> bool:
-        """Whether jobs are answered: from the end of `start` on, until `close`."""
+        """Whether jobs are answered: from the end of `start` until `close`."""
         return self._loop is not None and self._loop.is_working
 
     @property
     def base_name(self) -> str:
-        """Which base is served."""
+        """Name of the served base."""
         return self._runner.base.stored.name
 
     @property
@@ -120,54 +118,54 @@ class ServingEngine:
 
     @property
     def context(self) -> int:
-        """How many tokens the base reads, including the answer."""
+        """Context length of the base in tokens, answer included."""
         return self._runner.base.context
 
     def submit(self, job: GenerationJob, sink: TokenSink) -> None:
-        """Take a job into the queue; its events go to the sink from now on.
+        """Add a job to the queue; its events go to the sink from now on.
 
         Raises:
-            RateLimitError: when the queue is full, or the server ends.
-            UsageError: when it asks for something that this server does not do.
+            RateLimitError: when the queue is full, or the server is ending.
+            UsageError: when it asks for something that this server does not support.
         """
         rows = self.settings.rows
         if job.answers > rows:
-            raise UsageError(f"{job.answers} answers are asked for, {rows} are written at a time")
+            raise UsageError(f"{job.answers} answers requested, at most {rows} are possible")
         request = self._runner.bind_request(job.request)
         self._scheduler.enqueue(RequestState(replace(job, request=request), sink))
         self._processor.prepare_next()
 
     def cancel(self, job_id: str) -> None:
-        """End a job where it is; one that is unknown or has ended stays as it is."""
+        """Cancel a job; unknown and ended ones are ignored."""
         self._scheduler.cancel(job_id)
 
     def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Return a future of the plan that a request would have, or of what is wrong with it.
+        """Return a future of the plan for a request, or of its error.
 
         Raises:
-            UsageError: when it asks for something that this server does not do.
+            UsageError: when it asks for something that this server does not support.
         """
         return self._processor.plan(self._runner.bind_request(request))
 
     def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return the installed experts that can be read, once earlier planning is done."""
+        """Return the installed experts that can be read, after planning already queued."""
         return self._processor.list_experts()
 
     def estimate_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        """Estimate the wait of a job in seconds; without an id, of a new job."""
         return self._scheduler.estimate_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
-        """Drop what is kept for the next request of a key, soon."""
+        """Drop what is kept for the next request with a key, soon."""
         with self._scheduler.lock:
             self._scheduler.control_queue.append(partial(self._runner.resources.forget, cache_key))
             self._scheduler.condition.notify_all()
 
     def take_snapshot(self) -> EngineSnapshot:
-        """Return what goes on now."""
+        """Return the current state of the engine."""
         assert self._loop is not None, "start comes first"
         board, house, batch = self._scheduler, self._runner, self._loop.batch
-        # before the lock, which submitting takes: a device may be asked, which can last
+        # before the lock, which submitting takes: reading a device can take long
         routed, counters = house.model.routed, house.model.counters
         observed = None if counters is None else counters.observed_snapshot()
         with board.lock:
@@ -197,12 +195,12 @@ class ServingEngine:
             )
 
     def get_observation(self) -> Observation:
-        """Return what was counted of routed experts, all of it at one moment."""
+        """Return the counts of routed experts, all from one moment."""
         counters = self._collect_counters()
         return self._build_observation(None if counters is None else counters.observed_snapshot())
 
     def observe(self, *, mode: CounterMode | None = None, reset: bool = False) -> Observation:
-        """Count routed experts in another mode, or from zero; return what is counted then.
+        """Count routed experts in another mode, or from zero; return the counts.
 
         Raises:
             IncompatibleError: when the base has none, or they are not counted.
@@ -210,30 +208,29 @@ class ServingEngine:
         counters = self._collect_counters()
         if counters is None:
             raise IncompatibleError(
-                f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
-                "it",
-                hint="serve a base of routed experts whose heads and widths are multiples of 16",
+                f"no counts for {self.base_name}: it has no routed experts, or torch runs it",
+                hint="serve a base with routed experts whose heads and widths are multiples of 16",
             )
         return self._build_observation(counters.configure(mode=mode, reset=reset))
 
     def apply_profile(self, profile: JsonObject | None, wishes: ProfileOptions) -> Observation:
-        """Let a profile, or what was learnt of the base, decide which routed experts stay.
+        """Apply a profile, or the learned one, to the choice of resident routed experts.
 
-        It takes effect between two passes; this returns once it has.
+        It takes effect between two passes; this returns afterwards.
 
         Raises:
-            IncompatibleError: when it is of another base, or no expert could be missing here.
+            IncompatibleError: when it belongs to another base, or all experts are resident.
             InvalidPackageError: when it is malformed.
-            NotFoundError: when nothing was learnt.
-            UsageError: when nothing would change, or experts are pinned that have no slots.
-            RateLimitError: when the server ends.
+            NotFoundError: when nothing was learned.
+            UsageError: when nothing would change, or pinned experts have no slots.
+            RateLimitError: when the server is ending.
         """
         cache, routed = self._runner.model.experts, self._runner.base.config.experts
         if cache is None or routed is None:
             raise IncompatibleError(
-                f"no profile changes what stays of {self.base_name}: it has no routed experts, "
+                f"a profile has no effect on {self.base_name}: it has no routed experts, "
                 "or all of them are in memory",
-                hint="serve a base of routed experts within a --memory-budget that is smaller",
+                hint="serve a base with routed experts and a smaller --memory-budget",
             )
         guide = (
             self._runner.read_usage_profile(routed)
@@ -245,9 +242,9 @@ class ServingEngine:
         return self.get_observation()
 
     def close(self, *, seconds: float = 0.0) -> None:
-        """Take no more jobs; those that are here have so many seconds to end.
+        """Accept no more jobs, and give current ones so many seconds to end.
 
-        A `start` that was interrupted ends, too: before the next kernel is compiled.
+        An interrupted `start` ends, too, before the next kernel is compiled.
         """
         self._scheduler.close(seconds=seconds)
         self._runner.stop()
@@ -257,7 +254,7 @@ class ServingEngine:
         self._runner.close()
 
     def _collect_counters(self) -> Counters | None:
-        """Return what is counted, with what is still on a device: a reset covers that, too."""
+        """Return the counters, including counts still on a device, so that a reset covers them."""
         model = self._runner.model
         return None if model.routed is None else model.counters
 
@@ -279,7 +276,7 @@ class ServingEngine:
         return dict(zip(routed.layers, counts, strict=True))
 
     def _run_between_passes(self, call: Future[None]) -> None:
-        """Wait for an errand between two passes; once the engine has ended, none is done."""
+        """Wait for a call between two passes; once the engine has ended, none is made."""
         while True:
             try:
                 return call.result(timeout=POLL_SECONDS)
@@ -288,7 +285,7 @@ class ServingEngine:
                     raise RateLimitError("the server is ending") from error
 
     def _list_warmup_experts(self) -> list[InstalledExpert]:
-        """Return an expert for each set of adapter kinds that needs kernels of its own."""
+        """Return an expert for each set of adapter kinds that needs its own kernels."""
         base = self._runner.base
         if base.backend.name != "packed" or not self.settings.warm_experts:
             return []
@@ -300,7 +297,7 @@ class ServingEngine:
         return list(kinds.values())
 
     def _answer_warmup(self, request: RunRequest) -> None:
-        """Answer a request of the server's own, to bring its experts and kernels into memory."""
+        """Answer a request of the server itself, to load its experts and compile kernels."""
         events = SimpleQueue[JobEvent]()
         self.submit(GenerationJob(id=uuid.uuid4().hex, request=request, remember=False), events.put)
         while not isinstance(event := events.get(), JobFinished | JobFailed):
@@ -312,7 +309,7 @@ class ServingEngine:
             self._tell(f"{WARNING_PREFIX}warming up with {prompt!r}: {event.error.message}")
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self._scheduler.check_integrity()
         self._runner.check_integrity()
 

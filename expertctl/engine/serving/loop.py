@@ -1,6 +1,6 @@
-"""`EngineLoop`: the thread that computes. It lends keys and values, runs the batch, and ends texts.
+"""The engine loop: the thread that computes, allocates KV, and starts and ends sequences.
 
-No other thread begins or ends a text, so between two passes it may look at all of them.
+No other thread starts or ends a sequence, so between two passes it may inspect all of them.
 """
 
 import threading
@@ -34,21 +34,21 @@ from expertctl.messages import Notify
 
 FailureCallback = Callable[[], None]
 BUSY_SAVE_SECONDS = 600.0
-"""How often the habits of a base are kept while texts are written, which wait for that."""
+"""Interval for saving expert usage while sequences are decoded, which wait for it."""
 _RETRY_SECONDS = 0.05
-"""How soon a text that lacked memory is tried again, while others are written."""
+"""Delay before a sequence that lacked memory is retried, while others are decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SequenceResources:
-    """What one text is written with, until the stack is closed."""
+    """Resources of one sequence, until the stack is closed."""
 
     ready: LoadedModel
     stack: ExitStack
 
 
 class EngineLoop:
-    """The owner of the batch and of what is lent to its texts."""
+    """The owner of the batch and of the resources of its sequences."""
 
     def __init__(
         self,
@@ -59,30 +59,26 @@ class EngineLoop:
         tell: Notify,
         on_failure: FailureCallback = lambda: None,
     ) -> None:
-        """Begin without a text; the base is in memory. ``mark_failed`` is called if it cannot go on."""
-        # each chunk may have experts read from the disk: few large ones read them least often
+        """Start without sequences, with a loaded base; fatal errors call ``on_failure``."""
+        # each chunk may read experts from the disk: few large chunks read them least often
         least = MIN_CHUNK if runner.model.experts is None else MIN_CHUNK_FROM_DISK
         self.batch = RunningBatch(runner.model, rows=runner.settings.rows, min_chunk=least)
-        self._runner, self._scheduler, self._processor, self._tell = (
-            runner,
-            scheduler,
-            processor,
-            tell,
-        )
+        self._runner, self._scheduler = runner, scheduler
+        self._processor, self._tell = processor, tell
         self._resources: dict[RunningSequence, _SequenceResources] = {}
         self._memory_wait: tuple[RequestState | None, float] = None, 0.0
-        """The job that found too little memory beside others, and when to try it again."""
+        """The job that lacked memory because of others, and when to retry it."""
         self._paused: list[RunningSequence] = []
-        """Texts that gave their memory to others, the one that began first in front."""
+        """Sequences that gave their memory to others, the one started first in front."""
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="press", daemon=True)
 
     def start(self) -> None:
-        """Begin to compute."""
+        """Start the thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Return when the board is closed and no job is left."""
+        """Return when the scheduler is closed and no job is left."""
         if self._thread.is_alive():
             self._thread.join()
 
@@ -92,13 +88,12 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        """Go round until all is done; an unforeseen error ends all jobs, so that none waits."""
+        """Run passes until all is done; an unexpected error ends all jobs, so that none waits."""
         packed = self._runner.base.backend.name == "packed"
         try:
-            with use_torch_threads(
-                1 if packed else self._runner.threads
-            ):  # kernels have threads of their own
-                self._run_passes()
+            with use_torch_threads(1 if packed else self._runner.threads):  # kernels have their own
+                while self.wait_for_work():
+                    self.run_pass()
         except Exception as error:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
             try:
@@ -109,12 +104,8 @@ class EngineLoop:
                 self._on_failure()
             raise
 
-    def _run_passes(self) -> None:
-        while self.wait_for_work():
-            self.run_pass()
-
     def run_pass(self) -> None:
-        """Do one pass, and what is due before and after it."""
+        """Run one pass, with the work due before and after it."""
         while self._scheduler.control_queue:
             self._scheduler.control_queue.popleft()()
         self._fail_expired()
@@ -122,29 +113,24 @@ class EngineLoop:
         if not self._paused:
             self._start_sequences()
         self._compute_pass()
-        self._runner.resources.habits.save(
-            interval=IDLE_SECONDS if self._is_idle else BUSY_SAVE_SECONDS
-        )
+        interval = BUSY_SAVE_SECONDS if self.batch.sequences else IDLE_SECONDS
+        self._runner.resources.habits.save(interval=interval)
         self._free_memory()
         self._processor.prepare_next()
 
     def wait_for_work(self) -> bool:
-        """Wait for something to do; False when the board is closed and empty."""
-        board = self._scheduler
-        with board.lock:
+        """Wait for work; return False when the scheduler is closed and empty."""
+        scheduler = self._scheduler
+        with scheduler.lock:
             is_idle = not (
-                self.batch.sequences or self._paused or board.ready or board.control_queue
+                self.batch.sequences or self._paused or scheduler.ready or scheduler.control_queue
             )
-            if is_idle and not board.is_done:
-                board.condition.wait(POLL_SECONDS)
-            return not board.is_done
-
-    @property
-    def _is_idle(self) -> bool:
-        return not self.batch.sequences
+            if is_idle and not scheduler.is_done:
+                scheduler.condition.wait(POLL_SECONDS)
+            return not scheduler.is_done
 
     def _fail_expired(self) -> None:
-        """End jobs without a row that are out of time or no longer wanted."""
+        """Fail jobs without a row that are cancelled or past their deadline."""
         with self._scheduler.lock:
             late = [ticket for ticket in self._scheduler.queue if ticket.find_stop_reason()]
             for ticket in late:
@@ -162,7 +148,7 @@ class EngineLoop:
             self._scheduler.fail(ticket, error)
 
     def _start_sequences(self) -> None:
-        """Give rows to texts of jobs that are ready, as far as there are rows and memory."""
+        """Start sequences of ready jobs, as far as there are rows and memory."""
         while self.batch.free and (ticket := self._choose_ready()) is not None:
             was_loading = self._scheduler.is_loading
             try:
@@ -170,22 +156,22 @@ class EngineLoop:
             except BudgetError as error:
                 if self.batch.sequences:
                     self._memory_wait = ticket, time.monotonic() + _RETRY_SECONDS
-                    return  # a text of the batch ends and gives back what is missing
+                    return  # a running sequence will end and release the missing memory
                 if self._reclaim_memory(ticket):
                     continue
                 if self._wait_for_loading() or was_loading:
-                    return  # look for others, and for jobs whose time is over
+                    return  # check for other jobs, and for deadlines
                 self._fail(ticket, error)
             except ExpertError as error:
                 self._fail(ticket, error)
-            except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+            except Exception:  # noqa: BLE001  # a bug ends one job and is logged; others continue
                 self._tell(f"error: a text could not begin\n{traceback.format_exc()}")
                 self._fail(ticket, _make_internal_error())
 
     def _choose_ready(self) -> RequestState | None:
-        """Return the job that gets a row next; None while it has to wait for memory.
+        """Return the job that gets the next row; None while it waits for memory.
 
-        Answers of one job wait until its first one has read the prompt, where that is shared.
+        Answers of one job wait until its first one has read the prompt, where its KV is shared.
         """
         shares = self._runner.base.backend.name == "packed"
         reading = (
@@ -207,7 +193,7 @@ class EngineLoop:
         return ticket if time.monotonic() >= until else None
 
     def _start_sequence(self, ticket: RequestState) -> None:
-        """Begin the next text of a job; one that is no longer wanted keeps those that it has."""
+        """Start the next sequence of a job; a cancelled one keeps those that it has."""
         if ticket.started_count and ticket.find_stop_reason():
             self._scheduler.mark_running(ticket)
             self._conclude(ticket)
@@ -229,21 +215,21 @@ class EngineLoop:
                 ticket.emit(JobStarted(plan, len(prompt.ids), ready.reused))
             text = _build_sequence(ticket, ready, number, scores)
             made_with = memory.loads, memory.bytes_moved, self._runner.threads
-            # the job's other texts may still wait for rows
+            # the job's other sequences may still wait for rows
             clock = deepcopy(ticket.timer)
             ticket.contexts[number] = GenerationContext(
                 prepared, ready, *made_with, clock, ready.routed
             )
             self._resources[text] = _SequenceResources(ready, stack.pop_all())
         self.batch.add(text)
-        self._update_free_rows()  # first: the loader must see that a text holds memory
+        self._update_free_rows()  # first: the loader must see that a sequence holds memory
         ticket.started_count += 1
         self._memory_wait = None, 0.0
         if ticket.started_count == ticket.job.answers:
             self._scheduler.mark_running(ticket)
 
     def _reclaim_memory(self, ticket: RequestState | None) -> bool:
-        """Take memory from ready jobs, if idle from buffers, too; False if neither gives any."""
+        """Take memory from ready jobs and, if idle, from buffers; False if neither has any."""
         begun = {text.ticket for text in (*self._resources, *self._paused)}
         with self._scheduler.lock:
             others = [
@@ -255,7 +241,7 @@ class EngineLoop:
         return (not self.batch.sequences and self._runner.free_wide_buffers()) or bool(others)
 
     def _wait_for_loading(self) -> bool:
-        """Wait for a job that is loading, which may give its memory back; False if none is."""
+        """Wait for a loading job, which may release its memory; False if there is none."""
         with self._scheduler.lock:
             if not self._scheduler.is_loading:
                 return False
@@ -263,24 +249,24 @@ class EngineLoop:
             return True
 
     def _compute_pass(self) -> None:
-        """Do one pass, and end the texts that are over."""
+        """Run one pass, and end finished sequences."""
         try:
             over = self.batch.run_pass()
         except CancelledError as error:  # the engine ends while kernels are compiled
             over = self.batch.fail_all(error)
-        except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
+        except Exception:  # noqa: BLE001  # a bug ends the sequences of a pass; the server goes on
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
             over = self.batch.fail_all(_make_internal_error())
             self._runner.model.check_integrity()  # or the engine ends: answers would be wrong
         for text in over:
             if text.error is not None:
                 self._fail(text.ticket, text.error)
-            elif text in self._resources:  # else another text of its job failed
+            elif text in self._resources:  # else another sequence of its job failed
                 self._finish(text)
         self._update_free_rows()
 
     def _resume_paused(self) -> None:
-        """Let paused texts go on, the first one first; those that are no longer wanted end."""
+        """Resume paused sequences, the one started first in front; cancelled ones end."""
         for text, why in [(text, text.ticket.find_stop_reason()) for text in self._paused]:
             if why is not None:
                 self._paused.remove(text)
@@ -293,7 +279,7 @@ class EngineLoop:
         self._update_free_rows()
 
     def _resume(self, text: RunningSequence) -> bool:
-        """Give a text keys and values again; False while there is no memory for them."""
+        """Allocate KV for a paused sequence; False while there is no memory."""
         ticket, written = text.ticket, text.writer.tokens
         prepared, memory = ticket.prepared, ticket.memory
         assert prepared is not None
@@ -320,9 +306,9 @@ class EngineLoop:
         return True
 
     def _free_memory(self) -> None:
-        """Find memory for texts that could not go on: from ready jobs, else the text added last.
+        """Find memory for blocked sequences: from ready jobs, else from the last one added.
 
-        Each job could run alone, so the one that began first goes on in any case.
+        Each job could run alone, so the one that started first always continues.
         """
         if not self.batch.blocked or self._reclaim_memory(None):
             return
@@ -330,17 +316,18 @@ class EngineLoop:
         if len(self.batch.sequences) > 1:
             self._pause(last)
         elif not self._wait_for_loading():
-            self._fail(last.ticket, BudgetError("there is no memory for the rest of an answer"))
+            error = BudgetError("there is not enough memory for the rest of an answer")
+            self._fail(last.ticket, error)
 
     def _pause(self, text: RunningSequence) -> None:
-        """Take a text out of the batch; what it has read is kept until the memory is needed."""
+        """Remove a sequence from the batch; its KV is kept until the memory is needed."""
         assert text.ticket.prepared is not None
         self.batch.remove(text)
-        loan = self._resources.pop(text)
-        loan.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
+        resources = self._resources.pop(text)
+        resources.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
         text.pause()
-        loan.stack.close()
-        self._paused.insert(0, text)  # texts that paused before began after it
+        resources.stack.close()
+        self._paused.insert(0, text)  # those paused earlier were started later
         with self._scheduler.lock:
             self._scheduler.is_short = True
             self._scheduler.totals.paused += 1
@@ -348,20 +335,20 @@ class EngineLoop:
         self._update_free_rows()
 
     def _finish(self, text: RunningSequence) -> None:
-        """Take an answer, and keep its keys and values if it is complete."""
+        """Store an answer, and keep its KV if it is complete."""
         ticket, generated = text.ticket, text.build_output()
         assert ticket.prepared is not None
-        loan = self._resources.pop(text, None)  # none while it pauses
-        if loan is not None:
+        resources = self._resources.pop(text, None)  # none while it is paused
+        if resources is not None:
             if generated.finish_reason in {"stop", "length"}:
-                loan.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
-            loan.stack.close()
+                resources.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
+            resources.stack.close()
         ticket.outputs[text.number] = generated
         ticket.contexts[text.number] = _close_context(ticket.contexts[text.number])
         self._conclude(ticket)
 
     def _conclude(self, ticket: RequestState) -> None:
-        """Hand a job to the desk when all its texts have ended and none is still to begin."""
+        """Pass a job to the processor when its sequences have ended and none is left to start."""
         if len(ticket.outputs) == ticket.started_count and ticket not in self._scheduler.ready:
             ticket.stage = "concluding"
             self._forget_own_cache(ticket)
@@ -369,10 +356,10 @@ class EngineLoop:
             self._processor.conclude(ticket)
 
     def _fail(self, ticket: RequestState, error: ExpertError) -> None:
-        """End a job with all its texts.
+        """Fail a job with all its sequences.
 
         Raises:
-            DeviceError: when that ended it, for it ends all other jobs, too.
+            DeviceError: when it was the cause, since it ends all other jobs, too.
         """
         self._paused = [text for text in self._paused if text.ticket is not ticket]
         for text in [text for text in self._resources if text.ticket is ticket]:
@@ -385,7 +372,7 @@ class EngineLoop:
             raise copy(error)
 
     def _forget_own_cache(self, ticket: RequestState) -> None:
-        """Drop what the answers of a job shared and no other request asks for."""
+        """Drop KV that the answers of a job shared and no other request uses."""
         if ticket.own_key is not None:
             self._runner.resources.forget(ticket.own_key)
 
@@ -395,9 +382,9 @@ class EngineLoop:
 
 
 def _close_context(context: GenerationContext) -> GenerationContext:
-    """Return what is told of an answer, without its plan, whose memory others may have now.
+    """Return the context for the result, without its plan, whose memory may be reused.
 
-    What becomes of routed experts from now on is not told of it.
+    Routed-expert statistics stop here.
     """
     ready = context.loaded
     assert isinstance(ready, LoadedModel)
@@ -411,7 +398,7 @@ def _make_internal_error() -> ExpertError:
 def _build_sequence(
     ticket: RequestState, ready: LoadedModel, number: int, scores: PromptLogprobs | None
 ) -> RunningSequence:
-    """Return an answer of a job, whose prompt is read from where kept keys and values end."""
+    """Return an answer of a job, whose prompt is read from the end of the reused KV."""
     assert ticket.prepared is not None
     plan, prompt = ticket.prepared.planned.result.plan, ticket.prepared.prompt
     tokenizer, take = ready.base.tokenizer, None if scores is None else scores.record
@@ -435,7 +422,7 @@ def _build_sequence(
 
 
 def _create_prompt_scores(ticket: RequestState) -> PromptLogprobs | None:
-    """Return what the log-probabilities of a prompt are recorded in, if they are wanted."""
+    """Return the recorder of a prompt's log-probabilities, if they are requested."""
     top, prepared = ticket.job.prompt_logprobs, ticket.prepared
     assert prepared is not None
     if top is None:

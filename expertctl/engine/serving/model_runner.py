@@ -1,7 +1,7 @@
-"""`House`: the one base that is served, its memory, and what a batch of it computes in.
+"""The model runner: the one base that is served, its memory, and the buffers of a batch.
 
 What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
-keys and values, is lent to it. The buffers grow with the widest plan that comes.
+KV, is lent to it. The buffers grow with the widest plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from expertctl.engine.adapters.experts import open_local_expert
 from expertctl.engine.devices import choose_thread_count, translate_device_errors
 from expertctl.engine.kv.sequence_cache import KVAllocation, KVCacheBase, KVRequest
 from expertctl.engine.memory.adapter_cache import Tier
-from expertctl.engine.memory.budget import PURPOSES, MemoryBudget, choose_kv_cache_limit
+from expertctl.engine.memory.budget import MemoryBudget, choose_kv_cache_limit
 from expertctl.engine.memory.host import find_budget_limit, find_default_budget, find_resident_bytes
 from expertctl.engine.memory.process_registry import (
     EngineRegistration,
@@ -74,20 +74,20 @@ _ANY_PROMPT = "?"
 _BUFFERS = "the buffers of the batch"
 _SCORES = "the log-probabilities of a prompt"
 INITIAL_ANSWER_TOKENS = 64
-"""How many tokens of an answer have memory when it begins; it gets more as it grows."""
+"""Answer tokens whose memory is allocated at the start; the answer gets more as it grows."""
 
 
 class ModelRunner:
-    """The owner of the memory of a server; docstrings name the threads that use its parts."""
+    """The owner of a server's memory; docstrings name the threads that use its parts."""
 
     def __init__(
         self, planner: Planner, settings: EngineConfig, *, tell: Notify, torch_below: int
     ) -> None:
-        """Hold nothing yet."""
+        """Start without a base in memory."""
         self.settings = settings
         self.budget = MemoryBudget(find_budget_limit(settings.budget, settings.device))
         self.cached_kv_limit = choose_kv_cache_limit(settings.kept_kv, self.budget.limit)
-        """The most bytes of keys and values that are kept for later requests."""
+        """Maximum bytes of KV kept for later requests."""
         ram = None if settings.device == "cpu" else MemoryBudget(find_default_budget())
         self.resources = ResourceManager(
             planner,
@@ -110,16 +110,11 @@ class ModelRunner:
         self._seat: MemoryLease | None = None
         self._buffers = 0
         self._widest_request = 1, 0
-        """The most tokens, and the widest plan, that the buffers are for."""
+        """Most tokens, and widest plan, that the buffers are allocated for."""
         self._model: RunnableModel | None = None
 
     def open(self, session: PlanningSession) -> None:
-        """Find the base, read it, and compile what it is run with.
-
-        Raises:
-            NotFoundError: when there is no such base.
-            BudgetError: when it does not fit.
-        """
+        """Find the base, load it, and compile its kernels; raises as `ServingEngine.start` does."""
         try:
             self._open(session)
         finally:
@@ -143,9 +138,9 @@ class ModelRunner:
         self._model = model = self.resources.load_base(base, threads=self.threads)
         if (routed := model.routed) is not None and not routed.residence.is_whole:
             held = routed.residence
-            self._tell(f"there is room for {held.blocks} of {held.total} routed experts")
-        if told := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
-            self._tell(f"{WARNING_PREFIX}{told}")
+            self._tell(f"{held.blocks} of {held.total} routed experts fit into memory")
+        if note := describe_context_limit(base, limit=self.budget.limit, rows=self.settings.rows):
+            self._tell(f"{WARNING_PREFIX}{note}")
         self._seat = self._stack.enter_context(self._admission_control.acquire(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm_up, planned).result()
@@ -153,7 +148,7 @@ class ModelRunner:
             self._tell(self._describe_memory(before))
 
     def stop(self) -> None:
-        """Have loading and compiling end with `CancelledError`, soon, in whatever thread."""
+        """Make loading and compiling end with `CancelledError`, soon; thread-safe."""
         self._is_stopped = True
 
     def _check_stopped(self) -> None:
@@ -186,7 +181,7 @@ class ModelRunner:
         )
 
     def _find_resident_bytes(self) -> int | None:
-        """Return the resident set of this process where it holds the budget, and is known."""
+        """Return the resident set of this process, if known and if it holds the budget."""
         return find_resident_bytes() if self.settings.device == "cpu" else None
 
     def _open_base(self, request: RunRequest, planned: PlannedPrompt, headroom: int) -> OpenBase:
@@ -204,9 +199,9 @@ class ModelRunner:
         return base
 
     def report_notes(self) -> None:
-        """Tell only the operator of the server what could not be kept on the disk."""
-        for told in self.resources.take_notes():
-            self._tell(f"{WARNING_PREFIX}{told}")
+        """Report to the operator only which data could not be saved."""
+        for note in self.resources.take_notes():
+            self._tell(f"{WARNING_PREFIX}{note}")
 
     @property
     def model(self) -> RunnableModel:
@@ -215,14 +210,14 @@ class ModelRunner:
         return self._model
 
     def bind_request(self, request: RunRequest) -> RunRequest:
-        """Return a request as it is answered here: on this base, in the form it is held in.
+        """Return the request with the base and the options of this server.
 
         Raises:
-            UsageError: when it asks for something that this server does not do.
+            UsageError: when it asks for something that this server does not support.
         """
         if request.base not in {None, self.base.stored.name}:
             raise UsageError(
-                f"this server answers on {self.base.stored.name}, not on {request.base}",
+                f"this server serves {self.base.stored.name}, not {request.base}",
                 hint="leave out the base, or ask a server of that base",
             )
         if unknown := [path for path in list_expert_files(request) if path not in self._files]:
@@ -233,17 +228,17 @@ class ModelRunner:
         return self._apply_config(replace(request, base=self.base.stored.name))
 
     def prepare(self, request: RunRequest, planned: PlannedPrompt) -> PreparedRequest:
-        """Fit a prompt into the context; for the desk.
+        """Fit a prompt into the context; called by the processor.
 
         Raises:
             UsageError: when it does not fit.
             BudgetError: when the job could not have its memory even alone.
-            BaseMismatchError: when the base was changed behind the server.
+            BaseMismatchError: when the base was replaced while it is served.
         """
         if planned.base.identity != self.base.stored.identity:
             raise BaseMismatchError(
-                f"{planned.base.name} is another base now than the one that is served",
-                hint="start the server again",
+                f"{planned.base.name} was replaced by another base while it is served",
+                hint="restart the server",
             )
         base, rows, limit = self.base, self.settings.rows, self.budget.limit - self._files_bytes
         files = self.get_files(request)
@@ -258,14 +253,14 @@ class ModelRunner:
 
     @translate_device_errors()
     def load_plan(self, prepared: PreparedRequest, *, again: bool = False) -> LoadedPlan:
-        """Load the experts of a plan and pin what they are compiled to; for the loader.
+        """Load the experts of a plan and pin its compiled form; called by the loader thread.
 
-        Trying ``again`` is no new request: nothing grows older by it.
+        Trying ``again`` is not a new request: no entry ages by it.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
             DeviceError: when the device failed.
-            ExpertError: whatever is wrong with the experts.
+            ExpertError: for any problem with the experts.
         """
         tiers = self.resources.tiers
         if not again:
@@ -291,10 +286,10 @@ class ModelRunner:
         generated: Sequence[int] = (),
         scores: PromptLogprobs | None = None,
     ) -> Iterator[LoadedModel]:
-        """Lend keys and values to one text, and prepare the base to read it; for the writer.
+        """Lend KV to one sequence, and prepare the model to read it; called by the engine loop.
 
-        ``written`` are tokens of its answer that exist already and are read again. With ``scores``
-        the whole prompt is read, even where an earlier text began in the same way.
+        ``generated`` are tokens of its answer that exist already and are read again. With
+        ``scores`` the whole prompt is read, even where its KV could be reused.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -314,14 +309,14 @@ class ModelRunner:
             yield LoadedModel(self.base, self.model, kv, memory.plan)
 
     def get_adapter_status(self, expert: InstalledExpert) -> AdapterStatus:
-        """Return what an installed expert is to this server now."""
+        """Return the status of an installed expert on this server."""
         unfit = explain_misfit(expert, self.base.stored.identity, allow_mismatch=False)
         in_memory = self.resources.tiers.contains((Tier.RAM, expert.digest))
         return AdapterStatus(expert=expert, fits=not unfit, in_memory=in_memory)
 
     def free_wide_buffers(self) -> bool:
-        """Give back the buffers of wide plans, while nothing runs; False if there are none."""
-        least = self._min_buffer_bytes
+        """Free the buffers of wide plans while nothing runs; return False if there are none."""
+        least = self.base.buffer_bytes(1, rows=self.settings.rows)
         if self._buffers <= least:
             return False
         self.model.free_buffers()
@@ -329,11 +324,11 @@ class ModelRunner:
         return True
 
     def read_usage_profile(self, routed: ExpertsConfig) -> ExpertUsage:
-        """Return what was learnt of the base until now, as it is kept on the disk.
+        """Return the usage profile learned so far, from the disk.
 
         Raises:
-            NotFoundError: when nothing was.
-            IncompatibleError: when it cannot be read; only the operator is told the path.
+            NotFoundError: when there is none.
+            IncompatibleError: when it cannot be read; only the operator gets the path.
         """
         name = self.base.stored.name
         file = UsageProfileFile(self._planner.bases, self.base.stored)
@@ -342,36 +337,30 @@ class ModelRunner:
         except (InvalidPackageError, StoreError) as error:
             self._tell(f"{WARNING_PREFIX}{file.path}: {error.message}")
             raise IncompatibleError(
-                f"what was learnt of {name} cannot be read",
-                hint="give a profile as a document, or have the server's machine forget that one",
+                f"the learned usage profile of {name} cannot be read",
+                hint="send a profile in the request, or delete the learned one on the server",
             ) from error
         if guide is None:
             raise NotFoundError(
-                f"nothing was learnt of {name}", hint="give a profile as a document"
+                f"no usage profile was learned for {name}", hint="send a profile in the request"
             )
         return guide
 
     @property
-    def _min_buffer_bytes(self) -> int:
-        """The bytes of buffers that are held in any case."""
-        return self.base.buffer_bytes(1, rows=self.settings.rows)
-
-    @property
     def memory(self) -> MemoryUsage:
-        """How much is held for each purpose now."""
-        held = {purpose: self.budget.reserved_bytes(purpose) for purpose in PURPOSES}
-        return MemoryUsage(self.budget.limit, self.budget.peak, held)
+        """Reserved bytes for each purpose now."""
+        return MemoryUsage.from_budget(self.budget)
 
     @property
     def kv_in_use(self) -> int:
-        """Bytes of keys and values of texts that run, without those that are only kept."""
-        keeper = self.resources.get_kv_store(self.base.backend)
-        return max(0, self.budget.reserved_bytes("kv") - keeper.cached_bytes)  # both move meanwhile
+        """Bytes of KV of running sequences, without kept KV."""
+        kv_store = self.resources.get_kv_store(self.base.backend)
+        return max(0, self.budget.reserved_bytes("kv") - kv_store.cached_bytes)  # both change
 
     def close(self) -> None:
-        """Let go of everything; nothing runs any more."""
+        """Free everything; nothing runs any more."""
         if self._model is not None:
-            with suppress(DeviceError):  # what it held ends with the process
+            with suppress(DeviceError):  # its memory ends with the process
                 self._model.free_buffers()
         if self._buffers:
             self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers)
@@ -381,10 +370,10 @@ class ModelRunner:
         self.report_notes()
         self._registration.close()
         self._stack.close()
-        self._is_stopped = False  # kernels that others compile are not checked against it
+        self._is_stopped = False  # kernels that others compile do not check it
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self.resources.tiers.check_integrity()
         assert self.budget.reserved_bytes("buffers") >= self._buffers
 
@@ -404,7 +393,7 @@ class ModelRunner:
         return replace(request, route=route)
 
     def _reserve_scoring(self, scores: PromptLogprobs | None) -> AbstractContextManager[None]:
-        """Hold the memory that scoring a prompt takes, for as long as its text is written."""
+        """Reserve the memory for scoring a prompt, while its sequence runs."""
         if scores is None:
             return nullcontext()
         size = prompt_logprob_bytes(
@@ -416,7 +405,7 @@ class ModelRunner:
     def _allocate_widened(
         self, request: KVRequest, *, width: int
     ) -> Iterator[KVAllocation[KVCacheBase]]:
-        """Lend keys and values, with buffers that are wide enough; both or neither."""
+        """Lend KV, with buffers that are wide enough; both or neither."""
         before = self._buffers, self._widest_request
         self._widen_buffers(tokens=request.capacity, width=width)
         with ExitStack() as stack:
@@ -441,7 +430,7 @@ class ModelRunner:
         self._widest_request = widest
 
     def _reserve_first_buffers(self) -> None:
-        """Hold what the shortest texts need, in all rows; no prompt could be shorter."""
+        """Hold what the shortest sequences need, in all rows; no prompt could be shorter."""
         try:
             self._widen_buffers(tokens=1, width=0)
         except BudgetError as error:
@@ -449,15 +438,15 @@ class ModelRunner:
             raise BudgetError(error.message, hint=hint) from error
 
     def _narrow_buffers(self, buffers: int, widest: tuple[int, int]) -> None:
-        """Hold no more than these buffers, which were held before."""
+        """Shrink the buffers to an earlier size."""
         self.resources.tiers.release(Tier.DEVICE, "buffers", self._buffers - buffers)
         self._buffers, self._widest_request = buffers, widest
 
     def _warm_up(self, planned: PlannedPrompt) -> None:
-        """Compile what the base is run with, and read a token with it.
+        """Compile the kernels of the base, and read a token.
 
-        This is done in a thread that ends: libraries of a device keep memory for each thread that
-        computes, and the next thread takes over that of one that ended.
+        This runs in a thread that ends: device libraries keep memory for each thread that computes,
+        and the next thread takes over that of one that ended.
         """
         base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
         identity = planned.result.plan.identity

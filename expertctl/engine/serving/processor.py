@@ -1,8 +1,8 @@
-"""`Desk`: what happens to a job before and after it is in the batch, in threads of its own.
+"""The request processor: plans, loads and concludes jobs outside the batch, in its own threads.
 
-One plans, fits the prompt into the context, and remembers what came of it. Another brings experts
-into memory; where other jobs hold the memory that is missing, it waits until they give it back.
-Answers are checked in further threads, since a check may take seconds.
+One thread plans, fits the prompt into the context, and records results. Another loads experts;
+where other jobs hold the missing memory, it waits until they release it. Answers are checked in
+further threads, since a check may take seconds.
 """
 
 import traceback
@@ -37,35 +37,35 @@ from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
 from expertctl.routing.session import PlanningSession
 
 CHECK_WORKERS = 2
-"""How many answers of jobs with a check of their own are checked at a time."""
+"""Number of answers with a custom check that are checked at a time."""
 _Result = TypeVar("_Result")
 _REST_SECONDS = 30.0
-"""How long to wait for buffers, which are given back once the current pass has ended."""
+"""Maximum wait for buffers, which are freed once the current pass has ended."""
 
 
 class RequestProcessor:
-    """The owner of the two threads; only they plan, and only they load."""
+    """The owner of the planning and loading threads; only they plan, and only they load."""
 
     def __init__(
         self, planner: Planner, runner: ModelRunner, scheduler: Scheduler, *, tell: Notify
     ) -> None:
-        """Begin no thread before there is work."""
+        """Start without threads, which are created on demand."""
         self._planner, self._runner, self._scheduler, self._tell = planner, runner, scheduler, tell
         self._session = PlanningSession(planner)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._checking = ThreadPoolExecutor(CHECK_WORKERS, thread_name_prefix="checker")
         self._last_reported = ""
-        """What the operator was told last of files of the base."""
+        """The last error about the server's files reported to the operator."""
 
     def open_model(self) -> None:
-        """Have the base read; raises as `House.open` does."""
+        """Load the base; raises as `ServingEngine.start` does."""
         self._planning.submit(self._runner.open, self._session).result()
 
     def plan(self, request: RunRequest) -> Future[PlannedPrompt]:
-        """Plan a request that is not answered, once earlier planning is done.
+        """Plan a request without answering it, after planning already queued.
 
-        A future that is cancelled before it begins no longer holds the request.
+        A future that is cancelled before it starts no longer holds the request.
         """
         asked = [request]
         future = self._planning.submit(
@@ -75,42 +75,42 @@ class RequestProcessor:
         return future
 
     def get_inventory(self) -> Future[Inventory]:
-        """Return the installed experts, once earlier planning is done."""
+        """Return the installed experts, after planning already queued."""
         return self._planning.submit(lambda: self._session.inventory)
 
     def list_experts(self) -> Future[tuple[AdapterStatus, ...]]:
-        """Return what these experts are to this server, once earlier planning is done."""
+        """Return the status of all experts on this server, after planning already queued."""
         here = self._runner.get_adapter_status
         return self._planning.submit(
             lambda: self._run_redacted(lambda: tuple(map(here, self._session.inventory.experts)))
         )
 
     def prepare_next(self) -> None:
-        """Begin to prepare jobs, as many as there may soon be rows for."""
+        """Start preparing jobs, as many as there may soon be rows for."""
         while (ticket := self._scheduler.take_next()) is not None:
             self._planning.submit(self._run_guarded, ticket, self._plan)
 
     def load_again(self, ticket: RequestState) -> None:
-        """Load again what a ready job gave back."""
+        """Load again what a ready job released."""
         self._loading.submit(self._run_guarded, ticket, self._load_experts)
 
     def conclude(self, ticket: RequestState) -> None:
-        """Check the answers of a job, remember them, and tell the caller."""
-        for lent in ticket.contexts.values():
-            lent.clock.restart_stage()
+        """Check the answers of a job, record them, and notify the caller."""
+        for context in ticket.contexts.values():
+            context.clock.restart_stage()
         if ticket.job.check is None:
             self._planning.submit(self._run_guarded, ticket, self._check_and_record)
         else:
             self._checking.submit(self._run_guarded, ticket, self._check)
 
     def close(self) -> None:
-        """End the threads, once they have done what is queued."""
+        """End the threads, once queued work is done."""
         self._loading.shutdown()
         self._checking.shutdown()
         self._planning.shutdown()
 
     def _run_guarded(self, ticket: RequestState, work: Callable[[RequestState], None]) -> None:
-        """Do a stage of a job; an error fails this job alone, a failed device all jobs."""
+        """Run a stage of a job; an error fails this job only, a failed device all jobs."""
         try:
             work(ticket)
         except DeviceError as error:
@@ -118,7 +118,7 @@ class RequestProcessor:
             self._scheduler.stop_with_error(error)
         except ExpertError as error:
             self.fail(ticket, error)
-        except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+        except Exception:  # noqa: BLE001  # a bug ends one job and is logged; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
             self.fail(ticket, ExpertError("the server failed to answer this"))
         self.prepare_next()
@@ -129,7 +129,7 @@ class RequestProcessor:
         request = ticket.job.request
         ticket.planned = self._plan_request(request)
         ticket.prepared = self._runner.prepare(request, ticket.planned)
-        ticket.planned = ticket.prepared.planned  # perhaps with fewer experts
+        ticket.planned = ticket.prepared.planned  # possibly with fewer experts
         ticket.timer.end_stage("route")
         self._loading.submit(self._run_guarded, ticket, self._load_experts)
 
@@ -143,9 +143,8 @@ class RequestProcessor:
         ticket.timer.end_stage("queue")
         seen, again = self._scheduler.freed_count, ticket.missing_at_freed_count is not None
         if ticket.missing_at_freed_count == seen and self._wait_for_memory(seen):
-            self._loading.submit(
-                self._run_guarded, ticket, self._load_experts
-            )  # nothing was given back yet
+            # no memory was released yet
+            self._loading.submit(self._run_guarded, ticket, self._load_experts)
             return
         self._scheduler.mark_loading(ticket)
         try:
@@ -161,39 +160,40 @@ class RequestProcessor:
         self._scheduler.mark_ready(ticket)
 
     def _wait_for_memory(self, freed_count: int) -> bool:
-        """Wait a while for memory; False when no job holds any that could be given back."""
-        board = self._scheduler
-        with board.lock:
+        """Wait a while for memory; return False when no job holds any that could be released."""
+        scheduler = self._scheduler
+        with scheduler.lock:
             rows = self._runner.settings.rows
-            is_held = board.ready or board.is_short or board.free_rows < rows
-            if is_held or board.freed_count != freed_count:
-                pause = POLL_SECONDS if board.preparing_count == 1 else POLL_SECONDS / 10
-                others = board.preparing_count
-                board.condition.wait_for(
-                    lambda: board.freed_count != freed_count or board.preparing_count > others,
-                    pause,
+            is_held = scheduler.ready or scheduler.is_short or scheduler.free_rows < rows
+            if is_held or scheduler.freed_count != freed_count:
+                others = scheduler.preparing_count
+                scheduler.condition.wait_for(
+                    lambda: (
+                        scheduler.freed_count != freed_count or scheduler.preparing_count > others
+                    ),
+                    POLL_SECONDS if others == 1 else POLL_SECONDS / 10,
                 )
                 return True
             return False
 
     def _free_buffers(self) -> bool:
-        """Have buffers of wide plans given back, while nothing runs; False if there are none."""
-        board, rested = self._scheduler, Future[bool]()
+        """Free the buffers of wide plans while nothing runs; return False if there are none."""
+        scheduler, freed = self._scheduler, Future[bool]()
 
-        def rest() -> None:
-            idle = board.free_rows == self._runner.settings.rows
-            rested.set_result(idle and self._runner.free_wide_buffers())
-            with board.lock:
-                board.condition.notify_all()
+        def free() -> None:
+            idle = scheduler.free_rows == self._runner.settings.rows
+            freed.set_result(idle and self._runner.free_wide_buffers())
+            with scheduler.lock:
+                scheduler.condition.notify_all()
 
-        with board.lock:
-            board.control_queue.append(rest)
-            board.condition.notify_all()
-            board.condition.wait_for(lambda: rested.done() or board.is_done, _REST_SECONDS)
-        return rested.done() and rested.result()
+        with scheduler.lock:
+            scheduler.control_queue.append(free)
+            scheduler.condition.notify_all()
+            scheduler.condition.wait_for(lambda: freed.done() or scheduler.is_done, _REST_SECONDS)
+        return freed.done() and freed.result()
 
     def fail(self, ticket: RequestState, error: ExpertError) -> None:
-        """End a job that has no text in the batch, and count it against its experts, soon."""
+        """Fail a job without a sequence in the batch, and soon count it against its experts."""
         if isinstance(error, DeviceError):  # its traceback is soon lost
             trace = "".join(traceback.format_exception(error))
             self._tell(f"error: {error.message}; {error.hint}\n{trace}")
@@ -206,19 +206,19 @@ class RequestProcessor:
             self._planning.submit(record_failure, planned, catalogue, error)
 
     def _run_redacted(self, work: Callable[[], _Result]) -> _Result:
-        """Do work whose errors callers are told."""
+        """Run work whose errors are returned to callers."""
         try:
             return work()
         except ExpertError as error:
-            told = self._redact_error(error)
-            if told is error:
+            redacted = self._redact_error(error)
+            if redacted is error:
                 raise
-            raise told from error
+            raise redacted from error
 
     def _redact_error(self, error: ExpertError) -> ExpertError:
-        """Return what a caller is told of an error: only the operator may know where things lie.
+        """Return the error for the caller: only the operator may see file paths.
 
-        An error that ends several jobs, or each that comes, is told to the operator once.
+        An error that ends several jobs, or every new one, is reported to the operator once.
         """
         base, said = self._runner.base.stored, f"{error.message} {error.hint}"
         is_of_base = str(base.path) in said
@@ -231,12 +231,12 @@ class RequestProcessor:
         if is_of_base:
             return IncompatibleError(
                 f"the files of {base.name} were changed or damaged while it is served",
-                hint="whoever runs the server has to start it again; its log names the file",
+                hint="the operator has to restart the server; its log names the file",
             )
         kind = DiskFullError if isinstance(error, DiskFullError) else StoreError
         return kind(
             "a file of this server cannot be used",
-            hint="its log names the file, to whoever runs the server",
+            hint="the server's log names the file",
         )
 
     def _check_and_record(self, ticket: RequestState) -> None:
@@ -248,8 +248,8 @@ class RequestProcessor:
 
     def _check_answers(self, ticket: RequestState) -> Mapping[int, FormatCheck]:
         forms = {n: self._check_answer(ticket, ticket.outputs[n]) for n in sorted(ticket.outputs)}
-        for lent in ticket.contexts.values():
-            lent.clock.end_stage("post")
+        for context in ticket.contexts.values():
+            context.clock.end_stage("post")
         return forms
 
     def _record_results(self, forms: Mapping[int, FormatCheck], ticket: RequestState) -> None:
@@ -257,7 +257,7 @@ class RequestProcessor:
         self._scheduler.finish(ticket, JobFinished(results))
 
     def _check_answer(self, ticket: RequestState, generated: GenerationOutput) -> FormatCheck:
-        """Check the form of an answer, by what the job says or by what its prompt calls for."""
+        """Check the format of an answer, by the job's check or as its prompt requires."""
         job = ticket.job
         if ticket.find_stop_reason():
             return FormatCheck(None)
@@ -270,16 +270,16 @@ class RequestProcessor:
         return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
 
     def _build_result(self, ticket: RequestState, number: int, form: FormatCheck) -> RunResult:
-        job, lent = ticket.job, ticket.contexts[number]
+        job, context = ticket.job, ticket.contexts[number]
         outcome = ResultBuilder(
             job.request,
-            lent,
+            context,
             ticket.outputs[number],
             form,
             self._runner.memory,
             job_id=job.id if number == 0 else f"{job.id}-{number}",
         )
         if not job.remember:
-            return outcome.build_result(lent.clock.compute_timings(outcome.generated))
+            return outcome.build_result(context.clock.compute_timings(outcome.generated))
         self._runner.report_notes()
         return outcome.record_result(self._planner.catalogue)

@@ -1,18 +1,12 @@
-"""What is asked of the batch, and what comes back: events, each to the sink of its job.
+"""Jobs of the serving engine: their events, their state, and their running sequences.
 
-`Ticket`: one job on its way through the engine, and what has been gathered for it.
-
-How much of a prompt is read at a time while other texts wait for their next token.
-
-Chunked prefill (Agrawal et al. 2024, Sarathi-Serve) holds up the other texts of a batch by one
-chunk between two tokens. What a chunk costs depends on the base, on the processor and, once a
-prompt is long, on how much of it was read before: then even a few tokens cost several decode steps.
-So the size of a chunk follows from measured times, and where a model can be stopped between layers,
-other texts step there (`is_step_due`): chunks stay large enough to be efficient, and no gap is
-longer than a few layers and a step. Sizes are few, because the number of threads is tuned for each
-size apart (`engine.pace`).
-
-`Text`: one answer that is being written, in its row of the batch.
+Chunked prefill (Agrawal et al. 2024, Sarathi-Serve) delays the other sequences of a batch by one
+chunk between two tokens. The cost of a chunk depends on the base, on the processor and, for a long
+prompt, on how much of it was read before: then even a few tokens cost several decode steps. So the
+chunk size follows from measured times, and where a model can be interrupted between layers, other
+sequences step there (`is_step_due`): chunks stay large enough to be efficient, and no gap is longer
+than a few layers and a step. There are few sizes, because the thread count is tuned for each size
+separately.
 """
 
 import time
@@ -33,6 +27,7 @@ from expertctl.engine.generation import (
     GenerationOutput,
     OutputWriter,
     StopRules,
+    measure_elapsed_ms,
 )
 from expertctl.engine.kv.sequence_cache import KVCacheBase
 from expertctl.engine.model.backends import RunnableModel
@@ -53,18 +48,17 @@ from expertctl.routing.request import ForcedExpert
 DEFAULT_PRIORITY = 5
 """Of 0 to 9; 9 is served first."""
 CheckFunction = Callable[[str], FormatCheck | str]
-"""Tells whether an answer has the form that was asked for; called once, with the whole answer.
+"""Checks the format of an answer; called once, with the whole answer.
 
-Where none was asked for, it returns the part of the answer that the usual check is for.
-"""
+Where no format was requested, it returns the part of the answer for the default check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """A request that takes part in the batch, and its owner.
+    """A request to the serving engine, with its owner.
 
-    Turns are fair among owners; the caller sees to it that keys of kept texts begin with ``owner``.
-    ``deadline`` is a time of `time.monotonic`: what is there by then is the answer.
+    Scheduling is fair among owners; the caller ensures that cache keys begin with ``owner``.
+    ``deadline`` is a time of `time.monotonic`, at which the answer ends as it is.
     """
 
     id: str
@@ -73,21 +67,21 @@ class GenerationJob:
     priority: int = DEFAULT_PRIORITY
     deadline: float | None = None
     answers: int = 1
-    """How many answers, each drawn with a seed of its own."""
+    """Number of answers, each sampled with its own seed."""
     logprobs: int | None = None
-    """How many of the likeliest tokens are told beside each drawn one; None: no scores at all."""
+    """Number of likeliest tokens reported with each sampled one; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt; None: they are not scored."""
+    """The same for prompt tokens; None: they are not scored."""
     stop_rules: StopRules = DEFAULT_STOP_RULES
     remember: bool = True
-    """Whether it counts as a use of its experts."""
+    """Whether it is recorded as a use of its experts."""
     check: CheckFunction | None = None
-    """None: the form that the experts or the prompt call for."""
+    """None: the format that the experts or the prompt require."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its text as far as it has one, and the logarithm of its probability."""
+    """A token, its text as far as it has one, and its log-probability."""
 
     token: int
     text: str
@@ -96,7 +90,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token of an answer, and the likeliest ones in its place, the likeliest first."""
+    """A token of an answer, and the likeliest ones at its position, in descending order."""
 
     chosen: TokenLogprob
     likeliest: tuple[TokenLogprob, ...] = ()
@@ -109,22 +103,22 @@ class JobStarted:
     plan: Plan
     prompt_tokens: int
     reused_tokens: int
-    """Tokens of the prompt that an earlier text of the same key and plan had read."""
+    """Tokens of the prompt whose KV was reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """Text that has become certain, the number of its answer, and its tokens if asked for.
+    """New final text, the number of its answer, and its tokens if requested.
 
-    The text may be empty where there are tokens: theirs is not certain yet. The log-probabilities
-    of the prompt come once, with the first piece of the first answer, however empty that is.
+    The text may be empty where there are tokens: theirs is not final yet. The log-probabilities of
+    the prompt come once, with the first delta of the first answer, even if that is empty.
     """
 
     number: int
     text: str
     sampled: tuple[SampledToken, ...] = ()
     token_count: int = 0
-    """How many tokens of this answer there are by now."""
+    """Number of tokens of this answer so far."""
     prompt: PromptLogprobs | None = None
 
 
@@ -137,15 +131,16 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """Why there is no answer, or no more of it."""
+    """Why there is no answer, or no complete one."""
 
     error: ExpertError
 
 
 JobEvent = JobStarted | OutputDelta | JobFinished | JobFailed
-"""`JobFinished` or `JobFailed` comes last, and once; a job cancelled after it began gets `JobFinished`."""
+"""`JobFinished` or `JobFailed` is the last event, and comes once; a job that is cancelled after it
+started gets `JobFinished`."""
 TokenSink = Callable[[JobEvent], None]
-"""Called by the threads of the engine, one after the other; returns at once and never raises."""
+"""Called by one engine thread at a time; returns at once and never raises."""
 
 
 RequestStage = Literal["waiting", "preparing", "loading", "ready", "running", "concluding", "ended"]
@@ -154,91 +149,91 @@ StopReason = Literal["cancelled", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlan:
-    """A plan that is pinned, until ``pins`` are closed."""
+    """A plan that is pinned until ``pins`` are closed."""
 
     model: RunnableModel
     plan: CompiledPlan
     pins: ExitStack
     loads: int
-    """How many experts were read for it."""
+    """Number of experts that were read for it."""
     bytes_moved: BytesRead
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One job; in each stage one thread works at it, and hands it on."""
+    """One job; in each stage one thread works on it, and passes it on."""
 
     job: GenerationJob
     sink: TokenSink
     left_queue_at: float = field(default_factory=now)
-    """When it began to be prepared; until then, when it came."""
+    """When its preparation started; until then, when it arrived."""
     timer: StageTimer = field(default_factory=StageTimer)
-    """Runs until its last text begins; each text has a copy from its own beginning."""
+    """Runs until its last sequence starts; each sequence has a copy from its own start."""
     stage: RequestStage = "waiting"
     is_cancelled: bool = False
     planned: PlannedPrompt | None = None
     prepared: PreparedRequest | None = None
     memory: LoadedPlan | None = None
     memory_missing_since: float | None = None
-    """Since when its experts find no memory."""
+    """Since when its experts do not fit."""
     missing_at_freed_count: int | None = None
-    """How often memory had been given back when they last found too little."""
+    """Value of the scheduler's ``freed_count`` when they last did not fit."""
     started_count: int = 0
-    """How many of its texts have begun."""
+    """Number of its sequences that have started."""
     contexts: dict[int, GenerationContext] = field(default_factory=dict)
     outputs: dict[int, GenerationOutput] = field(default_factory=dict)
 
     @property
     def owner(self) -> str:
-        """Who asked."""
+        """Owner of the job, for fair scheduling."""
         return self.job.owner
 
     @property
     def priority(self) -> int:
-        """0 to 9."""
+        """0 to 9; 9 is served first."""
         return self.job.priority
 
     @property
     def cost(self) -> float:
-        """How many answers it wants."""
+        """Number of answers."""
         return float(self.job.answers)
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """The experts of its plan; until there is a plan, those that were asked for."""
+        """The experts of its plan; before planning, those that were requested."""
         if self.planned is not None:
             return tuple(expert.ref for expert in self.planned.result.plan.experts)
         named = (one.target for one in self.job.request.experts if isinstance(one, ForcedExpert))
         return tuple(str(name.package) for name in named if isinstance(name, Reference))
 
     def find_stop_reason(self) -> StopReason | None:
-        """Why it must not go on; None if it may."""
+        """Return why it must stop; None if it may continue."""
         if self.is_cancelled:
             return "cancelled"
         deadline = self.job.deadline
         return "timeout" if deadline is not None and now() >= deadline else None
 
     def check_active(self) -> None:
-        """Go no further with a job that is no longer wanted.
+        """Raise if the job must not continue.
 
         Raises:
-            CancelledError: when it was called off.
-            TimedOutError: when its time is over.
+            CancelledError: when it was cancelled.
+            TimedOutError: when its deadline has passed.
         """
         match self.find_stop_reason():
             case "cancelled":
                 raise CancelledError("the job was cancelled")
             case "timeout":
                 raise TimedOutError(
-                    "the time for this answer was over before it began",
-                    hint="give it more time, or send it when fewer requests wait",
+                    "the deadline of this request passed before it started",
+                    hint="allow more time, or retry when fewer requests are waiting",
                 )
             case None:
                 return
 
     @property
     def cache_key(self) -> str | None:
-        """The key of earlier texts that may begin its own; texts of one job always share one."""
+        """The key of KV that its sequences may reuse; those of one job always share one."""
         return self.own_key or self.job.request.cache_key
 
     @property
@@ -247,36 +242,36 @@ class RequestState:
         return f"\0{self.job.id}" if self.job.request.cache_key is None else None
 
     def emit(self, event: JobEvent) -> None:
-        """Give an event to the sink of the job."""
+        """Send an event to the sink of the job."""
         self.sink(event)
 
     def release(self) -> None:
-        """Let go of what is pinned for it."""
+        """Unpin its plan."""
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.pins.close()
 
 
 STEPS_BETWEEN_STEPS = 0.8
-"""How many decode steps of time a prompt gets between two steps; the rest is for what varies."""
+"""Time of a prompt between two steps, in decode steps; the rest absorbs variation."""
 STEPS_A_CHUNK = 1.0
-"""How many a whole chunk may take where it cannot be stopped."""
+"""Maximum decode steps for a whole chunk where it cannot be interrupted."""
 STEPS_A_LAYER = 0.4
-"""How many decode steps one layer of a chunk may take: the shortest time that can be chosen."""
+"""Maximum decode steps for one layer of a chunk: the shortest time that can be chosen."""
 MIN_CHUNK = 4
-"""A prompt goes on by so many tokens a pass however long they take, so that it comes to its end."""
+"""Minimum tokens per pass, whatever the time, so that every prompt makes progress."""
 MIN_CHUNK_FROM_DISK = 128
 """The same where not all routed experts are in memory: each chunk may read most of them."""
 FIRST_CHUNK = 8
-"""The first chunk of a prompt, while nothing is known of it."""
+"""Size of a prompt's first chunk, before any measurement."""
 CHUNK_SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, PREFILL_CHUNK)
 MAX_GROWTH = 2.0
-"""The factor by which the next chunk may be larger: one short measurement proves little."""
+"""Maximum growth from one chunk to the next: one short measurement is not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A part of a prompt that was read in one pass: its tokens, and the seconds that took."""
+    """A part of a prompt that was read in one pass: its tokens and seconds."""
 
     tokens: int
     seconds: float
@@ -289,11 +284,11 @@ def choose_chunk_size(
     parts: int = 1,
     min_tokens: int = MIN_CHUNK,
 ) -> int:
-    """Return how many tokens of a prompt to read next, beside texts that are decoded.
+    """Return the number of prompt tokens to read next, beside sequences being decoded.
 
-    ``last`` is the last chunk of the same prompt, without the steps of others; ``step_seconds`` is
-    what recent steps took; ``parts`` is into how many parts a pass is cut. The result is one of
-    `CHUNK_SIZES`, or ``least`` where that is larger.
+    ``last`` is the last chunk of the same prompt, without the steps of others; ``step_seconds`` are
+    the times of recent steps; ``parts`` is the number of parts of a pass. The result is one of
+    `CHUNK_SIZES`, or ``min_tokens`` where that is larger.
     """
     if last is None or not last.tokens or not step_seconds:
         return max(FIRST_CHUNK, min_tokens)
@@ -305,7 +300,7 @@ def choose_chunk_size(
 
 
 def is_step_due(*, waited: float, part: float, step_seconds: Sequence[float]) -> bool:
-    """Tell whether other texts step before the next part of a pass.
+    """Return whether other sequences step before the next part of a pass.
 
     They have ``waited`` so many seconds; the last part took ``part``, and so will the next.
     """
@@ -316,12 +311,12 @@ PrefillFunction = Callable[[DecodeSession, Sequence[int]], PrefillResult]
 
 
 def prefill_whole(session: DecodeSession, ids: Sequence[int]) -> PrefillResult:
-    """Read a part of a prompt in one go."""
+    """Read a part of a prompt without interruption."""
     return session.prefill(ids)
 
 
 class RunningSequence:
-    """First its prompt is read, a stretch at a time, then it is written, token by token."""
+    """One answer in its row of the batch: its prompt is read in chunks, then it is decoded."""
 
     def __init__(
         self,
@@ -335,18 +330,18 @@ class RunningSequence:
         tokenizer: Tokenizer,
         scores: PromptLogprobs | None = None,
     ) -> None:
-        """Begin with ``unread`` tokens of the prompt, at least one.
+        """Start with ``unread`` tokens of the prompt, at least one.
 
-        ``scores`` is filled in by ``reading``, and told with the first piece.
+        ``scores`` is filled in by ``session``, and reported with the first delta.
         """
         self.ticket, self.number, self.writer = ticket, number, writer
         self.resume(session, cache, unread)
         self.served = 0
-        """In which pass it was served last."""
+        """The pass in which it was served last."""
         self.last_chunk: PrefillChunk | None = None
-        """What of its prompt was read last."""
+        """The last chunk of its prompt."""
         self.error: ExpertError | None = None
-        """Why it cannot go on."""
+        """The error that ended it."""
         self.scores = scores
         self._untold = scores
         self._tokenizer, self._is_again = tokenizer, False
@@ -356,17 +351,17 @@ class RunningSequence:
         self._decode_ms, self._steps = 0.0, 0
 
     def resume(self, session: DecodeSession, cache: KVCacheBase, unread: Sequence[int]) -> None:
-        """Take keys and values of all tokens but ``unread``, of which there is one at least."""
+        """Use a cache with all tokens but ``unread``, of which there is at least one."""
         assert unread, "at least one token is read, for its scores"
         self.session, self.room, self._unread = session, cache, list(unread)
 
     def pause(self) -> None:
-        """Let go of its keys and values; what it reads again is counted as writing."""
+        """Release its cache; tokens read again later count as decoding time."""
         del self.session, self.room
         self._unread, self._is_again = [], bool(self.writer.tokens)
 
     def reserve_next_token(self) -> bool:
-        """Take memory for the next token; tell whether there is enough."""
+        """Allocate memory for the next token; return whether there is enough."""
         try:
             self.room.ensure_capacity(1)
         except BudgetError:
@@ -380,26 +375,26 @@ class RunningSequence:
 
     @property
     def unread_count(self) -> int:
-        """How many tokens of its prompt are left."""
+        """Number of unread prompt tokens."""
         return len(self._unread)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is written."""
+        """Whether it has finished or failed."""
         return self.writer.finish_reason is not None or self.error is not None
 
     @property
     def next_input_token(self) -> int:
-        """The token that is read next, while the text is written."""
+        """The token to read in the next decode step."""
         return self.writer.tokens[-1]
 
     def prefill_chunk(self, max_tokens: int, *, prefill: PrefillFunction = prefill_whole) -> None:
-        """Read so many tokens of the prompt at most; after its last, draw the first of the answer.
+        """Read up to ``max_tokens`` of the prompt; after its last, sample the first of the answer.
 
         Raises:
             ExpertError: when its scores are not numbers.
         """
-        result = prefill(self.session, self._unread[:max_tokens])  # it is being read meanwhile
+        result = prefill(self.session, self._unread[:max_tokens])  # it counts as unread meanwhile
         self._unread = self._unread[max_tokens:]
         if self._is_again:
             self._decode_ms += result.ms
@@ -413,14 +408,14 @@ class RunningSequence:
             self._emit("", ())
         else:
             self.take_logits(result.logits)
-        self._first_ms = self._first_ms or self._measure_elapsed_ms()
+        self._first_ms = self._first_ms or measure_elapsed_ms(self._begun)
 
     def record_step(self, ms: float) -> None:
-        """Count a step that it took part in."""
+        """Count a decode step of this sequence."""
         self._decode_ms, self._steps = self._decode_ms + ms, self._steps + 1
 
     def take_logits(self, logits: Tensor) -> None:
-        """Draw the next token from scores [vocab], and tell what is certain now.
+        """Sample the next token from logits [vocab], and report the text that became final.
 
         Raises:
             IncompatibleError: when they are not numbers.
@@ -433,12 +428,12 @@ class RunningSequence:
         self._emit(text, drawn)
 
     def stop(self, why: StopReason) -> None:
-        """End it where it is."""
+        """End it here."""
         self._unread = []
         self._emit(self.writer.stop(why), ())
 
     def build_output(self) -> GenerationOutput:
-        """Return what came of it, once it has ended."""
+        """Return the output, once it has ended."""
         reason, first_ms = self.writer.finish_reason, self._first_ms
         assert reason is not None, "a text that goes on is not generated"
         return GenerationOutput(
@@ -447,15 +442,11 @@ class RunningSequence:
             finish_reason=reason,
             prefill_tokens=self._prefilled,
             prefill_ms=self._prefill_ms,
-            first_token_ms=self._measure_elapsed_ms() if first_ms is None else first_ms,
+            first_token_ms=measure_elapsed_ms(self._begun) if first_ms is None else first_ms,
             decode_ms=self._decode_ms,
             decode_steps=self._steps,
             stopped_by=self.writer.stopped_by,
         )
-
-    def _measure_elapsed_ms(self) -> float:
-        """Milliseconds since it began."""
-        return (time.perf_counter() - self._begun) * 1e3
 
     def _emit(self, text: str, sampled: tuple[SampledToken, ...]) -> None:
         prompt = self._untold if self.scores is not None and self.scores.is_complete else None
@@ -470,7 +461,7 @@ class RunningSequence:
 def _build_sampled_token(
     token: int, logits: Tensor, top_count: int, tokenizer: Tokenizer
 ) -> SampledToken:
-    """Return a token with its probability, by the model alone: before temperature and penalties."""
+    """Return a token with its probability from the model, before temperature and penalties."""
     scores: np.ndarray[Any, Any] = logits.float().numpy().astype(np.float64)
     best = scores.max()
     scores -= best + np.log(np.exp(scores - best).sum())

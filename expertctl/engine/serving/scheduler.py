@@ -1,18 +1,17 @@
-"""Which job is next: a bounded line, by priority, and fair among the owners of jobs.
+"""The scheduler: a bounded queue by priority, fair among owners, and the stage of each job.
 
-The next turn goes to the owner of a job of the highest priority; of several such owners, to the one
-that was served least of late. Service counts from the moment an owner comes, so no owner saves up
-turns while away (start-time fair queueing, Goyal et al. 1996). Owners that are not served rise by
-one priority every `AGING_SECONDS`, and so does each job among those of its owner: no owner and no
-job waits for ever.
+The next turn goes to the owner of a job of the highest priority; among several such owners, to the
+one with the least service so far. Service counts from the moment an owner arrives, so no owner
+accumulates turns while away (start-time fair queueing, Goyal et al. 1996). Owners that are not
+served rise by one priority every `AGING_SECONDS`, and so does each job among those of its owner: no
+owner and no job starves.
 
-So that one owner with many jobs does not keep others out, all owners that asked within
-`SHARE_SECONDS` have equal shares of the places; an owner that asks alone has them all.
+So that one owner with many jobs does not keep others out, all owners that sent jobs within
+`SHARE_SECONDS` have equal shares of the places; a single owner may use all of them.
 
-`Scheduler`: which job is in which stage. The threads of an engine decide under its lock.
-
-A job is *waiting* in the line, then *preparing* at the desk or while it lacks memory, *loading*
-while its experts are loaded, *ready* for a row, *running*, *concluding*, and gone.
+A job is *waiting* in the queue, then *preparing* while it is planned or lacks memory, *loading*
+while its experts are loaded, *ready* for a row, *running*, *concluding*, and *ended*. The threads
+of an engine decide under the scheduler's lock.
 """
 
 import math
@@ -34,11 +33,11 @@ SHARE_SECONDS = 60.0
 
 
 class QueueItem(Protocol):
-    """What the line needs to know of a job."""
+    """What the queue needs to know of a job."""
 
     @property
     def owner(self) -> str:
-        """Who asked."""
+        """The owner of the job."""
 
     @property
     def priority(self) -> int:
@@ -46,7 +45,7 @@ class QueueItem(Protocol):
 
     @property
     def cost(self) -> float:
-        """How much of a turn it takes; 1 is one answer."""
+        """Share of a turn that it takes; 1 is one answer."""
 
 
 Item = TypeVar("Item", bound=QueueItem)
@@ -59,45 +58,45 @@ class _QueuedItem(Generic[Item]):
     since: float
 
     def compute_level(self, now: float, served: float) -> int:
-        """Its priority, risen since it came or, if later, since its owner was last served."""
+        """Return the priority, raised since it arrived or since its owner was last served."""
         return self.item.priority + int((now - max(self.since, served)) / AGING_SECONDS)
 
     def compute_order(self, now: float) -> tuple[int, int]:
-        """Its place among the jobs of its owner: risen since it came."""
+        """Return the sort key among the jobs of its owner, by priority raised since arrival."""
         return -self.compute_level(now, self.since), self.number
 
 
 class FairRequestQueue(Generic[Item]):
-    """Jobs on which no work has begun; times are seconds of one clock."""
+    """Jobs whose preparation has not started; times are seconds of one clock."""
 
     def __init__(self, bound: int) -> None:
-        """Let at most so many jobs wait."""
+        """Allow at most ``bound`` waiting jobs."""
         self.bound = bound
         self._places: list[_QueuedItem[Item]] = []
         self._served: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        """When owners that wait were last served."""
+        """When owners with waiting jobs were last served."""
         self._asked: dict[str, float] = {}
-        """When owners last asked for a place."""
+        """When owners last sent a job."""
         self._begun = 0.0
-        """How much the owner of the job that was taken last had been served before."""
+        """Service received by the owner of the last job taken, before that job."""
         self._numbers = 0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting jobs."""
         return len(self._places)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the jobs that wait, in the order in which they came."""
+        """Yield the waiting jobs in order of arrival."""
         return iter([place.item for place in self._places])
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may come."""
+        """Whether the queue is full."""
         return len(self._places) >= self.bound
 
     def add(self, item: Item, *, now: float) -> bool:
-        """Put a job into the line; False when the line or its owner's share of it is full."""
+        """Add a job; return False when the queue or its owner's share of it is full."""
         self._asked = {o: at for o, at in self._asked.items() if now - at < SHARE_SECONDS}
         self._asked[item.owner] = now
         share = max(1, self.bound // len(self._asked))
@@ -110,7 +109,7 @@ class FairRequestQueue(Generic[Item]):
         return True
 
     def take(self, *, now: float) -> Item | None:
-        """Take the next job out of the line; None when none waits."""
+        """Remove and return the next job; None when none waits."""
         if not self._places:
             return None
         owner = min(self._places, key=lambda place: self._compute_turn(place, now)).item.owner
@@ -124,10 +123,11 @@ class FairRequestQueue(Generic[Item]):
         return place.item
 
     def count_ahead(self, item: Item | None, *, now: float) -> int:
-        """Return about how many jobs come before one; all of them, if it is not in the line.
+        """Estimate how many jobs come before one; all, if it is not in the queue.
 
-        Of its owner count jobs that are served before it, of each other owner all of higher
-        priority or, if more, as many of no lower one as it takes to catch up with its owner.
+        Of the same owner these are the jobs served before it; of each other owner all of higher
+        priority or, if more, as many of equal or higher priority as it takes to catch up with its
+        owner.
         """
         own = next((place for place in self._places if place.item is item), None)
         if own is None:
@@ -149,7 +149,7 @@ class FairRequestQueue(Generic[Item]):
         return ahead
 
     def remove(self, item: Item) -> bool:
-        """Take a job that is no longer wanted out of the line; False when it was not there."""
+        """Remove a cancelled job; return False when it was not in the queue."""
         for place in self._places:
             if place.item is item:
                 self._places.remove(place)
@@ -158,7 +158,7 @@ class FairRequestQueue(Generic[Item]):
         return False
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         assert len(self._places) <= self.bound
         assert {place.item.owner for place in self._places} <= self._served.keys()
         numbers = [place.number for place in self._places]
@@ -170,7 +170,7 @@ class FairRequestQueue(Generic[Item]):
         return -level, self._served[owner], place.number
 
     def _forget_absent_owners(self) -> None:
-        """Forget absent owners that would come back just as new ones do."""
+        """Drop absent owners that would be treated like new ones."""
         here = {place.item.owner for place in self._places}
         self._last = {owner: at for owner, at in self._last.items() if owner in here}
         self._served = {
@@ -181,34 +181,34 @@ class FairRequestQueue(Generic[Item]):
 
 
 MAX_PREPARED_AHEAD = 2
-"""How many more jobs are prepared than rows are free."""
+"""Number of jobs prepared in addition to the free rows."""
 POLL_SECONDS = 0.5
-"""How long a thread sleeps at most before it looks for jobs whose time is over."""
+"""Maximum sleep of a thread before it checks deadlines."""
 PATIENCE_SECONDS, DRAIN_SECONDS, ROUND_SECONDS = 5.0, 30.0, 60.0
-"""While a job lacks memory: how long others are prepared, how long none is, how long a round is."""
+"""While a job lacks memory: how long others are prepared, how long none is, and the period."""
 _LONGEST_WAIT = 60
 _AVERAGE_DECAY = 0.8
-"""The share of the average time of a job that stays when another job ends."""
+"""Weight of the previous average job duration when a job ends."""
 
 
 class Scheduler:
     """The owner of all jobs that have not ended."""
 
     def __init__(self, *, queue: int, rows: int) -> None:
-        """Begin without a job."""
+        """Start without jobs."""
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)
         self.queue = FairRequestQueue[RequestState](queue)
         self.ready: deque[RequestState] = deque()
         self.control_queue: deque[Callable[[], None]] = deque()
-        """What the writer has to do between two passes."""
+        """Calls for the engine loop to make between two passes."""
         self.totals = JobTotals()
         self.freed_count = 0
-        """How often memory was given back."""
+        """How often memory was released."""
         self.free_rows = self._rows = rows
         self.is_closing = False
         self.is_short = False
-        """Whether texts are paused for want of memory: then no other text begins."""
+        """Whether sequences are paused because of missing memory: then no other one starts."""
         self._tickets: dict[str, RequestState] = {}
         self._preparing = 0
         self._job_seconds = 1.0
@@ -221,14 +221,14 @@ class Scheduler:
 
     @property
     def preparing_count(self) -> int:
-        """How many jobs the desk and the loader have."""
+        """Number of jobs being planned or loaded."""
         return self._preparing
 
     def enqueue(self, ticket: RequestState) -> None:
-        """Put a new job into the line.
+        """Add a new job to the queue.
 
         Raises:
-            RateLimitError: when it or the owner's share of it is full, or the engine ends.
+            RateLimitError: when it or the owner's share of it is full, or the engine is ending.
         """
         with self.lock:
             assert ticket.job.id not in self._tickets, "a job has an id of its own"
@@ -239,7 +239,7 @@ class Scheduler:
             self.condition.notify_all()
 
     def run_between_passes(self, call: Callable[[], None]) -> Future[None]:
-        """Have the writer do something between two passes; the future gets what it raises."""
+        """Schedule a call between two passes; the future gets its exception."""
         done = Future[None]()
 
         def do() -> None:
@@ -256,8 +256,8 @@ class Scheduler:
         return done
 
     def stop_with_error(self, error: ExpertError) -> None:
-        """Have the writer end, with all jobs, by an error that another thread met."""
-        again = copy(error)  # the job that failed by it gets the original, in another thread
+        """Make the engine loop end, with all jobs, by an error that another thread raised."""
+        again = copy(error)  # the failed job gets the original, in another thread
 
         def end() -> None:
             raise again
@@ -267,7 +267,7 @@ class Scheduler:
             self.condition.notify_all()
 
     def take_next(self) -> RequestState | None:
-        """Take the next job out of the line, if there may soon be a row for it."""
+        """Take the next job from the queue, if there may soon be a row for it."""
         with self.lock:
             now = time.monotonic()
             if not self._can_prepare(now):
@@ -279,12 +279,12 @@ class Scheduler:
             return ticket
 
     def mark_loading(self, ticket: RequestState) -> None:
-        """Let a job take memory."""
+        """Mark a job as loading, so that it may take memory."""
         with self.lock:
             ticket.stage = "loading"
 
     def mark_waiting_for_memory(self, ticket: RequestState) -> None:
-        """Let a job that found too little memory wait; it holds none."""
+        """Mark a job as waiting for memory; it holds none."""
         with self.lock:
             ticket.stage = "preparing"
             if ticket.memory_missing_since is None:
@@ -293,11 +293,11 @@ class Scheduler:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a job is taking memory, which it may soon give back."""
+        """Whether a job is taking memory, which it may soon release."""
         return any(ticket.stage == "loading" for ticket in self.requests)
 
     def mark_ready(self, ticket: RequestState) -> None:
-        """Let a job wait for rows; all that it needs except keys and values is in memory."""
+        """Mark a job as ready for rows; everything but its KV is in memory."""
         with self.lock:
             is_here = ticket.job.id in self._tickets
             if is_here:
@@ -309,7 +309,7 @@ class Scheduler:
             self.release(ticket)
 
     def requeue(self, ticket: RequestState) -> None:
-        """Have a job that is ready prepared again; what it holds is free for others meanwhile."""
+        """Prepare a ready job again; its memory is free for others meanwhile."""
         with self.lock:
             self.ready.remove(ticket)
             ticket.stage = "preparing"
@@ -317,7 +317,7 @@ class Scheduler:
             self.release(ticket)
 
     def estimate_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait; without an id, one that came now."""
+        """Estimate the wait of a job in seconds; without an id, of a new job."""
         with self.lock:
             ticket = None if job_id is None else self._tickets.get(job_id)
             if ticket is not None and ticket.stage != "waiting":
@@ -328,24 +328,24 @@ class Scheduler:
             return (1 + ahead) * self._job_seconds / self._rows
 
     def mark_running(self, ticket: RequestState) -> None:
-        """Let a ready job run: all its texts have rows."""
+        """Mark a ready job as running: all its sequences have rows."""
         with self.lock:
             self.ready.remove(ticket)
             ticket.stage = "running"
 
     def release(self, ticket: RequestState) -> None:
-        """Let go of what is pinned for a job, and tell threads that wait for memory."""
+        """Unpin the plan of a job, and wake threads that wait for memory."""
         ticket.release()
         self.notify_freed()
 
     def notify_freed(self) -> None:
-        """Say that memory was given back."""
+        """Notify threads that memory was released."""
         with self.lock:
             self.freed_count += 1
             self.condition.notify_all()
 
     def cancel(self, job_id: str) -> None:
-        """Say that a job is no longer wanted; one that waits ends at once."""
+        """Cancel a job; one that is in the queue ends at once."""
         with self.lock:
             ticket = self._tickets.get(job_id)
             if ticket is None:
@@ -357,8 +357,8 @@ class Scheduler:
             self.fail(ticket, CancelledError("the job was cancelled"))
 
     def fail(self, ticket: RequestState, error: ExpertError) -> bool:
-        """End a job that has no text in the batch; False when it had ended."""
-        with self.lock:  # a thread that needs memory finds the job here, or what it held
+        """Fail a job without a sequence in the batch; return False when it had ended."""
+        with self.lock:  # a thread that needs memory finds the job here, or its memory free
             if not self._remove(ticket):
                 return False
             if isinstance(error, CancelledError):
@@ -380,7 +380,7 @@ class Scheduler:
         ticket.emit(finished)
 
     def close(self, *, seconds: float) -> None:
-        """Take no more jobs; wait so long for those that are here, then call them off."""
+        """Accept no more jobs; wait so long for current ones, then cancel them."""
         until = time.monotonic() + seconds
         with self.lock:
             self.is_closing = True
@@ -390,7 +390,7 @@ class Scheduler:
             self.cancel(ticket.job.id)
 
     def fail_all(self, error: ExpertError) -> None:
-        """Take no more jobs, and end all that are here."""
+        """Accept no more jobs, and fail all current ones."""
         with self.lock:
             self.is_closing = True
             for ticket in self.queue:
@@ -401,11 +401,11 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether no job is here or will come."""
+        """Whether no job is left and none will come."""
         return self.is_closing and not self._tickets
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         with self.lock:
             self.queue.check_integrity()
             stages = [ticket.stage for ticket in self._tickets.values()]
@@ -416,7 +416,7 @@ class Scheduler:
             assert all(ticket.memory is None for ticket in self.queue)
 
     def _can_prepare(self, now: float) -> bool:
-        """Whether a job may be prepared: not too far ahead, nor starving those that lack memory."""
+        """Return whether a job may be prepared: not too far ahead, nor starving blocked jobs."""
         tickets = self._tickets.values()
         waits = [t.memory_missing_since for t in tickets if t.memory_missing_since is not None]
         checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)
@@ -427,7 +427,7 @@ class Scheduler:
         return ahead < MAX_PREPARED_AHEAD and checked <= self._rows and not is_held
 
     def _remove(self, ticket: RequestState) -> bool:
-        """Take a job off the board; False when it was off already."""
+        """Remove a job; return False when it was removed already."""
         if self._tickets.pop(ticket.job.id, None) is None:
             return False
         if ticket.stage in {"preparing", "loading"}:
@@ -456,7 +456,7 @@ class Scheduler:
             return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
         waits = self.estimate_wait()
         return RateLimitError(
-            f"{len(self.queue)} jobs wait already, and no more of yours may",
+            f"{len(self.queue)} jobs are waiting, and your share of the queue is full",
             retry_after=max(1, min(round(waits), _LONGEST_WAIT)),
-            hint="send it again later",
+            hint="retry later",
         )

@@ -55,7 +55,7 @@ class SequenceCacheHarness:
         self.slots = SequenceKVCache(self.tiers, max_sequences=most, cached_limit=limit)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVRequest:
-        values = {"cache_key": "chat", "identity": PLAN, "virtual": 0, **options}
+        values = {"cache_key": "chat", "identity": PLAN, "virtual_tokens": 0, **options}
         config = self.decoder.config
         return KVRequest(config=config, ids=ids, capacity=len(ids) + room, **values)
 
@@ -149,11 +149,11 @@ def test_rows_that_were_never_written_are_not_reused(
     desk: SequenceCacheHarness, virtual: int
 ) -> None:
     """The last token of an answer that reached its limit was drawn, not read."""
-    with desk.slots.allocate(desk.wanted(FIRST, virtual=virtual)) as loan:
+    with desk.slots.allocate(desk.wanted(FIRST, virtual_tokens=virtual)) as loan:
         desk.decoder.prefill([*[50] * virtual, *FIRST], loan.cache)
         loan.complete((*FIRST, 33))
     desk.check()
-    with desk.slots.allocate(desk.wanted([*FIRST, 33, 34], virtual=virtual)) as loan:
+    with desk.slots.allocate(desk.wanted([*FIRST, 33, 34], virtual_tokens=virtual)) as loan:
         assert loan.reused == len(FIRST)
 
 
@@ -161,11 +161,11 @@ def test_virtual_tokens_stand_before_the_first_and_are_reused_with_it(
     desk: SequenceCacheHarness,
 ) -> None:
     soft, prompt = [50, 51, 52], [1, 2, 3, 4]
-    with desk.slots.allocate(desk.wanted(prompt, virtual=3, room=7)) as loan:
+    with desk.slots.allocate(desk.wanted(prompt, virtual_tokens=3, room=7)) as loan:
         desk.decoder.prefill([*soft, *prompt], loan.cache)
         loan.complete((*prompt,))
     longer = [*prompt, 5, 6]
-    with desk.slots.allocate(desk.wanted(longer, virtual=3, room=7)) as loan:
+    with desk.slots.allocate(desk.wanted(longer, virtual_tokens=3, room=7)) as loan:
         assert (loan.reused, loan.cache.length) == (4, 7)
         rows = desk.decoder.prefill(longer[loan.reused :], loan.cache).logits
     fresh = KVCache(desk.decoder.config, 9)

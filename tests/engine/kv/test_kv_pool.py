@@ -85,8 +85,8 @@ class BlockPoolHarness:
         self.pool = BlockPool(self.tiers, numbers=numbers, cached_limit=limit)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVRequest:
-        values = {"cache_key": "chat", "identity": PLAN, "virtual": 0, **options}
-        capacity = values["virtual"] + len(ids) + room
+        values = {"cache_key": "chat", "identity": PLAN, "virtual_tokens": 0, **options}
+        capacity = values["virtual_tokens"] + len(ids) + room
         return KVRequest(config=CONFIG, ids=ids, capacity=capacity, **values)
 
     def turn(self, ids: Sequence[int], answer: Sequence[int] = (), **options: Any) -> int:
@@ -151,11 +151,11 @@ def test_rows_that_were_never_written_are_not_found(desk: BlockPoolHarness) -> N
 @pytest.mark.parametrize("virtual", [1, 15, 16, 17, 40])
 def test_rows_of_a_soft_prompt_are_found_with_the_first_token_or_not_at_all(virtual: int) -> None:
     desk = BlockPoolHarness()
-    assert desk.turn(TEXT, virtual=virtual) == 0
-    assert desk.turn((*TEXT, 1, 2), virtual=virtual) == 40
-    assert desk.turn((*TEXT[:3], 1, 2), virtual=virtual) == 3
-    assert desk.turn((1, 2, 3), virtual=virtual) == 0
-    assert desk.turn(TEXT[:1], virtual=virtual) == 0
+    assert desk.turn(TEXT, virtual_tokens=virtual) == 0
+    assert desk.turn((*TEXT, 1, 2), virtual_tokens=virtual) == 40
+    assert desk.turn((*TEXT[:3], 1, 2), virtual_tokens=virtual) == 3
+    assert desk.turn((1, 2, 3), virtual_tokens=virtual) == 0
+    assert desk.turn(TEXT[:1], virtual_tokens=virtual) == 0
     assert desk.turn(TEXT) == 0
 
 
@@ -365,11 +365,12 @@ def test_a_page_and_its_copy_that_do_not_fit_are_one_that_is_read_again() -> Non
     assert desk.turn((*TEXT, 1), room=20) == 32
     assert desk.budget.used == 3 * BYTES
     desk = BlockPoolHarness(pages=2)
-    desk.turn(TEXT[:10], virtual=12)
-    assert desk.turn((*TEXT[:10], 1), virtual=12) == 4
+    desk.turn(TEXT[:10], virtual_tokens=12)
+    assert desk.turn((*TEXT[:10], 1), virtual_tokens=12) == 4
     desk = BlockPoolHarness(pages=2)
-    desk.turn(TEXT[:5], virtual=20)  # what is left without the copy has not even all virtual rows
-    assert desk.turn((*TEXT[:5], 1), virtual=20) == 0
+    # what is left without the copy has not even all virtual rows
+    desk.turn(TEXT[:5], virtual_tokens=20)
+    assert desk.turn((*TEXT[:5], 1), virtual_tokens=20) == 0
 
 
 def test_what_is_kept_is_given_up_before_anything_is_refused(desk: BlockPoolHarness) -> None:
@@ -571,7 +572,7 @@ class Texts(RuleBasedStateMachine):
     ) -> None:
         virtual = 0 if plan == PLAN else 18  # a plan has its soft prompt, or none
         wanted = self.desk.wanted(
-            ids, room=len(answer) + spare, cache_key=key, identity=plan, virtual=virtual
+            ids, room=len(answer) + spare, cache_key=key, identity=plan, virtual_tokens=virtual
         )
         if at_once is not None:
             first = virtual + len(ids) + at_once

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from expertctl.engine.kv.sequence_cache import KVCache
-from expertctl.engine.model.decoder import Decoder, LayerTimer
+from expertctl.engine.model.decoder import Decoder, LayerTimer, estimate_pass_bytes
 from expertctl.engine.model.functional import LinearDelta
 from expertctl.engine.model.weights import load_base_weights
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
@@ -201,7 +201,9 @@ def test_a_token_of_another_vocabulary_is_refused(
     shared_oracle: ReferenceModel, token: int
 ) -> None:
     decoder = shared_oracle.load_decoder()
-    with pytest.raises(IncompatibleError, match=f"token {token} is not among the 61"):
+    with pytest.raises(
+        IncompatibleError, match=f"token {token} is outside the vocabulary of the base, 61"
+    ):
         decoder.prefill([1, token, 2], KVCache(decoder.config, 8))
     with pytest.raises(IncompatibleError, match=f"token {token} "):
         decoder.decode(token, KVCache(decoder.config, 8))
@@ -387,7 +389,7 @@ def test_a_pass_needs_no_more_memory_than_it_says(
 ) -> None:
     window = {"sliding_window": 20} if arch == "mistral" else {}
     model = oracle(arch, max_position_embeddings=512, num_hidden_layers=2, **window)
-    promised = model.load_decoder().buffer_bytes(capacity, chunk=chunk)
+    promised = estimate_pass_bytes(model.load_decoder().config, capacity, chunk=chunk)
     needed = peak_bytes(model.load_decoder(), capacity=capacity, chunk=chunk)
     assert needed <= promised <= 8 * needed
 
@@ -397,7 +399,7 @@ def test_the_masks_of_a_long_prompt_are_counted(tmp_path: Path) -> None:
         tmp_path, layers=2, heads=2, kv_heads=2, head_dim=16, max_position_embeddings=16384
     )
     decoder = Decoder(read_model_config(base), load_base_weights(base, read_model_config(base)))
-    promised = decoder.buffer_bytes(16384)
+    promised = estimate_pass_bytes(decoder.config, 16384)
     needed = peak_bytes(decoder, capacity=16384, chunk=512)
     assert needed <= promised <= 2 * needed
 

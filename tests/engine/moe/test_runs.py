@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from expertctl.engine.local_engine import LocalEngine
-from expertctl.engine.memory.weight_sizes import estimate_base_sizes
+from expertctl.engine.model.load_plan import estimate_base_sizes
 from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.package.build import build_package, plan_build

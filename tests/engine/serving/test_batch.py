@@ -329,7 +329,7 @@ def test_with_experts_on_the_disk_chunks_stay_as_large_as_the_batch_was_told(
     bench: BatchHarness,
 ) -> None:
     bench.model.step_seconds = STEP
-    batch = bench.batch(least_chunk=128)
+    batch = bench.batch(min_chunk=128)
     batch.add(bench.text("stream", [A], max_tokens=10**6, room=10**6))
     batch.run_pass()
     batch.add(bench.text("long", [A] * 300, token_seconds=TOKEN))

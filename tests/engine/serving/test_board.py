@@ -156,7 +156,7 @@ def test_an_error_is_told_without_the_frames_that_it_came_through(board: Schedul
 def test_a_full_line_refuses_and_counts_it(board: Scheduler) -> None:
     for number in range(QUEUE):
         entered(board, str(number))
-    with pytest.raises(RateLimitError, match="4 jobs wait already"):
+    with pytest.raises(RateLimitError, match="4 jobs are waiting"):
         entered(board, "more")
     assert board.totals.refused == 1
     board.check_integrity()
@@ -195,7 +195,7 @@ class Boards(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 9), texts=st.integers(1, ROWS), owner=st.just("a"))
     def enter(self, priority: int, texts: int, owner: str) -> None:
         board, name = self.board, str(len(self.callers))
-        one = caller(name, priority=priority, texts=texts, owner=owner)
+        one = caller(name, priority=priority, answers=texts, owner=owner)
         if board.is_closing or self._has_no_place_for(owner):
             with pytest.raises(RateLimitError) as refused:
                 board.enqueue(one.ticket)

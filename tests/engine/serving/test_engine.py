@@ -171,7 +171,7 @@ def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_
     engine: ServingEngine, house: HomeFixture, torch_below: int
 ) -> None:
     wanted = request("Sort: 3, 1", "sql", temperature=1.5, max_tokens=16)
-    reader = EventReader(engine, job(wanted, texts=3))
+    reader = EventReader(engine, job(wanted, answers=3))
     results = reader.end().results
     assert [len(result.generated.tokens) for result in results] == [16, 16, 16]
     assert len({result.generated.tokens for result in results}) == 3
@@ -182,8 +182,8 @@ def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_
 
 
 def test_more_answers_than_rows_are_refused_at_once(engine: ServingEngine) -> None:
-    with pytest.raises(UsageError, match="5 answers are asked for, 4 are written at a time"):
-        engine.submit(job(request(), texts=5), lambda _: None)
+    with pytest.raises(UsageError, match="5 answers requested, at most 4 are possible"):
+        engine.submit(job(request(), answers=5), lambda _: None)
 
 
 def test_more_jobs_than_rows_are_all_answered_in_turn(engine: ServingEngine) -> None:
@@ -205,7 +205,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(house: HomeFixture) ->
             except RateLimitError as error:
                 refused.append(error)
         assert refused
-        assert "2 jobs wait already" in refused[0].message
+        assert "2 jobs are waiting" in refused[0].message
         assert 1 <= refused[0].retry_after <= 60
         assert engine.take_snapshot().totals.refused == len(refused)
         for reader in readers:
@@ -258,7 +258,7 @@ def test_a_deadline_gives_what_is_there_and_says_so(
 
 def test_a_deadline_before_the_answer_begins_is_an_error(engine: ServingEngine) -> None:
     reader = EventReader(engine, job(request(), deadline=time.monotonic() - 1))
-    with pytest.raises(TimedOutError, match="was over before it began"):
+    with pytest.raises(TimedOutError, match="passed before it started"):
         reader.end()
 
 
@@ -284,7 +284,7 @@ def test_a_context_that_is_asked_for_holds_prompt_and_answer(engine: ServingEngi
     [cut] = EventReader(engine, job(replace(request(), context_size=size))).end().results
     assert cut.generated.finish_reason == "length"
     assert cut.generated.tokens == whole.generated.tokens[:3]
-    with pytest.raises(UsageError, match=f"reads {whole.prompt_tokens} with the answer"):
+    with pytest.raises(UsageError, match=f"is {whole.prompt_tokens} tokens with the answer"):
         EventReader(engine, job(replace(request(), context_size=whole.prompt_tokens))).end()
     beyond = replace(request(), context_size=10**9)
     assert (
@@ -343,7 +343,7 @@ def test_the_next_turn_of_a_conversation_reads_only_what_is_new(engine: ServingE
 
 
 def test_another_base_is_refused(engine: ServingEngine) -> None:
-    with pytest.raises(UsageError, match="answers on market-base, not on other"):
+    with pytest.raises(UsageError, match="serves market-base, not other"):
         engine.submit(job(replace(request(), base="other")), lambda _: None)
 
 
@@ -457,7 +457,7 @@ def test_a_deadline_within_several_answers_gives_those_that_began(
     engine = ServingEngine(planner(house), replace(settings, budget=budget))
     engine.start()
     try:
-        wanted = job(ENDLESS, texts=2, deadline=time.monotonic() + 1000)
+        wanted = job(ENDLESS, answers=2, deadline=time.monotonic() + 1000)
         reader = EventReader(engine, wanted)
         while not isinstance(reader.next(), OutputDelta):
             pass
@@ -520,7 +520,7 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
     for reader in readers:
         with pytest.raises(DeviceError, match="the CUDA device failed") as told:
             reader.end()
-        assert "start again" in told.value.hint
+        assert "restart" in told.value.hint
     press.join()
     assert (engine.is_working, broken) == (False, [True])
     log = "".join(told_all)

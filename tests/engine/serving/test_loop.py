@@ -44,7 +44,7 @@ def test_each_answer_has_the_time_from_its_job_to_its_own_first_token(
     shop.step_until(lambda: other.has_started)
     clock.now = 2000.0
     job = shop.submit_until_ready(
-        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), texts=2
+        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), answers=2
     )
     clock.now = 2001.0
     shop.step_until(lambda: job.has_started)
@@ -176,7 +176,7 @@ def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began
     other = shop.submit_until_ready(make_request("Sort: 1", max_tokens=ENDLESS_TOKENS))
     shop.loop.run_pass()
     job = shop.submit_until_ready(
-        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), texts=2
+        make_request("Sort: 2", "sql", max_tokens=ENDLESS_TOKENS), answers=2
     )
     shop.loop.run_pass()
     for one in (job, other):
@@ -189,7 +189,7 @@ def test_a_job_that_is_called_off_between_two_answers_ends_with_those_that_began
 def test_answers_of_one_job_read_its_prompt_once(house: HomeFixture) -> None:
     wanted = make_request("one two three four five " * 20, "sql")
     with open_engine_harness(house.home, torch_below=0) as shop:
-        job = shop.answer(wanted, texts=4)
+        job = shop.answer(wanted, answers=4)
         first, *others = (result.generated.prefill_tokens for result in job.results)
         assert first == job.results[0].prompt_tokens > 2 * KV_PAGE_TOKENS
         assert all(0 < read <= KV_PAGE_TOKENS for read in others), (
@@ -205,7 +205,7 @@ def test_a_job_that_reads_for_its_other_answers_keeps_no_row_from_others(
 ) -> None:
     with open_engine_harness(house.home, torch_below=0) as shop:
         long = shop.submit_until_ready(
-            make_request("one two three four five " * 16, "sql"), texts=2
+            make_request("one two three four five " * 16, "sql"), answers=2
         )
         other = shop.submit_until_ready(make_request("Sort: 2", "go"))
         shop.loop.run_pass()
@@ -218,7 +218,9 @@ def test_a_job_that_is_called_off_ends_though_its_next_answer_lacks_memory(
 ) -> None:
     other = shop.submit_until_ready(make_request("Sort: 2", "go", max_tokens=ENDLESS_TOKENS))
     shop.loop.run_pass()
-    job = shop.submit_until_ready(make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS), texts=2)
+    job = shop.submit_until_ready(
+        make_request("Sort: 1", "go", max_tokens=ENDLESS_TOKENS), answers=2
+    )
     wanted = _bytes_to_begin(shop, job.ticket)
     with reserve_all_but(shop, leaving=wanted + wanted // 2):
         shop.loop.run_pass()

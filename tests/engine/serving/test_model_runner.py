@@ -148,12 +148,12 @@ def test_a_base_that_was_changed_behind_the_server_is_no_more_served(
         planned = shop.processor.plan(bound).result()
         identity = replace(planned.base.identity, weights=planned.base.identity.arch)
         other = replace(planned, base=replace(planned.base, identity=identity))
-        with pytest.raises(BaseMismatchError, match="is another base now"):
+        with pytest.raises(BaseMismatchError, match="was replaced by another base"):
             shop.runner.prepare(bound, other)
 
 
 def test_another_base_is_refused_by_name(shop: EngineHarness) -> None:
-    with pytest.raises(UsageError, match="answers on market-base, not on other"):
+    with pytest.raises(UsageError, match="serves market-base, not other"):
         shop.runner.bind_request(replace(make_request(), base="other"))
 
 

@@ -124,7 +124,7 @@ def test_only_the_first_of_several_answers_tells_the_scores(
     house: HomeFixture, market: EnginePackages, torch_below: int
 ) -> None:
     with open_engine_harness(house.home, torch_below=torch_below) as shop:
-        caller = shop.answer(scoring(LONG, written=3), prompt_logprobs=1, texts=2)
+        caller = shop.answer(scoring(LONG, written=3), prompt_logprobs=1, answers=2)
         assert_scores(caller, load(market), LONG)
         first, second = caller.results
         assert first.generated.tokens == second.generated.tokens

@@ -128,7 +128,7 @@ def test_where_one_cannot_have_room_the_next_one_has(shelf: RoutedExpertsSetup) 
     assert found.tokens == [*right.tokens, None]
     assert 0 < found.slots < EXPERTS
     assert "leave room for acme/small" in found.told
-    assert "there is no room for acme/large@1.0.0" in found.told
+    assert "there is not enough memory for acme/large@1.0.0" in found.told
 
 
 def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: RoutedExpertsSetup) -> None:
@@ -150,11 +150,11 @@ def test_whoever_pins_more_than_that_is_told_who_has_no_room(shelf: RoutedExpert
     pinned = shelf.answers(shelf.settings(16, moe=WarmupConfig(pins=TopPins(9))), "small")
     assert pinned.tokens == [None]
     assert pinned.told.count("cannot pin 9 routed experts of each layer: layer") == 1
-    assert "there is no room for acme/large@1.0.0, acme/small@1.0.0" in pinned.told
+    assert "there is not enough memory for acme/large@1.0.0, acme/small@1.0.0" in pinned.told
     fewer = shelf.answers(shelf.settings(16, moe=WarmupConfig(pins=TopPins(2))), "small")
     assert fewer.tokens == plain.tokens
     assert "leave room for acme/small" in fewer.told
-    assert "there is no room for acme/large@1.0.0" in fewer.told
+    assert "there is not enough memory for acme/large@1.0.0" in fewer.told
 
 
 def test_damaged_and_unreadable_experts_keep_no_server_from_starting(
@@ -182,14 +182,14 @@ def test_of_many_experts_no_more_than_so_many_are_looked_at(
     for number in range(1, 6):
         shelf.install(f"rank-{number}", 13 + number)
     few = shelf.answers(shelf.settings(13))
-    assert "there is no room for acme/rank-5@1.0.0, acme/rank-4@1.0.0" in few.told
-    assert "warning: what experts take was worked out for 2 of 5 experts" in few.told
+    assert "there is not enough memory for acme/rank-5@1.0.0, acme/rank-4@1.0.0" in few.told
+    assert "warning: memory was estimated for 2 of 5 experts" in few.told
     monkeypatch.setattr(config, "MAX_MEASURED", 100)
     many = shelf.answers(shelf.settings(13)).told
     assert "acme/rank-5@1.0.0, acme/rank-4@1.0.0, acme/rank-3@1.0.0 and 2 others" in many
     monkeypatch.setattr(config, "MAX_MEASURE_SECONDS", 0.0)
     hasty = shelf.answers(shelf.settings(13)).told
-    assert "what experts take was worked out for 1 of 5" in hasty
+    assert "memory was estimated for 1 of 5" in hasty
 
 
 def test_a_base_is_not_opened_for_experts_that_have_no_room_beside_any(
@@ -213,7 +213,7 @@ def test_a_base_is_not_opened_for_experts_that_have_no_room_beside_any(
     assert found.tokens[0] is not None
     assert found.tokens[1] is None
     assert set(opened) == {"acme/small@1.0.0"}
-    assert "there is no room for acme/larger@1.0.0, acme/huge@1.0.0" in found.told
+    assert "there is not enough memory for acme/larger@1.0.0, acme/huge@1.0.0" in found.told
     assert "leave room for acme/small" in found.told
 
 
@@ -232,8 +232,8 @@ def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
     monkeypatch.setattr(config, "time", clock)
     monkeypatch.setattr(AdapterHeadroom, "_open_with_room", slowly)
     told = shelf.answers(shelf.settings(13)).told
-    assert "warning: room was sought for 2 of 4 experts" in told
-    assert "there is no room for acme/rank-3@1.0.0, acme/rank-2@1.0.0\n" in f"{told}\n"
+    assert "warning: headroom was computed for 2 of 4 experts" in told
+    assert "there is not enough memory for acme/rank-3@1.0.0, acme/rank-2@1.0.0\n" in f"{told}\n"
 
 
 def inventory(shelf: RoutedExpertsSetup) -> list[Any]:

@@ -26,12 +26,12 @@ def test_a_server_in_little_memory_says_how_long_a_text_may_be(
         limit = shop.find_least_budget(wanted)
         bound = shop.runner.bind_request(wanted)
         tokens = shop.runner.prepare(bound, shop.processor.plan(bound).result()).prompt.capacity
-        assert not any("room for" in line for line in shop.messages)
+        assert not any("memory suffices" in line for line in shop.messages)
     enough = replace(SETTINGS, budget=limit)
     with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:
-        [said] = [line for line in shop.messages if "room for" in line]
+        [said] = [line for line in shop.messages if "memory suffices" in line]
         assert shop.answer(wanted).results
-    longest = int(re.search(r"there is room for texts up to (\d+) tokens", said)[1])  # type: ignore[index]
+    longest = int(re.search(r"memory suffices for sequences of up to (\d+) tokens", said)[1])  # type: ignore[index]
     assert longest >= tokens, "pages of keys and values hold more than one token"
     more = longest - tokens
     with open_engine_harness(house.home, enough, torch_below=torch_below) as shop:

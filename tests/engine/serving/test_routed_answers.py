@@ -41,11 +41,11 @@ def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
     for texts in (1, 2):
         with open_engine_harness(house.home, settings, torch_below=0) as shop:
             at_first = requests(shop)
-            results = shop.answer(make_request(max_tokens=9), texts=texts).results
+            results = shop.answer(make_request(max_tokens=9), answers=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
             asked = requests(shop) - at_first
             assert shop.runner.model.experts is not None
-            there = re.compile(r"there is room for \d\d of 128 routed experts")
+            there = re.compile(r"\d\d of 128 routed experts fit into memory")
             assert sum(there.fullmatch(line) is not None for line in shop.messages) == 1
     (alone,), (first, second) = found
     assert first.requests == alone.requests > 0
@@ -83,7 +83,7 @@ def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
             assert refused.message == (
                 "the files of moved were changed or damaged while it is served"
             )
-            assert "start it again" in refused.hint
+            assert "restart the server" in refused.hint
         assert shop.messages[before:] == [
             f"error: {weights}: it was changed while the base is in memory; load the base again"
         ]

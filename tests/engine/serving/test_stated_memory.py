@@ -44,7 +44,7 @@ def test_the_sentence_names_all_of_it_and_the_option() -> None:
     said = describe_memory(process, budget=2000 * MB, kept_kv=500 * MB, weights=269 * MB)
     assert said.startswith("memory: at most 2.5 GB; the budget is 2 GB: 269.0 MB for the base")
     assert "up to 500.0 MB for keys and values of earlier requests (--prefix-cache-memory)" in said
-    assert "534.2 MB beside it for the program" in said
+    assert "534.2 MB outside it for the program" in said
 
 
 def test_where_the_system_does_not_tell_only_the_budget_is_stated() -> None:

@@ -265,7 +265,7 @@ def test_an_answer_whose_time_is_over_before_it_begins_is_an_error(
     client: anthropic.Anthropic,
 ) -> None:
     ask = {**ASK, "extra_body": {"temperature": 0, "timeout_ms": 1}}
-    with pytest.raises(anthropic.APIStatusError, match="over before it began"):
+    with pytest.raises(anthropic.APIStatusError, match="passed before it started"):
         client.messages.create(messages=HI, **ask)
 
 

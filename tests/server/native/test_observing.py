@@ -312,7 +312,7 @@ def test_what_was_learnt_is_named_by_the_base(routed: ServerHarness, client: Tes
     by_name = {"profile": BASE, "pin": 1}
     missing = client.post("/moe", json=by_name)
     assert missing.status_code == 404
-    assert "nothing was learnt of tiny" in missing.json()["error"]["message"]
+    assert "no usage profile was learned for tiny" in missing.json()["error"]["message"]
     counted = ActivityDocument(
         "update", (LayerActivity(2, raw={9: 4, 1: 1}),), experts=ROUTED_EXPERTS
     )
