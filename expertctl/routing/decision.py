@@ -14,24 +14,21 @@ What the user should know of a plan: why no expert was chosen, and what to be ca
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,
-    can_veto,
     explain_misfit,
     explain_veto,
 )
+from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS
-from expertctl.routing.prompt_normalisation import collect_expert_names
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.reranker import LARGE_RERANK, RerankScores, rerank, rerank_all
 from expertctl.routing.sampling_presets import list_unapplied, read_base_sampling
@@ -43,7 +40,6 @@ from expertctl.routing.score import (
     discount_by_success,
 )
 from expertctl.routing.selection import (
-    PairGains,
     SelectedExpert,
     explain_not_composing,
     is_excluded,
@@ -51,145 +47,10 @@ from expertctl.routing.selection import (
 from expertctl.routing.vector_table import (
     EncodedTexts,
     Rows,
-    SearchFilter,
     SearchHits,
     Vectors,
-    VectorTable,
 )
 from expertctl.store.base_record import StoredBase
-from expertctl.store.preference import CATCH_ALL, Flag
-
-FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
-"""Content digest → what looks odd about an expert; nothing for most."""
-
-
-@dataclass(frozen=True, eq=False)
-class EligibleExperts:
-    """The installed experts, and which of them may answer.
-
-    ``ineligible_reasons`` gives the reason for each of the others, ``other_bases`` the base that those were made
-    for which were made for another one. The head's rows are ``deep``; ``rerank_positions`` says
-    where those of each position of the index are, -1 where there are none.
-    """
-
-    experts: tuple[InstalledExpert, ...]
-    usable: tuple[
-        InstalledExpert, ...
-    ]  # those that may stand in a plan; some versions only if asked for
-    ineligible_reasons: Mapping[Digest, str]
-    other_bases: Mapping[Digest, str]
-    flags: FlagsByDigest
-    gains: PairGains
-    by_position: Mapping[int, InstalledExpert]
-    search_filter: SearchFilter
-    rerank_table: VectorTable
-    rerank_positions: Rows
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The names by which prompts may call the experts."""
-        return collect_expert_names(str(expert.stored.package) for expert in self.experts)
-
-    @cached_property
-    def with_vetoes(self) -> frozenset[int]:
-        """The positions of experts that refuse some prompts for a reason other than script."""
-        return frozenset(at for at, e in self.by_position.items() if can_veto(e.manifest))
-
-    @cached_property
-    def with_vetoes_or_languages(self) -> frozenset[int]:
-        """The same, with those of experts that refuse prompts by their script."""
-        speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
-        return self.with_vetoes.union(speaking)
-
-    @cached_property
-    def flagged(self) -> frozenset[int]:
-        """The positions of suspicious experts."""
-        return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
-
-    @cached_property
-    def ineligible(self) -> Rows:
-        """The positions of experts that may not answer."""
-        barred = (at for at, e in self.by_position.items() if e.digest in self.ineligible_reasons)
-        return np.array([at for at in barred if at >= 0], np.int64)
-
-    @cached_property
-    def composing(self) -> frozenset[int]:
-        """The positions of experts that may join others."""
-        gaining = frozenset(digest for pair in self.gains for digest in pair)
-        return frozenset(
-            at
-            for at, e in self.by_position.items()
-            if e.manifest.composition.composes_with or e.digest in gaining
-        )
-
-    @cached_property
-    def catch_alls(self) -> frozenset[int]:
-        """The positions of experts whose examples are about everything."""
-        return frozenset(at for at in self.flagged if self._is_catch_all(self.by_position[at]))
-
-    def _is_catch_all(self, expert: InstalledExpert) -> bool:
-        return any(flag.code == CATCH_ALL for flag in self.flags[expert.digest])
-
-
-def build_eligible_experts(
-    experts: Sequence[InstalledExpert],
-    index: RoutingIndex,
-    *,
-    explain_ineligible: Callable[[InstalledExpert], str],
-    misfit: Callable[[InstalledExpert], str],
-    find_passed_over: Callable[[Sequence[InstalledExpert]], Mapping[Digest, str]],
-    flags: FlagsByDigest,
-    gains: PairGains,
-) -> EligibleExperts:
-    """Make sure that experts are indexed, and return which of them may answer.
-
-    ``bar`` says why an expert may not, ``explain_misfit`` why it does not fit the base; ``passed_over`` why
-    some that may are not looked at.
-    """
-    index.add({expert.digest: expert.manifest for expert in experts})
-    bars = {expert.digest: why for expert in experts if (why := explain_ineligible(expert))}
-    fit = [expert for expert in experts if expert.digest not in bars]
-    misfits = {expert.digest: why for expert in fit if (why := misfit(expert))}
-    names = {expert.digest: expert.manifest.base.name for expert in fit}
-    bars |= misfits
-    usable = [expert for expert in experts if expert.digest not in bars]
-    older = find_passed_over(usable)
-    looked_at = [expert.digest for expert in usable if expert.digest not in older]
-    table, deep = index.table, index.rerank_table
-    positions = table.find_positions([expert.digest for expert in experts])
-    deep_at = _find_rerank_positions(table, deep, positions, experts)
-    return EligibleExperts(
-        experts=tuple(experts),
-        usable=tuple(usable),
-        ineligible_reasons={**bars, **older},
-        other_bases={digest: names[digest] for digest in misfits},
-        flags=flags,
-        gains=gains,
-        by_position=dict(zip(positions.tolist(), experts, strict=True)),
-        search_filter=_build_filter(table, looked_at, deep_at),
-        rerank_table=deep,
-        rerank_positions=deep_at,
-    )
-
-
-def _build_filter(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) -> SearchFilter:
-    """Let through what has rows for the search and rows for the head.
-
-    Another process may have removed some of them a moment ago.
-    """
-    mask = np.zeros(len(table) + 1, np.bool_)
-    mask[table.find_positions(digests)] = True
-    return SearchFilter(table, mask[:-1] & (deep_at[:-1] >= 0))
-
-
-def _find_rerank_positions(
-    table: VectorTable, deep: VectorTable, positions: Rows, experts: Sequence[InstalledExpert]
-) -> Rows:
-    """Return where the deep rows of each position of the index are."""
-    places = np.full(len(table) + 1, -1, np.int64)  # one more for what is not in the index: -1
-    places[positions] = deep.find_positions([expert.digest for expert in experts])
-    return places
-
 
 CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
 """Why a grab-all does not answer where another expert does."""

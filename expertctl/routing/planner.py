@@ -21,13 +21,14 @@ from expertctl.package.adapter import AdapterSpec
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts, collect_warnings
+from expertctl.routing.decision import collect_warnings
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import check_identity, compare_experts
 from expertctl.routing.plan import Plan, PlannedExpert
 from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.router import RoutingResult, build_plan, find_eligible_experts, route_prompt
+from expertctl.routing.router import RoutingResult, build_plan, route_prompt
 from expertctl.routing.sampling_presets import complete_overrides
 from expertctl.routing.selection import SelectedExpert, find_requirements
 from expertctl.schema.strict_json import JsonObject
@@ -144,7 +145,7 @@ class Planner:
             RevokedError: when the key of a forced expert was revoked.
             BaseMismatchError: when the base cannot be read as it is not what was added.
         """
-        return self._plan_on_best_base(request, self.read_inventory(), base=base, files=files)
+        return self.plan_with_inventory(self.read_inventory(), request, base=base, files=files)
 
     def plan_with_inventory(
         self,
@@ -156,19 +157,6 @@ class Planner:
         eligibility: EligibilityFunction | None = None,
     ) -> PlannedPrompt:
         """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
-        return self._plan_on_best_base(
-            request, inventory, base=base, files=files, eligibility=eligibility
-        )
-
-    def _plan_on_best_base(
-        self,
-        request: RouteRequest,
-        inventory: Inventory,
-        *,
-        base: str | None,
-        files: Sequence[InstalledExpert] = (),
-        eligibility: EligibilityFunction | None = None,
-    ) -> PlannedPrompt:
         self._require_readable(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
         experts = list(known.values())
@@ -215,7 +203,7 @@ class Planner:
         self._require_readable(wanted, inventory)
         for expert in saved.experts:
             _require_installed_expert(expert, inventory)
-        planned = self._plan_on_best_base(wanted, inventory, base=base or saved.base)
+        planned = self.plan_with_inventory(inventory, wanted, base=base or saved.base)
         plan = planned.result.plan
         check_identity(saved, plan.identity, base=planned.base, request=wanted)
         renewed = tuple(

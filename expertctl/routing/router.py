@@ -13,25 +13,20 @@ from functools import partial
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
-from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, check_expert_base
+from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,
     build_candidate,
     explain_low_score,
-    explain_misfit,
-    explain_untrusted,
-    find_superseded,
 )
 from expertctl.routing.decision import (
-    EligibleExperts,
-    FlagsByDigest,
     RoutingDecision,
-    build_eligible_experts,
     collect_notes,
     collect_warnings,
     score_prompt,
 )
+from expertctl.routing.eligibility import EligibleExperts, explain_ineligible
 from expertctl.routing.features import PromptFeatures, extract_features
 from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
 from expertctl.routing.numerics import build_request_settings, find_context_length
@@ -41,7 +36,6 @@ from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.sampling_presets import read_base_sampling, resolve_sampling
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
-    PairGains,
     SelectedExpert,
     is_excluded,
     list_unused_exclusions,
@@ -54,9 +48,6 @@ from expertctl.store.base_record import StoredBase
 
 SuccessRate = Callable[[Digest, str], float | None]
 """Content digest, task → how often it was judged good; ``None`` without judgements."""
-
-NO_FLAGS: FlagsByDigest = {}
-NO_GAINS: PairGains = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,35 +152,6 @@ class _RoutingQuery:
     request: RouteRequest
     features: PromptFeatures
     normalised_prompt: str
-
-
-def find_eligible_experts(
-    request: RouteRequest,
-    experts: Sequence[InstalledExpert],
-    *,
-    base: StoredBase,
-    index: RoutingIndex,
-    flags: FlagsByDigest = NO_FLAGS,
-    gains: PairGains = NO_GAINS,
-    widths: HiddenSizes = NO_HIDDEN_SIZES,
-) -> EligibleExperts:
-    """Return which experts may answer requests like this one on a base.
-
-    ``widths`` are those of the known bases, for people who ask why an expert does not fit.
-
-    Raises:
-        UsageError: when the request itself is wrong; nothing is indexed then.
-    """
-    check_request(request)
-    return build_eligible_experts(
-        experts,
-        index,
-        explain_ineligible=lambda expert: _explain_ineligible(expert, request),
-        misfit=lambda expert: _explain_base_misfit(expert, request, base, widths),
-        find_passed_over=find_superseded,
-        flags=flags,
-        gains=gains,
-    )
 
 
 def _measure_closest(
@@ -326,27 +288,11 @@ def _apply_decision(
     return candidate.mark_rejected(low) if low else candidate
 
 
-def _explain_ineligible(expert: InstalledExpert, request: RouteRequest) -> str:
-    """Say why an expert may not be used on any base; empty when it may."""
-    return (
-        "excluded by the user"
-        if is_excluded(expert, request.exclude)
-        else explain_untrusted(expert)
-    )
-
-
-def _explain_base_misfit(
-    expert: InstalledExpert, request: RouteRequest, base: StoredBase, widths: HiddenSizes
-) -> str:
-    allow = request.allow_base_mismatch
-    return explain_misfit(expert, base.identity, allow_mismatch=allow, widths=widths)
-
-
 def _select_forced_experts(
     request: RouteRequest, eligible: EligibleExperts, base: StoredBase
 ) -> list[SelectedExpert]:
     barred = {
-        e.digest for e in eligible.experts if _explain_ineligible(e, request)
+        e.digest for e in eligible.experts if explain_ineligible(e, request)
     } | eligible.other_bases.keys()
     usable = [expert for expert in eligible.experts if expert.digest not in barred]
     context = find_context_length(base, engine=request.engine)

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from expertctl.errors import NotFoundError
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts
+from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Inventory, PlannedPrompt, Planner

@@ -10,15 +10,14 @@ from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.decision import (
     CATCH_ALL_REASON,
     MIN_JOIN_PROBABILITY,
-    EligibleExperts,
     RoutingDecision,
     score_prompt,
 )
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.request import RouteRequest, parse_target
 from expertctl.routing.reranker import SMALL_RERANK, rerank
-from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
 from tests.routing.experts import PROMPT, SORT, UNRELATED, make_sort_expert, make_sql_expert

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from expertctl.reference import Reference
 from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.eligibility import find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
 from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.router import find_eligible_experts, route_prompt
+from expertctl.routing.router import route_prompt
 from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase

@@ -272,7 +272,7 @@ def test_a_saved_plan_is_repeated_whatever_the_prompt(
 ) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     force = (named("acme/plurals", 0.5), named("acme/sorting"))
-    saved = saved_plan(planner, force=force, wishes=SamplingOverrides(temperature=0.9, stop=(";",)))
+    saved = saved_plan(planner, force=force, sampling=SamplingOverrides(temperature=0.9, stop=(";",)))
     again = planner.replay(saved, RouteRequest(prompt="Guten Morgen")).result.plan
     assert [(e.ref, e.weight) for e in again.experts] == [
         ("acme/plurals@1.0.0", 0.5),

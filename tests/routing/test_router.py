@@ -211,7 +211,7 @@ def test_without_experts_the_base_answers_alone(router: Router) -> None:
         ({"max_experts": 11}, "max_experts"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**53}, "seed"),
-        ({"wishes": SamplingOverrides(temperature=3)}, "temperature"),
+        ({"sampling": SamplingOverrides(temperature=3)}, "temperature"),
         ({"force": (ForcedExpert(Reference.parse("a/b"), weight=float("nan")),)}, "weight"),
         ({"memory_budget": 0}, "memory budget"),
     ],
@@ -233,7 +233,7 @@ def test_a_prompt_of_the_largest_size_is_routed(router: Router) -> None:
 
 def test_settings_come_from_the_user_then_the_expert_then_the_task(router: Router) -> None:
     expert = make_sort_expert(task="json_parsing", decoding=Decoding(max_tokens=64, stop=("\n",)))
-    params = router(expert, wishes=SamplingOverrides(temperature=1.5)).plan.params
+    params = router(expert, sampling=SamplingOverrides(temperature=1.5)).plan.params
     assert (params.temperature, params.max_tokens, params.stop) == (1.5, 64, ("\n",))
     assert params.repetition_penalty == 1.0
 
