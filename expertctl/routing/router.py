@@ -1,7 +1,7 @@
-"""From a prompt to a plan: which experts answer it, in which order, and why the others do not.
+"""Routing one prompt: which experts answer it, in which order, and why the others do not.
 
-Routing is automatic unless experts are forced. The best candidate answers; another joins only when
-both declare it. Of its own accord the router never chooses an expert whose signer is not trusted.
+Routing is automatic unless experts are forced. The best candidate answers; another one joins only
+if both declare it. The router never chooses an expert with an untrusted signer automatically.
 """
 
 import secrets
@@ -47,12 +47,12 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
 
 SuccessRate = Callable[[Digest, str], float | None]
-"""Content digest, task → how often it was judged good; ``None`` without judgements."""
+"""Content digest, task → success rate; ``None`` without ratings."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingResult:
-    """The plan, what was decided about every expert, and what the user should know."""
+    """The plan, the decision about every candidate, and notes and warnings for the user."""
 
     plan: Plan
     selected: tuple[SelectedExpert, ...]
@@ -63,11 +63,11 @@ class RoutingResult:
     warnings: tuple[str, ...]
     timings_ms: Mapping[str, float]
     other_bases: Mapping[str, int] = field(default_factory=dict)
-    """How many experts are left out because they were made for another base, by its name."""
+    """Base name → how many experts are ineligible because they were made for it."""
 
     @property
     def threshold(self) -> float:
-        """The score from which on an expert is used."""
+        """The least score of an expert that is used."""
         return THRESHOLD
 
     def to_json(self) -> JsonObject:
@@ -89,7 +89,7 @@ class RoutingResult:
 
 
 def no_success_rate(_: Digest, __: str) -> None:
-    """Return None: without usage, every success rate is the default."""
+    """Return None, which means the default success rate."""
 
 
 def route_prompt(
@@ -104,7 +104,7 @@ def route_prompt(
 
     Raises:
         UsageError: when the request itself is wrong.
-        NotFoundError: when a forced expert is not installed, or lacks what it requires.
+        NotFoundError: when a forced expert or a requirement of it is not installed.
         IncompatibleError: when forced experts do not fit the base or each other.
         RevokedError: when the key of a forced expert was revoked.
     """
@@ -147,7 +147,7 @@ def route_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _RoutingQuery:
-    """A request and what the router reads of its prompt."""
+    """A request, the features of its prompt, and the part of the prompt that the router reads."""
 
     request: RouteRequest
     features: PromptFeatures
@@ -161,7 +161,7 @@ def _measure_closest(
     success_rate: SuccessRate,
     timings: dict[str, float],
 ) -> list[RoutingCandidate]:
-    """Measure the experts closest to the prompt; none when the base is to answer alone."""
+    """Return the experts closest to the prompt as candidates; none for ``base_alone``."""
     if query.request.base_alone or not eligible.experts:
         return []
     encoded, decision = _score_query(query, eligible, index, success_rate, timings)
@@ -181,7 +181,7 @@ def _measure_forced(
     success_rate: SuccessRate,
     timings: dict[str, float],
 ) -> list[RoutingCandidate]:
-    """Measure the named experts, and those that they require."""
+    """Return the forced experts and their requirements as accepted candidates."""
     encoded, decision = _score_query(query, eligible, index, success_rate, timings)
     positions = index.find_positions([choice.expert.digest for choice in choices])
     found = [index.measure_similarity(encoded.rows[0], positions)]
@@ -198,7 +198,7 @@ def _measure_dependencies(
     candidates: Sequence[RoutingCandidate],
     success_rate: SuccessRate,
 ) -> list[RoutingCandidate]:
-    """Measure what the chosen experts require and is not among the closest to the prompt."""
+    """Return the requirements of the chosen experts that are not yet candidates."""
     known = {candidate.expert.digest for candidate in candidates}
     reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
     if not reasons:
@@ -240,14 +240,14 @@ def _build_candidates(
     closest: Sequence[SearchHits],
     success_rate: SuccessRate,
 ) -> list[RoutingCandidate]:
-    """Describe the experts that were found as candidates, the best first."""
+    """Build candidates from search hits, best first."""
     similar: dict[int, Similarity] = {}
     for found in closest:
         similar |= _read_similarities(index, found)
     candidates = []
     for at, similarity in similar.items():
         expert = eligible.by_position.get(at)
-        if expert is None:  # in the index, but not in the roster
+        if expert is None:  # in the index, but not in ``eligible``
             continue
         measured = build_candidate(
             expert,
@@ -269,7 +269,7 @@ def _read_similarities(index: RoutingIndex, found: SearchHits) -> dict[int, Simi
 def _apply_decision(
     candidate: RoutingCandidate, position: int, eligible: EligibleExperts, decision: RoutingDecision
 ) -> RoutingCandidate:
-    """Add the head's result for a candidate, and why it is refused, if it is."""
+    """Add the scores of a candidate and, if it is refused, the reason."""
     bar = eligible.ineligible_reasons.get(candidate.expert.digest)
     if bar:
         other_base = eligible.other_bases.get(candidate.expert.digest, "")
@@ -322,7 +322,7 @@ def build_plan(
     features: PromptFeatures,
     base: StoredBase,
 ) -> Plan:
-    """Return the plan of some experts: its identity, and the settings that they recommend."""
+    """Build the plan of the chosen experts: its identity, seed and sampling settings."""
     numerics = build_request_settings(request, base)
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

@@ -160,7 +160,7 @@ def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None
 
 def test_overrides_stay_and_the_base_alone_says_why(plan: Plan) -> None:
     wishes = SamplingOverrides(max_tokens=3, temperature=0.9)
-    planned, request = plan(expert("a"), force="a", scores={}, seed=5, wishes=wishes)
+    planned, request = plan(expert("a"), force="a", scores={}, seed=5, sampling=wishes)
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     assert (fewer.result.plan.seed, fewer.result.plan.params.max_tokens) == (5, 3)
     assert fewer.result.notes[-1].startswith("the base answers alone: no expert fits into memory")
