@@ -1,13 +1,11 @@
-"""What changed between two tensor files, tensor by tensor, a piece of one pair in memory at a time.
+"""The difference of two packages: manifests, files and tensors.
 
-Tensors are equal when type, shape and bytes are. Numbers are widened to float64, so differences of
-16-bit tensors are exact; where one is NaN or infinite there is no difference to tell.
+Signatures are ignored: they say who signed, not what. Two packages are equal if their content
+digests are. All bytes were hashed when the packages were opened.
 
-What changed between two packages: what they say, their files, their tensors.
-
-Signatures are left out: they say who signed, not what. Two packages are equal when their content
-digests are. Every byte was hashed when they were opened; a piece of one pair of tensors is read at
-a time.
+Tensors are equal if dtype, shape and bytes are. Numbers are widened to float64, so differences of
+16-bit tensors are exact; for NaN and infinity there is no distance. Only a chunk of one pair of
+tensors is in memory at a time.
 """
 
 import math
@@ -30,7 +28,7 @@ TensorChangeKind = Literal["equal", "changed", "added", "removed"]
 Float64Values = np.ndarray[Any, np.dtype[np.float64]]
 
 _PIECE_NUMBERS = 1 << 16
-"""Numbers that are compared at once."""
+"""How many numbers are compared at a time."""
 _NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2"}
 _TENSOR_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)"
@@ -40,7 +38,7 @@ _TENSOR_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The type and shape of a tensor."""
+    """The dtype and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,17 +46,17 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class TensorDistance:
-    """How far two tensors are from each other."""
+    """The distance of two tensors."""
 
     max_abs: float
     squares: float
-    """The sum of the squared differences."""
+    """The sum of squared differences."""
     old_squares: float
-    """The sum of the squares of the first."""
+    """The sum of squares of the first tensor."""
 
     @property
     def relative(self) -> float | None:
-        """The norm of the difference over that of the first; None when only the first is zero."""
+        """The norm of the difference over that of the first tensor; None if only that is zero."""
         if not self.squares:
             return 0.0
         return math.sqrt(self.squares / self.old_squares) if self.old_squares else None
@@ -84,23 +82,23 @@ class TensorChange:
     old: TensorForm | None
     new: TensorForm | None
     distance: TensorDistance | None = None
-    """Only where both have the same shape and finite numbers."""
+    """Only if both have the same shape and finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """An open tensor file and its table."""
+    """An open tensor file and its header."""
 
     table: TensorTable
     stream: BinaryIO
 
     def find_form(self, name: str) -> TensorForm:
-        """Return type and shape of a tensor."""
+        """Return the dtype and shape of a tensor."""
         tensor = self.table.tensors[name]
         return TensorForm(tensor.dtype, tensor.shape)
 
     def iter_pieces(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor, `_PIECE` numbers at a time."""
+        """Yield the bytes of a tensor, `_PIECE_NUMBERS` numbers at a time."""
         tensor = self.table.tensors[name]
         step = _PIECE_NUMBERS * DTYPE_BYTES[tensor.dtype]
         for begin in range(tensor.begin, tensor.end, step):
@@ -117,7 +115,7 @@ def diff_tensors(
 
 
 def list_as_equal(table: TensorTable) -> list[TensorChange]:
-    """Return what `diff_tensors` does for a file and itself, without reading it."""
+    """Return the result of `diff_tensors` for a file and itself, without reading it."""
     return [
         TensorChange(name, "equal", form, form, NO_DISTANCE) for name, form in _list_forms(table)
     ]
@@ -181,16 +179,16 @@ def _to_float64(data: bytes, dtype: str) -> Float64Values:
 
 @dataclass(frozen=True, slots=True)
 class KindSummary:
-    """What happened to the tensors of one kind of module, such as every ``q_proj``."""
+    """The changes of all tensors of one kind of module, such as every ``q_proj``."""
 
     kind: str
     counts: Mapping[TensorChangeKind, int]
     distance: TensorDistance | None
-    """The distance over all pairs together, where there are any."""
+    """The distance over all pairs together, if there are any."""
 
 
 def summarise_changes(changes: Iterable[TensorChange]) -> list[KindSummary]:
-    """Sum up changes by kind of module, sorted by it."""
+    """Summarise changes by kind of module, sorted by kind."""
     kinds: dict[str, list[TensorChange]] = {}
     for change in changes:
         kinds.setdefault(find_module_kind(change.name), []).append(change)
@@ -204,7 +202,7 @@ def _summarise_kind(kind: str, changes: Sequence[TensorChange]) -> KindSummary:
 
 
 def find_module_kind(name: str) -> str:
-    """Return the last part of the module that a tensor changes, else the tensor's own name."""
+    """Return the last part of the module that a tensor changes, else the tensor's name."""
     match = _TENSOR_NAME.fullmatch(name)
     return match["module"].rpartition(".")[2] if match else name
 
@@ -214,17 +212,17 @@ ChangeKind = Literal["added", "removed", "changed"]
 
 @dataclass(frozen=True, slots=True)
 class DiffSide:
-    """One of the two packages, and where its bytes are."""
+    """One of the two packages, and the source of its bytes."""
 
     contents: PackageContents
     blobs: Blobs
 
     def find_file(self, path: str) -> FileDigest:
-        """Return one of its files."""
+        """Return the file at a path."""
         return next(file for file in self.contents.files if file.path == path)
 
     def read_tensor_table(self, path: str) -> TensorTable:
-        """Read the table of tensors of a file."""
+        """Read the header of a tensor file."""
         file = self.find_file(path)
         with self.blobs(file.digest) as stream:
             return read_header(stream, file_size=file.size, what=path)
@@ -232,7 +230,7 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One value in ``expert.json``; ``path`` is its keys with slashes between them."""
+    """One changed value in ``expert.json``; ``path`` is its keys joined by slashes."""
 
     path: str
     change: ChangeKind
@@ -242,7 +240,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """One file that is not the same; sizes are None where it is not there."""
+    """One changed file; a size is None if the file is missing on that side."""
 
     path: str
     change: ChangeKind
@@ -252,7 +250,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDiff:
-    """Two adapters compared, or one without a counterpart in the other package."""
+    """Two compared adapters, or one without a counterpart in the other package."""
 
     old: AdapterEntry | None
     new: AdapterEntry | None
@@ -261,7 +259,7 @@ class AdapterDiff:
 
 @dataclass(frozen=True, slots=True)
 class PackageDiff:
-    """All that changed."""
+    """All changes between two packages."""
 
     equal: bool
     fields: tuple[FieldChange, ...]
@@ -272,7 +270,7 @@ class PackageDiff:
 def diff_packages(
     old: DiffSide, new: DiffSide, *, progress: Progress = ignore_progress
 ) -> PackageDiff:
-    """Compare two packages that were read."""
+    """Compare two packages."""
     pairs = _pair_adapters(old.contents.manifest.adapters, new.contents.manifest.adapters)
     return PackageDiff(
         old.contents.content_digest == new.contents.content_digest,
@@ -283,7 +281,7 @@ def diff_packages(
 
 
 def _load_manifest(contents: PackageContents) -> JsonValue:
-    """Return the manifest as it was written, free-form parts included."""
+    """Return the manifest as written, free-form parts included."""
     data = contents.small[MANIFEST_PATH]
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
@@ -306,14 +304,14 @@ def _diff_fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterato
 
 
 def _are_comparable(old: JsonValue, new: JsonValue) -> bool:
-    """Tell whether two objects, or two lists of one length, may be compared child by child."""
+    """Tell whether two values, objects or lists of one length, can be compared child by child."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new)
     return isinstance(old, dict) and isinstance(new, dict)
 
 
 def _list_children(value: JsonValue) -> Mapping[str, JsonValue] | None:
-    """Return the children of objects and of lists of objects; other lists are one value."""
+    """Return the children of an object or a list of objects; None for any other value."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -336,7 +334,7 @@ _AdapterPair = tuple[AdapterEntry | None, AdapterEntry | None]
 
 
 def _pair_adapters(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_AdapterPair]:
-    """Pair adapters by the names of their files; where each package has only one, pair those."""
+    """Pair adapters by file name; if each package has only one, pair those."""
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     before, after = {entry.path: entry for entry in old}, {entry.path: entry for entry in new}

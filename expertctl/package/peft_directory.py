@@ -1,11 +1,11 @@
-"""The files that trainers save beside an adapter: a model card, a chat template, a tokenizer.
+"""PEFT directories: files saved beside an adapter, and the export of a package to directories.
 
-Only the base's template and tokenizer are used, so what differs from them is worth a warning.
+Trainers save a model card, a chat template and a tokenizer beside an adapter. Only the base's
+template and tokenizer are used, so differences are worth a warning.
 
-A package as the directories that PEFT loads: the publisher's bytes under the names PEFT wants.
-
-One adapter fills the directory; of several, each gets a sub-directory named by its place and kind.
-The model card and licences go along. Every byte is hashed while it is copied.
+An export gives the publisher's bytes under the names that PEFT loads. One adapter fills the
+directory; several get sub-directories named by their number and kind. The model card and licences
+are exported, too. Every byte is hashed while it is copied.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _ReadFile = Callable[[str], bytes | None]
 
 
 def is_empty_card(file: SourceFile) -> bool:
-    """Tell whether a model card is the form that PEFT writes, with nothing filled in."""
+    """Tell whether a model card is PEFT's template with nothing filled in."""
     if file.name.lower() != "readme.md" or file.size > _CARD_BYTES:
         return False
     text = file.read(max_bytes=_CARD_BYTES).decode("utf-8", errors="replace")
@@ -45,9 +45,9 @@ def is_empty_card(file: SourceFile) -> bool:
 
 
 def compare_companions(directory: Path, base: BaseFacts | None, *, template: bool) -> list[str]:
-    """Warn of a chat template and of added tokens that are not those of the base.
+    """Warn of a chat template and of added tokens that differ from the base's.
 
-    ``template`` says that the package brings a template of its own.
+    ``template`` says that the package contains a template of its own.
     """
     if base is None or base.directory is None:
         return []
@@ -62,7 +62,7 @@ def compare_companions(directory: Path, base: BaseFacts | None, *, template: boo
         )
     known = _read_known_tokens(theirs)
     added = sorted(_read_added_tokens(own) - known)
-    if known and added:  # without the base's vocabulary nothing is known of its tokens
+    if known and added:  # nothing can be said without the base's vocabulary
         shown = ", ".join(repr(token[:40]) for token in added[:_MAX_SHOWN])
         more = f" and {len(added) - _MAX_SHOWN} more" if len(added) > _MAX_SHOWN else ""
         warnings.append(f"tokens of the adapter that the base does not know: {shown}{more}")
@@ -70,7 +70,7 @@ def compare_companions(directory: Path, base: BaseFacts | None, *, template: boo
 
 
 def _read_template(read: _ReadFile) -> str | None:
-    """Return the text of a chat template, without the white space around it."""
+    """Return the text of a chat template without surrounding white space."""
     data = read(_TEMPLATE_FILE)
     text: JsonValue = data.decode("utf-8", errors="replace") if data is not None else None
     if text is None:
@@ -95,7 +95,7 @@ def _read_known_tokens(read: _ReadFile) -> set[str]:
 
 
 def _read_document(read: _ReadFile, name: str) -> JsonObject:
-    """Return a JSON file that nothing depends on; an empty one where it cannot be read."""
+    """Return an optional JSON file; an empty object if it cannot be read."""
     data = read(name)
     if data is None:
         return {}
@@ -115,7 +115,7 @@ def _read_own(directory: Path, name: str) -> bytes | None:
 
 
 def _read_base(directory: Path, name: str) -> bytes | None:
-    """Return a file of a base, which its owner added, whatever links it consists of."""
+    """Return a file of a base, following any links, as its owner added it."""
     path = directory / name
     try:
         return read_bounded(path, max_bytes=_MAX_BYTES) if path.is_file() else None
@@ -126,13 +126,13 @@ def _read_base(directory: Path, name: str) -> bytes | None:
 def export_peft_directories(
     directory: Path, layout: PackageLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> list[str]:
-    """Write the adapters of a package into a new or empty directory; return their places in it.
+    """Write the adapters of a package to a new or empty directory; return their relative paths.
 
     Raises:
-        UsageError: when the directory holds something.
-        NotFoundError: when no directory is above it.
-        InvalidPackageError: when its manifest cannot be read.
-        DigestError: when a blob's bytes are not those of its digest.
+        UsageError: when the directory is not empty.
+        NotFoundError: when its parent does not exist.
+        InvalidPackageError: when the manifest is not readable.
+        DigestError: when the bytes of a blob do not match its digest.
     """
     source = _PackageFiles(layout, blobs, progress)
     manifest = parse_manifest(source.read(MANIFEST_PATH))
@@ -155,7 +155,7 @@ def _choose_folders(manifest: Manifest) -> list[str]:
 
 
 class _PackageFiles:
-    """The files of one package by their paths."""
+    """Reads the files of one package by path."""
 
     def __init__(self, layout: PackageLayout, blobs: Blobs, progress: Progress) -> None:
         self._files = {file.path: file for file in layout.files}
