@@ -34,15 +34,7 @@ from expertctl.schema.validation import find_problems, find_schema
 
 MODULES_TO_SAVE = "modules_to_save"
 EMBEDDING_NAMES = frozenset(
-    {
-        "embed_in",
-        "embed_out",
-        "embed_tokens",
-        "lm_head",
-        "output_layer",
-        "word_embeddings",
-        "wte",
-    }
+    {"embed_in", "embed_out", "embed_tokens", "lm_head", "output_layer", "word_embeddings", "wte"}
 )
 """The names of token embeddings and output heads in all architectures."""
 _LABEL_FIELDS = ("base_model_name_or_path", "tokenizer_name_or_path")
@@ -75,7 +67,8 @@ class CleanConfig:
 
 def clean_config(document: JsonObject, schema: str) -> CleanConfig:
     """Drop the fields that have no effect on the tensors of an adapter."""
-    rows, required, labels = _read_schema_rows(schema)
+    rules = _read_schema(schema)
+    rows, required, labels = rules["properties"], rules["required"], rules.get("x-dropped", ())
     kept: JsonObject = {}
     dropped: list[str] = []
     for field, value in document.items():
@@ -86,22 +79,6 @@ def clean_config(document: JsonObject, schema: str) -> CleanConfig:
         else:
             dropped.append(f"{to_single_line(field[:_LONGEST])} ({why})")
     return CleanConfig(kept, tuple(dropped))
-
-
-@dataclass(frozen=True, slots=True)
-class PublicConfig:
-    """A configuration without paths of the machine that it was made on."""
-
-    document: JsonObject
-    paths: tuple[str, ...]
-    """The fields that contained a path."""
-
-
-def strip_paths(document: JsonObject) -> PublicConfig:
-    """Set labels that are paths to null: they reveal a machine and mean nothing elsewhere."""
-    paths = [field for field in _LABEL_FIELDS if _is_path(document.get(field))]
-    kept = {field: None if field in paths else value for field, value in document.items()}
-    return PublicConfig(kept, tuple(paths))
 
 
 def is_hub_name(label: str) -> bool:
@@ -168,13 +145,9 @@ def _names_embeddings(value: JsonValue) -> bool:
 
 
 @cache
-def _read_schema_rows(
-    schema: str,
-) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], frozenset[str]]:
-    """Return the fields of a schema, the required ones, and those that are never packed."""
-    document = json.loads(find_schema(schema).read_text(encoding="utf-8"))
-    dropped = document.get("x-dropped", ())
-    return document["properties"], frozenset(document["required"]), frozenset(dropped)
+def _read_schema(schema: str) -> Mapping[str, Any]:
+    document: Mapping[str, Any] = json.loads(find_schema(schema).read_text(encoding="utf-8"))
+    return document
 
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -211,24 +184,17 @@ def parse_adapter_config(data: bytes, *, what: str) -> AdapterConfig:
 
 
 def read_source_config(data: bytes, *, what: str) -> SourceConfig:
-    """Parse an ``adapter_config.json`` that is to be packed, dropping fields without effect.
-
-    Raises:
-        InvalidPackageError: as `parse_adapter_config`.
-    """
+    """Parse an ``adapter_config.json`` to be packed; raises as `parse_adapter_config`."""
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
     schema = _choose_schema(document, what)
     clean = clean_config(document, schema)
     config = _build_config(clean.document, schema, what)
-    public = strip_paths(clean.document)
-    notes = [*clean.notes, *(f"left out of the package: {name}, a path" for name in public.paths)]
-    packed = None if public.document == document else encode_adapter_config(public.document)
-    return SourceConfig(config, packed, tuple(notes))
-
-
-def encode_adapter_config(document: JsonObject) -> bytes:
-    """Serialise a configuration as PEFT does: sorted keys, indented by two spaces."""
-    return json.dumps(document, indent=2, sort_keys=True).encode()
+    # Labels that are paths reveal a machine and mean nothing elsewhere.
+    paths = [field for field in _LABEL_FIELDS if _is_path(clean.document.get(field))]
+    public = {field: None if field in paths else v for field, v in clean.document.items()}
+    notes = [*clean.notes, *(f"left out of the package: {name}, a path" for name in paths)]
+    as_peft_does = json.dumps(public, indent=2, sort_keys=True).encode()
+    return SourceConfig(config, None if public == document else as_peft_does, tuple(notes))
 
 
 def _choose_schema(document: JsonObject, what: str) -> str:
@@ -259,38 +225,26 @@ def _describe_other_type(kind: JsonValue) -> str:
 
 
 def _find_problems(document: JsonObject, schema: str) -> list[str]:
-    """Return the problems of a configuration, one line for each field."""
-    known = _read_field_names(schema)
-    unknown = [field for field in document if field not in known]
+    rows = _read_schema(schema)["properties"]
+    unknown = [field for field in document if field not in rows]
     problems = [_describe_unknown_fields(document, unknown)] if unknown else []
     named = set(unknown)
-    for field, (neutral, why) in _read_neutral_fields(schema).items():
-        if field in document and document[field] not in neutral:
-            problems.append(f"{field} = {_format_value(document[field])} is not supported: {why}")
+    for field, row in rows.items():
+        if "x-refused" in row and field in document and document[field] not in row["enum"]:
+            value, why = _format_value(document[field]), row["x-refused"]
+            problems.append(f"{field} = {value} is not supported: {why}")
             named.add(field)
     rest = {field: value for field, value in document.items() if field not in named}
     return [*problems, *find_problems(rest, schema)]
 
 
 def _describe_unknown_fields(document: JsonObject, unknown: list[str]) -> str:
-    """Return one line that names the fields unknown to the schema."""
     named = (
         (to_single_line(name[:80]), _format_value(document[name])) for name in unknown[:_MAX_SHOWN]
     )
     shown = ", ".join(f"{name} = {value}" for name, value in named)
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f"not known here, and not neutral: {shown}{more}; remove what the adapter does not need"
-
-
-@cache
-def _read_field_names(schema: str) -> frozenset[str]:
-    return frozenset(json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"])
-
-
-@cache
-def _read_neutral_fields(schema: str) -> Mapping[str, tuple[list[Any], str]]:
-    rows = json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"].items()
-    return {name: (row["enum"], row["x-refused"]) for name, row in rows if "x-refused" in row}
 
 
 def _format_value(value: JsonValue) -> str:

@@ -121,11 +121,6 @@ def detect_other_kind(head: bytes, *, size: int) -> DetectedKind | None:
     return None
 
 
-def describe_pickle(name: str) -> DetectedKind:
-    """Return the problem and hint for adapter weights saved as a pickle."""
-    return DetectedKind(f"{name} is a pickle, and pickles are never opened", _PICKLE_HINT)
-
-
 def detect_mlx_folder(names: Sequence[str], config: object) -> DetectedKind | None:
     """Return the problem and hint if the files or the configuration are those of an MLX adapter."""
     fields = _MLX_FIELDS.intersection(config) if isinstance(config, dict) else frozenset()
@@ -325,7 +320,8 @@ def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFi
     elif found_kind := detect_mlx_folder(names, None):
         raise _other_kind_error(str(directory), found_kind)
     if weights_file is None and (pickles := [name for name in _PICKLES if name in names]):
-        raise _other_kind_error(str(directory), describe_pickle(pickles[0]))
+        problem = f"{pickles[0]} is a pickle, and pickles are never opened"
+        raise InvalidPackageError(str(directory), [problem], hint=_PICKLE_HINT)
     raise _missing_file_error(directory, config if config_file is None else weights)
 
 

@@ -165,7 +165,6 @@ def _build_stack(
 
 
 def _describe_bad_shapes(a: tuple[int, ...], b: tuple[int, ...], rank: int) -> str | None:
-    """Return why two tensors do not form a stack of this rank."""
     if len(a) != 2 or len(b) != 2:
         return f"lora_A {list(a)} and lora_B {list(b)} are not matrices"
     if a[0] != b[1] or a[0] % rank or not a[0]:
@@ -215,11 +214,7 @@ def find_lora_parts(
 def find_dora_parts(
     config: LoraConfig, table: TensorTable, problems: list[str], *, what: str
 ) -> list[Dora]:
-    """Find the three tensors of each DoRA module; see `find_lora_parts`.
-
-    Raises:
-        InvalidPackageError: when matching the patterns would take too long.
-    """
+    """Find the three tensors of each DoRA module; see `find_lora_parts`."""
     others: list[str] = []
     halves = _pair_halves(table, others)
     magnitudes = _find_magnitudes(others, problems)
@@ -318,7 +313,6 @@ def _find_shape_problems(module: str, a: TensorInfo, b: TensorInfo, rank: int) -
 def _build_dora(
     lora: Lora | None, table: TensorTable, module: str, magnitude: str | None, problems: list[str]
 ) -> Dora | None:
-    """Add the magnitude to the LoRA of a module."""
     if magnitude is None:
         problems.append(f"{module}: lora_magnitude_vector is missing, and use_dora demands it")
         return None

@@ -176,10 +176,7 @@ def find_saved_embeddings(table: TensorTable) -> dict[str, str]:
 
 
 def find_changed_embeddings(
-    source: SourceFile,
-    table: TensorTable,
-    saved: Mapping[str, str],
-    base: BaseTensors | None,
+    source: SourceFile, table: TensorTable, saved: Mapping[str, str], base: BaseTensors | None
 ) -> list[str]:
     """Return why saved embeddings and heads cannot be dropped; empty if all equal the base's."""
     if not saved:
@@ -290,11 +287,7 @@ def describe_no_effect(spec: AdapterSpec, found: Mapping[str, float]) -> list[st
 
 
 def find_numeric_anomalies(contents: PackageContents, blobs: Blobs) -> list[str]:
-    """Return warnings about the numbers in a package, whoever built it.
-
-    Raises:
-        InvalidPackageError: when the bytes are not those of ``contents``.
-    """
+    """Return warnings about the numbers in a package, whoever built it; raises as `read_header`."""
     files = {file.path: file for file in contents.files}
     said = []
     for entry, spec in zip(contents.manifest.adapters, contents.adapters, strict=True):

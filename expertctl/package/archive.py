@@ -169,11 +169,7 @@ class PlainArchiveContent:
         self._what = what
 
     def read_exact(self, size: int) -> bytes:
-        """Return the next ``size`` bytes.
-
-        Raises:
-            InvalidPackageError: when there are fewer.
-        """
+        """Return the next ``size`` bytes; raises as `chunks`."""
         return b"".join(bytes(chunk) for chunk in self.chunks(size))
 
     def chunks(self, size: int) -> Iterator[memoryview]:

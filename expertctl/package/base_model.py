@@ -69,21 +69,12 @@ def open_hashing_threads() -> Iterator[tuple[ThreadPoolExecutor, Progress]]:
 
 
 _NOT_COMPUTED = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "_name_or_path",
-        "attn_implementation",
-        "dtype",
-        "experts_implementation",
-        "name_or_path",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+    (
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("dtype", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash"),
+        *("transformers_version", "use_cache"),
+    )
 )
 _REFUSED: Mapping[str, str] = {
     "auto_map": "it names code of its own, which is never run",
@@ -272,13 +263,7 @@ class BaseHeaders:
 
 
 def read_base_headers(directory: Path) -> BaseHeaders:
-    """Read a base without its weights.
-
-    Raises:
-        NotFoundError: when the directory or one of its files is missing.
-        IncompatibleError: when no engine supports such a model.
-        InvalidPackageError: when it is not a readable base.
-    """
+    """Read a base without its weights; raises as `read_base`."""
     config = read_base_config(directory)
     match config:
         case ModelConfig():

@@ -212,13 +212,7 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
 
 
 def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a foreign base, sorted by name.
-
-    Raises:
-        NotFoundError: when a file is missing.
-        InvalidPackageError: when a file or the index is malformed.
-        IncompatibleError: for weights that are not floats.
-    """
+    """Return every tensor of a foreign base, sorted by name; raises as `read_base_tensors`."""
     found = _read_tables(directory)
     tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED_SUFFIX)}
     weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}

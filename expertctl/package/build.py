@@ -45,7 +45,6 @@ from expertctl.package.draft import (
 from expertctl.package.frame import FASTEST_LEVEL
 from expertctl.package.layout import (
     Blobs,
-    PackageLayout,
     compute_content_digest,
     describe_name_problem,
     is_document,
@@ -137,11 +136,7 @@ def draft_manifest(
 ) -> JsonObject:
     """Return a draft of ``expert.json`` for a directory, as complete as possible.
 
-    ``examples`` are prompts that the router should send to the expert.
-
-    Raises:
-        NotFoundError: when there is no adapter in the directory.
-        InvalidPackageError: when the adapter cannot be packed.
+    ``examples`` are prompts that the router should send to the expert. Raises as `read_adapter`.
     """
     existing = read_draft(directory)
     adapters = [
@@ -152,12 +147,7 @@ def draft_manifest(
         existing, overrides, directory=directory, adapters=adapters, base=base
     )
     to_fill_in: Mapping[str, JsonObject] = {
-        "routing": {
-            "task": "default",
-            "languages": [],
-            "examples": list(examples),
-            "keywords": [],
-        },
+        "routing": {"task": "default", "languages": [], "examples": list(examples), "keywords": []},
         "composition": {"requires": [], "conflicts": []},
     }
     for name, value in to_fill_in.items():
@@ -231,12 +221,6 @@ def build_package(
         layout = build_signed_layout(files, signature)
         blobs = add_document(add_document(_open_sources(sources), plan.document), signature)
         write_package(output, layout, blobs, level=level, progress=progress)
-    return _create_result(plan, output, layout, key)
-
-
-def _create_result(
-    plan: BuildPlan, output: Path, layout: PackageLayout, key: PrivateKey | None
-) -> BuildResult:
     return BuildResult(
         path=output,
         manifest=plan.manifest,
@@ -325,7 +309,6 @@ def _check_against(
     base: BaseFacts | None,
     findings: ProblemCollector,
 ) -> list[str]:
-    """Check the manifest against the files and against the base; return warnings."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
     for entry in manifest.adapters:
         if entry.path in by_path:
@@ -364,14 +347,10 @@ def _find_document_problems(
     problems += [problem for name in names if (problem := describe_name_problem(name))]
     manifest_file = find_source_file(directory, MANIFEST_PATH)
     for file in (*files, *([manifest_file] if manifest_file is not None else [])):
-        if not file.name.endswith(".safetensors") and (found := _check_file(file)):
-            problems.append(found)
+        if not file.name.endswith(".safetensors"):
+            with file.open() as stream:
+                problems += filter(None, [find_document_problem(stream, name=file.name)])
     return problems
-
-
-def _check_file(file: SourceFile) -> str | None:
-    with file.open() as stream:
-        return find_document_problem(stream, name=file.name)
 
 
 def _encode_document(directory: Path, existing: JsonObject, document: JsonObject) -> bytes:
@@ -398,7 +377,6 @@ def _hash_files(
 
 
 def _rewrite_files(plan: BuildPlan, folder: Path) -> dict[str, SourceFile]:
-    """Write the adapter files that are packed in another form."""
     made: set[str] = set()
     for adapter in plan.adapters:
         if adapter.packed_config is not None:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from expertctl.digest import FileDigest, Progress, ignore_progress
+from expertctl.package.adapter_weights import widen_to_float32
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
 from expertctl.package.tensor_file import DTYPE_BYTES, TensorTable, read_header
@@ -29,7 +30,6 @@ Float64Values = np.ndarray[Any, np.dtype[np.float64]]
 
 _PIECE_NUMBERS = 1 << 16
 """How many numbers are compared at a time."""
-_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2"}
 _TENSOR_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)"
     r"\.(?:lora_[AB]\.weight|lora_magnitude_vector(?:\.weight)?|ia3_l)"
@@ -114,25 +114,19 @@ def diff_tensors(
     return [_diff_tensor(name, old, new, progress) for name in names]
 
 
-def list_as_equal(table: TensorTable) -> list[TensorChange]:
-    """Return the result of `diff_tensors` for a file and itself, without reading it."""
+def list_tensors(table: TensorTable, change: TensorChangeKind) -> list[TensorChange]:
+    """Return all tensors of a file as ``equal``, ``added`` or ``removed``, without reading them."""
+    forms = ((n, TensorForm(t.dtype, t.shape)) for n, t in sorted(table.tensors.items()))
     return [
-        TensorChange(name, "equal", form, form, NO_DISTANCE) for name, form in _list_forms(table)
+        TensorChange(
+            name,
+            change,
+            old=None if change == "added" else form,
+            new=None if change == "removed" else form,
+            distance=NO_DISTANCE if change == "equal" else None,
+        )
+        for name, form in forms
     ]
-
-
-def list_as_added(table: TensorTable) -> list[TensorChange]:
-    """Return the tensors of a file that only the second package has."""
-    return [TensorChange(name, "added", None, form) for name, form in _list_forms(table)]
-
-
-def list_as_removed(table: TensorTable) -> list[TensorChange]:
-    """Return the tensors of a file that only the first package has."""
-    return [TensorChange(name, "removed", form, None) for name, form in _list_forms(table)]
-
-
-def _list_forms(table: TensorTable) -> list[tuple[str, TensorForm]]:
-    return [(n, TensorForm(t.dtype, t.shape)) for n, t in sorted(table.tensors.items())]
 
 
 def _diff_tensor(
@@ -157,7 +151,10 @@ def _compare_values(
     same, total = True, NO_DISTANCE
     for before, after in zip(old.iter_pieces(name), new.iter_pieces(name), strict=True):
         same = same and before == after
-        total += _measure_distance(_to_float64(before, kinds[0]), _to_float64(after, kinds[1]))
+        total += _measure_distance(
+            widen_to_float32(before, kinds[0]).astype(np.float64),
+            widen_to_float32(after, kinds[1]).astype(np.float64),
+        )
         progress(len(before) + len(after))
     known = math.isfinite(total.squares) and math.isfinite(total.old_squares)
     return same, total if known else None
@@ -168,13 +165,6 @@ def _measure_distance(old_values: Float64Values, new_values: Float64Values) -> T
         delta = new_values - old_values
         squares, old_squares = float(delta @ delta), float(old_values @ old_values)
         return TensorDistance(float(np.abs(delta).max()), squares, old_squares)
-
-
-def _to_float64(data: bytes, dtype: str) -> Float64Values:
-    if dtype == "BF16":
-        bits = np.frombuffer(data, "<u2").astype("<u4") << 16
-        return bits.view("<f4").astype(np.float64)
-    return np.frombuffer(data, _NUMPY_DTYPES[dtype]).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +266,10 @@ def diff_packages(
         old.contents.content_digest == new.contents.content_digest,
         tuple(_diff_fields(_load_manifest(old.contents), _load_manifest(new.contents), ())),
         tuple(_diff_files(old.contents.files, new.contents.files)),
-        tuple(_diff_adapter(old, new, before, after, progress) for before, after in pairs),
+        tuple(
+            AdapterDiff(a, b, tuple(_diff_adapter_tensors(old, new, a, b, progress)))
+            for a, b in pairs
+        ),
     )
 
 
@@ -341,18 +334,6 @@ def _pair_adapters(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> 
     return [(before.get(path), after.get(path)) for path in dict.fromkeys([*before, *after])]
 
 
-def _diff_adapter(
-    old: DiffSide,
-    new: DiffSide,
-    old_entry: AdapterEntry | None,
-    new_entry: AdapterEntry | None,
-    progress: Progress,
-) -> AdapterDiff:
-    return AdapterDiff(
-        old_entry, new_entry, tuple(_diff_adapter_tensors(old, new, old_entry, new_entry, progress))
-    )
-
-
 def _diff_adapter_tensors(
     old: DiffSide,
     new: DiffSide,
@@ -361,12 +342,12 @@ def _diff_adapter_tensors(
     progress: Progress,
 ) -> list[TensorChange]:
     if old_entry is None:
-        return list_as_added(new.read_tensor_table(new_entry.path)) if new_entry else []
+        return list_tensors(new.read_tensor_table(new_entry.path), "added") if new_entry else []
     if new_entry is None:
-        return list_as_removed(old.read_tensor_table(old_entry.path))
+        return list_tensors(old.read_tensor_table(old_entry.path), "removed")
     digests = old.find_file(old_entry.path).digest, new.find_file(new_entry.path).digest
     if digests[0] == digests[1]:
-        return list_as_equal(old.read_tensor_table(old_entry.path))
+        return list_tensors(old.read_tensor_table(old_entry.path), "equal")
     tables = old.read_tensor_table(old_entry.path), new.read_tensor_table(new_entry.path)
     with old.blobs(digests[0]) as first, new.blobs(digests[1]) as second:
         return diff_tensors(

@@ -12,7 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError
@@ -92,17 +92,7 @@ _MAX_LABEL = 200
 """How many characters of an adapter's base label are shown."""
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
 _ASCII_LETTERS = str.maketrans(
-    {
-        "ß": "ss",
-        "æ": "ae",
-        "œ": "oe",
-        "ø": "o",
-        "ł": "l",
-        "đ": "d",
-        "ð": "d",
-        "þ": "th",
-        "\u0131": "i",
-    }
+    dict(zip("ßæœøłđðþ\u0131", ("ss", "ae", "oe", "o", "l", "d", "d", "th", "i"), strict=True))
 )
 """Latin letters that Unicode does not decompose."""
 
@@ -138,17 +128,14 @@ def list_named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
     """
     if not isinstance(stated, list):
         return [(WEIGHTS_PATH, CONFIG_PATH)]
-    names = []
-    for entry in stated:
-        weights = entry.get("path") if isinstance(entry, dict) else None
-        config = entry.get("config") if isinstance(entry, dict) else None
-        if isinstance(weights, str) and isinstance(config, str):
-            names += (
-                []
-                if describe_name_problem(weights) or describe_name_problem(config)
-                else [(weights, config)]
-            )
-    return names
+    pairs = [(e.get("path"), e.get("config")) for e in stated if isinstance(e, dict)]
+    return [
+        (weights, config)
+        for weights, config in pairs
+        if isinstance(weights, str)
+        and isinstance(config, str)
+        and not (describe_name_problem(weights) or describe_name_problem(config))
+    ]
 
 
 def read_draft(directory: Path) -> JsonObject:
@@ -173,12 +160,6 @@ def complete_manifest(
     base: BaseFacts | None,
 ) -> JsonObject:
     """Return the manifest with everything filled in that can be determined."""
-    said = {
-        "name": overrides.name,
-        "version": overrides.version,
-        "description": overrides.description,
-        "license": overrides.license,
-    }
     name = overrides.name or existing.get("name") or build_default_name(directory)
     document: JsonObject = {
         "schema": 1,
@@ -187,7 +168,7 @@ def complete_manifest(
         "description": f"{_describe_adapters(adapters)} {str(name).partition('/')[2]}",
         "license": DEFAULT_LICENSE,
         **existing,
-        **{key: value for key, value in said.items() if value is not None},
+        **{key: value for key, value in asdict(overrides).items() if value is not None},
     }
     label = adapters[0].config if adapters else None
     document["base"] = _complete_base(existing.get("base"), label, base)
@@ -326,10 +307,6 @@ def _complete_base(
 
 
 def _build_tokenizer_entry(identity: BaseIdentity, version: int) -> JsonObject:
-    """Return the tokenizer digest; version 1 is the default and not written."""
     if version == 1 or identity.canonical_tokenizer is None:
         return {"tokenizer": str(identity.tokenizer)}
-    return {
-        "tokenizer": str(identity.canonical_tokenizer),
-        "tokenizer_version": FORM_VERSION,
-    }
+    return {"tokenizer": str(identity.canonical_tokenizer), "tokenizer_version": FORM_VERSION}

@@ -125,11 +125,7 @@ class FrameReader:
         self._view = memoryview(b"")
 
     def read_exact(self, size: int) -> bytes:
-        """Return the next ``size`` bytes.
-
-        Raises:
-            InvalidPackageError: when there are fewer, or the frame is corrupt.
-        """
+        """Return the next ``size`` bytes; raises as `chunks`."""
         parts = bytearray()
         for chunk in self.chunks(size):
             parts += chunk

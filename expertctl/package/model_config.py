@@ -157,7 +157,6 @@ class ModelConfig:
                 yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
 
     def _list_norm_sizes(self) -> dict[str, int]:
-        """Return the sizes of the norms of queries and keys, if there are any."""
         if not self.qk_norm:
             return {}
         heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
@@ -170,13 +169,7 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read the configuration of a base.
-
-    Raises:
-        NotFoundError: when there is none.
-        IncompatibleError: when the decoder does not support such a model.
-        InvalidPackageError: when it is malformed.
-    """
+    """Read ``config.json`` of a base; raises as `read_config_document` and `parse_model_config`."""
     return parse_model_config(read_config_document(directory), what=str(directory / CONFIG_FILE))
 
 
@@ -299,18 +292,11 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         qk_norm=row.norms != "none",
         tied=fields.read_boolean("tie_word_embeddings", default=False),
         projection_norm=row.norms == "projection",
-        experts=_parse_experts(fields, row, layers=layers, intermediate_size=inner, what=what),
-    )
-
-
-def _parse_experts(
-    fields: ConfigFields, row: Architecture, *, layers: int, intermediate_size: int, what: str
-) -> ExpertsConfig | None:
-    if row.experts is None:
-        return None
-    size = intermediate_size
-    return parse_experts_config(
-        fields, row.experts, layers=layers, intermediate_size=size, what=what
+        experts=None
+        if row.experts is None
+        else parse_experts_config(
+            fields, row.experts, layers=layers, intermediate_size=inner, what=what
+        ),
     )
 
 

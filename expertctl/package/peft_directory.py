@@ -16,7 +16,7 @@ from pathlib import Path
 from expertctl.digest import FileDigest, Progress, ignore_progress
 from expertctl.errors import ExpertError
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
-from expertctl.package.base_model import BaseFacts
+from expertctl.package.base_model import TOKENIZER_FILE, BaseFacts
 from expertctl.package.layout import Blobs, PackageLayout, is_document
 from expertctl.package.source_files import SourceFile, find_source_file
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES
@@ -31,7 +31,6 @@ _MAX_UNFILLED = 10
 _TEMPLATE_FILE = "chat_template.jinja"
 _SETTINGS_FILE = "tokenizer_config.json"
 _ADDED_FILE = "added_tokens.json"
-_TOKENIZER_FILE = "tokenizer.json"
 _MAX_SHOWN = 5
 _ReadFile = Callable[[str], bytes | None]
 
@@ -80,7 +79,7 @@ def _read_template(read: _ReadFile) -> str | None:
 
 def _read_added_tokens(read: _ReadFile) -> set[str]:
     """Return the tokens that a tokenizer has beyond its vocabulary."""
-    listed = _read_document(read, _TOKENIZER_FILE).get("added_tokens")
+    listed = _read_document(read, TOKENIZER_FILE).get("added_tokens")
     rows = listed if isinstance(listed, list) else []
     contents = [row.get("content") for row in rows if isinstance(row, dict)]
     added = {text for text in contents if isinstance(text, str)}
@@ -88,7 +87,7 @@ def _read_added_tokens(read: _ReadFile) -> set[str]:
 
 
 def _read_known_tokens(read: _ReadFile) -> set[str]:
-    model = _read_document(read, _TOKENIZER_FILE).get("model")
+    model = _read_document(read, TOKENIZER_FILE).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     known = set(vocabulary) if isinstance(vocabulary, dict) else set()
     return known | _read_added_tokens(read)
@@ -128,11 +127,7 @@ def export_peft_directories(
 ) -> list[str]:
     """Write the adapters of a package to a new or empty directory; return their relative paths.
 
-    Raises:
-        UsageError: when the directory is not empty.
-        NotFoundError: when its parent does not exist.
-        InvalidPackageError: when the manifest is not readable.
-        DigestError: when the bytes of a blob do not match its digest.
+    Raises as `open_atomic_directory`, `parse_manifest` and `copy_verified`.
     """
     source = _PackageFiles(layout, blobs, progress)
     manifest = parse_manifest(source.read(MANIFEST_PATH))
@@ -155,8 +150,6 @@ def _choose_folders(manifest: Manifest) -> list[str]:
 
 
 class _PackageFiles:
-    """Reads the files of one package by path."""
-
     def __init__(self, layout: PackageLayout, blobs: Blobs, progress: Progress) -> None:
         self._files = {file.path: file for file in layout.files}
         self._blobs = blobs

@@ -8,7 +8,7 @@ only after `expertctl.package.verify`.
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,37 +54,6 @@ from expertctl.schema.manifest import (
 )
 
 
-def check_content(
-    files: Sequence[FileDigest],
-    small: Mapping[str, bytes],
-    headers: Mapping[str, bytes],
-    *,
-    what: str,
-) -> tuple[Manifest, tuple[AdapterSpec, ...]]:
-    """Check files against the manifest among them.
-
-    ``small`` holds the bytes of small files, ``headers`` at least the header of each safetensors
-    file, by path.
-
-    Raises:
-        InvalidPackageError: with every problem.
-    """
-    if MANIFEST_PATH not in small:
-        raise InvalidPackageError(what, [f"{MANIFEST_PATH} is missing or too large"])
-    manifest = parse_manifest(small[MANIFEST_PATH], what=f"{what} {MANIFEST_PATH}")
-    sizes = {file.path: file.size for file in files}
-    problems = find_file_set_problems(manifest, sizes)
-    specs = []
-    for entry in manifest.adapters:
-        try:
-            specs.append(read_entry_spec(entry, small, headers, sizes))
-        except InvalidPackageError as error:
-            problems += [f"{error.what}: {problem}" for problem in error.problems]
-    if problems:
-        raise InvalidPackageError(what, problems)
-    return manifest, tuple(specs)
-
-
 def list_named_files(manifest: Manifest) -> set[str]:
     """Return the files that a manifest names, including itself."""
     named = {path for entry in manifest.adapters for path in (entry.path, entry.config)}
@@ -103,17 +72,13 @@ def find_file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> l
     return odd + missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
 
 
-def read_entry_spec(
+def _read_entry_spec(
     entry: AdapterEntry,
     small: Mapping[str, bytes],
     headers: Mapping[str, bytes],
     sizes: Mapping[str, int],
 ) -> AdapterSpec:
-    """Read the configuration and header of one adapter, and check its manifest entry.
-
-    Raises:
-        InvalidPackageError: with every problem.
-    """
+    """Read the configuration and header of one adapter, and check its manifest entry."""
     if entry.config not in small or entry.path not in headers:
         raise InvalidPackageError(
             entry.path, ["the adapter needs its .safetensors file and a configuration below 1 MiB"]
@@ -288,7 +253,7 @@ def read_blobs(
 def _build_contents(
     layout: PackageLayout, starts: Mapping[Digest, bytes], what: str
 ) -> PackageContents:
-    """Parse the contents of a package from the beginning of each file."""
+    """Parse the contents from the beginning of each file, and check them against the manifest."""
     small, headers = {}, {}
     for file in layout.files:
         start = starts[file.digest]
@@ -296,7 +261,19 @@ def _build_contents(
             headers[file.path] = start
         elif len(start) == file.size:
             small[file.path] = start
-    manifest, adapters = check_content(layout.files, small, headers, what=what)
+    if MANIFEST_PATH not in small:
+        raise InvalidPackageError(what, [f"{MANIFEST_PATH} is missing or too large"])
+    manifest = parse_manifest(small[MANIFEST_PATH], what=f"{what} {MANIFEST_PATH}")
+    sizes = {file.path: file.size for file in layout.files}
+    problems = find_file_set_problems(manifest, sizes)
+    specs = []
+    for entry in manifest.adapters:
+        try:
+            specs.append(_read_entry_spec(entry, small, headers, sizes))
+        except InvalidPackageError as error:
+            problems += [f"{error.what}: {problem}" for problem in error.problems]
+    if problems:
+        raise InvalidPackageError(what, problems)
     signature = starts[layout.signature.digest] if layout.signature else None
     digest = compute_content_digest(layout.files)
-    return PackageContents(manifest, adapters, layout, signature, small, digest)
+    return PackageContents(manifest, tuple(specs), layout, signature, small, digest)

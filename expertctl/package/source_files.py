@@ -170,12 +170,6 @@ README = "README.md"
 _CHUNK = 1 << 20
 
 
-def find_secret_in_file(path: Path) -> str | None:
-    """Return the kind of secret in a file; see `find_secret`."""
-    with path.open("rb") as stream:
-        return find_secret_in_stream(stream)
-
-
 def find_document_problem(stream: BinaryIO, *, name: str) -> str | None:
     """Return why a non-weights file of a package is refused, or None.
 

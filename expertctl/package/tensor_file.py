@@ -16,21 +16,10 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 LENGTH_BYTES = 8
 DTYPE_BYTES: Mapping[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
 """Sizes of the supported dtypes in bytes; dtypes of 4 or 6 bits are refused by name."""
 
@@ -118,22 +107,14 @@ def parse_header(
 def read_header(
     stream: BinaryIO, *, file_size: int, what: str, limits: HeaderLimits = ADAPTER_LIMITS
 ) -> TensorTable:
-    """Read the header of a file from a stream at its beginning; see `parse_header`.
-
-    Raises:
-        InvalidPackageError: with every problem of the header.
-    """
+    """Read the header of a file from a stream at its beginning; raises as `parse_header`."""
     first = stream.read(LENGTH_BYTES)
     length = parse_header_length(first, file_size=file_size, what=what, limits=limits)
     return parse_header(first + stream.read(length), file_size=file_size, what=what, limits=limits)
 
 
 def read_table(path: Path, *, limits: HeaderLimits = ADAPTER_LIMITS) -> TensorTable:
-    """Read the header of a file.
-
-    Raises:
-        InvalidPackageError: with every problem of the header.
-    """
+    """Read the header of a file; raises as `parse_header`."""
     with path.open("rb") as stream:
         size = path.stat().st_size
         return read_header(stream, file_size=size, what=path.name, limits=limits)
@@ -154,16 +135,14 @@ def _build_table(
             problems.append(str(error))
     if not document:
         problems.append("there is no tensor")
-    ordered = dict(sorted(tensors.items(), key=_begin_offset))
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].begin))
     if not problems:
         problems = _find_layout_problems(ordered, file_size - data_offset)
     if problems:
-        raise InvalidPackageError(what, _truncate_problems(problems))
+        rest = len(problems) - _MAX_PROBLEMS
+        more = [f"… and {rest} more"] if rest > 0 else []
+        raise InvalidPackageError(what, [*problems[:_MAX_PROBLEMS], *more])
     return TensorTable(ordered, data_offset, file_size)
-
-
-def _begin_offset(item: tuple[str, TensorInfo]) -> int:
-    return item[1].begin
 
 
 class _TensorEntryError(ValueError):
@@ -247,8 +226,3 @@ def _find_layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> 
     if expected != data_size:
         return [f"tensors end at {expected}, the file holds {data_size} bytes of data"]
     return []
-
-
-def _truncate_problems(problems: list[str]) -> list[str]:
-    rest = len(problems) - _MAX_PROBLEMS
-    return [*problems[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]

@@ -36,14 +36,14 @@ MAX_GROWTH = 256
 """The largest factor by which all steps of one kind together may lengthen a text."""
 MAX_LIST_ITEMS = 256
 """The largest number of steps in one list; each reads the whole text."""
-_CHECKED_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NESTED_LISTS = ("normalizers", "pretokenizers", "processors", "decoders", "single", "pair")
 
 
 def find_tokenizer_problems(document: JsonObject) -> list[str]:
     """Return what in a ``tokenizer.json`` could abort the process, without duplicates."""
     found = list(_find_model_problems(document.get("model")))
-    for name in _CHECKED_STEPS:
+    for name in _PIPELINE_STEPS:
         parts = list(_iter_steps(document.get(name)))
         found += [f"{name}: {problem}" for part in parts for problem in _find_step_problems(part)]
         growth = 1.0
@@ -133,7 +133,6 @@ MAX_ITEMS = 4_000_000
 """The largest number of values in a document; the largest published one has two million."""
 
 _SESSION_FIELDS = ("truncation", "padding")
-_PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _OLD_MERGES_HEADER = "#version"
 
 _Defaults = Mapping[str, tuple[JsonValue, ...]]
@@ -163,11 +162,7 @@ _WORD_PIECE = {"unk_token", "continuing_subword_prefix", "max_input_chars_per_wo
 
 
 def compute_tokenizer_digest(data: bytes, *, what: str) -> Digest:
-    """Return the digest of the canonical form of a ``tokenizer.json``.
-
-    Raises:
-        InvalidPackageError: as `canonicalise_tokenizer`.
-    """
+    """Return the digest of the canonical form; raises as `canonicalise_tokenizer`."""
     return Digest.compute(canonicalise_tokenizer(data, what=what))
 
 
@@ -263,12 +258,11 @@ def _to_merge_pairs(merges: list[JsonValue]) -> list[JsonValue]:
 
 
 def _split_merges(merges: list[JsonValue]) -> list[JsonValue]:
-    lines = [line for line in merges if not _is_header(line)]
-    return [list(line.split(" ")) if isinstance(line, str) else None for line in lines]
-
-
-def _is_header(line: JsonValue) -> bool:
-    return isinstance(line, str) and line.startswith(_OLD_MERGES_HEADER)
+    return [
+        list(line.split(" ")) if isinstance(line, str) else None
+        for line in merges
+        if not (isinstance(line, str) and line.startswith(_OLD_MERGES_HEADER))
+    ]
 
 
 def _canonicalise_scores(vocab: list[JsonValue]) -> list[JsonValue]:

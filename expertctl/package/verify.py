@@ -6,9 +6,8 @@ them is wrong or lies, and `changed_version_error` reports both.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.digest import Digest
 from expertctl.errors import (
     ChangedVersionError,
     DigestError,
@@ -17,8 +16,7 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
-from expertctl.package.archive import DISCARD, BlobSink
-from expertctl.package.read import PackageContents, read_package
+from expertctl.package.read import PackageContents
 from expertctl.reference import FROM_FILE, PackageName, Reference, Version
 from expertctl.trust.bundle import SignatureBundle, read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
@@ -64,24 +62,6 @@ class VerifiedPackage:
     contents: PackageContents
     signer: str | None
     """The key id; ``None`` means unsigned or chosen by digest, which the user accepted."""
-
-
-def verify_file(
-    path: Path,
-    trust: TrustStore,
-    *,
-    expected: Reference | None = None,
-    sink: BlobSink = DISCARD,
-    progress: Progress = ignore_progress,
-) -> VerifiedPackage:
-    """Read a ``.expert`` file and require a trusted signature.
-
-    Raises:
-        InvalidPackageError: when the file is malformed.
-        TrustError: when its digests, signature or signer are wrong.
-    """
-    contents = read_package(path, sink=sink, progress=progress)
-    return verify_contents(contents, trust, expected=expected)
 
 
 def verify_contents(

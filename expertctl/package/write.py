@@ -55,9 +55,7 @@ def write_package(
 ) -> None:
     """Write a ``.expert`` file, or a set in the same kind of frame.
 
-    Raises:
-        DigestError: when the bytes of a blob do not match its digest.
-        InvalidPackageError: when readers would take the result for a decompression bomb.
+    Raises as `copy_verified`, and InvalidPackageError when readers would refuse the ratio.
     """
     size = compute_archive_size(layout)
     with open_atomic_file(path) as stream:
@@ -69,11 +67,7 @@ def write_package(
 def write_oci_archive(
     path: Path, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
-    """Write the plain tar: an OCI archive for other tools.
-
-    Raises:
-        DigestError: when the bytes of a blob do not match its digest.
-    """
+    """Write the plain tar, an OCI archive for other tools; raises as `copy_verified`."""
     with open_atomic_file(path) as stream:
         write_archive(stream, layout, blobs, progress=progress)
 
@@ -81,11 +75,7 @@ def write_oci_archive(
 def write_archive(
     output: ArchiveOutput, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
-    """Write the tar of a layout.
-
-    Raises:
-        DigestError: when the bytes of a blob do not match its digest.
-    """
+    """Write the tar of a layout; raises as `copy_verified`."""
     made = list_documents(layout)
     for member in list_members(layout):
         output.write(member.header)
@@ -153,12 +143,7 @@ def require_folder(path: Path) -> Path:
 
 @contextmanager
 def open_atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a stream whose content becomes ``path`` on success, durably, and is discarded on error.
-
-    Raises:
-        NotFoundError: when the folder does not exist.
-        UsageError: when ``path`` is a directory.
-    """
+    """Give a stream that becomes ``path`` on success, durably; raises as `check_target`."""
     check_target(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
@@ -227,30 +212,22 @@ def unpack_package(
 ) -> PackageContents:
     """Write the files of a package, including the signature, to a new or empty directory.
 
-    Raises:
-        UsageError: when the directory is not empty.
-        NotFoundError: when the file or the parent directory does not exist.
-        InvalidPackageError: when the package is malformed.
-        DigestError: when bytes do not match their digest.
+    Raises as `read_package` and `open_atomic_directory`.
     """
     with (
         open_atomic_directory(directory) as made,
         spool_package(path, target=directory, progress=progress) as (contents, spool),
     ):
-        for file in contents.layout.layers:
-            _copy_to_name(spool.folder / file.digest.hex, made / file.path)
+        for file in contents.layout.layers:  # two files may share one blob
+            shutil.copyfile(spool.folder / file.digest.hex, made / file.path)
+            (made / file.path).chmod(0o644)
     return contents
 
 
 def sign_package(
     path: Path, key: PrivateKey, *, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Sign a package, replacing any signature; its content digest stays.
-
-    Raises:
-        InvalidPackageError: when the package is malformed.
-        DigestError: when bytes do not match their digest.
-    """
+    """Sign a package anew; its content digest stays. Raises as `read_package`."""
     with spool_package(path, target=path, progress=progress) as (contents, spool):
         signature = sign_files(contents.files, name=contents.manifest.ref, key=key)
         layout = build_signed_layout(contents.files, signature)
@@ -285,20 +262,10 @@ def add_document(blobs: Blobs, document: bytes | None) -> Blobs:
 def spool_package(
     path: Path, *, target: Path, progress: Progress = ignore_progress
 ) -> Iterator[tuple[PackageContents, BlobSpool]]:
-    """Read a package into a temporary folder next to ``target``, on the same disk.
-
-    Raises:
-        NotFoundError: when the file or the folder does not exist.
-    """
+    """Read a package into a temporary folder next to ``target``; raises as `read_package`."""
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(target)) as name:
         spool = BlobSpool(Path(name))
         yield read_package(path, sink=spool, progress=progress), spool
-
-
-def _copy_to_name(blob: Path, target: Path) -> None:
-    """Copy a blob to a file name that the layout has checked; two files may share one blob."""
-    shutil.copyfile(blob, target)
-    target.chmod(0o644)
 
 
 def _write_fully(handle: int, chunk: memoryview) -> None:

@@ -48,11 +48,7 @@ class BaseSelector:
     """The setting ``base``."""
 
     def find_default(self, *, engine: str = "native") -> StoredBase | None:
-        """Return the base that answers without experts; None when there is none.
-
-        Raises:
-            NotFoundError: when the setting ``base`` names an unknown base.
-        """
+        """Return the base that answers without experts, if any; raises as `list_by_preference`."""
         return next(iter(self.list_by_preference(engine=engine)), None)
 
     def list_by_preference(self, *, engine: str = "native") -> list[StoredBase]:
@@ -73,11 +69,11 @@ class BaseSelector:
     ) -> list[StoredBase]:
         """Return the bases to route a prompt on, the default first.
 
-        There are several when the router may choose an expert made for a base other than the
+        There are several when the router may choose an expert made for another base than the
         default.
 
         Raises:
-            NotFoundError: when there is no base, or none with this name.
+            NotFoundError: when there is no base, or none with this name; as `list_by_preference`.
         """
         if base_name is not None:
             return [self.bases.find(base_name)]
@@ -148,7 +144,6 @@ def _shapes_match(
     base: StoredBase,
     adapters: Callable[[InstalledExpert], Sequence[AdapterSpec]],
 ) -> bool:
-    """Tell whether the shapes of all target modules of an expert match a base."""
     try:
         return not any(check_tensors(spec, base.shapes) for spec in adapters(expert))
     except ExpertError:  # the files are damaged; a run reports that
@@ -158,7 +153,6 @@ def _shapes_match(
 def _iter_forced_experts(
     request: RouteRequest, experts: Sequence[InstalledExpert]
 ) -> Iterator[InstalledExpert]:
-    """Yield the installed expert that each forced reference resolves to."""
     for forced in request.force:
         meant = [expert for expert in experts if expert.matches(forced.target)]
         if meant:
@@ -187,7 +181,6 @@ def _preference_key(base: StoredBase, engine: str) -> tuple[bool, bool, int]:
 
 
 def _is_unsupported(base: StoredBase, engine: str) -> bool:
-    """Tell whether the requested engine cannot run a base."""
     return base.foreign and engine == "native"
 
 
@@ -198,7 +191,6 @@ def _fits(expert: InstalledExpert, base: StoredBase) -> bool:
 def _supports_forced(
     base: StoredBase, request: RouteRequest, experts: Sequence[InstalledExpert]
 ) -> bool:
-    """Tell whether every forced expert has a version for this base."""
     return all(
         any(_fits(expert, base) for expert in experts if expert.matches(forced.target))
         for forced in request.force

@@ -32,17 +32,8 @@ from expertctl.routing.score import (
     build_sort_key,
     discount_by_success,
 )
-from expertctl.routing.selection import (
-    SelectedExpert,
-    explain_not_composing,
-    is_excluded,
-)
-from expertctl.routing.vector_table import (
-    EncodedTexts,
-    Rows,
-    SearchHits,
-    Vectors,
-)
+from expertctl.routing.selection import SelectedExpert, explain_not_composing, is_excluded
+from expertctl.routing.vector_table import EncodedTexts, Rows, SearchHits, Vectors
 from expertctl.store.base_record import StoredBase
 
 CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
@@ -92,51 +83,50 @@ def score_prompt(
 ) -> RoutingDecision:
     """Score the eligible experts for a prompt, given its features and its vectors."""
     decision = RoutingDecision(index.search(encoded.rows[0], allowed=eligible.search_filter))
-    running = _select_contenders(eligible, decision, features)
-    first = _exclude(running, eligible.catch_alls)
+    contenders = _select_contenders(eligible, decision, features)
+    first = _exclude(contenders, eligible.catch_alls)
     if len(first):
         _rerank_contenders(eligible, index, decision, first, encoded, success)
-    if len(first) == len(running):
+    if len(first) == len(contenders):
         return decision
     if decision.leader is None:
         decision.scores.clear()
-        _rerank_contenders(eligible, index, decision, running, encoded, success)
+        _rerank_contenders(eligible, index, decision, contenders, encoded, success)
     else:
-        decision.vetoes |= dict.fromkeys(
-            set(running.tolist()) & eligible.catch_alls, CATCH_ALL_REASON
-        )
+        passed = eligible.catch_alls.intersection(contenders.tolist())
+        decision.vetoes |= dict.fromkeys(passed, CATCH_ALL_REASON)
     return decision
 
 
-def _exclude(experts: Rows, some: frozenset[int]) -> Rows:
+def _exclude(experts: Rows, removed: frozenset[int]) -> Rows:
     """Remove some experts; the common case, in which there are none to remove, is fast."""
-    if not some or some.isdisjoint(experts.tolist()):
+    if not removed or removed.isdisjoint(experts.tolist()):
         return experts
-    return np.array([at for at in experts.tolist() if at not in some], np.int64)
+    return np.array([at for at in experts.tolist() if at not in removed], np.int64)
 
 
 def _select_contenders(
     eligible: EligibleExperts, decision: RoutingDecision, features: PromptFeatures
 ) -> Rows:
     """Return the candidates except those that veto the prompt or copy another candidate."""
-    experts = decision.hits.experts
-    some = experts.tolist()
+    positions = decision.hits.experts.tolist()
     guarded = eligible.with_vetoes_or_languages if features.script else eligible.with_vetoes
-    for at in guarded.intersection(some):
+    for at in guarded.intersection(positions):
         if why := explain_veto(eligible.by_position[at].manifest, features):
             decision.vetoes[at] = why
-    if not eligible.flagged.isdisjoint(some):
-        decision.vetoes |= _find_copies(eligible, [at for at in some if at not in decision.vetoes])
+    if not eligible.flagged.isdisjoint(positions):
+        left = [at for at in positions if at not in decision.vetoes]
+        decision.vetoes |= _find_copies(eligible, left)
     if not decision.vetoes:
-        return experts
-    return np.array([at for at in some if at not in decision.vetoes], np.int64)
+        return decision.hits.experts
+    return np.array([at for at in positions if at not in decision.vetoes], np.int64)
 
 
-def _find_copies(eligible: EligibleExperts, running: list[int]) -> dict[int, str]:
+def _find_copies(eligible: EligibleExperts, positions: list[int]) -> dict[int, str]:
     """Return the candidates that are copies of other candidates, each with the reason."""
-    names = {str(eligible.by_position[at].stored.package) for at in running}
+    names = {str(eligible.by_position[at].stored.package) for at in positions}
     copies = {}
-    for at in eligible.flagged.intersection(running):
+    for at in eligible.flagged.intersection(positions):
         expert = eligible.by_position[at]
         others = {f.other for f in eligible.flags[expert.digest] if f.code in COPY_FLAGS} & names
         if others:
@@ -148,7 +138,7 @@ def _rerank_contenders(
     eligible: EligibleExperts,
     index: RoutingIndex,
     decision: RoutingDecision,
-    running: Rows,
+    contenders: Rows,
     encoded: EncodedTexts,
     success: SuccessLookup,
 ) -> None:
@@ -157,43 +147,43 @@ def _rerank_contenders(
     Experts that compose do not compete: on a prompt for several of them, their probabilities are
     added and each is scored with the sum.
     """
-    joining = _may_join(eligible, running)
+    joining = _may_join(eligible, contenders)
     if joining:
-        running = _select_closest(eligible, running)
-    looked_at = rerank_all if joining else rerank
-    verdict = looked_at(
-        eligible.rerank_table, eligible.rerank_positions[running], encoded.rerank_rows[0]
+        contenders = _select_closest(eligible, contenders)
+    query = encoded.rerank_rows[0]
+    scores = (rerank_all if joining else rerank)(
+        eligible.rerank_table, eligible.rerank_positions[contenders], query
     )
-    compared = running[: len(verdict)].tolist()
-    _correct_catch_alls(eligible, compared, verdict, encoded.rerank_rows[0])
-    shares, evidence = verdict.probabilities.tolist(), verdict.evidence.tolist()
-    together = _find_joint_experts(eligible, compared, verdict) if joining else []
-    left = min(sum(shares[number] for number in together), 1.0)
-    for number in together:
-        evidence[number] += max(left - shares[number], 0.0)
+    compared = contenders[: len(scores)].tolist()
+    _correct_catch_alls(eligible, compared, scores, query)
+    probabilities, evidence = scores.probabilities.tolist(), scores.evidence.tolist()
+    joint = _find_joint_experts(eligible, compared, scores) if joining else []
+    total = min(sum(probabilities[number] for number in joint), 1.0)
+    for number in joint:
+        evidence[number] += max(total - probabilities[number], 0.0)
     calibration = index.calibration
-    figures = zip(compared, shares, verdict.similarities.tolist(), evidence, strict=True)
-    for at, share, support, enough in figures:
+    figures = zip(compared, probabilities, scores.similarities.tolist(), evidence, strict=True)
+    for at, probability, similarity, own in figures:
         rate = _success_rate(success, eligible.by_position[at])
-        score = discount_by_success(calibration.score(enough), success=rate)
-        decision.scores[at] = CandidateScore(share, support, score)
+        score = discount_by_success(calibration.score(own), success=rate)
+        decision.scores[at] = CandidateScore(probability, similarity, score)
     best = _find_best(eligible, decision.scores, success)
     if decision.scores[best].score >= THRESHOLD:
         decision.leader = best
 
 
-def _may_join(eligible: EligibleExperts, running: Rows) -> bool:
+def _may_join(eligible: EligibleExperts, contenders: Rows) -> bool:
     """Tell whether at least two of the closest `_MAX_PARTNERS` experts compose with others."""
     if not eligible.composing:
         return False
-    return len(eligible.composing.intersection(running[:_MAX_PARTNERS].tolist())) > 1
+    return len(eligible.composing.intersection(contenders[:_MAX_PARTNERS].tolist())) > 1
 
 
-def _select_closest(eligible: EligibleExperts, running: Rows) -> Rows:
+def _select_closest(eligible: EligibleExperts, contenders: Rows) -> Rows:
     """Return the closest experts, then farther ones that compose, as other tasks may be closer."""
-    behind = running[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
+    behind = contenders[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
     partners = [at for at in behind if at in eligible.composing]
-    return np.array([*running[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
+    return np.array([*contenders[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
 
 
 def _correct_catch_alls(
@@ -211,14 +201,26 @@ def _correct_catch_alls(
 
 
 def _find_best(
-    eligible: EligibleExperts, standings: Mapping[int, CandidateScore], success: SuccessLookup
+    eligible: EligibleExperts, scores: Mapping[int, CandidateScore], success: SuccessLookup
 ) -> int:
     """Return the candidate that sorts first; sort keys are computed only for near ties."""
-    enough = max(standing.score for standing in standings.values()) - _MAX_TIE_DIFFERENCE
-    equals = [at for at, standing in standings.items() if standing.score >= enough]
-    if len(equals) == 1:
-        return equals[0]
-    return min(equals, key=lambda at: _candidate_key(eligible, standings[at], at, success))
+    enough = max(each.score for each in scores.values()) - _MAX_TIE_DIFFERENCE
+    ties = [at for at, each in scores.items() if each.score >= enough]
+    if len(ties) == 1:
+        return ties[0]
+
+    def sort_key(at: int) -> CandidateSortKey:
+        expert = eligible.by_position[at]
+        return build_sort_key(
+            score=scores[at].score,
+            flagged=at in eligible.flagged,
+            success=_success_rate(success, expert),
+            priority=expert.manifest.routing.priority,
+            vram_mb=expert.resident_bytes,
+            name=expert.ref,
+        )
+
+    return min(ties, key=sort_key)
 
 
 def _find_joint_experts(
@@ -242,20 +244,6 @@ def _find_joint_experts(
 def _success_rate(success: SuccessLookup, expert: InstalledExpert) -> float:
     rate = success(expert)
     return DEFAULT_SUCCESS_RATE if rate is None else rate
-
-
-def _candidate_key(
-    eligible: EligibleExperts, standing: CandidateScore, position: int, success: SuccessLookup
-) -> CandidateSortKey:
-    expert = eligible.by_position[position]
-    return build_sort_key(
-        score=standing.score,
-        flagged=position in eligible.flagged,
-        success=_success_rate(success, expert),
-        priority=expert.manifest.routing.priority,
-        vram_mb=expert.resident_bytes,
-        name=expert.ref,
-    )
 
 
 NEAR_SIMILARITY = 0.5
@@ -289,7 +277,6 @@ def _explain_base_alone(
     eligible: EligibleExperts,
     base: StoredBase,
 ) -> str:
-    """Explain why the base answers alone."""
     if request.base_alone:
         return "the base answers alone, as asked"
     if not eligible.experts:

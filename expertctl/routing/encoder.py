@@ -35,7 +35,7 @@ from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.routing.minilm import FILES, open_minilm
 from expertctl.routing.static_encoder import open_static_encoder
-from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words
+from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words, truncate
 from expertctl.routing.vector_table import EncodedTexts, Vectors, interpolate, normalise_rows
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home, find_home
@@ -43,7 +43,6 @@ from expertctl.settings import Home, find_home
 MIN_TEXTS_FOR_MEAN = 4
 """The least number of descriptions and examples for which an expert gets a mean row."""
 
-_MAX_SHOWN_CHARACTERS = 60
 _BETWEEN_WORDS = re.compile(r"[^a-z0-9]+")
 
 
@@ -87,16 +86,12 @@ def describe_row(manifest: Manifest, text: int) -> str:
     texts = ExpertTexts.from_manifest(manifest)
     names = [
         "its description",
-        *(f"its example {_truncate(example)!r}" for example in texts.examples),
+        *(f"its example {truncate(example)!r}" for example in texts.examples),
         *(["its keywords"] if texts.keywords else []),
         "its name",
         "the mean of its examples",
     ]
     return names[text]
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def _split_name(name: str) -> str:
@@ -249,10 +244,7 @@ class Encoder(Protocol):
 
 
 def open_encoder(
-    setting: str | None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    home: Home | None = None,
+    setting: str | None, environment: Mapping[str, str] = os.environ, *, home: Home | None = None
 ) -> Encoder:
     """Open the encoder named by the setting, else the best one available.
 

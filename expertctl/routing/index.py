@@ -25,14 +25,14 @@ from expertctl.routing.encoder import Encoder, ExpertTexts
 from expertctl.routing.reranker import (
     CALIBRATION_FILE,
     NO_EVIDENCE,
+    PRIORS,
     Calibration,
     collect_evidence,
-    find_prior,
     fit_calibration,
     read_calibration,
     write_calibration,
 )
-from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles
+from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles, describe_vector_damage
 from expertctl.routing.vector_search import (
     GRAPH_ROWS,
     VectorSearcher,
@@ -106,8 +106,7 @@ class VectorStore:
     def remove(self, digests: Iterable[Digest]) -> bool:
         """Remove entries; tell whether the rest was rewritten because too many rows were dead.
 
-        Raises:
-            StoreError: when the folder cannot be written.
+        Raises as `lock_for_writing`.
         """
         with self.lock_for_writing():
             table = self.read()
@@ -115,18 +114,10 @@ class VectorStore:
             return self._remove_entries(table, at[at >= 0])
 
     def replace(self, rows: Mapping[Digest, Vectors]) -> VectorTable:
-        """Replace all entries and return the new table.
-
-        Raises:
-            StoreError: when the folder cannot be written.
-        """
+        """Replace all entries and return the new table; raises as `lock_for_writing`."""
         with self.lock_for_writing():
             self._table = self._files.replace(self._build_empty().add_entries(rows))
         return self._table
-
-    def check(self) -> bool:
-        """Tell whether all rows match their checksums."""
-        return self._files.check()
 
     @contextmanager
     def lock_for_writing(self) -> Iterator[None]:
@@ -227,11 +218,7 @@ class RoutingIndex:
         return len(self._find_missing(experts))
 
     def remove(self, digests: Iterable[Digest]) -> None:
-        """Remove experts.
-
-        Raises:
-            StoreError: when the folder cannot be written.
-        """
+        """Remove experts; raises as `VectorStore.lock_for_writing`."""
         gone = list(digests)
         if not len(self.find_positions(gone)):
             return
@@ -241,10 +228,9 @@ class RoutingIndex:
         self._calibrate()
 
     def rebuild(self, experts: ManifestsByDigest) -> None:
-        """Make all vectors again, and build the graph if the index is large enough for one.
+        """Make all vectors again, and the graph if it pays.
 
-        Raises:
-            StoreError: when the folder cannot be written.
+        Raises as `VectorStore.lock_for_writing`.
         """
         parts = (self._encode_experts(batch) for batch in _iter_batches(experts))
         encoded = dict(chain.from_iterable(part.items() for part in parts))
@@ -285,21 +271,10 @@ class RoutingIndex:
         table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
-    def digest_at(self, position: int) -> Digest:
-        """Return the content digest of the expert at a position."""
-        return self.table.digest_at(position)
-
     def find_positions(self, digests: Iterable[Digest]) -> Rows:
         """Return the positions of experts, without those that are not in the index."""
         found = self.table.find_positions(list(digests))
         return found[found >= 0]
-
-    def build_filter(self, digests: Iterable[Digest]) -> SearchFilter:
-        """Return a filter that lets these experts through; made once, used for many searches."""
-        table = self.table
-        mask = np.zeros(len(table), np.bool_)
-        mask[self.find_positions(digests)] = True
-        return SearchFilter(table, mask)
 
     def search(
         self, query: Vectors, *, count: int = MAX_HITS, allowed: SearchFilter | None = None
@@ -379,7 +354,7 @@ class RoutingIndex:
             self._recalibrate()
 
     def _recalibrate(self) -> None:
-        prior, experts = find_prior(self.encoder.name), int(self.table.alive.sum())
+        prior, experts = PRIORS[self.encoder.name], int(self.table.alive.sum())
         found = (
             collect_evidence(self.table, self.rerank_table, self.search) if experts else NO_EVIDENCE
         )
@@ -398,7 +373,7 @@ def _check_store(store: VectorStore) -> None:
         raise StoreError(f"{where}: rows without an expert")
     if table.encoder != store.encoder.digest():
         raise StoreError(f"{where}: made by another encoder")
-    if table.generation and not store.check():
+    if table.generation and describe_vector_damage(store.folder):
         raise StoreError(f"{where}: rows that are not those that were written")
 
 

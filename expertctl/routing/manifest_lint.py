@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Self
 
 from expertctl.routing.text import (
     STOP_WORDS,
@@ -26,6 +25,7 @@ from expertctl.routing.text import (
     fold_confusables,
     has_content_word,
     split_words,
+    truncate,
 )
 from expertctl.schema.manifest import Manifest
 from expertctl.store.preference import CATCH_ALL, Flag
@@ -117,7 +117,6 @@ _REPEATED_TEXTS = 3
 _REPEATED_WORDS = 6
 _REPEATED_WORD_SHARE = 0.25
 _MAX_SHOWN_WORDS = 3
-_MAX_SHOWN_CHARACTERS = 60
 
 _PACKAGE = re.compile(r"(?<![\w/.-])[a-z0-9]+(?:-[a-z0-9]+)*/[a-z0-9]+(?:-[a-z0-9]+)*(?![\w/])")
 _ROUTER_INSTRUCTION = re.compile(
@@ -216,9 +215,7 @@ def _check_router_instructions(manifest: Manifest) -> Flag | None:
     routing = manifest.routing
     for text in (manifest.description, *routing.examples, *routing.keywords):
         if match := _ROUTER_INSTRUCTION.search(fold_confusables(text)):
-            return Flag(
-                "instructs", f"it tells the router what to do: {_truncate(match.group())!r}"
-            )
+            return Flag("instructs", f"it tells the router what to do: {truncate(match.group())!r}")
     return None
 
 
@@ -226,17 +223,13 @@ def _check_confusables(manifest: Manifest) -> Flag | None:
     routing = manifest.routing
     for text in (manifest.description, *routing.examples, *routing.keywords):
         if word := find_confusable(text):
-            return Flag("disguised", f"its texts have letters in disguise: {_truncate(word)!r}")
+            return Flag("disguised", f"its texts have letters in disguise: {truncate(word)!r}")
     return None
 
 
 def _format_words(words: Sequence[str]) -> str:
     rest = f" and {len(words) - _MAX_SHOWN_WORDS} more" if len(words) > _MAX_SHOWN_WORDS else ""
-    return f"{', '.join(_truncate(word) for word in words[:_MAX_SHOWN_WORDS])}{rest}"
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
+    return f"{', '.join(truncate(word) for word in words[:_MAX_SHOWN_WORDS])}{rest}"
 
 
 RULES_VERSION = 3
@@ -254,14 +247,6 @@ class SeenManifests:
 
     fingerprints: dict[int, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_manifests(cls, manifests: Iterable[Manifest]) -> Self:
-        """Collect what these manifests bring, the earliest first."""
-        known = cls()
-        for manifest in manifests:
-            known.add(manifest)
-        return known
 
     def add(self, manifest: Manifest) -> None:
         """Add the texts and names of one more manifest."""

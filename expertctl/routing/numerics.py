@@ -21,7 +21,6 @@ from expertctl.routing.plan import (
     compute_plan_identity,
 )
 from expertctl.routing.request import (
-    DEFAULT_SKIP_CAP,
     AdapterDtype,
     DeviceName,
     Dtype,
@@ -37,34 +36,25 @@ _FLOAT_BYTES = 4
 _COMPAT_PACKAGES = ("transformers", "peft")
 
 
-def build_numeric_settings(
-    base: StoredBase,
-    *,
-    dtype: Dtype | None,
-    adapter_dtype: AdapterDtype,
-    engine: EngineName = "native",
-    deterministic: bool = False,
-    device: DeviceName = "cpu",
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: float = DEFAULT_SKIP_CAP,
-) -> NumericSettings:
-    """Return the numeric settings of a base with one dtype, engine and device.
+def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
+    """Return the numeric settings of a request on a base.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
         InvalidPackageError: when its configuration is malformed.
         NotFoundError: when the libraries of the engine are not installed.
     """
+    engine = request.engine
     _check_engine(base, engine)
-    cap = moe_skip_cap if moe_miss == "skip" else None
+    cap = request.moe_skip_cap if request.moe_miss == "skip" else None
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
         rope={} if base.foreign else read_model_config(base.path).rope.to_json(),
-        dtype=choose_dtype(base, dtype, engine=engine),
-        adapter_dtype=adapter_dtype,
-        engine=_native_version(deterministic, device, cap)
+        dtype=choose_dtype(base, request.dtype, engine=engine),
+        adapter_dtype=request.adapter_dtype,
+        engine=_native_version(request.deterministic, request.device, cap)
         if engine == "native"
         else describe_compat_version(),
     )
@@ -76,10 +66,8 @@ def choose_dtype(
     """Return the dtype of the base weights in memory: as requested, else float32 or bf16.
 
     The default is bf16 for a base of at least `SMALL_BASE` that is stored in it. Small ones are
-    exact and fast in float32, and bfloat16 would round weights stored in float16.
-
-    Raises:
-        InvalidPackageError: when its configuration is malformed.
+    exact and fast in float32, and bfloat16 would round weights stored in float16. Raises as
+    `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
@@ -183,24 +171,6 @@ def _find_matching_options(plan: Plan, base: StoredBase, request: RouteRequest) 
             if compute_plan_identity(build_request_settings(other, base), experts) == plan.identity:
                 found.append(_list_differing_options(other, request, base))
     return min(found, key=len, default=[])
-
-
-def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
-    """Return the numeric settings of a request on a base.
-
-    Raises:
-        ExpertError: as `build_numeric_settings`.
-    """
-    return build_numeric_settings(
-        base,
-        dtype=request.dtype,
-        adapter_dtype=request.adapter_dtype,
-        engine=request.engine,
-        deterministic=request.deterministic,
-        device=request.device,
-        moe_miss=request.moe_miss,
-        moe_skip_cap=request.moe_skip_cap,
-    )
 
 
 def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:

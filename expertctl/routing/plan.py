@@ -170,8 +170,6 @@ class SavedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertDocument:
-    """An entry of ``experts`` in JSON."""
-
     ref: str
     content_digest: str
     package_digest: str
@@ -183,8 +181,6 @@ class _ExpertDocument:
 
 @dataclass(frozen=True, slots=True)
 class _PlanDocument:
-    """The ``plan`` object in JSON."""
-
     identity: str
     seed: int
     base: str
@@ -193,12 +189,7 @@ class _PlanDocument:
 
 
 def read_plan(path: Path) -> SavedPlan:
-    """Read the plan in a file.
-
-    Raises:
-        NotFoundError: when the file cannot be read.
-        InvalidPackageError: with every problem of the document, or for a non-regular file.
-    """
+    """Read the plan in a file; raises as `parse_plan`, and NotFoundError for an unreadable file."""
     try:
         with open_regular_file(path) as stream:
             data = stream.read(MAX_PLAN_BYTES + 1)

@@ -16,7 +16,6 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
 from expertctl.messages import Notify, ignore_notification
-from expertctl.package.adapter import AdapterSpec
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
 from expertctl.routing.candidate import InstalledExpert
@@ -158,26 +157,17 @@ class Planner:
         """Plan a prompt with an inventory that was read before; raises as `plan`."""
         self._require_readable(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
-        experts = list(known.values())
+        experts, find = list(known.values()), eligibility or self.find_eligible
+        bases = self.base_selector.select_bases(request, experts, base_name=base)
         routed = [
-            (
-                self._route_on_base(
-                    request,
-                    candidate,
-                    experts,
-                    eligibility or self.find_eligible,
-                    is_base_named=bool(base),
-                ),
-                candidate,
-            )
-            for candidate in self.base_selector.select_bases(request, experts, base_name=base)
+            (self._route_on_base(request, each, experts, find, is_base_named=bool(base)), each)
+            for each in bases
         ]
         result, chosen = max(routed, key=lambda pair: _find_best_score(pair[0]))
-        by_digest = {expert.digest: expert for expert in experts}
         return PlannedPrompt(
             result=replace(result, warnings=(*inventory.warnings, *result.warnings)),
             base=chosen,
-            experts=tuple(by_digest[e.content_digest] for e in result.plan.experts),
+            experts=tuple(known[e.content_digest] for e in result.plan.experts),
         )
 
     def replay(
@@ -298,21 +288,15 @@ class Planner:
             self.bases.check(base)  # a base that changed since it was added explains any error
             if not isinstance(error, BaseMismatchError):
                 raise
-            known = self.bases.list_bases()
-            adapters = self._read_adapters
             raise explain_mismatch(
                 error,
                 request,
                 experts,
                 base,
-                known=known,
+                known=self.bases.list_bases(),
                 is_named=is_base_named,
-                adapters=adapters,
+                adapters=lambda expert: read_stored_expert(self.store, expert.stored).adapters,
             ) from error
-
-    def _read_adapters(self, expert: InstalledExpert) -> Sequence[AdapterSpec]:
-        """Read the adapter specs of an installed expert from its files."""
-        return read_stored_expert(self.store, expert.stored).adapters
 
     def find_eligible(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
@@ -353,7 +337,6 @@ def _apply_saved_plan(request: RouteRequest, saved: Plan) -> RouteRequest:
 
 
 def _require_installed_expert(expert: PlannedExpert, inventory: Inventory) -> None:
-    """Require that the content of a planned expert is installed."""
     if any(e.digest == expert.content_digest for e in inventory.experts):
         return
     others = [e.digest for e in inventory.experts if e.ref == expert.ref]
@@ -392,11 +375,7 @@ class DroppedExpert:
 
     def to_json(self) -> JsonObject:
         """Return its entry of ``dropped`` in ``run --json``."""
-        return {
-            "ref": self.ref,
-            "content_digest": str(self.content_digest),
-            "reason": self.reason,
-        }
+        return {"ref": self.ref, "content_digest": str(self.content_digest), "reason": self.reason}
 
 
 def drop_lowest_scoring(

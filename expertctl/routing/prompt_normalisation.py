@@ -344,7 +344,6 @@ def _strip_router_text(sentence: str, names: frozenset[str]) -> str:
 
 
 def _strip_names(part: str, names: frozenset[str]) -> str:
-    """Remove references to known packages."""
     for pattern in (_NAME, _ASIDE, _COMPOUND):
         part = pattern.sub(lambda match: _replace_unless_named(match, names), part)
     return part

@@ -144,8 +144,6 @@ def _compute_prior_correction(groups: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ContenderRows:
-    """The rows closest to a prompt, grouped by candidate."""
-
     rows: Vectors  # [rows, rerank dimensions]
     cosines: Vectors
     sizes: tuple[int, ...]  # the number of these rows for each candidate
@@ -187,7 +185,6 @@ def _compute_cosines(
 
 
 def _mean_similarity(best: Vectors) -> Vectors:
-    """Return the mean of the highest cosines of each candidate."""
     first = best[:, :SIMILARITY_ROWS]
     support: Vectors = first.sum(axis=1) / first.shape[1]
     return support
@@ -320,12 +317,8 @@ PRIORS = {
     "static": Calibration(0.93, 9.0),
     "lexical": Calibration(0.38, 9.0),
 }
-"""By encoder, measured with one to ten experts of one to five examples each (ADR 12)."""
-
-
-def find_prior(encoder: str) -> Calibration:
-    """Return the calibration that is assumed while there are few examples."""
-    return PRIORS[encoder]
+"""Encoder → the calibration assumed while there are few examples, measured with one to ten experts
+of one to five examples each (ADR 12)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +460,6 @@ def _search_without(table: VectorTable, found: SearchHits, example: _Calibration
 
 
 def _fit_threshold(inside: Vectors, outside: Vectors) -> float:
-    """Return the evidence at which the score is 0.5."""
     most = float(np.quantile(inside, MAX_REJECTED_SHARE))
     return min(most, float(np.quantile(outside, MIN_STRANGER_REJECTION))) if len(outside) else most
 

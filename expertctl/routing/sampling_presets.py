@@ -103,10 +103,7 @@ def check_limit(name: str, value: float | None) -> None:
     bounds = f"{low:.16g} to {high:.16g}"
     above = f"must be above {low:.16g}, up to {high:.16g}"
     said = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
-    raise UsageError(
-        f"{name} {value} {said}",
-        hint="give a value between these, or leave it out",
-    )
+    raise UsageError(f"{name} {value} {said}", hint="give a value between these, or leave it out")
 
 
 def is_within(name: str, value: float) -> bool:
@@ -148,10 +145,7 @@ def resolve_sampling(
     """Return the complete settings of a plan; the module says which source wins.
 
     ``base`` holds the base's own settings. Greedy decoding keeps only the penalties that the user
-    gave, since those of experts and bases are meant for sampling.
-
-    Raises:
-        UsageError: for an override outside the limits.
+    gave, since those of experts and bases are meant for sampling. Raises as `check_overrides`.
     """
     check_overrides(overrides)
     preset: Any = {**asdict(PRESETS[_choose_preset(experts, prompt_task)]), **base}

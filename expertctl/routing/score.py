@@ -205,7 +205,6 @@ def _sort_confidence(guess: Prediction) -> float:
 
 
 def _bin_index(guess: Prediction) -> int:
-    """Return the bin of a prediction, -1 for one without confidence."""
     if guess.confidence is None:
         return -1
     return min(BIN_COUNT - 1, max(0, int(guess.confidence * BIN_COUNT)))

@@ -105,7 +105,6 @@ def explain_not_composing(
 
 
 def _has_measured_gain(one: InstalledExpert, two: InstalledExpert, gains: PairGains) -> bool:
-    """Tell whether two experts together were measured to be better than one."""
     return any(
         gains.get(pair, 0) > 0 for pair in ((one.digest, two.digest), (two.digest, one.digest))
     )
@@ -224,7 +223,6 @@ def _describe_unused(target: Target, installed: Sequence[InstalledExpert]) -> st
 
 
 def _suggest_alternative(target: Target, installed: Sequence[InstalledExpert]) -> str:
-    """Suggest the installed versions, else similar names."""
     if isinstance(target, Digest):
         return "`expertctl list --json` shows digests"
     versions = {e.stored.version for e in installed if e.stored.package == target.package}
@@ -333,8 +331,7 @@ def select_forced(
             if needed.digest not in {*digests, *(c.expert.digest for c in choices)}:
                 choices.append(_as_dependency(needed, expert))
         choices.append(SelectedExpert(expert, weight, "named by the user"))
-    experts = [choice.expert for choice in choices]
-    check_conflicts(experts)
+    check_conflicts([choice.expert for choice in choices])
     check_context([choice.expert for choice in choices if choice.weight != 0.0], context)
     _check_weights(choices)
     return choices
@@ -342,19 +339,12 @@ def select_forced(
 
 def is_excluded(expert: InstalledExpert, exclude: Sequence[Target]) -> bool:
     """Tell whether the user excluded an expert."""
-    return any(_is_excluded_by(target, expert) for target in exclude)
-
-
-def _is_excluded_by(target: Target, expert: InstalledExpert) -> bool:
-    if isinstance(target, Digest) or target.digest or target.constraint.bounds:
-        return expert.matches(target)
-    return target.package == expert.stored.package
+    return any(_matches_target(target, expert) for target in exclude)
 
 
 def _decide_candidate(
     candidate: RoutingCandidate, candidates: Sequence[RoutingCandidate], selection: PlanSelection
 ) -> RoutingCandidate:
-    """Accept one candidate if it may join those before it, else reject it with the reason."""
     present = selection.experts
     if candidate.rejection or candidate.expert.digest in {e.digest for e in present}:
         return candidate

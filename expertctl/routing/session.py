@@ -322,8 +322,7 @@ def plan_follow_up(
 ) -> PlannedPrompt:
     """Plan a prompt that follows one answered by the plan ``previous``.
 
-    Raises:
-        ExpertError: as `PlanningSession.plan_cached`, also when an expert of that plan is gone.
+    Raises as `PlanningSession.plan_cached`, and NotFoundError when an expert of that plan is gone.
     """
     planned = session.plan_cached(request, base=base, files=files)
     if planned.experts or request.base_alone or not previous.experts:

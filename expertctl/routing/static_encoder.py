@@ -104,8 +104,6 @@ def write_static_table(folder: Path, table: StaticTable) -> None:
 
 
 class _TableMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The metadata of the file."""
-
     format: str
     digest: str
     source: str

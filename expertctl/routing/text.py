@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 MAX_CHARACTERS = 8192
 """How many characters of a text the router reads."""
+_MAX_SHOWN_CHARACTERS = 60
 
 _WORD = re.compile(r"[^\W_]+(?:[.'+#-]+[^\W_]+)*[+#]*")
 _STOP_WORDS = """
@@ -77,6 +78,11 @@ def contains_phrase(words: Sequence[str], phrase: str) -> bool:
         return False
     starts = (i for i, word in enumerate(words) if word == wanted[0])
     return any(list(words[i : i + len(wanted)]) == wanted for i in starts)
+
+
+def truncate(text: str) -> str:
+    """Shorten a text for a message."""
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def has_content_word(phrase: str) -> bool:

@@ -198,8 +198,6 @@ FileSignature = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _OpenVectors:
-    """The contents of the files at one signature."""
-
     signature: FileSignature | None
     journal: VectorJournal
     table: VectorTable
@@ -276,10 +274,6 @@ class VectorFiles:
         self._remove_others(name)
         return published
 
-    def check(self) -> bool:
-        """Tell whether all rows match their checksums."""
-        return not describe_vector_damage(self.folder)
-
     def _open(self) -> _OpenVectors | None:
         """Open the files, again if a writer replaced them between journal and rows."""
         for _ in range(_ATTEMPTS):
@@ -323,7 +317,6 @@ class VectorFiles:
     def _replace_journal(
         self, header: JournalHeader, records: Records, table: VectorTable
     ) -> VectorTable:
-        """Replace the journal by one with this header."""
         data = seal_records(records, header, first=0)
         write_atomic(self.journal, header.to_bytes() + data, mode=0o600)
         size = len(header.to_bytes()) + len(data)

@@ -36,6 +36,7 @@ from expertctl.routing.vector_table import (
     SearchHits,
     Vectors,
     VectorTable,
+    expand_spans,
     group_by_expert,
 )
 from expertctl.schema.strict_json import encode_canonical, load_object
@@ -221,7 +222,6 @@ def _interleave_rows(table: VectorTable, rows: Rows) -> Rows:
 
 
 def _insert_rows(index: Any, table: VectorTable, rows: Rows) -> None:
-    """Insert rows under their own numbers, in chunks."""
     for start in range(0, len(rows), _CHUNK):
         part = rows[start : start + _CHUNK]
         index.add_items(table.rows[part], part)
@@ -262,7 +262,6 @@ def _find_farthest_cosines(table: VectorTable, rows: Rows, queries: Vectors, cou
 
 
 def _is_recorded(folder: Path, record: GraphRecord) -> bool:
-    """Tell whether the file is the recorded one."""
     try:
         size, digest = hash_file(folder / GRAPH_FILE)
     except OSError:
@@ -327,7 +326,7 @@ def find_nearest_exact(
     if len(positions) > count:
         best = np.maximum.reduceat(cosines, starts)
         kept = np.sort(np.argpartition(-best, count)[:count])
-        own = _expand_spans(starts[kept], counts[kept])
+        own = expand_spans(starts[kept], counts[kept])
         rows, cosines = rows[own], cosines[own]
     return group_by_expert(table, rows, cosines)
 
@@ -389,13 +388,6 @@ def _add_later_rows(
     return ClosestRows(
         np.concatenate([closest.rows, later]), np.concatenate([closest.cosines, cosines])
     )
-
-
-def _expand_spans(starts: Rows, counts: Rows) -> Rows:
-    """Return the concatenated numbers of several spans."""
-    before = np.cumsum(counts) - counts
-    spans: Rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
-    return spans
 
 
 MAX_ABSORBED_ROWS = 5_000

@@ -95,10 +95,7 @@ class VectorTable:
 
     def select_rows(self, positions: Rows) -> Rows:
         """Return the rows of these positions, entry after entry."""
-        counts = self.counts[positions]
-        before = np.cumsum(counts) - counts
-        rows: Rows = np.repeat(self.starts[positions] - before, counts) + np.arange(counts.sum())
-        return rows
+        return expand_spans(self.starts[positions], self.counts[positions])
 
     def add_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
         """Return a table in memory with more entries; existing live ones are kept."""
@@ -166,6 +163,13 @@ class VectorTable:
 def count_rows(entries: Mapping[Digest, Vectors]) -> Rows:
     """Return the number of rows of each entry."""
     return np.array([len(rows) for rows in entries.values()], np.int64)
+
+
+def expand_spans(starts: Rows, counts: Rows) -> Rows:
+    """Return the concatenated numbers of several spans."""
+    before = np.cumsum(counts) - counts
+    spans: Rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return spans
 
 
 def split_rows(rows: Vectors, counts: Rows) -> list[Vectors]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from expertctl.digest import Digest
 from expertctl.routing.encoder import Encoder
-from expertctl.routing.index import RoutingIndex
+from expertctl.routing.index import ManifestsByDigest, RoutingIndex
 from expertctl.routing.manifest_lint import (
     RULES_VERSION,
     SeenManifests,
@@ -160,9 +160,6 @@ def _mean_cosine(rows: Vectors) -> float:
 VETTING_BATCH = 128
 """How many packages are vetted between two writes."""
 
-ExpertManifests = Mapping[Digest, Manifest]
-"""Content digest → manifest, in order of installation."""
-
 
 def open_suspicions(index: RoutingIndex) -> SuspicionStore:
     """Return the verdicts stored next to an index."""
@@ -173,11 +170,11 @@ NO_EXPERTS: frozenset[Digest] = frozenset()
 
 
 def vet_experts(
-    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
+    experts: ManifestsByDigest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
     """Vet the experts not vetted yet, and store the verdicts; return the flags of all.
 
-    ``own`` are those of the user, which get no flags.
+    ``experts`` are in order of installation; ``own`` are those of the user, which get no flags.
 
     Raises:
         StoreError: when the verdicts cannot be written.
@@ -220,13 +217,11 @@ def preview_flags(
 
 
 def revet_experts(
-    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
+    experts: ManifestsByDigest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
     """Forget all other verdicts, and vet again the flagged and unvetted ones of these.
 
-    Raises:
-        StoreError: when the verdicts cannot be written.
-        DiskFullError: when there is no space left.
+    Raises as `vet_experts`.
     """
     suspicions = open_suspicions(index)
     known = suspicions.find_verdicts(experts)
@@ -273,7 +268,7 @@ class VettingRound:
         suspicions: SuspicionStore,
         index: RoutingIndex,
         *,
-        pending: ExpertManifests,
+        pending: ManifestsByDigest,
         own: Collection[Digest] = NO_EXPERTS,
     ) -> None:
         """Start a round; a pending package counts once it is vetted, a flagged one never."""
@@ -287,7 +282,7 @@ class VettingRound:
         self.others: Mask = index.table.alive.copy()
         self.others[index.find_positions([*pending, *suspicions.read_flagged()])] = False
 
-    def vet_batch(self, batch: ExpertManifests) -> list[PackageVerdict]:
+    def vet_batch(self, batch: ManifestsByDigest) -> list[PackageVerdict]:
         """Vet packages in order, each against those before it."""
         seen = SeenManifests()
         known = _CombinedKnown(self.suspicions, seen)
@@ -348,6 +343,6 @@ class VettingRound:
         return foreign
 
     def _find_name(self, position: int) -> str:
-        digest = self.index.digest_at(position)
+        digest = self.index.table.digest_at(position)
         known = self.suspicions.find_verdicts([digest])
         return self.names.get(digest) or (known[digest].name if known else str(digest))

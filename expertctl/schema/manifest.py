@@ -390,11 +390,7 @@ def parse_manifest(data: bytes, *, what: str = MANIFEST_PATH) -> Manifest:
 
 
 def build_manifest(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
-    """Build a manifest from a JSON object; see `parse_manifest`.
-
-    Raises:
-        InvalidPackageError: with every problem of the document.
-    """
+    """Build a manifest from a JSON object; raises as `parse_manifest`."""
     problems = _explain_problems(document, find_problems(document, "manifest"))
     if problems:
         raise InvalidPackageError(what, problems)
@@ -421,7 +417,6 @@ def _explain_problems(document: JsonObject, problems: Iterable[str]) -> list[str
 
 
 def _check_beyond_schema(manifest: Manifest) -> list[str]:
-    """Return problems that the schema cannot detect."""
     problems = _collect_errors(PackageName.parse, "name", [manifest.name])
     problems += _collect_errors(Version.parse, "version", [manifest.version])
     problems += _collect_errors(

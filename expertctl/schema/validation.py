@@ -198,7 +198,6 @@ class JsonLinesReader:
             raise InvalidPackageError(self.what, shown, hint=self.hint)
 
     def _check_size(self, data: bytes, *, lines: int) -> None:
-        """Refuse too many lines before parsing any."""
         if not data.strip():
             self._problems.append("it is empty: there is nothing to evaluate")
         if len(data) > MAX_DATA_BYTES:

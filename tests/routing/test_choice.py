@@ -17,7 +17,6 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.request import parse_forced
 from expertctl.routing.selection import PlanSelection, SelectedExpert
@@ -26,6 +25,7 @@ from expertctl.store.base_record import StoredBase
 from tests.routing.experts import (
     Router,
     list_refs,
+    make_numeric_settings,
     make_soft_prompt_expert,
     make_sort_expert,
     make_sql_expert,
@@ -44,7 +44,7 @@ def test_forced_experts_stand_in_the_order_and_with_the_weights_of_the_user(
         ("acme/sort@1.0.0", 1.0),
     ]
     assert {e.reason for e in result.plan.experts} == {"named by the user"}
-    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = make_numeric_settings(base)
     ordered = [(e.content_digest, e.weight) for e in result.plan.experts]
     assert result.plan.identity == compute_plan_identity(numerics, ordered)
 

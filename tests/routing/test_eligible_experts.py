@@ -31,7 +31,7 @@ def test_experts_are_found_by_position_and_their_rows_for_the_head_too(
     experts = (make_sort_expert(), make_sql_expert())
     made = make_eligible_experts(index, base, *experts)
     for at, expert in made.by_position.items():
-        assert index.digest_at(at) == expert.digest
+        assert index.table.digest_at(at) == expert.digest
         assert made.rerank_table.digest_at(int(made.rerank_positions[at])) == expert.digest
     assert set(made.by_position.values()) == set(experts) == set(made.usable)
     assert made.rerank_positions[-1] == -1

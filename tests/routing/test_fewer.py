@@ -13,7 +13,6 @@ from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.eligibility import find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
 from expertctl.routing.request import ForcedExpert, RouteRequest
@@ -21,7 +20,7 @@ from expertctl.routing.router import route_prompt
 from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
-from tests.routing.experts import make_base, make_installed, make_manifest
+from tests.routing.experts import make_base, make_installed, make_manifest, make_numeric_settings
 
 WHY = "the plan of them: 3.0 MiB needed, but only 1.0 MiB are free"
 Plan = Callable[..., tuple[PlannedPrompt, RouteRequest]]
@@ -151,7 +150,7 @@ def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None
     assert planned.result.plan.params.temperature == 1.5
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     result = fewer.result.plan
-    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = make_numeric_settings(base)
     assert result.identity == compute_plan_identity(numerics, [(cool.digest, 1.0)])
     assert (result.params.temperature, result.params.max_tokens) == (0.3, 2048)
     assert result.seed == planned.result.plan.seed
