@@ -82,7 +82,7 @@ _PICKLE_HINT = (
     "model.save_pretrained(DIR, safe_serialization=True)"
 )
 _MLX_HINT = (
-    "an MLX adapter names its tensors otherwise, and stores them transposed:\n"
+    "an MLX adapter names its tensors differently and stores them transposed:\n"
     "save it as a PEFT adapter (lora_a.T is lora_A, lora_b.T is lora_B), or train it with PEFT"
 )
 _MLX_FILES = ("adapters.safetensors", "adapters.npz")
@@ -127,7 +127,7 @@ def detect_mlx_folder(names: Sequence[str], config: object) -> DetectedKind | No
     peft = isinstance(config, dict) and "peft_type" in config
     if peft or not (fields or any(name in _MLX_FILES for name in names)):
         return None
-    return DetectedKind("an adapter of MLX, and only those of PEFT are packed", _MLX_HINT)
+    return DetectedKind("an MLX adapter; only PEFT adapters are supported", _MLX_HINT)
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -248,7 +248,7 @@ def require_directory(directory: Path) -> None:
         hint = f"that is a package: `expertctl install {shlex.quote(str(directory))}`"
     elif directory.name in {CONFIG_PATH, WEIGHTS_PATH}:
         hint = f"`expertctl build {shlex.quote(str(directory.parent))}`"
-    raise UsageError(f"{directory} is a file, and a directory is wanted", hint=hint)
+    raise UsageError(f"{directory} is a file, not a directory", hint=hint)
 
 
 def require_adapter(directory: Path) -> None:
@@ -265,7 +265,9 @@ def require_adapter(directory: Path) -> None:
     hint = DIRECTORY_HINT
     if (directory / "config.json").is_file():
         hint = f"that looks like a base model: `expertctl base add {directory}`"
-    raise NotFoundError(f"{directory}: there is no adapter here, no {CONFIG_PATH}", hint=hint)
+    raise NotFoundError(
+        f"{directory}: there is no adapter here: {CONFIG_PATH} is missing", hint=hint
+    )
 
 
 def find_adapters_below(directory: Path) -> list[str]:

@@ -248,7 +248,7 @@ def _find_magnitudes(names: list[str], problems: list[str]) -> dict[str, str]:
         if match is None:
             problems.append(f"{name}: {_describe_unexpected_lora_tensor(name)}")
         elif magnitudes.setdefault(match["module"], name) != name:
-            problems.append(f"{match['module']}: its magnitude is there twice")
+            problems.append(f"{match['module']}: its magnitude is duplicated")
     return magnitudes
 
 
@@ -314,7 +314,7 @@ def _build_dora(
     lora: Lora | None, table: TensorTable, module: str, magnitude: str | None, problems: list[str]
 ) -> Dora | None:
     if magnitude is None:
-        problems.append(f"{module}: lora_magnitude_vector is missing, and use_dora demands it")
+        problems.append(f"{module}: lora_magnitude_vector is missing, and use_dora requires it")
         return None
     if lora is None:
         return None

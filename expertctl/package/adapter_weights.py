@@ -162,7 +162,7 @@ _HEAD_MODULES = frozenset({"lm_head", "embed_out", "output_layer"})
 _NUMBERS_PER_READ = 1 << 18
 CHANGED_REASON = "the embeddings were trained or the vocabulary was resized: not supported yet"
 UNKNOWN_REASON = (
-    "saved beside the adapter, and the base is not here to compare it with: run "
+    "saved with the adapter, but the base is not here to compare it with: run "
     "`expertctl base add DIR`, or pass `--base DIR`"
 )
 

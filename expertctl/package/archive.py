@@ -131,7 +131,7 @@ def parse_declared_size(block: bytes, *, name: str, what: str) -> int:
 
 def unexpected_member_error(what: str, name: str) -> InvalidPackageError:
     """Return the error for an unexpected member."""
-    return InvalidPackageError(what, [f"the archive does not continue with {name} as it must"])
+    return InvalidPackageError(what, [f"the archive does not continue with {name} as expected"])
 
 
 MAX_SMALL_BYTES = 1 << 20
@@ -264,7 +264,9 @@ class ArchiveReader:
     def _read_manifest(self, descriptor: Descriptor) -> PackageLayout:
         data = self._read_document(build_blob_name(descriptor.digest), MAX_MANIFEST_BYTES)
         if len(data) != descriptor.size:
-            raise InvalidPackageError(self._what, ["index.json gives the manifest another size"])
+            raise InvalidPackageError(
+                self._what, ["index.json states another size for the manifest"]
+            )
         if Digest.compute(data) != descriptor.digest:
             raise DigestError(f"{self._what}: the OCI manifest does not have its digest")
         return parse_oci_manifest(data, what=self._what)
@@ -292,7 +294,7 @@ class ArchiveReader:
             self._content.read_exact(len(END_OF_ARCHIVE)) != END_OF_ARCHIVE
             or not self._content.at_end()
         ):
-            raise InvalidPackageError(self._what, ["something follows the last file"])
+            raise InvalidPackageError(self._what, ["there is data after the last file"])
 
     def _keep_prefix(self, digest: Digest, start: bytes, *, times: int) -> None:
         self.starts[digest] = start

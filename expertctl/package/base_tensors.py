@@ -63,7 +63,7 @@ _STACK = re.compile(
 _LAYOUT_PATTERNS = {
     "stacked": re.compile(r".*\.experts\.(gate_up_proj|down_proj)"),
     "as w1, w2 and w3": re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight"),
-    "each matrix apart": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
+    "separately": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
 }
 
 
@@ -87,7 +87,7 @@ def find_canonical_sources(
         for name, source in _slice_stack(stored, info, experts, hidden, problems):
             if name in sources:
                 problems.append(
-                    f"{name}: it is there as {sources[name].stored_name} and as {stored}"
+                    f"{name}: stored both as {sources[name].stored_name} and as {stored}"
                 )
             sources[name] = source
     return sources
@@ -100,7 +100,9 @@ def _find_mixed_layouts(infos: Mapping[str, TensorInfo]) -> list[str]:
         for way, pattern in _LAYOUT_PATTERNS.items()
     }
     found = [f"{way} ({first})" for way, first in firsts.items() if first is not None]
-    return [f"experts are stored {' and '.join(found)}; one way is needed"] if found[1:] else []
+    return (
+        [f"experts are stored {' and '.join(found)}; one layout is required"] if found[1:] else []
+    )
 
 
 def _slice_stack(
@@ -183,7 +185,7 @@ class StoredTensor:
         stream = FileIO(self.path)
         if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
             stream.close()
-            changed = "it was changed while the base is in memory; load the base again"
+            changed = "it changed while the base was in memory; load the base again"
             raise InvalidPackageError(str(self.path), [changed])
         return stream
 

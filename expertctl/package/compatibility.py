@@ -131,7 +131,7 @@ def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str |
         and part.module_after_stack
         and find_base_name(part.module_after_stack, shapes) in shapes
     ):
-        return f"{part.module}: the last that it is made for, and the base has more experts"
+        return f"{part.module}: made for experts up to this one, but the base has more"
     match part:
         case Lora() | Dora():
             made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"
@@ -169,7 +169,7 @@ def _find_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[
 def _find_tokenizer_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     found = identity.tokenizer_for_version(required.tokenizer_version)
     if found is None:
-        return ["the tokenizer.json of the base is not what was added, so it was not compared"]
+        return ["the tokenizer.json of the base changed since it was added, so it was not compared"]
     if str(found) == required.tokenizer:
         return []
     if required.tokenizer_version > 1:

@@ -209,7 +209,7 @@ def describe_lost_letters(
     if overrides.name or existing.get("name") or not lost:
         return None
     default = build_default_name(directory)
-    return f"{default} is what is left of {name!r} in ASCII; `--name` gives another"
+    return f"{default} is what remains of {name!r} in ASCII; set another name with `--name`"
 
 
 def _find_title(directory: Path) -> str:

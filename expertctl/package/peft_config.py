@@ -68,8 +68,8 @@ def is_transposed(values: Mapping[str, Any], names: frozenset[str], problems: li
     unclear = release is not None and ("dev" in release["rest"] or "rc" in release["rest"])
     if found < _FIRST_RELEASE or (unclear and found <= _TRANSPOSED_RELEASE):
         problems.append(
-            f"target_parameters: peft_version {str(version)[:40]!r} does not say which way round "
-            "the halves of stacks lie; adapters that a release from 0.18.0 on saved do"
+            f"target_parameters: peft_version {str(version)[:40]!r} does not tell how "
+            "stacked tensors are stored; adapters saved by release 0.18.0 or later do"
         )
     return found < _TRANSPOSED_RELEASE
 
@@ -99,7 +99,7 @@ class ModulePattern:
         """
         alternatives = tuple(_escape_literal(part) for part in key.split("|"))
         if not all(_LITERAL.fullmatch(part) for part in alternatives):
-            raise ValueError(f"{key[:80]!r} is a regular expression, and those are never run")
+            raise ValueError(f"{key[:80]!r} is a regular expression, which is never run")
         return cls(alternatives)
 
     def matches(self, module: str) -> bool:

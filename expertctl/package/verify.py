@@ -45,14 +45,14 @@ def changed_version_error(
     ref: str, previous: VersionContent, current: VersionContent, *, hint: str = ""
 ) -> ChangedVersionError:
     """Return the error for a version whose content differs from before."""
-    override = f"`{ACCEPT_OPTION} {ref}` takes the new content, if the publisher confirms it"
+    override = f"`{ACCEPT_OPTION} {ref}` accepts the new content, if the publisher confirms it"
     return ChangedVersionError(
         f"{ref} has another content than before: {previous}, but {current}",
         hint=f"a version never changes its content, so ask its publisher; {hint or override}",
     )
 
 
-REPLACED_HINT = "another package was put under this name: tell whoever you have it from"
+REPLACED_HINT = "another package was put under this name: report it to whoever you got it from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def accept_unsigned(contents: PackageContents) -> VerifiedPackage:
     """
     if contents.signature is not None:
         raise TrustError(
-            f"{contents.manifest.ref} is signed, so its signature counts",
+            f"{contents.manifest.ref} is signed, so its signature must be verified",
             hint="see `expertctl verify` and `expertctl trust`",
         )
     return VerifiedPackage(contents, None)

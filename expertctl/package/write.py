@@ -112,7 +112,7 @@ def copy_verified(
     if left or stream.read(1) or hasher.hexdigest() != digest.hex:
         raise DigestError(
             f"{getattr(stream, 'name', digest)}: the content changed while it was packed",
-            hint="let no other program write to it, and try again",
+            hint="make sure that no other program writes to it, and try again",
         )
 
 
@@ -136,7 +136,7 @@ def require_folder(path: Path) -> Path:
     """
     folder = path.absolute().parent
     if not folder.is_dir():
-        hint = f"make it first: mkdir -p {shlex.quote(str(folder))}"
+        hint = f"create it first: mkdir -p {shlex.quote(str(folder))}"
         raise NotFoundError(f"{path.parent}: no such directory", hint=hint)
     return folder
 

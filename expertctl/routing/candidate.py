@@ -33,7 +33,7 @@ from expertctl.store.preference import Flag, Precedence, flags_to_json, make_pre
 from expertctl.store.refs import StoredExpert
 
 _MAX_SHOWN_KEYWORDS = 3
-MANIFEST_SUFFIX = ", says its manifest"
+MANIFEST_SUFFIX = ", according to its manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def explain_veto(manifest: Manifest, features: PromptFeatures) -> str:
     if unwanted:
         return f"not for prompts with {unwanted[0]!r}{MANIFEST_SUFFIX}"
     if routing.hint is not None and not evaluate_hint(parse_hint(routing.hint), features):
-        return f"not for this prompt, says its hint {routing.hint!r}"
+        return f"its hint {routing.hint!r} excludes this prompt"
     if (
         features.script
         and routing.languages

@@ -36,7 +36,7 @@ from expertctl.routing.selection import SelectedExpert, explain_not_composing, i
 from expertctl.routing.vector_table import EncodedTexts, Rows, SearchHits, Vectors
 from expertctl.store.base_record import StoredBase
 
-CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
+CATCH_ALL_REASON = "its examples are about everything, so it is considered last"
 """Why a catch-all expert does not answer if another expert does."""
 
 MIN_JOIN_PROBABILITY = 0.1
@@ -130,7 +130,7 @@ def _find_copies(eligible: EligibleExperts, positions: list[int]) -> dict[int, s
         expert = eligible.by_position[at]
         others = {f.other for f in eligible.flags[expert.digest] if f.code in COPY_FLAGS} & names
         if others:
-            copies[at] = f"it repeats what {min(filter(None, others))} says, which was here first"
+            copies[at] = f"it repeats {min(filter(None, others))}, which was installed first"
     return copies
 
 
@@ -307,7 +307,7 @@ def _explain_none_eligible(
     ):
         return "no installed expert may be used; `expertctl route` says why"
     closest = _describe_other_base(candidates)
-    return f"no installed expert was made for {base.name} as it is here{closest}"
+    return f"no installed expert was made for this version of {base.name}{closest}"
 
 
 def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
@@ -317,7 +317,7 @@ def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
         return ""
     expert = closest.expert
     made_for = f"the closest is {expert.ref}, made for {expert.manifest.base.name}"
-    return f"; {made_for}: `--expert {expert.ref}` asks for it and its base"
+    return f"; {made_for}: `--expert {expert.ref}` uses it on its own base"
 
 
 def _describe_excluded_best(
@@ -337,8 +337,8 @@ def _describe_yanked(expert: InstalledExpert, reason: str) -> str:
     """Warn that a yanked version is used, and say how to replace it."""
     why = f": {reason}" if reason else ""
     names = f"{expert.pinned} names it; " if expert.pinned is not None else ""
-    way_out = f"`expertctl install {expert.stored.package}` takes a version that was not"
-    return f"{expert.ref} is used, though it was yanked{why}; {names}{way_out}"
+    way_out = f"`expertctl install {expert.stored.package}` installs another version"
+    return f"{expert.ref} is used although it was yanked{why}; {names}{way_out}"
 
 
 def collect_warnings(choices: Sequence[SelectedExpert], base: StoredBase) -> list[str]:
@@ -349,7 +349,7 @@ def collect_warnings(choices: Sequence[SelectedExpert], base: StoredBase) -> lis
         if expert.yanked is not None:
             warnings.append(_describe_yanked(expert, expert.yanked))
         if expert.stored.signer is None:
-            warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
+            warnings.append(f"{expert.ref} is unsigned, so its publisher is unknown")
         warnings += check_expert_base(expert.manifest, base.identity, allow_mismatch=True)
         warnings += [
             f"{expert.ref} recommends decoding.{name}, which is not applied"

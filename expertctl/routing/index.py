@@ -133,8 +133,8 @@ class VectorStore:
                 with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS, mode=0o600):
                     yield
             except Timeout as error:
-                message = f"{self.folder / LOCK_FILE} has been held for too long"
-                hint = "another process is writing vectors: try again when that has ended"
+                message = f"{self.folder / LOCK_FILE} has been locked for too long"
+                hint = "another process is writing vectors: try again when it has finished"
                 raise StoreError(message, hint=hint) from error
 
     def _build_empty(self) -> VectorTable:
@@ -368,13 +368,13 @@ def _check_store(store: VectorStore) -> None:
     for start in range(0, len(table.rows), 1 << 14):
         norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
         if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
-            raise StoreError(f"{where}: a row has not unit length")
+            raise StoreError(f"{where}: a row is not of unit length")
     if table.counts.sum() != len(table.rows):
         raise StoreError(f"{where}: rows without an expert")
     if table.encoder != store.encoder.digest():
         raise StoreError(f"{where}: made by another encoder")
     if table.generation and describe_vector_damage(store.folder):
-        raise StoreError(f"{where}: rows that are not those that were written")
+        raise StoreError(f"{where}: rows were changed after they were written")
 
 
 def _iter_batches(experts: ManifestsByDigest) -> Iterator[ManifestsByDigest]:

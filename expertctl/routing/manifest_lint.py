@@ -223,7 +223,7 @@ def _check_confusables(manifest: Manifest) -> Flag | None:
     routing = manifest.routing
     for text in (manifest.description, *routing.examples, *routing.keywords):
         if word := find_confusable(text):
-            return Flag("disguised", f"its texts have letters in disguise: {truncate(word)!r}")
+            return Flag("disguised", f"its texts contain disguised letters: {truncate(word)!r}")
     return None
 
 
@@ -269,9 +269,9 @@ _PUBLISHER_ADVICE = {
     "copied": "write texts of its own",
     "near-copy": "write examples of its own",
     CATCH_ALL: "keep to examples of one kind, and say in the description what they have in common",
-    "stuffed": "keep to a few keywords that its other texts have, too",
+    "stuffed": "use a few keywords that also occur in its other texts",
     "names-another": "leave out the names of other packages",
-    "repeated": "leave out what is repeated",
+    "repeated": "remove the repetitions",
     "instructs": "say what it does, not what the router should do",
     "disguised": "write plain letters",
 }
@@ -306,5 +306,5 @@ def describe_flag_effects(flags: Iterable[Flag], name_option: str) -> str:
     if codes & COPY_FLAGS:
         does = "it does not answer where that package does"
     elif CATCH_ALL in codes:
-        does = "it is asked last, until its publisher gives narrower examples"
+        does = "it is considered last until its publisher narrows its examples"
     return f"{does}; {name_option} uses it"

@@ -219,13 +219,13 @@ def compare_experts(saved: PlannedExpert, current: PlannedExpert) -> list[str]:
     """
     if (saved.ref, saved.kind) != (current.ref, current.kind):
         raise IncompatibleError(
-            f"the plan says {saved.ref}, {saved.kind}, of what is {current.ref}, {current.kind}: "
-            "it was edited",
+            f"the plan says {saved.ref} ({saved.kind}), but this is {current.ref} "
+            f"({current.kind}): it was edited",
             hint="route the prompt again",
         )
     if saved.package_digest == current.package_digest:
         return []
     return [
-        f"{current.ref} was signed anew since the plan was saved: the same content, but its "
+        f"{current.ref} was signed again after the plan was saved: the same content, but its "
         f"package is {current.package_digest} instead of {saved.package_digest}"
     ]

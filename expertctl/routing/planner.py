@@ -185,7 +185,7 @@ class Planner:
         """
         if request.force or request.base_alone:
             raise UsageError(
-                "a saved plan says already which experts answer",
+                "a saved plan already determines which experts answer",
                 hint="leave out --expert and --no-experts, or --plan",
             )
         inventory, wanted = self.read_inventory(), _apply_saved_plan(request, saved)
@@ -323,7 +323,7 @@ class Planner:
         if lacking:
             whose = "1 expert" if lacking == 1 else f"{lacking} experts"
             name = self.index.encoder.name
-            self.notify(f"making the routing vectors of {whose} with {name}, to be kept")
+            self.notify(f"computing the routing vectors of {whose} with {name}, once")
 
 
 def _apply_saved_plan(request: RouteRequest, saved: Plan) -> RouteRequest:
@@ -442,7 +442,7 @@ def _explain_drop(
     missed = find_requirements(expert, removed)
     if missed:
         return f"it requires {missed[0].ref}, which was left out: {reason}"
-    return f"only what was left out with {lowest.ref} required it: {reason}"
+    return f"only experts left out with {lowest.ref} required it: {reason}"
 
 
 def _rebuild_plan(
@@ -455,7 +455,9 @@ def _rebuild_plan(
         collect_warnings(remaining, planned.base)
     )
     warnings = tuple(warning for warning in result.warnings if warning not in told)
-    alone = () if remaining else ("the base answers alone: no expert fits into memory beside it",)
+    alone = (
+        () if remaining else ("the base answers alone: no expert fits into the remaining memory",)
+    )
     return PlannedPrompt(
         result=replace(
             result,

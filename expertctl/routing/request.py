@@ -84,7 +84,7 @@ def check_request(request: RouteRequest) -> None:
     if request.memory_budget is not None and request.memory_budget <= 0:
         raise UsageError(
             f"a memory budget of {request.memory_budget} bytes is too small",
-            hint="write 4GB, say, or leave it out",
+            hint="write for example 4GB, or leave it out",
         )
     _check_engine(request)
     _check_device(request)
@@ -93,7 +93,7 @@ def check_request(request: RouteRequest) -> None:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
         raise UsageError(
-            "experts are forced and forbidden at once", hint="leave out the one or the other"
+            "experts are both forced and forbidden", hint="leave out the one or the other"
         )
     if len(request.force) > request.max_experts:
         raise UsageError(
@@ -109,7 +109,7 @@ def _check_engine(request: RouteRequest) -> None:
         refused |= {"--moe-miss skip": "--moe-miss exact"}
     if refused and request.engine == "transformers":
         raise UsageError(
-            f"--engine transformers does not know {', '.join(refused)}",
+            f"--engine transformers does not support {', '.join(refused)}",
             hint=f"leave out --engine transformers, or give {' '.join(refused.values())}",
         )
 
@@ -123,7 +123,7 @@ def _check_device(request: RouteRequest) -> None:
         refused |= {f"--engine {request.engine}": "--engine native"}
     if refused and request.device == "cuda":
         raise UsageError(
-            f"--device cuda does not know {', '.join(refused)}",
+            f"--device cuda does not support {', '.join(refused)}",
             hint=f"give {' '.join(refused.values())}, or compute with --device cpu",
         )
 
@@ -133,11 +133,11 @@ def _check_moe_misses(request: RouteRequest) -> None:
     if not 0.0 <= request.moe_skip_cap <= 1.0:
         raise UsageError(
             f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
-            hint="it goes from 0, nothing is left out, to 1",
+            hint="the range is 0 (nothing is skipped) to 1",
         )
     if request.moe_miss == "skip" and request.deterministic:
         raise UsageError(
-            "--deterministic promises bits that --moe-miss skip lets depend on what is in memory",
+            "--deterministic excludes --moe-miss skip, whose results depend on what is in memory",
             hint="leave out the one or the other",
         )
 

@@ -253,7 +253,7 @@ def _select_forced_experts(
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
             raise UsageError(
-                f"{choice.expert.ref} is forced and excluded at once",
+                f"{choice.expert.ref} is both forced and excluded",
                 hint="leave out the one or the other",
             )
         check_expert_base(
@@ -261,7 +261,7 @@ def _select_forced_experts(
         )
     if len(choices) > request.max_experts:
         raise UsageError(
-            f"with what they require, {len(choices)} experts are forced; at most "
+            f"with their requirements, {len(choices)} experts are forced; at most "
             f"{request.max_experts} are allowed",
             hint="raise --max-experts, which goes up to 10, or name fewer",
         )

@@ -148,7 +148,7 @@ def _collect_requirements(
     if len(needed) > MAX_CHAIN_LENGTH:
         first = next(iter(needed))
         raise IncompatibleError(
-            f"{first} and all that it requires are more than {MAX_CHAIN_LENGTH} experts",
+            f"{first} with all its requirements is more than {MAX_CHAIN_LENGTH} experts",
             hint="its publisher has to require fewer",
         )
     for text in expert.manifest.composition.requires:
@@ -436,7 +436,7 @@ def _check_forced(expert: InstalledExpert, digests: Sequence[Digest]) -> None:
     if expert.revoked:
         raise RevokedError(
             f"{expert.ref}: the key that signed it was revoked",
-            hint="install a version that its publisher has signed anew",
+            hint="install a version that its publisher has signed again",
         )
     if digests.count(expert.digest) > 1:
         raise UsageError(f"{expert.ref} is named twice", hint="give it one weight instead")

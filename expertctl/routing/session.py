@@ -262,7 +262,7 @@ class PlanningSession:
         return self.planner.store.revision(), *stamps
 
 
-KEPT_REASON = "kept from the turn before"
+KEPT_REASON = "kept from the previous turn"
 MAX_SHORT_WORDS = 3
 """A prompt of at most this many words is a follow-up."""
 MAX_REFERRING_WORDS = 25
@@ -352,6 +352,6 @@ def _require_installed(store: Store, plan: Plan) -> None:
             store.find(expert.content_digest)
         except NotFoundError as error:
             raise NotFoundError(
-                f"{expert.ref}, which answered the turn before, is not installed any more",
-                hint="begin anew, or name the experts that shall answer",
+                f"{expert.ref}, which answered the previous turn, is no longer installed",
+                hint="start a new conversation, or name the experts that should answer",
             ) from error

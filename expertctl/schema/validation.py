@@ -146,7 +146,7 @@ def read_json_lines(path: Path) -> bytes:
         with open_regular_file(path) as stream:
             return stream.read(MAX_DATA_BYTES + 1)
     except OSError as error:
-        hint = "name a file of JSON lines that you may read"
+        hint = "name a readable file of JSON lines"
         raise NotFoundError(f"{path}: {error.strerror or error}", hint=hint) from error
 
 
@@ -184,7 +184,7 @@ class JsonLinesReader:
         first: dict[str, int] = {}
         for line, name in ids:
             if name is not None and first.setdefault(name, line) != line:
-                self.add_problems(line, f"id {name!r} is that of line {first[name]} already")
+                self.add_problems(line, f"id {name!r} is already used on line {first[name]}")
 
     def raise_problems(self) -> None:
         """Report all problems.

@@ -113,7 +113,7 @@ def test_an_unsigned_package_needs_the_users_word(unsigned: Path, trust: TrustSt
 
 
 def test_a_signed_package_is_never_accepted_as_unsigned(package: Path) -> None:
-    with pytest.raises(TrustError, match="its signature counts"):
+    with pytest.raises(TrustError, match="its signature must be verified"):
         accept_unsigned(read_package(package))
 
 

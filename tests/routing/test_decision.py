@@ -83,7 +83,7 @@ def test_a_prompt_for_nobody_has_no_leader(decided: Decide) -> None:
     ("routing", "prompt", "why"),
     [
         ({"exclude_keywords": ("numbers",)}, PROMPT, "not for prompts with 'numbers'"),
-        ({"hint": "has_code=true"}, PROMPT, "says its hint 'has_code=true'"),
+        ({"hint": "has_code=true"}, PROMPT, "its hint 'has_code=true'"),
         (
             {"languages": ("en",)},
             f"{PROMPT} отсортируй числа по порядку",
@@ -126,9 +126,7 @@ def test_a_copy_is_left_out_where_the_original_runs(decided: Decide, code: str) 
     flags = {copy.digest: (Flag(code, "its examples are those of acme/sort", "acme/sort"),)}
     roster, decision = decided(original, copy, flags=flags)
     assert name(roster, decision.leader) == "acme/sort"
-    assert list(decision.vetoes.values()) == [
-        "it repeats what acme/sort says, which was here first"
-    ]
+    assert list(decision.vetoes.values()) == ["it repeats acme/sort, which was installed first"]
     roster, alone = decided(copy, flags=flags)
     assert name(roster, alone.leader) == "aaa/sort"
     other = {copy.digest: (Flag("stuffed", "it has 150 keywords", "acme/sort"),)}

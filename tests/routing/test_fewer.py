@@ -125,7 +125,7 @@ def test_what_came_only_for_the_least_goes_too(plan: Plan) -> None:
     assert names(planned) == "bac"
     planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), gone(dropped)) == ("c", "ba")
-    assert dropped[0].reason == f"only what was left out with acme/a@1.0.0 required it: {WHY}"
+    assert dropped[0].reason == f"only experts left out with acme/a@1.0.0 required it: {WHY}"
 
 
 def test_what_another_one_requires_or_the_user_named_stays(plan: Plan) -> None:
@@ -173,7 +173,7 @@ def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
     )
     assert len(planned.warnings) == 3
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
-    told = "acme/b@1.0.0 is unsigned: nobody vouches for it"
+    told = "acme/b@1.0.0 is unsigned, so its publisher is unknown"
     assert fewer.warnings == ("of the home", told)
 
 

@@ -125,7 +125,7 @@ def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
     waiting = store(tmp_path)
     with FileLock(tmp_path / LOCK_FILE):
         waiting.append(some(1))
-        with pytest.raises(StoreError, match="held for too long"):
+        with pytest.raises(StoreError, match="locked for too long"):
             waiting.remove([make_expert_digest(1)])
     assert waiting.table.digests == [make_expert_digest(1)]
-    assert "held for too long" in waiting.notes[0]
+    assert "locked for too long" in waiting.notes[0]
