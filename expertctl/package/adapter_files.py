@@ -332,11 +332,11 @@ def _missing_file_error(directory: Path, name: str) -> NotFoundError:
     if not below:
         return NotFoundError(f"{directory}: {name} is missing", hint=DIRECTORY_HINT)
     shown = ", ".join(below[-_MAX_LISTED:])
-    all_of_them = "adapters below it"
+    adapters = "adapters below it"
     if len(below) > _MAX_LISTED:
-        all_of_them = f"{len(below)} adapters below it, the last"
+        adapters = f"{len(below)} adapters below it, the last"
     return NotFoundError(
-        f"{directory}: {name} is missing, but there are {all_of_them}: {shown}",
+        f"{directory}: {name} is missing, but there are {adapters}: {shown}",
         hint=f"build one of them: expertctl build {directory / below[-1]}",
     )
 

@@ -199,9 +199,9 @@ def find_lora_parts(
     Raises:
         InvalidPackageError: when matching the patterns would take too long.
     """
-    strange: list[str] = []
-    halves = _pair_halves(table, strange)
-    problems += [f"{name}: {_describe_unexpected_lora_tensor(name)}" for name in strange]
+    others: list[str] = []
+    halves = _pair_halves(table, others)
+    problems += [f"{name}: {_describe_unexpected_lora_tensor(name)}" for name in others]
     _check_matching_cost(len(halves), config.pattern_size, what)
     stacks = {module: halves.pop(module) for module in sorted(halves) if is_stack(config, module)}
     parts = [
@@ -219,8 +219,8 @@ def find_dora_parts(
     halves = _pair_halves(table, others)
     magnitudes = _find_magnitudes(others, problems)
     _check_matching_cost(len(halves), config.pattern_size, what)
-    lonely = sorted(magnitudes.keys() - halves.keys())
-    problems += [f"{module}: lora_A and lora_B are missing" for module in lonely]
+    unpaired = sorted(magnitudes.keys() - halves.keys())
+    problems += [f"{module}: lora_A and lora_B are missing" for module in unpaired]
     parts = []
     for module in sorted(halves):
         lora = _build_lora(config, table, module, halves[module], problems)
@@ -415,8 +415,8 @@ def _find_soft_prompt(
     config: SoftPromptConfig, table: TensorTable, problems: list[str]
 ) -> list[SoftPrompt]:
     """Read the one tensor of a soft prompt, the same for prompt tuning and P-tuning."""
-    strange = [name for name in table.tensors if name != _EMBEDDINGS]
-    problems += [f"{name}: a soft prompt has one tensor, {_EMBEDDINGS}" for name in strange]
+    others = [name for name in table.tensors if name != _EMBEDDINGS]
+    problems += [f"{name}: a soft prompt has one tensor, {_EMBEDDINGS}" for name in others]
     tensor = table.tensors.get(_EMBEDDINGS)
     if tensor is None:
         problems.append(f"{_EMBEDDINGS} is missing")

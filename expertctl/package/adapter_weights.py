@@ -289,16 +289,16 @@ def describe_no_effect(spec: AdapterSpec, found: Mapping[str, float]) -> list[st
 def find_numeric_anomalies(contents: PackageContents, blobs: Blobs) -> list[str]:
     """Return warnings about the numbers in a package, whoever built it; raises as `read_header`."""
     files = {file.path: file for file in contents.files}
-    said = []
+    warnings = []
     for entry, spec in zip(contents.manifest.adapters, contents.adapters, strict=True):
         file = files[entry.path]
         with blobs(file.digest) as stream:
             found = find_peaks(stream, read_header(stream, file_size=file.size, what=file.path))
-        said += [
+        warnings += [
             f"{file.path}: {doubt}"
             for doubt in find_not_finite(found) or find_extremes(spec, found)
         ]
-    return said
+    return warnings
 
 
 def _bound_part(part: Part, found: Mapping[str, float]) -> float:

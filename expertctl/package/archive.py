@@ -74,11 +74,11 @@ def build_blob_name(digest: Digest) -> str:
 
 def list_members(layout: AnyLayout) -> list[ArchiveMember]:
     """Return every member in order: `list_documents`, then the blobs of files."""
-    made = [
+    generated = [
         ArchiveMember(name, len(data), Digest.compute(data))
         for name, data in list_documents(layout).items()
     ]
-    return made + [
+    return generated + [
         ArchiveMember(build_blob_name(digest), size, digest) for digest, size in layout.blobs
     ]
 

@@ -367,9 +367,9 @@ def _hash_files(
     """Hash what is packed; rewritten files are written to ``folder`` first."""
     files = [FileDigest(MANIFEST_PATH, len(plan.document), Digest.compute(plan.document))]
     sources: dict[Digest, SourceFile] = {}
-    made = _rewrite_files(plan, folder)
+    rewritten = _rewrite_files(plan, folder)
     for file in plan.files:
-        source = made.get(file.name, file)
+        source = rewritten.get(file.name, file)
         size, digest = source.hash(progress=progress)
         files.append(FileDigest(file.name, size, digest))
         sources[digest] = source
@@ -377,16 +377,18 @@ def _hash_files(
 
 
 def _rewrite_files(plan: BuildPlan, folder: Path) -> dict[str, SourceFile]:
-    made: set[str] = set()
+    rewritten: set[str] = set()
     for adapter in plan.adapters:
         if adapter.packed_config is not None:
             (folder / adapter.config_path).write_bytes(adapter.packed_config)
-            made.add(adapter.config_path)
+            rewritten.add(adapter.config_path)
         if adapter.weights.is_rewritten:
             with (folder / adapter.weights_path).open("xb") as output:
                 adapter.weights.write(output)
-            made.add(adapter.weights_path)
-    return {name: file for name in made if (file := find_source_file(folder, name)) is not None}
+            rewritten.add(adapter.weights_path)
+    return {
+        name: file for name in rewritten if (file := find_source_file(folder, name)) is not None
+    }
 
 
 def _open_sources(sources: Mapping[Digest, SourceFile]) -> Blobs:

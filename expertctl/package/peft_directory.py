@@ -132,14 +132,14 @@ def export_peft_directories(
     source = _PackageFiles(layout, blobs, progress)
     manifest = parse_manifest(source.read(MANIFEST_PATH))
     places = _choose_folders(manifest)
-    with open_atomic_directory(directory) as made:
+    with open_atomic_directory(directory) as folder:
         for entry, place in zip(manifest.adapters, places, strict=True):
-            (made / place).mkdir(exist_ok=True)
-            source.copy(entry.config, made / place / CONFIG_PATH)
-            source.copy(entry.path, made / place / WEIGHTS_PATH)
+            (folder / place).mkdir(exist_ok=True)
+            source.copy(entry.config, folder / place / CONFIG_PATH)
+            source.copy(entry.path, folder / place / WEIGHTS_PATH)
         for file in layout.files:
             if is_document(file.path):
-                source.copy(file.path, made / file.path)
+                source.copy(file.path, folder / file.path)
     return places
 
 

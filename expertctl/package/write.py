@@ -76,11 +76,11 @@ def write_archive(
     output: ArchiveOutput, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
     """Write the tar of a layout; raises as `copy_verified`."""
-    made = list_documents(layout)
+    documents = list_documents(layout)
     for member in list_members(layout):
         output.write(member.header)
-        if member.name in made:
-            output.write(made[member.name])
+        if member.name in documents:
+            output.write(documents[member.name])
         else:
             with blobs(member.digest) as stream:
                 copy_verified(
@@ -215,12 +215,12 @@ def unpack_package(
     Raises as `read_package` and `open_atomic_directory`.
     """
     with (
-        open_atomic_directory(directory) as made,
+        open_atomic_directory(directory) as folder,
         spool_package(path, target=directory, progress=progress) as (contents, spool),
     ):
         for file in contents.layout.layers:  # two files may share one blob
-            shutil.copyfile(spool.folder / file.digest.hex, made / file.path)
-            (made / file.path).chmod(0o644)
+            shutil.copyfile(spool.folder / file.digest.hex, folder / file.path)
+            (folder / file.path).chmod(0o644)
     return contents
 
 

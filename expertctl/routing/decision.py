@@ -325,8 +325,8 @@ def _describe_excluded_best(
 ) -> str:
     """Name the ineligible expert that is closer to the prompt than the best candidate."""
     least = max(NEAR_SIMILARITY, best.cosine or 0.0)
-    barred = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
-    others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
+    ineligible = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
+    others = [c for c in ineligible if not is_excluded(c.expert, request.exclude)]
     if not others:
         return ""
     closest = max(others, key=lambda candidate: candidate.cosine or 0.0)

@@ -71,8 +71,10 @@ class EligibleExperts:
     @cached_property
     def ineligible(self) -> Rows:
         """The positions of experts that may not answer."""
-        barred = (at for at, e in self.by_position.items() if e.digest in self.ineligible_reasons)
-        return np.array([at for at in barred if at >= 0], np.int64)
+        positions = (
+            at for at, e in self.by_position.items() if e.digest in self.ineligible_reasons
+        )
+        return np.array([at for at in positions if at >= 0], np.int64)
 
     @cached_property
     def composing(self) -> frozenset[int]:

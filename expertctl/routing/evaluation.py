@@ -98,11 +98,11 @@ def require_experts_installed(data: LabelledPrompts, installed: Collection[Packa
         if prompt.expert is not None and prompt.expert not in installed:
             first.setdefault(prompt.expert, prompt.line)
     if first:
-        told = [_describe_unknown(*pair, installed) for pair in list(first.items())[:MAX_PROBLEMS]]
-        told += ["… and more"] * (len(first) > MAX_PROBLEMS)
+        lines = [_describe_unknown(*pair, installed) for pair in list(first.items())[:MAX_PROBLEMS]]
+        lines += ["… and more"] * (len(first) > MAX_PROBLEMS)
         count = "1 expert is" if len(first) == 1 else f"{len(first)} experts are"
         raise NotFoundError(
-            f"{data.path}: {count} not installed\n" + "\n".join(f"  - {line}" for line in told),
+            f"{data.path}: {count} not installed\n" + "\n".join(f"  - {line}" for line in lines),
             hint="`expertctl list` shows what is installed; null is for the base alone",
         )
 

@@ -451,10 +451,10 @@ def _rebuild_plan(
     result = planned.result
     scores = {expert.content_digest: expert.score for expert in result.plan.experts}
     plan = build_plan(request, remaining, scores, result.features, planned.base)
-    told = set(collect_warnings(result.selected, planned.base)) - set(
+    obsolete = set(collect_warnings(result.selected, planned.base)) - set(
         collect_warnings(remaining, planned.base)
     )
-    warnings = tuple(warning for warning in result.warnings if warning not in told)
+    warnings = tuple(warning for warning in result.warnings if warning not in obsolete)
     alone = (
         () if remaining else ("the base answers alone: no expert fits into the remaining memory",)
     )

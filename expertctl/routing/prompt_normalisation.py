@@ -111,8 +111,8 @@ def strip_router_instruction(sentence: str) -> str:
     before, order = sentence[: found.start()], sentence[found.start() :]
     if before.count(" ") >= _MIN_LEADING_SPACES and order[0].isupper():
         return before  # two sentences without punctuation between them
-    told, _, rest = sentence.partition(": ")
-    return rest if rest and is_router_instruction(told) and not is_router_instruction(rest) else ""
+    head, _, rest = sentence.partition(": ")
+    return rest if rest and is_router_instruction(head) and not is_router_instruction(rest) else ""
 
 
 def _find_instruction(sentence: str) -> re.Match[str] | None:
@@ -223,8 +223,8 @@ def is_request(sentence: str) -> bool:
 
 def is_keyword_pile(sentence: str) -> bool:
     """Tell whether a sentence is a list of words with hardly any stop words between them."""
-    said = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
-    words = [word for word in said if not word[0].isdigit()]
+    spelled = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
+    words = [word for word in spelled if not word[0].isdigit()]
     joining = sum(word in STOP_WORDS for word in words)
     return len(words) >= _MIN_PILE_WORDS and joining < _MIN_STOP_WORD_SHARE * len(words)
 
@@ -311,8 +311,8 @@ def normalise_prompt(prompt: str, names: frozenset[str]) -> str:
         return strip_keyword_lists(text) if text.count(",") > _COMMAS else text
     request = strip_repeats(find_asking_paragraph(extract_request(strip_roles(text).strip())))
     kept = [kept for part in split_sentences(request) if (kept := _strip_router_text(part, names))]
-    seen = _SPACES.sub(" ", " ".join(select_asking_sentences(kept))).strip(" :,;-")
-    return seen if seen.count(" ") + 1 >= MIN_WORDS else text
+    normalised = _SPACES.sub(" ", " ".join(select_asking_sentences(kept))).strip(" :,;-")
+    return normalised if normalised.count(" ") + 1 >= MIN_WORDS else text
 
 
 def _take_ends(prompt: str) -> str:
@@ -337,9 +337,9 @@ def _is_simple(text: str) -> bool:
 
 def _strip_router_text(sentence: str, names: frozenset[str]) -> str:
     """Return the part of a sentence that addresses the model; empty if it only steers routing."""
-    said = strip_keyword_lists(strip_router_instruction(strip_labels(sentence)))
-    unnamed = _BRACKETS.sub(" ", _strip_names(said, names))
-    few = unnamed != said and len(unnamed.split()) <= _MAX_CALL_WORDS
+    stripped = strip_keyword_lists(strip_router_instruction(strip_labels(sentence)))
+    unnamed = _BRACKETS.sub(" ", _strip_names(stripped, names))
+    few = unnamed != stripped and len(unnamed.split()) <= _MAX_CALL_WORDS
     return "" if few or is_keyword_pile(unnamed) else unnamed
 
 

@@ -148,12 +148,12 @@ def _list_kernel_options(request: RouteRequest) -> dict[str, str]:
     The value may come from a setting, which cannot be left out on the command line.
     """
     dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
-    asked = (
+    options = (
         (dtype, "--dtype float32", request.dtype in QUANTISED_DTYPES),
         (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
         ("--deterministic", "--no-deterministic", request.deterministic),
     )
-    return {option: other for option, other, given in asked if given}
+    return {option: other for option, other, given in options if given}
 
 
 def parse_forced(text: str) -> ForcedExpert:

@@ -432,18 +432,18 @@ def _sample_examples(
     experts = np.flatnonzero(deep_at >= 0)
     experts = experts[deep.counts[deep_at[experts]] > 1]
     counts = deep.counts[deep_at[experts]] - 1
-    asked = (
+    sampled = (
         np.minimum(counts, max(MAX_EXAMPLES_PER_EXPERT, int(np.median(counts))))
         if len(counts)
         else counts
     )
-    ends = np.cumsum(asked)
-    total = int(asked.sum())
+    ends = np.cumsum(sampled)
+    total = int(sampled.sum())
     generator = random.Random(_SEED)  # noqa: S311  # a reproducible sample
     for number in sorted(generator.sample(range(total), min(total, MAX_REPLAYED_EXAMPLES))):
         which = int(np.searchsorted(ends, number, side="right"))
         expert = int(experts[which])
-        text = 1 + number - int(ends[which] - asked[which])
+        text = 1 + number - int(ends[which] - sampled[which])
         at = int(deep_at[expert])
         yield _CalibrationExample(
             expert, at, int(table.starts[expert]) + text, int(deep.starts[at]) + text
@@ -454,9 +454,9 @@ def _search_without(table: VectorTable, found: SearchHits, example: _Calibration
     """Return the hits without the example's own row: its expert may then rank lower."""
     rows = table.select_rows(np.array([example.expert]))
     own = (table.rows[rows[rows != example.row]] @ table.rows[example.row]).max()
-    strange = found.experts != example.expert
-    closer = int((found.cosines[strange] > own).sum())
-    return np.insert(found.experts[strange], closer, example.expert)
+    others = found.experts != example.expert
+    closer = int((found.cosines[others] > own).sum())
+    return np.insert(found.experts[others], closer, example.expert)
 
 
 def _fit_threshold(inside: Vectors, outside: Vectors) -> float:

@@ -244,10 +244,10 @@ def _apply_decision(
 def _select_forced_experts(
     request: RouteRequest, eligible: EligibleExperts, base: StoredBase
 ) -> list[SelectedExpert]:
-    barred = {
+    ineligible = {
         e.digest for e in eligible.experts if explain_ineligible(e, request)
     } | eligible.other_bases.keys()
-    usable = [expert for expert in eligible.experts if expert.digest not in barred]
+    usable = [expert for expert in eligible.experts if expert.digest not in ineligible]
     context = find_context_length(base, engine=request.engine)
     choices = select_forced(request.force, eligible.experts, usable, context=context)
     for choice in choices:

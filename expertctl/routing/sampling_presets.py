@@ -102,8 +102,10 @@ def check_limit(name: str, value: float | None) -> None:
     low, high = LIMITS[name]
     bounds = f"{low:.16g} to {high:.16g}"
     above = f"must be above {low:.16g}, up to {high:.16g}"
-    said = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
-    raise UsageError(f"{name} {value} {said}", hint="give a value between these, or leave it out")
+    violation = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
+    raise UsageError(
+        f"{name} {value} {violation}", hint="give a value between these, or leave it out"
+    )
 
 
 def is_within(name: str, value: float) -> bool:
@@ -252,7 +254,7 @@ def _is_usable(name: str, value: object) -> bool:
 def _describe_bad_value(name: str, value: object) -> str:
     low, high = LIMITS[name]
     kind = "a whole number" if name in _INTEGER_SETTINGS else "a number"
-    said = ascii(value)
-    shown = said if len(said) <= _MAX_SHOWN_CHARACTERS else f"{said[:_MAX_SHOWN_CHARACTERS]}…"
+    text = ascii(value)
+    shown = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
     allowed = f"{kind} from {low:g} to {high:g}"
     return f"{GENERATION_CONFIG} of the base: {name} ({shown}) is not {allowed}"

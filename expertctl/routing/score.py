@@ -109,17 +109,17 @@ class ConfidenceBin:
     confidence: float  # mean; 0 for an empty bin
 
 
-def compute_risk_coverage(guesses: Sequence[Prediction]) -> list[OperatingPoint]:
+def compute_risk_coverage(predictions: Sequence[Prediction]) -> list[OperatingPoint]:
     """Return one point for each distinct threshold, the strictest first."""
-    tally = _PredictionCounter(guesses)
-    points = [tally.build_point(None)]
-    able = (guess for guess in guesses if guess.confidence is not None)
+    counter = _PredictionCounter(predictions)
+    points = [counter.build_point(None)]
+    able = (prediction for prediction in predictions if prediction.confidence is not None)
     for confidence, group in groupby(
         sorted(able, key=_sort_confidence, reverse=True), key=_sort_confidence
     ):
-        for guess in group:
-            tally.add(guess)
-        points.append(tally.build_point(confidence))
+        for prediction in group:
+            counter.add(prediction)
+        points.append(counter.build_point(confidence))
     return points
 
 
@@ -155,14 +155,14 @@ def find_point_at(points: Sequence[OperatingPoint], coverage: float) -> Operatin
 
 def bin_by_confidence(guesses: Sequence[Prediction]) -> list[ConfidenceBin]:
     """Return the accuracy of the predictions in each tenth of confidence."""
-    made = []
+    bins = []
     for i in range(BIN_COUNT):
         within = [(g.confidence, g.is_correct) for g in guesses if _bin_index(g) == i]
         total = sum(confidence or 0.0 for confidence, _ in within)
         right = sum(right for _, right in within)
         mean = total / len(within) if within else 0.0
-        made.append(ConfidenceBin(i / BIN_COUNT, (i + 1) / BIN_COUNT, len(within), right, mean))
-    return made
+        bins.append(ConfidenceBin(i / BIN_COUNT, (i + 1) / BIN_COUNT, len(within), right, mean))
+    return bins
 
 
 def compute_calibration_error(found: Sequence[ConfidenceBin]) -> float | None:

@@ -61,8 +61,8 @@ class PlanCacheKey:
     def from_request(cls, request: RouteRequest, base: str | None) -> "PlanCacheKey":
         """Return the key of a request."""
         spelled = fold_prompt(request.prompt).encode("utf-8", "surrogatepass")
-        asked = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
-        return cls(asked, base, extract_features(request.prompt).has_code)
+        folded = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
+        return cls(folded, base, extract_features(request.prompt).has_code)
 
 
 class PlanCache:

@@ -161,5 +161,5 @@ def _fold_mixed_word(match: re.Match[str]) -> str:
 
 def _fold_if_latin(match: re.Match[str]) -> str:
     """Transliterate a word to Latin if all of it looks Latin."""
-    seen = match.group().translate(_TO_LATIN)
-    return seen if seen.isascii() else _fold_mixed_word(match)
+    latin = match.group().translate(_TO_LATIN)
+    return latin if latin.isascii() else _fold_mixed_word(match)

@@ -303,8 +303,8 @@ def _search_graph(
 ) -> SearchHits | None:
     """Search a graph; ``None`` when exact search costs less or finds more experts."""
     fewest = min(count // ROWS_PER_EXPERT, len(table if allowed is None else allowed.positions))
-    for asked in (min(count, graph.width), 4 * count, 16 * count):
-        closest = _search_graph_filtered(table, graph, query, asked, allowed)
+    for requested in (min(count, graph.width), 4 * count, 16 * count):
+        closest = _search_graph_filtered(table, graph, query, requested, allowed)
         if closest is None:
             return None
         found = group_by_expert(table, closest.rows, closest.cosines)
@@ -354,16 +354,16 @@ def _search_graph_filtered(
         closest = graph.find_closest(query, min(count, graph.rows))
         return closest and _add_later_rows(closest, table, graph, query, count, None)
     sparsity = graph.rows / max(allowed.row_count, 1)
-    asked, width = int(count * sparsity * _OVERSAMPLING) + 1, int(graph.width * sparsity)
-    while max(asked, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
-        closest = graph.find_closest(query, asked, width=width)
+    requested, width = int(count * sparsity * _OVERSAMPLING) + 1, int(graph.width * sparsity)
+    while max(requested, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
+        closest = graph.find_closest(query, requested, width=width)
         if closest is None:
             return None
         passing = np.flatnonzero(allowed.mask[table.owners[closest.rows]])[:count]
         if len(passing) == count:
             passed = ClosestRows(closest.rows[passing], closest.cosines[passing])
             return _add_later_rows(passed, table, graph, query, count, allowed)
-        asked *= 2
+        requested *= 2
     return None
 
 

@@ -407,13 +407,15 @@ def build_manifest(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manife
 def _explain_problems(document: JsonObject, problems: Iterable[str]) -> list[str]:
     """Explain an invalid name or version in words; the schema would show a pattern."""
     readers = {"name": PackageName.parse, "version": Version.parse}
-    said: list[str] = []
+    explained: list[str] = []
     for problem in problems:
         field = problem.partition(":")[0]
         value = document.get(field)
         known = isinstance(value, str) and field in readers
-        said += (_collect_errors(readers[field], field, [str(value)]) if known else []) or [problem]
-    return list(dict.fromkeys(said))
+        explained += (_collect_errors(readers[field], field, [str(value)]) if known else []) or [
+            problem
+        ]
+    return list(dict.fromkeys(explained))
 
 
 def _check_beyond_schema(manifest: Manifest) -> list[str]:
