@@ -568,7 +568,7 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
 def test_route_says_that_it_makes_vectors_for_another_encoder(
     workshop: RunWorkspace, expertctl: Expertctl, home: Path
 ) -> None:
-    told = "making the routing vectors of 1 expert with lexical"
+    told = "computing the routing vectors of 1 expert with lexical"
     for journal in home.rglob("vectors.journal"):
         journal.unlink()
     assert expertctl("route", PROMPT, "--json").err == ""

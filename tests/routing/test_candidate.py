@@ -93,8 +93,8 @@ def test_an_expert_that_may_not_be_used_says_why(
     assert find_candidate(result, "acme/sort").reason.startswith(reason)
     assert result.notes[-1] == (
         "the base answers alone: no installed expert was made for this version of acme/tiny; the "
-        "closest is acme/sort@1.0.0, made for acme/tiny: `--expert acme/sort@1.0.0` asks for it "
-        "and its base"
+        "closest is acme/sort@1.0.0, made for acme/tiny: `--expert acme/sort@1.0.0` uses it "
+        "on its own base"
         if reason.startswith("refused: was made for")
         else "the base answers alone: no installed expert may be used; `expertctl route` says why"
     )
