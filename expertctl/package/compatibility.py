@@ -131,7 +131,7 @@ def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str |
         and part.module_after_stack
         and find_base_name(part.module_after_stack, shapes) in shapes
     ):
-        return f"{part.module}: made for experts up to this one, but the base has more"
+        return f"{part.module}: the last one it was made for, but the base has more experts"
     match part:
         case Lora() | Dora():
             made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"

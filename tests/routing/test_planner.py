@@ -312,7 +312,7 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
         with pytest.raises(IncompatibleError, match=f"the plan {why}"):
             planner.replay(plan, asked)
     for wanted in (replace(request, base_alone=True), replace(request, force=(named("acme/x"),))):
-        with pytest.raises(UsageError, match="already which experts"):
+        with pytest.raises(UsageError, match="already determines"):
             planner.replay(saved, wanted)
     with pytest.raises(UsageError, match="forced and excluded"):
         planner.replay(saved, replace(request, exclude=(Reference.parse("acme/sorting"),)))
