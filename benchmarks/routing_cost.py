@@ -35,13 +35,13 @@ from benchmarks.routing_index import (
 )
 from expertctl.routing.base_choice import BaseSelector
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts, RoutingDecision, score_prompt
+from expertctl.routing.decision import RoutingDecision, score_prompt
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RERANK_FOLDER, RoutingIndex
 from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.reranker import SMALL_RERANK
-from expertctl.routing.router import find_eligible_experts
 from expertctl.routing.vector_table import EncodedTexts, VectorTable
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore

@@ -16,7 +16,7 @@ from expertctl.digest import Digest
 from expertctl.install.starter import install_starter
 from expertctl.reference import PackageName
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts
+from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.planner import Inventory, Planner
 from expertctl.routing.request import RouteRequest

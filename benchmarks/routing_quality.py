@@ -32,13 +32,13 @@ from benchmarks.routing_home import (
 )
 from expertctl.routing.base_choice import BaseSelector
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts, RoutingDecision, score_prompt
+from expertctl.routing.decision import RoutingDecision, score_prompt
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.encoder import Encoder, find_minilm, open_encoder
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.prompt_normalisation import normalise_prompt
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 

@@ -1,7 +1,6 @@
-"""What an adapter is: its parts, each a change to one module of the base or to the prompt.
+"""`AdapterSpec`: the parts of an adapter, each of which changes one module or the prompt.
 
-A closed set of kinds. Tensors are named as PEFT names them; `expertctl.package.adapter_spec` reads
-them.
+The kinds form a closed set. Tensor names are PEFT's; `expertctl.package.adapter_spec` reads them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,14 +9,14 @@ from dataclasses import dataclass
 from expertctl.schema.manifest import AdapterKind, Dtype
 
 PEFT_PREFIX = "base_model.model."
-"""What stands before the name of a module in the names of its tensors."""
+"""The prefix of a module name in PEFT's tensor names."""
 KIND_NAMES: Mapping[AdapterKind, str] = {
     "lora": "LoRA",
     "dora": "DoRA",
     "ia3": "IA³",
     "soft_prompt": "soft prompt",
 }
-"""What people call the kinds."""
+"""The display names of the kinds."""
 _WRAPPERS = (
     ("_orig_mod.", "save the model that torch.compile was given, not the one that it returned"),
     ("_fsdp_wrapped_module.", "gather the model that FSDP wrapped, and save again"),
@@ -28,21 +27,21 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class StackSlice:
-    """Where the halves of one expert lie in tensors that hold those of all experts of a layer."""
+    """The part of one expert in tensors that hold the LoRA of all experts of a layer."""
 
     expert: int
     experts: int
     first: int
-    """The first of its outputs among those that share a stack."""
+    """The first of its outputs in a stack that holds several modules."""
     transposed: bool
-    """Whether A lies in the tensor of B, and B in that of A, both transposed."""
+    """Whether A is stored in the tensor of B and B in that of A, both transposed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
     """``f + weight * scale * B A x`` on one linear layer; ``a`` and ``b`` are tensor names.
 
-    Shapes are those of its own halves, wherever they lie.
+    Shapes are those of this module alone, even if its tensors are stacked.
     """
 
     module: str
@@ -56,17 +55,17 @@ class Lora:
 
     @property
     def inputs(self) -> int:
-        """The width of the layer's input."""
+        """The input size of the layer."""
         return self.a_shape[1]
 
     @property
     def outputs(self) -> int:
-        """The width of the layer's output."""
+        """The output size of the layer."""
         return self.b_shape[0]
 
     @property
     def module_after_stack(self) -> str | None:
-        """For the last expert of a stack, the module after it, which no fitting base has."""
+        """For the last expert of a stack, the module that would follow; no fitting base has it."""
         if self.stacked is None or self.stacked.expert + 1 < self.stacked.experts:
             return None
         experts, _, name = self.module.rsplit(".", 2)
@@ -77,7 +76,7 @@ class Lora:
 class Dora:
     """``c (g + scale B A x)`` for ``g``, the layer without bias; ``c`` is magnitude over row norm.
 
-    ``magnitude`` names a tensor of one number for each output.
+    ``magnitude`` names a tensor [outputs].
     """
 
     module: str
@@ -91,23 +90,23 @@ class Dora:
 
     @property
     def inputs(self) -> int:
-        """The width of the layer's input."""
+        """The input size of the layer."""
         return self.a_shape[1]
 
     @property
     def outputs(self) -> int:
-        """The width of the layer's output."""
+        """The output size of the layer."""
         return self.b_shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Ia3:
-    """A factor for each input of one linear layer, or for each output; ``vector`` names it."""
+    """One factor for each input, or each output, of a linear layer; ``vector`` names the tensor."""
 
     module: str
     vector: str
     on_input: bool
-    """Before the layer, as in feed-forward modules: a tensor [1, size]; else [size, 1]."""
+    """Whether it scales the input, as in feed-forward modules: [1, size]; else [size, 1]."""
     size: int
 
 
@@ -126,20 +125,20 @@ Part = Lora | Dora | Ia3 | SoftPrompt
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """One adapter: its parts in the order of module names, and what its files must hold."""
+    """One adapter: its parts sorted by module name, and the expected contents of its files."""
 
     kind: AdapterKind
     parts: tuple[Part, ...]
     dtype: Dtype
     rank: int | None
-    """Of LoRA and DoRA: what the configuration says for modules that no pattern names."""
+    """For LoRA and DoRA, the rank of modules without a pattern."""
     tokens: int | None
-    """Of soft prompts: how many virtual tokens."""
+    """For soft prompts, the number of virtual tokens."""
     tensors: int
 
 
 def describe_wrapper(name: str) -> str | None:
-    """Say which wrapper of a model is in a tensor's name; PEFT would not find its module."""
+    """Return which wrapper of a model a tensor name contains, which PEFT would not find."""
     if name.startswith(f"{PEFT_PREFIX}base_model."):
         return f"the prefix {PEFT_PREFIX!r} is doubled: an adapter was saved inside another one"
     for part, why in _WRAPPERS:
@@ -149,9 +148,9 @@ def describe_wrapper(name: str) -> str | None:
 
 
 def truncate_problems(problems: Iterable[str]) -> list[str]:
-    """Return the first problems, and how many more there are; one cause is one line.
+    """Merge problems with the same cause into one line, and return the first `_MAX_PROBLEMS`.
 
-    What stands before the first colon is the thing, what follows is what is wrong with it.
+    The text before the first colon of a problem is the thing, the text after it the cause.
     """
     by_cause: dict[str, list[str]] = {}
     for problem in problems:

@@ -1,17 +1,15 @@
-"""What ``build`` leaves out of an ``adapter_config.json``: fields that cannot change a tensor.
-
-PEFT adds fields with every release, and writes their defaults into every adapter. A field that the
-schema does not know is left out where its value is neutral (null, false, 0 or empty), a known one
-where it is null and has a default, or where the schema calls the value a label (``x-label``,
-``x-labels``, ``x-dropped``) or neutral (``x-neutral``). All else stays, for the schema to accept or
-to refuse: packages hold only configurations that the strict reader takes.
-
-The allow-list reading of PEFT's ``adapter_config.json``, one schema for each type of adapter.
+"""Reading PEFT's ``adapter_config.json`` with an allow-list: one schema for each type of adapter.
 
 Every field that PEFT 0.21 writes has a place in ``schemas/adapter-config-*.schema.json``: it is
-read, it is harmless, or it is accepted at its neutral values only (``x-refused`` says why). Nothing
-that a configuration names is opened, imported or run. Packages hold nothing else; `read_source_config`
-reads what lies in a directory, and leaves out what has no effect first.
+used, harmless, or accepted only at its neutral values (``x-refused`` says why). Nothing that a
+configuration names is opened, imported or run.
+
+PEFT adds fields with every release and writes their defaults into every adapter. So `clean_config`
+drops what cannot change a tensor: a field unknown to the schema if its value is neutral (null,
+false, 0 or empty); a known one if it is null and has a default, or if the schema calls the value a
+label (``x-label``, ``x-labels``, ``x-dropped``) or neutral (``x-neutral``). The schema accepts or
+refuses the rest. `parse_adapter_config` reads the cleaned form that packages hold,
+`read_source_config` any configuration in a directory.
 """
 
 import json
@@ -36,17 +34,9 @@ from expertctl.schema.validation import find_problems, find_schema
 
 MODULES_TO_SAVE = "modules_to_save"
 EMBEDDING_NAMES = frozenset(
-    {
-        "embed_in",
-        "embed_out",
-        "embed_tokens",
-        "lm_head",
-        "output_layer",
-        "word_embeddings",
-        "wte",
-    }
+    {"embed_in", "embed_out", "embed_tokens", "lm_head", "output_layer", "word_embeddings", "wte"}
 )
-"""What architectures call the embedding of tokens, and the layer that gives their scores."""
+"""The names of token embeddings and output heads in all architectures."""
 _LABEL_FIELDS = ("base_model_name_or_path", "tokenizer_name_or_path")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _MAX_SHOWN_FIELDS = 20
@@ -62,11 +52,11 @@ class CleanConfig:
 
     document: JsonObject
     dropped: tuple[str, ...]
-    """The names of the fields that were left out, with their reason."""
+    """The names of the dropped fields, each with its reason."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line about everything that was left out; none when nothing was."""
+        """One line about all dropped fields; none if nothing was dropped."""
         if not self.dropped:
             return ()
         shown = ", ".join(self.dropped[:_MAX_SHOWN_FIELDS])
@@ -76,8 +66,9 @@ class CleanConfig:
 
 
 def clean_config(document: JsonObject, schema: str) -> CleanConfig:
-    """Leave out what has no effect on the tensors of an adapter."""
-    rows, required, labels = _read_schema_rows(schema)
+    """Drop the fields that have no effect on the tensors of an adapter."""
+    rules = _read_schema(schema)
+    rows, required, labels = rules["properties"], rules["required"], rules.get("x-dropped", ())
     kept: JsonObject = {}
     dropped: list[str] = []
     for field, value in document.items():
@@ -90,39 +81,23 @@ def clean_config(document: JsonObject, schema: str) -> CleanConfig:
     return CleanConfig(kept, tuple(dropped))
 
 
-@dataclass(frozen=True, slots=True)
-class PublicConfig:
-    """A configuration that names no path of the machine that it was made on."""
-
-    document: JsonObject
-    paths: tuple[str, ...]
-    """The fields that held one."""
-
-
-def strip_paths(document: JsonObject) -> PublicConfig:
-    """Leave out labels that are paths: they tell of a machine, and mean nothing elsewhere."""
-    paths = [field for field in _LABEL_FIELDS if _is_path(document.get(field))]
-    kept = {field: None if field in paths else value for field, value in document.items()}
-    return PublicConfig(kept, tuple(paths))
-
-
 def is_hub_name(label: str) -> bool:
     """Tell whether a label names a model rather than a path on a disk."""
     return _HUB_NAME.fullmatch(label) is not None
 
 
 def find_full_precision_label(label: str) -> str | None:
-    """Return the base that a label of bitsandbytes' quantised copy stands for.
+    """Return the base that the label of a bitsandbytes copy stands for; None for other labels.
 
-    Such a copy was quantised from the 16-bit weights and is only a way to load them, so an adapter
-    trained on it is used with the base itself.
+    Such a copy was quantised from the 16-bit weights only to load them, so an adapter trained on it
+    is used with the base itself.
     """
     match = _QUANTISED.fullmatch(label)
     return match["base"] if match is not None else None
 
 
 def is_neutral(value: JsonValue) -> bool:
-    """Tell whether a value means that something is not used: null, false, zero or empty."""
+    """Tell whether a value means "not used": null, false, zero or empty."""
     return not value
 
 
@@ -149,7 +124,7 @@ def _is_path(value: JsonValue) -> bool:
 
 
 def _is_among(value: JsonValue, values: Any) -> bool:
-    """Tell whether a value is in a list; for JSON, false is not 0."""
+    """Tell whether a value is in a list; in JSON, false is not 0."""
     return any(value == other and type(value) is type(other) for other in values)
 
 
@@ -163,20 +138,16 @@ def _accepts_null(row: Mapping[str, Any]) -> bool:
 
 
 def _names_embeddings(value: JsonValue) -> bool:
-    """Tell whether only embeddings and heads are saved whole; their tensors then show the rest."""
+    """Tell whether only embeddings and heads are saved whole; their tensors then decide."""
     return isinstance(value, list) and all(
         isinstance(name, str) and name.rpartition(".")[2] in EMBEDDING_NAMES for name in value
     )
 
 
 @cache
-def _read_schema_rows(
-    schema: str,
-) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], frozenset[str]]:
-    """Return the fields of a schema, those that must be there, and those never packed."""
-    document = json.loads(find_schema(schema).read_text(encoding="utf-8"))
-    dropped = document.get("x-dropped", ())
-    return document["properties"], frozenset(document["required"]), frozenset(dropped)
+def _read_schema(schema: str) -> Mapping[str, Any]:
+    document: Mapping[str, Any] = json.loads(find_schema(schema).read_text(encoding="utf-8"))
+    return document
 
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -194,43 +165,36 @@ _SCHEMAS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """A configuration as it lies in a directory, read: what it means, and what will be packed."""
+    """A configuration read from a directory, and the form in which it is packed."""
 
     config: AdapterConfig
     packed_bytes: bytes | None
-    """What is left where fields were left out; ``None``: its own bytes."""
+    """The cleaned configuration, if anything was dropped; ``None``: the file as it is."""
     notes: tuple[str, ...]
 
 
 def parse_adapter_config(data: bytes, *, what: str) -> AdapterConfig:
-    """Read the ``adapter_config.json`` of a package.
+    """Parse the ``adapter_config.json`` of a package.
 
     Raises:
-        InvalidPackageError: with every problem, each field named.
+        InvalidPackageError: with every problem, naming the fields.
     """
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
     return _build_config(document, _choose_schema(document, what), what)
 
 
 def read_source_config(data: bytes, *, what: str) -> SourceConfig:
-    """Read an ``adapter_config.json`` that is to be packed, without what has no effect in it.
-
-    Raises:
-        InvalidPackageError: as `parse_config`.
-    """
+    """Parse an ``adapter_config.json`` to be packed; raises as `parse_adapter_config`."""
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
     schema = _choose_schema(document, what)
     clean = clean_config(document, schema)
     config = _build_config(clean.document, schema, what)
-    public = strip_paths(clean.document)
-    notes = [*clean.notes, *(f"left out of the package: {name}, a path" for name in public.paths)]
-    packed = None if public.document == document else encode_adapter_config(public.document)
-    return SourceConfig(config, packed, tuple(notes))
-
-
-def encode_adapter_config(document: JsonObject) -> bytes:
-    """Return the text of a configuration as PEFT writes it: sorted, with two spaces."""
-    return json.dumps(document, indent=2, sort_keys=True).encode()
+    # Labels that are paths reveal a machine and mean nothing elsewhere.
+    paths = [field for field in _LABEL_FIELDS if _is_path(clean.document.get(field))]
+    public = {field: None if field in paths else v for field, v in clean.document.items()}
+    notes = [*clean.notes, *(f"left out of the package: {name}, a path" for name in paths)]
+    as_peft_does = json.dumps(public, indent=2, sort_keys=True).encode()
+    return SourceConfig(config, None if public == document else as_peft_does, tuple(notes))
 
 
 def _choose_schema(document: JsonObject, what: str) -> str:
@@ -261,38 +225,26 @@ def _describe_other_type(kind: JsonValue) -> str:
 
 
 def _find_problems(document: JsonObject, schema: str) -> list[str]:
-    """Return what is wrong with a configuration, one line for each field."""
-    known = _read_field_names(schema)
-    unknown = [field for field in document if field not in known]
+    rows = _read_schema(schema)["properties"]
+    unknown = [field for field in document if field not in rows]
     problems = [_describe_unknown_fields(document, unknown)] if unknown else []
     named = set(unknown)
-    for field, (neutral, why) in _read_neutral_fields(schema).items():
-        if field in document and document[field] not in neutral:
-            problems.append(f"{field} = {_format_value(document[field])} is not supported: {why}")
+    for field, row in rows.items():
+        if "x-refused" in row and field in document and document[field] not in row["enum"]:
+            value, why = _format_value(document[field]), row["x-refused"]
+            problems.append(f"{field} = {value} is not supported: {why}")
             named.add(field)
     rest = {field: value for field, value in document.items() if field not in named}
     return [*problems, *find_problems(rest, schema)]
 
 
 def _describe_unknown_fields(document: JsonObject, unknown: list[str]) -> str:
-    """Name the fields that the schema does not know, in one line."""
     named = (
         (to_single_line(name[:80]), _format_value(document[name])) for name in unknown[:_MAX_SHOWN]
     )
     shown = ", ".join(f"{name} = {value}" for name, value in named)
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f"not known here, and not neutral: {shown}{more}; remove what the adapter does not need"
-
-
-@cache
-def _read_field_names(schema: str) -> frozenset[str]:
-    return frozenset(json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"])
-
-
-@cache
-def _read_neutral_fields(schema: str) -> Mapping[str, tuple[list[Any], str]]:
-    rows = json.loads(find_schema(schema).read_text(encoding="utf-8"))["properties"].items()
-    return {name: (row["enum"], row["x-refused"]) for name, row in rows if "x-refused" in row}
 
 
 def _format_value(value: JsonValue) -> str:

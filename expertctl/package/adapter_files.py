@@ -1,15 +1,11 @@
-"""All problems of one thing, gathered from steps that each report their own.
+"""Reading the two files of an adapter in a directory, and deciding what is packed of them.
 
-What a file is that is not what its name says, told from its first bytes and never opened.
+A package holds only what the strict readers accept. So fields without effect are dropped from the
+configuration, and embeddings equal to the base's from the weights; the rest is read as it is in a
+package. Configuration and weights are checked together, and all problems are reported at once.
 
-Git LFS pointers, pages of a website, pickles and empty files lie where adapters should, mostly
-because a download or a clone did not bring the content.
-
-The two files of an adapter in a directory: what they mean, and what will be packed of them.
-
-A package holds only what the strict readers take. So fields without an effect are left out of the
-configuration, and embeddings that are the base's own out of the weights; what is left is read as a
-package is. The configuration and the weights are checked together.
+Files that are not what their names say (Git LFS pointers, web pages, pickles, empty files), mostly
+because a download or a clone is incomplete, are recognised by their first bytes and never opened.
 """
 
 import re
@@ -46,16 +42,16 @@ _Value = TypeVar("_Value")
 
 
 class ProblemCollector:
-    """The problems of one thing so far, each said once, and the first way out."""
+    """The problems of one thing so far, and the first hint."""
 
     def __init__(self, what: str) -> None:
-        """Begin without a problem."""
+        """Start without problems."""
         self._what = what
         self.problems: list[str] = []
         self._hints: list[str] = []
 
     def run_step(self, step: Callable[[], _Value]) -> _Value | None:
-        """Run a step and keep its problems; those of another thing begin with its name."""
+        """Run a step and collect its problems; those of another thing get its name as a prefix."""
         try:
             return step()
         except InvalidPackageError as error:
@@ -68,7 +64,7 @@ class ProblemCollector:
         return None
 
     def raise_problems(self) -> None:
-        """Report everything at once.
+        """Report all problems at once.
 
         Raises:
             InvalidPackageError: when there is any problem.
@@ -86,7 +82,7 @@ _PICKLE_HINT = (
     "model.save_pretrained(DIR, safe_serialization=True)"
 )
 _MLX_HINT = (
-    "an MLX adapter names its tensors otherwise, and stores them transposed:\n"
+    "an MLX adapter names its tensors differently and stores them transposed:\n"
     "save it as a PEFT adapter (lora_a.T is lora_A, lora_b.T is lora_B), or train it with PEFT"
 )
 _MLX_FILES = ("adapters.safetensors", "adapters.npz")
@@ -95,14 +91,14 @@ _MLX_FIELDS = frozenset({"lora_parameters", "fine_tune_type", "adapter_path", "l
 
 @dataclass(frozen=True, slots=True)
 class DetectedKind:
-    """What a file is instead, and the way out."""
+    """What a file is instead of what its name says, and a hint."""
 
     problem: str
     hint: str
 
 
 def detect_other_kind(head: bytes, *, size: int) -> DetectedKind | None:
-    """Tell what a file of weights or a JSON file is where its first bytes show something else."""
+    """Return what a weights or JSON file really is, if its first bytes show something else."""
     if size == 0:
         return DetectedKind("the file is empty", "download or copy it again")
     if head.startswith(_LFS):
@@ -125,18 +121,13 @@ def detect_other_kind(head: bytes, *, size: int) -> DetectedKind | None:
     return None
 
 
-def describe_pickle(name: str) -> DetectedKind:
-    """Say what to do about the weights of an adapter that were saved as a pickle."""
-    return DetectedKind(f"{name} is a pickle, and pickles are never opened", _PICKLE_HINT)
-
-
 def detect_mlx_folder(names: Sequence[str], config: object) -> DetectedKind | None:
-    """Tell whether the files, or the configuration, are those of an adapter that MLX made."""
+    """Return the problem and hint if the files or the configuration are those of an MLX adapter."""
     fields = _MLX_FIELDS.intersection(config) if isinstance(config, dict) else frozenset()
     peft = isinstance(config, dict) and "peft_type" in config
     if peft or not (fields or any(name in _MLX_FILES for name in names)):
         return None
-    return DetectedKind("an adapter of MLX, and only those of PEFT are packed", _MLX_HINT)
+    return DetectedKind("an MLX adapter; only PEFT adapters are supported", _MLX_HINT)
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -147,7 +138,7 @@ def _is_pickle(head: bytes) -> bool:
 
 
 def _is_tensor_table(head: bytes) -> bool:
-    """Recognise a table of tensors: a length below 4 GiB in eight bytes, then a JSON object.
+    """Recognise a safetensors header: a length below 4 GiB in eight bytes, then a JSON object.
 
     The length may begin with the two bytes of a pickle, as that of 66,176 bytes does.
     """
@@ -163,27 +154,27 @@ _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LISTED = 10
 _MAX_VISITED = 2000
 _MAX_LEVELS = 4
-"""How many folders below a directory, and how deep, are searched for adapters."""
+"""How many folders below a directory are searched for adapters, and how deep."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """One adapter's two files, read."""
+    """The two files of one adapter, parsed."""
 
     config_path: str
     weights_path: str
     config: AdapterConfig
     packed_config: bytes | None
-    """What is packed of the configuration; ``None``: the file itself."""
+    """The configuration as packed; ``None``: the file as it is."""
     weights: PackedWeights
     spec: AdapterSpec
-    """What the packed files mean."""
+    """The spec of the packed files."""
     notes: tuple[str, ...]
-    """What is left out of them."""
+    """What was dropped from the files."""
 
     @property
     def packed_sizes(self) -> dict[str, int]:
-        """The bytes of both files in the package, by their names."""
+        """File name → size in bytes of both files as packed."""
         config = {} if self.packed_config is None else {self.config_path: len(self.packed_config)}
         return {**config, self.weights_path: self.weights.table.file_size}
 
@@ -191,13 +182,13 @@ class AdapterFiles:
 def read_adapter(
     directory: Path, *, weights: str, config: str, base: BaseFacts | None = None
 ) -> AdapterFiles:
-    """Read an adapter's configuration and table of tensors.
+    """Read the configuration and the tensor table of an adapter.
 
-    Embeddings that were saved beside it are compared with those of ``base``.
+    Embeddings saved with the adapter are compared with those of ``base``.
 
     Raises:
         NotFoundError: when the directory or a file is missing.
-        InvalidPackageError: with every problem of both files; each line begins with its file.
+        InvalidPackageError: with every problem of both files; each line begins with the file name.
     """
     config_file, weights_file = _find_files(directory, config=config, weights=weights)
     findings = ProblemCollector(str(directory))
@@ -232,21 +223,21 @@ def read_adapter(
 
 
 def read_base_label(directory: Path, config: str) -> str | None:
-    """Return what a configuration calls its base; ``None`` where that cannot be read."""
+    """Return the base name in a configuration; ``None`` if it cannot be read."""
     try:
         found = find_source_file(directory, config) if directory.is_dir() else None
         name = _load_object(found).get("base_model_name_or_path") if found is not None else None
     except InvalidPackageError:
-        return None  # reading the adapter says what is wrong with it
+        return None  # `read_adapter` reports the problem
     return name if isinstance(name, str) else None
 
 
 def require_directory(directory: Path) -> None:
-    """Refuse what is no directory.
+    """Require a directory.
 
     Raises:
         UsageError: when it is a file.
-        NotFoundError: when nothing is there.
+        NotFoundError: when it does not exist.
     """
     if directory.is_dir():
         return
@@ -257,14 +248,14 @@ def require_directory(directory: Path) -> None:
         hint = f"that is a package: `expertctl install {shlex.quote(str(directory))}`"
     elif directory.name in {CONFIG_PATH, WEIGHTS_PATH}:
         hint = f"`expertctl build {shlex.quote(str(directory.parent))}`"
-    raise UsageError(f"{directory} is a file, and a directory is wanted", hint=hint)
+    raise UsageError(f"{directory} is a file, not a directory", hint=hint)
 
 
 def require_adapter(directory: Path) -> None:
-    """Refuse a directory in which nothing looks like an adapter of any kind.
+    """Require that a directory contains something like an adapter of any kind.
 
     Raises:
-        NotFoundError: naming the adapters below it, or the base model that it holds instead.
+        NotFoundError: naming the adapters in folders below, or the base model found instead.
     """
     names = list_source_names(directory)
     if detect_mlx_folder(names, None) or {CONFIG_PATH, WEIGHTS_PATH, *_PICKLES}.intersection(names):
@@ -274,15 +265,16 @@ def require_adapter(directory: Path) -> None:
     hint = DIRECTORY_HINT
     if (directory / "config.json").is_file():
         hint = f"that looks like a base model: `expertctl base add {directory}`"
-    raise NotFoundError(f"{directory}: there is no adapter here, no {CONFIG_PATH}", hint=hint)
+    raise NotFoundError(
+        f"{directory}: there is no adapter here: {CONFIG_PATH} is missing", hint=hint
+    )
 
 
 def find_adapters_below(directory: Path) -> list[str]:
-    """Return the folders below that hold an adapter, in the order of their numbers and names.
+    """Return the folders below that contain an adapter, in natural order.
 
-    A few levels of a bounded number of folders are looked at, and links to folders are not
-    followed. Names that mean something to a shell are passed over, because hints show them in
-    commands.
+    The search is bounded in depth and number of folders, and does not follow links to folders.
+    Names with characters special to a shell are skipped, because hints show them in commands.
     """
     found: list[str] = []
     level = [directory]
@@ -307,13 +299,13 @@ def _list_plain_folders(directory: Path) -> list[Path]:
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key in which numbers count as such: checkpoint-90 is before checkpoint-500."""
+    """Return a sort key with numeric order: checkpoint-90 before checkpoint-500."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFile, SourceFile]:
-    """Find both files, or say what lies there instead."""
+    """Find both files, or raise an error that says what is there instead."""
     require_directory(directory)
     findings = ProblemCollector(str(directory))
     found = [
@@ -330,7 +322,8 @@ def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFi
     elif found_kind := detect_mlx_folder(names, None):
         raise _other_kind_error(str(directory), found_kind)
     if weights_file is None and (pickles := [name for name in _PICKLES if name in names]):
-        raise _other_kind_error(str(directory), describe_pickle(pickles[0]))
+        problem = f"{pickles[0]} is a pickle, and pickles are never opened"
+        raise InvalidPackageError(str(directory), [problem], hint=_PICKLE_HINT)
     raise _missing_file_error(directory, config if config_file is None else weights)
 
 
@@ -339,11 +332,11 @@ def _missing_file_error(directory: Path, name: str) -> NotFoundError:
     if not below:
         return NotFoundError(f"{directory}: {name} is missing", hint=DIRECTORY_HINT)
     shown = ", ".join(below[-_MAX_LISTED:])
-    all_of_them = "adapters below it"
+    adapters = "adapters below it"
     if len(below) > _MAX_LISTED:
-        all_of_them = f"{len(below)} adapters below it, the last"
+        adapters = f"{len(below)} adapters below it, the last"
     return NotFoundError(
-        f"{directory}: {name} is missing, but there are {all_of_them}: {shown}",
+        f"{directory}: {name} is missing, but there are {adapters}: {shown}",
         hint=f"build one of them: expertctl build {directory / below[-1]}",
     )
 
@@ -352,7 +345,7 @@ def _reject_mlx(directory: Path, config: SourceFile) -> None:
     try:
         document = _load_object(config)
     except InvalidPackageError:
-        return  # reading the configuration says what is wrong with it
+        return  # `_read_config` reports the problem
     found = detect_mlx_folder(list_source_names(directory), document)
     if found is not None:
         raise _other_kind_error(str(directory), found)
@@ -385,13 +378,13 @@ def _other_kind_error(what: str, found: DetectedKind) -> InvalidPackageError:
 
 
 def _find_wrapped_names(table: TensorTable) -> list[str]:
-    """Return what is wrong with names of tensors whatever the configuration says."""
+    """Return problems of tensor names that do not depend on the configuration."""
     found = {name: why for name in table.tensors if (why := describe_wrapper(name)) is not None}
     return truncate_problems(f"{name}: {why}" for name, why in found.items())
 
 
 def _find_encoder_modules(spec: AdapterSpec) -> list[str]:
-    """Say it where an adapter changes an encoder, which no causal language model has."""
+    """Return modules that belong to an encoder, which no causal language model has."""
     modules = [part.module for part in spec.parts if not isinstance(part, SoftPrompt)]
     found = [module for module in modules if _ENCODER in module.split(".")]
     return truncate_problems(
@@ -410,7 +403,7 @@ def _check_embeddings(
 
 
 def _read_tensors_if_present(base: BaseFacts | None) -> Mapping[str, StoredTensor] | None:
-    """Return the tensors of a base that is here and can be read."""
+    """Return the tensors of a base that is present and readable."""
     if base is None or base.directory is None:
         return None
     try:

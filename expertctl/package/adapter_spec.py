@@ -1,22 +1,16 @@
-"""The tensors of a LoRA on stacks of routed experts: each is cut into the parts of single experts.
-
-PEFT wraps the module of all experts once for each stack that it changes, in the order of the
-stacks in the module. So the last of them is named by the module itself, and each one before it by
-one ``base_layer`` more. For E experts and rank r, ``lora_A`` is [E r, in], expert after expert, and
-``lora_B`` [out, r E], where for each rank the columns of all experts stand side by side.
-
-The tensors of a LoRA or a DoRA: two halves for each module, and DoRA's magnitude.
-
-Names are PEFT's: ``base_model.model.<module>.lora_A.weight``, ``…lora_B.weight``,
-``…lora_magnitude_vector``. Those of stacks of experts are cut in `expertctl.package.adapter_spec`.
-
-The tensors of an IA³ adapter, one for each module: ``base_model.model.<module>.ia3_l``.
-
-PEFT writes factors for outputs as [size, 1], for the inputs of feed-forward modules as [1, size].
-
-Reading an adapter: which tensor of a file belongs to which part, and nothing left over.
+"""Building an `AdapterSpec`: which tensor of a file belongs to which part, with nothing left over.
 
 A tensor without a meaning is an error, and so is a file without any tensor that has one.
+
+- LoRA and DoRA: ``base_model.model.<module>.lora_A.weight``, ``…lora_B.weight`` and, for DoRA,
+  ``…lora_magnitude_vector``.
+- IA³: ``base_model.model.<module>.ia3_l``, [size, 1] for outputs, [1, size] for the inputs of
+  feed-forward modules.
+- LoRA on stacks of routed experts, which are split into single experts. PEFT wraps the module of
+  all experts once for each stack that it changes, in the order of the stacks in the module. So the
+  last one has the name of the module itself, and each earlier one has one more ``base_layer``. For
+  E experts and rank r, ``lora_A`` is [E r, in], expert after expert, and ``lora_B`` [out, r E],
+  where for each rank the columns of all experts are adjacent.
 """
 
 import re
@@ -43,19 +37,19 @@ from expertctl.package.tensor_file import TensorInfo, TensorTable
 from expertctl.schema.manifest import Dtype
 
 HalvesByName = Mapping[str, str]
-"""The names of tensors, by A and B."""
+"""``A`` or ``B`` → tensor name."""
 _WRAPPED_EXPERTS = re.compile(r"(?P<experts>(?:.+\.)?experts)(?P<inner>(?:\.base_layer)*)")
 
 
 def is_stack(config: LoraConfig, module: str) -> bool:
-    """Tell whether tensors that are named by a module are those of a stack."""
+    """Tell whether the tensors of a module are those of a stack of experts."""
     return bool(config.target_parameters) and _WRAPPED_EXPERTS.fullmatch(module) is not None
 
 
 def split_stacks(
     config: LoraConfig, table: TensorTable, halves: Mapping[str, HalvesByName], problems: list[str]
 ) -> list[Lora]:
-    """Cut the halves of stacks; what is wrong with them goes to ``problems``."""
+    """Split the tensors of stacks by expert; problems are appended to ``problems``."""
     stacks: list[_ExpertStack] = []
     for experts, wrapped in _group_by_layer(halves).items():
         found = list(_iter_layer_stacks(config, table, experts, wrapped, problems))
@@ -64,17 +58,16 @@ def split_stacks(
             problems.append(f"{experts}: made for different numbers of experts: {counts}")
         stacks += found
     cut = sum(stack.count for stack in stacks)
-    if cut > len(STACKED_MODULES) * MAX_EXPERTS_TOTAL:
-        problems.append(
-            f"{cut} experts in all stacks, at most {len(STACKED_MODULES) * MAX_EXPERTS_TOTAL} supported"
-        )
+    limit = len(STACKED_MODULES) * MAX_EXPERTS_TOTAL
+    if cut > limit:
+        problems.append(f"{cut} experts in all stacks, at most {limit} supported")
         return []
     return [part for stack in stacks for part in stack.iter_parts()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExpertStack:
-    """A stack whose halves fit together."""
+    """A stack whose tensors fit together."""
 
     experts: str
     """The module of all experts."""
@@ -86,11 +79,11 @@ class _ExpertStack:
     count: int
     inputs: int
     outputs: int
-    """Of one expert, of all its matrices in the stack."""
+    """Of one expert, over all its matrices in the stack."""
     transposed: bool
 
     def iter_parts(self) -> Iterator[Lora]:
-        """Give each matrix of each expert its part; those of one expert share A."""
+        """Yield one part for each matrix of each expert; those of one expert share A."""
         modules = STACKED_MODULES[self.parameter]
         rows = self.outputs // len(modules)
         for expert in range(self.count):
@@ -108,7 +101,7 @@ class _ExpertStack:
 
 
 def _group_by_layer(halves: Mapping[str, HalvesByName]) -> dict[str, dict[int, HalvesByName]]:
-    """Return the halves of each module of experts, by how often it is wrapped inside."""
+    """Return, for each module of experts, nesting depth → tensor names."""
     layers: dict[str, dict[int, HalvesByName]] = {}
     for module, pair in halves.items():
         match = _WRAPPED_EXPERTS.fullmatch(module)
@@ -172,7 +165,6 @@ def _build_stack(
 
 
 def _describe_bad_shapes(a: tuple[int, ...], b: tuple[int, ...], rank: int) -> str | None:
-    """Say why two halves are not those of a stack of that rank."""
     if len(a) != 2 or len(b) != 2:
         return f"lora_A {list(a)} and lora_B {list(b)} are not matrices"
     if a[0] != b[1] or a[0] % rank or not a[0]:
@@ -202,14 +194,14 @@ _MAX_MATCHING_COST = 100_000_000
 def find_lora_parts(
     config: LoraConfig, table: TensorTable, problems: list[str], *, what: str
 ) -> list[Lora]:
-    """Pair the tensors of a LoRA; what is wrong with them goes to ``problems``.
+    """Pair the tensors of a LoRA; problems are appended to ``problems``.
 
     Raises:
-        InvalidPackageError: when reading would take too long.
+        InvalidPackageError: when matching the patterns would take too long.
     """
-    strange: list[str] = []
-    halves = _pair_halves(table, strange)
-    problems += [f"{name}: {_describe_unexpected_lora_tensor(name)}" for name in strange]
+    others: list[str] = []
+    halves = _pair_halves(table, others)
+    problems += [f"{name}: {_describe_unexpected_lora_tensor(name)}" for name in others]
     _check_matching_cost(len(halves), config.pattern_size, what)
     stacks = {module: halves.pop(module) for module in sorted(halves) if is_stack(config, module)}
     parts = [
@@ -222,17 +214,13 @@ def find_lora_parts(
 def find_dora_parts(
     config: LoraConfig, table: TensorTable, problems: list[str], *, what: str
 ) -> list[Dora]:
-    """Find the three tensors of each module of a DoRA; see `find_lora_parts`.
-
-    Raises:
-        InvalidPackageError: when reading would take too long.
-    """
+    """Find the three tensors of each DoRA module; see `find_lora_parts`."""
     others: list[str] = []
     halves = _pair_halves(table, others)
     magnitudes = _find_magnitudes(others, problems)
     _check_matching_cost(len(halves), config.pattern_size, what)
-    lonely = sorted(magnitudes.keys() - halves.keys())
-    problems += [f"{module}: lora_A and lora_B are missing" for module in lonely]
+    unpaired = sorted(magnitudes.keys() - halves.keys())
+    problems += [f"{module}: lora_A and lora_B are missing" for module in unpaired]
     parts = []
     for module in sorted(halves):
         lora = _build_lora(config, table, module, halves[module], problems)
@@ -242,7 +230,7 @@ def find_dora_parts(
 
 
 def _pair_halves(table: TensorTable, others: list[str]) -> dict[str, dict[str, str]]:
-    """Return the halves of each module; the names of all other tensors go to ``others``."""
+    """Return the halves of each module; the names of all other tensors are added to ``others``."""
     halves: dict[str, dict[str, str]] = {}
     for name in table.tensors:
         match = None if describe_wrapper(name) else _LORA_HALF.fullmatch(name)
@@ -260,12 +248,12 @@ def _find_magnitudes(names: list[str], problems: list[str]) -> dict[str, str]:
         if match is None:
             problems.append(f"{name}: {_describe_unexpected_lora_tensor(name)}")
         elif magnitudes.setdefault(match["module"], name) != name:
-            problems.append(f"{match['module']}: its magnitude is there twice")
+            problems.append(f"{match['module']}: its magnitude is duplicated")
     return magnitudes
 
 
 def _check_matching_cost(modules: int, pattern_size: int, what: str) -> None:
-    """Every module is matched with every pattern, and both are untrusted."""
+    """Limit the time to match every module with every pattern, as both are untrusted."""
     if modules * pattern_size > _MAX_MATCHING_COST:
         problem = f"{modules} modules are too many for such long patterns of rank and alpha"
         raise InvalidPackageError(what, [problem])
@@ -325,9 +313,8 @@ def _find_shape_problems(module: str, a: TensorInfo, b: TensorInfo, rank: int) -
 def _build_dora(
     lora: Lora | None, table: TensorTable, module: str, magnitude: str | None, problems: list[str]
 ) -> Dora | None:
-    """Add the magnitude to the halves of a module."""
     if magnitude is None:
-        problems.append(f"{module}: lora_magnitude_vector is missing, and use_dora demands it")
+        problems.append(f"{module}: lora_magnitude_vector is missing, and use_dora requires it")
         return None
     if lora is None:
         return None
@@ -346,7 +333,7 @@ _IA3_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.ia3_l")
 
 
 def find_ia3_parts(config: Ia3Config, table: TensorTable, problems: list[str]) -> list[Ia3]:
-    """Give each tensor its module; what is wrong goes to ``problems``."""
+    """Assign each tensor to its module; problems are appended to ``problems``."""
     modules: dict[str, str] = {}
     for name in table.tensors:
         match = None if describe_wrapper(name) else _IA3_TENSOR.fullmatch(name)
@@ -400,7 +387,7 @@ _EMBEDDINGS = "prompt_embeddings"
 
 
 def build_adapter_spec(config: AdapterConfig, table: TensorTable, *, what: str) -> AdapterSpec:
-    """Give every tensor of an adapter its meaning, and check it against the configuration.
+    """Assign every tensor of an adapter, and check it against the configuration.
 
     Raises:
         InvalidPackageError: with every problem.
@@ -427,9 +414,9 @@ def build_adapter_spec(config: AdapterConfig, table: TensorTable, *, what: str) 
 def _find_soft_prompt(
     config: SoftPromptConfig, table: TensorTable, problems: list[str]
 ) -> list[SoftPrompt]:
-    """Read the one tensor of a soft prompt, the same for prompt tuning and for P-tuning."""
-    strange = [name for name in table.tensors if name != _EMBEDDINGS]
-    problems += [f"{name}: a soft prompt has one tensor, {_EMBEDDINGS}" for name in strange]
+    """Read the one tensor of a soft prompt, the same for prompt tuning and P-tuning."""
+    others = [name for name in table.tensors if name != _EMBEDDINGS]
+    problems += [f"{name}: a soft prompt has one tensor, {_EMBEDDINGS}" for name in others]
     tensor = table.tensors.get(_EMBEDDINGS)
     if tensor is None:
         problems.append(f"{_EMBEDDINGS} is missing")

@@ -1,19 +1,15 @@
-"""The weights of an adapter as they are packed: the file's own bytes, or some of its tensors anew.
+"""The weights of an adapter: their packed form, saved embeddings, and the range of their numbers.
 
-A file is written anew where tensors are left out, or where its tensors are of several types: then
-all become float32, which holds every bfloat16 and float16 exactly. PEFT loads such a file into
-float32 too. Names and order stay, so the same file always gives the same bytes.
+A file is packed as it is, unless tensors are dropped or have different dtypes: then all become
+float32, which holds every bfloat16 and float16 exactly, and into which PEFT loads such a file too.
+Names and order are kept, so the same file always gives the same bytes.
 
-Embeddings and heads that PEFT saved whole beside an adapter, compared with those of the base.
+PEFT saves whole embeddings and heads with an adapter that targets them, or after the vocabulary was
+resized. They are dropped if every number equals that of the base; everything else changed the base
+and is not supported yet.
 
-PEFT writes them where an adapter targets them, or where the vocabulary was resized. They are left
-out of a package where every number is that of the base; everything else changed the base, and is
-not supported yet.
-
-How large the numbers in a tensor file are, and whether they are numbers at all.
-
-Read in pieces and by their bits: without the sign they order as the numbers do, in each of the
-three types, with infinity and NaN above all others. So bfloat16 needs no arithmetic.
+The largest number of each tensor is found from the bits, read in chunks: without the sign bit they
+order like the numbers, in all three dtypes, with infinity and NaN above all others.
 """
 
 import json
@@ -59,32 +55,32 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """What is packed of a file of weights."""
+    """The weights file of an adapter and its packed form."""
 
     source: SourceFile
     kept_table: TensorTable
-    """The tensors that are packed, where they lie in ``source``."""
+    """The packed tensors, at their offsets in ``source``."""
     table: TensorTable
-    """The same tensors as the package will hold them."""
+    """The same tensors, at their offsets in the package."""
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the package holds other bytes than the file."""
+        """Whether the packed bytes differ from the file."""
         return self.table is not self.kept_table
 
     @property
     def is_widened(self) -> bool:
-        """Whether tensors of several types become float32."""
+        """Whether tensors of several dtypes become float32."""
         return any(
             tensor.dtype != self.table.tensors[name].dtype
             for name, tensor in self.kept_table.tensors.items()
         )
 
     def write(self, output: BinaryIO) -> None:
-        """Write the file that is packed.
+        """Write the packed file.
 
         Raises:
-            DigestError: when the source was replaced or cut short meanwhile.
+            DigestError: when the source was replaced or truncated meanwhile.
         """
         output.write(_encode_header(self.table))
         with self.source.open() as stream:
@@ -101,7 +97,7 @@ class PackedWeights:
 def choose_packed_weights(
     source: SourceFile, table: TensorTable, excluded: frozenset[str]
 ) -> PackedWeights:
-    """Decide what is packed of a file, without some of its tensors."""
+    """Decide how a file is packed without the tensors in ``excluded``."""
     kept = {name: tensor for name, tensor in table.tensors.items() if name not in excluded}
     types = {tensor.dtype for tensor in kept.values()}
     mixed = len(types) > 1 and types <= FLOAT_DTYPES
@@ -112,14 +108,14 @@ def choose_packed_weights(
 
 
 def widen_to_float32(data: bytes, dtype: str) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """Return the numbers of a float tensor's bytes in float32, each with its exact value."""
+    """Return the numbers of a float tensor's bytes as float32, exactly."""
     if dtype == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(data, dtype="<f2" if dtype == "F16" else "<f4").astype("<f4")
 
 
 def _lay_out_tensors(part: TensorTable, dtype: str | None) -> TensorTable:
-    """Put tensors one behind the other, in one type where it is given."""
+    """Lay out tensors one after the other, all in one dtype if it is given."""
     tensors: dict[str, TensorInfo] = {}
     end = 0
     for name, tensor in part.tensors.items():
@@ -149,7 +145,7 @@ def _iter_chunks(stream: BinaryIO, offset: int, tensor: TensorInfo, name: str) -
     while left:
         wanted = min(READ_CHUNK, left)
         data = stream.read(wanted)
-        if len(data) < wanted:  # a part of a number must not reach `widen_to_float32`
+        if len(data) < wanted:  # `widen_to_float32` needs whole numbers
             raise DigestError(
                 f"{name}: the file was cut short while it was being packed",
                 hint="build again when nothing writes to the directory",
@@ -166,7 +162,7 @@ _HEAD_MODULES = frozenset({"lm_head", "embed_out", "output_layer"})
 _NUMBERS_PER_READ = 1 << 18
 CHANGED_REASON = "the embeddings were trained or the vocabulary was resized: not supported yet"
 UNKNOWN_REASON = (
-    "saved beside the adapter, and the base is not here to compare it with: run "
+    "saved with the adapter, but the base is not here to compare it with: run "
     "`expertctl base add DIR`, or pass `--base DIR`"
 )
 
@@ -174,18 +170,15 @@ BaseTensors = Mapping[str, StoredTensor]
 
 
 def find_saved_embeddings(table: TensorTable) -> dict[str, str]:
-    """Return the tensors of whole embeddings and heads, with the module that each belongs to."""
+    """Return the tensors of whole embeddings and heads: tensor name → module."""
     matches = {name: _SAVED_MODULE.fullmatch(name) for name in table.tensors}
     return {name: match["module"] for name, match in matches.items() if match is not None}
 
 
 def find_changed_embeddings(
-    source: SourceFile,
-    table: TensorTable,
-    saved: Mapping[str, str],
-    base: BaseTensors | None,
+    source: SourceFile, table: TensorTable, saved: Mapping[str, str], base: BaseTensors | None
 ) -> list[str]:
-    """Return why saved embeddings and heads cannot be left out; empty when all are the base's."""
+    """Return why saved embeddings and heads cannot be dropped; empty if all equal the base's."""
     if not saved:
         return []
     if base is None:
@@ -201,7 +194,7 @@ def find_changed_embeddings(
 
 
 def _find_base_tensor(module: str, base: BaseTensors) -> StoredTensor | None:
-    """Find the matrix of a module: its own, or for a tied head that of the embedding."""
+    """Find the matrix of a module; a tied head has that of the embedding."""
     for name in (f"{module}.weight", f"{module.partition('.')[2]}.weight"):
         if name in base:
             return base[name]
@@ -231,7 +224,7 @@ def _equals_base_tensor(
 def _iter_numbers(
     stream: BinaryIO, offset: int, tensor: TensorInfo
 ) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float32]]"]:
-    """Yield the numbers of a tensor in pieces of the same length for every type."""
+    """Yield the numbers of a tensor in chunks of equal length for every dtype."""
     width = DTYPE_BYTES[tensor.dtype]
     left, at = tensor.end - tensor.begin, offset
     while left:
@@ -245,22 +238,22 @@ def _iter_numbers(
 
 
 EXTREME_VALUE = 1000.0
-"""A change beyond it is worth a warning: the weights of trained bases are below 10, and so are
-LoRA's changes to them and the factors of IA³; soft prompts and DoRA's magnitudes, which are norms
-of rows, stay below 100. It is far enough from 65504, where float16 ends."""
+"""Larger values are worth a warning: the weights of trained bases are below 10, and so are LoRA's
+changes to them and the factors of IA³; soft prompts and DoRA's magnitudes, which are norms of rows,
+stay below 100. It is far from 65504, the largest float16."""
 
 _DTYPE_MASKS: Mapping[str, tuple[str, int, int]] = {
     "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
     "F16": ("<u2", 0x7FFF, 0x7C00),
     "BF16": ("<u2", 0x7FFF, 0x7F80),
 }
-"""The bits of a type, which of them are not the sign, and those of infinity."""
+"""Dtype → integer type, mask without the sign bit, bits of infinity."""
 
 
 def find_peaks(
     stream: BinaryIO, table: TensorTable, *, progress: Progress = ignore_progress
 ) -> dict[str, float]:
-    """Return the largest absolute value in each tensor; infinity where one is not finite."""
+    """Return the largest absolute value in each tensor; infinity if any value is not finite."""
     return {
         name: _find_peak(stream, table.data_offset, tensor, progress)
         for name, tensor in table.tensors.items()
@@ -268,16 +261,17 @@ def find_peaks(
 
 
 def find_not_finite(found: Mapping[str, float]) -> list[str]:
-    """Return which tensors hold NaN or infinity."""
+    """Return the tensors that contain NaN or infinity."""
     return [f"{name} holds NaN or infinity" for name, peak in found.items() if math.isinf(peak)]
 
 
 def find_extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
-    """Return where the numbers of an adapter are finite but larger than training gives."""
+    """Return the parts of an adapter whose finite values exceed `EXTREME_VALUE`."""
     reaches = ((part, _bound_part(part, found)) for part in spec.parts)
     return truncate_problems(
         [
-            f"{_format_part(part)}: numbers up to {reach:.2g}; trained adapters stay below {EXTREME_VALUE:g}"
+            f"{_format_part(part)}: numbers up to {reach:.2g}; "
+            f"trained adapters stay below {EXTREME_VALUE:g}"
             for part, reach in reaches
             if reach > EXTREME_VALUE
         ]
@@ -285,7 +279,7 @@ def find_extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
 
 
 def describe_no_effect(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
-    """Say it where every ``lora_B`` of an adapter is zero, as before its first training step."""
+    """Return a warning if every ``lora_B`` is zero, as before the first training step."""
     halves = {part.b for part in spec.parts if isinstance(part, Lora)}
     if not halves or any(found[name] for name in halves):
         return []
@@ -293,22 +287,18 @@ def describe_no_effect(spec: AdapterSpec, found: Mapping[str, float]) -> list[st
 
 
 def find_numeric_anomalies(contents: PackageContents, blobs: Blobs) -> list[str]:
-    """Return what is odd about the numbers in a package, whoever built it.
-
-    Raises:
-        InvalidPackageError: when the bytes are not those that ``contents`` came from.
-    """
+    """Return warnings about the numbers in a package, whoever built it; raises as `read_header`."""
     files = {file.path: file for file in contents.files}
-    said = []
+    warnings = []
     for entry, spec in zip(contents.manifest.adapters, contents.adapters, strict=True):
         file = files[entry.path]
         with blobs(file.digest) as stream:
             found = find_peaks(stream, read_header(stream, file_size=file.size, what=file.path))
-        said += [
+        warnings += [
             f"{file.path}: {doubt}"
             for doubt in find_not_finite(found) or find_extremes(spec, found)
         ]
-    return said
+    return warnings
 
 
 def _bound_part(part: Part, found: Mapping[str, float]) -> float:
@@ -325,7 +315,7 @@ def _bound_part(part: Part, found: Mapping[str, float]) -> float:
 
 
 def _bound_product(part: Lora | Dora, found: Mapping[str, float]) -> float:
-    """No number in scale B A is larger."""
+    """Return a bound on the numbers in ``scale B A``."""
     return part.scale * part.rank * found[part.a] * found[part.b]
 
 
@@ -340,7 +330,7 @@ def _find_peak(stream: BinaryIO, offset: int, tensor: TensorInfo, progress: Prog
     stream.seek(offset + tensor.begin)
     while left:
         data = stream.read(min(READ_CHUNK, left))
-        if not data:  # the file was cut short meanwhile
+        if not data:  # the file was truncated meanwhile
             return math.inf
         largest = max(largest, int((np.frombuffer(data, dtype=kind) & mask).max()))
         left -= len(data)
@@ -349,7 +339,7 @@ def _find_peak(stream: BinaryIO, offset: int, tensor: TensorInfo, progress: Prog
 
 
 def _decode_value(bits: int, dtype: str) -> float:
-    """Return the number that these bits, without a sign, stand for."""
+    """Return the number with these bits and a positive sign."""
     if dtype == "F16":
         return float(np.uint16(bits).view(np.float16))
     return float(np.uint32(bits << 16 if dtype == "BF16" else bits).view(np.float32))

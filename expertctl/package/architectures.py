@@ -1,17 +1,14 @@
-"""Typed, bounded reading of a base's configuration; every problem is kept, not only the first.
+"""The architectures that our decoder runs, and typed reading of a base's configuration.
 
-``null`` counts as absent, except where a caller asks (`Fields.is_null`). After a problem a reader
-returns a harmless value of the right type, so that the rest of the file is still looked at.
+Each row of `ARCHITECTURES` holds everything that is special to one architecture; the decoder knows
+none by name. The values of a row are what transformers assumes for absent keys of ``config.json``.
 
-The architectures that the decoder runs: a row for each holds all that differs in it.
+`ConfigFields` reads values within bounds and collects all problems: after a problem it returns a
+harmless value of the right type, so that the rest of the file is checked, too. ``null`` counts as
+absent, except where a caller asks (`ConfigFields.is_null`).
 
-The decoder knows no architecture by name. Values of a row are what transformers takes for absent
-keys of ``config.json``.
-
-What the routed experts of a base are: how many, where, how large, and how tokens are routed.
-
-A layer has either one dense feed-forward network, or a router, its experts, and with some
-architectures a shared expert that reads every token.
+`ExpertsConfig` describes routed experts. A layer has either a dense feed-forward network, or a
+router with its experts and, in some architectures, a shared expert that reads every token.
 """
 
 from dataclasses import asdict, dataclass
@@ -24,28 +21,28 @@ _T = TypeVar("_T")
 
 
 class ConfigFields:
-    """One JSON object of a configuration and the problems found in it so far."""
+    """One JSON object of a configuration, and the problems found so far."""
 
     def __init__(
         self, values: JsonObject, *, prefix: str = "", problems: list[str] | None = None
     ) -> None:
-        """Read ``values``; nested objects share the list of ``problems``."""
+        """Wrap ``values``; nested objects share the list of ``problems``."""
         self.values = values
         self.problems = [] if problems is None else problems
         self._prefix = prefix
 
     def get(self, name: str) -> JsonValue:
-        """Return the raw value, None when absent."""
+        """Return the raw value, None if absent."""
         return self.values.get(name)
 
     def is_null(self, name: str) -> bool:
-        """Tell whether the value is there and null, for the few keys where that is not absence."""
+        """Tell whether a key is present and null, for the few keys where that is not absence."""
         return name in self.values and self.values[name] is None
 
     def read_integer(
         self, name: str, *, minimum: int, maximum: int, default: int | None = None
     ) -> int:
-        """Return a whole number between ``low`` and ``high``; without default it must be there."""
+        """Return a whole number within the bounds; without a default the key is required."""
         value = self._read_value(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
             return value
@@ -56,7 +53,7 @@ class ConfigFields:
     def read_number(
         self, name: str, *, minimum: float, maximum: float, default: float | None = None
     ) -> float:
-        """Return a number between ``low`` and ``high``; without default it must be there."""
+        """Return a number within the bounds; without a default the key is required."""
         value = self._read_value(name, default)
         if (
             isinstance(value, int | float)
@@ -69,7 +66,7 @@ class ConfigFields:
         )
 
     def read_boolean(self, name: str, *, default: bool) -> bool:
-        """Return true or false."""
+        """Return a boolean."""
         value = self._read_value(name, default)
         return (
             value
@@ -78,14 +75,14 @@ class ConfigFields:
         )
 
     def read_text(self, name: str, *, default: str | None = None) -> str:
-        """Return a string; without default it must be there."""
+        """Return a string; without a default the key is required."""
         value = self._read_value(name, default)
         return (
             value if isinstance(value, str) else self._add_wrong_type(name, value, "a string", "")
         )
 
     def read_nested(self, name: str) -> "ConfigFields":
-        """Return an object inside this one, empty when absent."""
+        """Return a nested object, empty if absent."""
         value = self._read_value(name, None)
         if value is None or isinstance(value, dict):
             return ConfigFields(
@@ -96,11 +93,11 @@ class ConfigFields:
         )
 
     def add_problem(self, name: str, why: str) -> None:
-        """Note a problem with a field."""
+        """Record a problem with a field."""
         self.problems.append(f"{self._prefix}{name} {why}")
 
     def raise_problems(self, what: str) -> None:
-        """Raise what was found.
+        """Report all problems.
 
         Raises:
             InvalidPackageError: when there is any problem.
@@ -126,7 +123,7 @@ def _format_value(value: JsonValue) -> str:
 
 
 BiasRule = Literal["never", "always", "configured", "configured_apart"]
-"""``configured_apart``: queries, keys and values have a key of their own, ``qkv_bias``."""
+"""``configured_apart``: queries, keys and values have their own key, ``qkv_bias``."""
 WindowRule = Literal[
     "none",
     "every_layer",
@@ -136,9 +133,9 @@ WindowRule = Literal[
     "late_layers_always",
     "even_layers",
 ]
-"""Which layers see only a window of earlier tokens; see `expertctl.package.attention_config`."""
+"""Which layers use a sliding window; see `expertctl.package.attention_config`."""
 NormRule = Literal["none", "head", "projection"]
-"""What queries and keys are normed over: one head, or all heads together."""
+"""What the norm of queries and keys covers: one head, or all heads together."""
 Scoring = Literal["softmax", "sigmoid"]
 RoutedLayersRule = Literal["all", "by_step", "after_first"]
 SharedExpertRule = Literal["none", "gated", "several"]
@@ -146,10 +143,10 @@ SharedExpertRule = Literal["none", "gated", "several"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsRules:
-    """How an architecture routes tokens to experts; without a default a key must be there."""
+    """How an architecture routes tokens to experts; a key without a default here is required."""
 
     count_names: tuple[str, ...]
-    """The keys that may hold the number of experts; any of them counts."""
+    """The keys that may hold the number of experts."""
     count: int | None = None
     used: int | None = None
     size: int | None = None
@@ -157,7 +154,7 @@ class ExpertsRules:
     layers: RoutedLayersRule = "all"
     scoring: Scoring = "softmax"
     normalised: bool | None = None
-    """None: ``norm_topk_prob`` says it."""
+    """None: ``norm_topk_prob`` decides."""
     shared: SharedExpertRule = "none"
 
 
@@ -178,7 +175,7 @@ class Architecture:
     window: WindowRule = "none"
     experts: ExpertsRules | None = None
     refused: str | None = None
-    """A key whose values, except null, mean something that the decoder does not compute."""
+    """A key whose non-null values mean something that the decoder does not compute."""
 
 
 _COUNT_NAMES = ("num_experts", "num_local_experts")
@@ -277,9 +274,9 @@ ARCHITECTURES = {
 
 
 MAX_EXPERTS_PER_LAYER = 1024
-"""The most experts of one layer."""
+"""The largest number of experts in a layer."""
 MAX_EXPERTS_TOTAL = 1 << 16
-"""The most experts of all layers together; each has three matrices with names of their own."""
+"""The largest number of experts in all layers; each has three matrices with their own names."""
 _MAX_SIZE = 1 << 19
 _SIZE = "moe_intermediate_size"
 
@@ -290,34 +287,34 @@ class ExpertsConfig:
 
     count: int
     used: int
-    """How many experts a token is routed to (top-k)."""
+    """The number of experts per token (top-k)."""
     intermediate_size: int
     layers: tuple[int, ...]
-    """The numbers of the layers that have routed experts; the others are dense."""
+    """The indices of the layers with routed experts; the others are dense."""
     scoring: Scoring
     normalised: bool
     """Whether the weights of a token are divided by their sum."""
     choice_bias: bool
-    """Whether a bias takes part in the choice of experts, but not in their weights."""
+    """Whether a bias affects the choice of experts, but not their weights."""
     scale: float
-    """The factor that the weights are multiplied with in the end."""
+    """The factor on the final weights."""
     shared_size: int
-    """The intermediate size of the expert that reads every token; 0: there is none."""
+    """The intermediate size of the shared expert; 0: there is none."""
     shared_gate: bool
-    """Whether the shared expert has a gate of its own that scales its output."""
+    """Whether the shared expert has a gate that scales its output."""
 
     def to_json(self) -> JsonObject:
-        """Return every field as the digest of a base holds it."""
+        """Return every field as in the digest of a base."""
         return {**asdict(self), "layers": list(self.layers)}
 
 
 def parse_experts_config(
     fields: ConfigFields, row: ExpertsRules, *, layers: int, intermediate_size: int, what: str
 ) -> ExpertsConfig:
-    """Read the keys that a row names; what is wrong is noted in ``fields``.
+    """Read the keys that a row names; problems are recorded in ``fields``.
 
     Raises:
-        IncompatibleError: for experts that are chosen by groups.
+        IncompatibleError: when experts are chosen by groups.
     """
     if row.scoring == "sigmoid":
         _reject_groups(fields, what)
@@ -348,7 +345,7 @@ def parse_experts_config(
 
 
 def _read_count(fields: ConfigFields, row: ExpertsRules) -> int:
-    """Read the number of experts from its one key, or from several that agree."""
+    """Read the number of experts from its one key, or from several that must agree."""
     before = len(fields.problems)
     there = [name for name in row.count_names if fields.get(name) is not None]
     names = there or row.count_names[:1]
@@ -411,7 +408,7 @@ def _read_layers(
 
 
 def _read_dense_layers(fields: ConfigFields) -> set[int]:
-    """Which layers ``mlp_only_layers`` names; numbers of layers that do not exist mean nothing."""
+    """Return the layers in ``mlp_only_layers``; numbers of nonexistent layers are ignored."""
     name = "mlp_only_layers"
     value = fields.get(name)
     if value is None:

@@ -1,15 +1,12 @@
-"""The tar inside a package: USTAR headers as our writer makes them, and no others.
+"""The tar inside a package: USTAR headers exactly as our writer makes them, read in one pass.
 
-A member is a regular file named ``oci-layout``, ``index.json`` or ``blobs/sha256/<64 hex>``, mode
-0644, of nobody, from 1970. Order: those two, the OCI manifests (one, but in a set), their config,
-small files, weights; then two zero blocks. A reader makes the header that must come next and
-compares it byte by byte.
+A member is a regular file named ``oci-layout``, ``index.json`` or ``blobs/sha256/<64 hex>``, with
+mode 0644, owner 0 and time 0. The order is: those two, the OCI manifests (one, but several in a
+set), their config, small files, weights; then two zero blocks.
 
-Reading the tar of a package or of a set in one pass, as strictly as possible.
-
-The archive that must come is derived from the index and the OCI manifests, which are themselves
-derived from the files they name, and each byte is compared or hashed. What is kept of the files in
-memory is bounded; all their bytes go to a sink.
+The expected archive is derived from the index and the OCI manifests, which are themselves derived
+from the files they name, and every byte is compared or hashed. The amount of file content kept in
+memory is bounded; all bytes go to a sink.
 """
 
 import hashlib
@@ -48,12 +45,12 @@ _SIZE = slice(124, 136)
 _SIZE_TEXT = re.compile(rb"[0-7]{11}\x00")
 
 AnyLayout = PackageLayout | SetLayout
-"""What an archive holds: one package, or several."""
+"""The layout of an archive: one package, or a set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """One file in the tar: its name, its size and the digest that its bytes must have."""
+    """One file in the tar: its name, size and expected digest."""
 
     name: str
     size: int
@@ -66,7 +63,7 @@ class ArchiveMember:
 
     @property
     def padding(self) -> int:
-        """How many zero bytes follow its content."""
+        """The number of zero bytes after its content."""
         return -self.size % BLOCK_SIZE
 
 
@@ -76,18 +73,18 @@ def build_blob_name(digest: Digest) -> str:
 
 
 def list_members(layout: AnyLayout) -> list[ArchiveMember]:
-    """Return every member in order: `documents`, then the blobs of files."""
-    made = [
+    """Return every member in order: `list_documents`, then the blobs of files."""
+    generated = [
         ArchiveMember(name, len(data), Digest.compute(data))
         for name, data in list_documents(layout).items()
     ]
-    return made + [
+    return generated + [
         ArchiveMember(build_blob_name(digest), size, digest) for digest, size in layout.blobs
     ]
 
 
 def list_documents(layout: AnyLayout) -> dict[str, bytes]:
-    """Return the generated members in order: all that come before the packed files."""
+    """Return the generated members in order: all that precede the packed files."""
     manifests = {
         build_blob_name(Digest.compute(data)): data for data in (*layout.manifests, CONFIG)
     }
@@ -95,7 +92,7 @@ def list_documents(layout: AnyLayout) -> dict[str, bytes]:
 
 
 def compute_archive_size(layout: AnyLayout) -> int:
-    """Return how many bytes the tar has."""
+    """Return the size of the tar in bytes."""
     return sum(BLOCK_SIZE + m.size + m.padding for m in list_members(layout)) + len(END_OF_ARCHIVE)
 
 
@@ -118,7 +115,7 @@ def build_header(name: str, size: int) -> bytes:
 
 
 def parse_declared_size(block: bytes, *, name: str, what: str) -> int:
-    """Return the size in a header that must otherwise be the one of ``name``.
+    """Return the size in a header that must otherwise equal that of ``name``.
 
     Raises:
         InvalidPackageError: for any other header.
@@ -133,29 +130,29 @@ def parse_declared_size(block: bytes, *, name: str, what: str) -> int:
 
 
 def unexpected_member_error(what: str, name: str) -> InvalidPackageError:
-    """Return the error for a member that is not the one that must come next."""
-    return InvalidPackageError(what, [f"the archive does not continue with {name} as it must"])
+    """Return the error for an unexpected member."""
+    return InvalidPackageError(what, [f"the archive does not continue with {name} as expected"])
 
 
 MAX_SMALL_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 20
 MAX_KEPT_BYTES = 320 << 20
-"""How many bytes of all files may be kept: more than any one package needs, little for a set.
+"""The largest number of bytes to keep of all files: enough for any package, tight for a set.
 
-Bytes that several files share count for each of them, as they are read for each."""
+Bytes shared by several files count for each of them, as they are parsed for each."""
 DAMAGED_HINT = "it is damaged or was altered; get it again"
 _HEADER_BYTES = ADAPTER_LIMITS.header_bytes + LENGTH_BYTES
 
 
 class ArchiveContent(Protocol):
-    """The bytes of an archive as a stream: out of a frame, or plain."""
+    """The bytes of an archive as a stream, decompressed or plain."""
 
     def read_exact(self, size: int) -> bytes:
-        """Return the next ``size`` bytes; fewer are an InvalidPackageError."""
+        """Return the next ``size`` bytes; raise InvalidPackageError if there are fewer."""
         ...
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Yield the next ``size`` bytes in pieces, each valid until the next is taken."""
+        """Yield the next ``size`` bytes in chunks, each valid until the next one is taken."""
         ...
 
     def at_end(self) -> bool:
@@ -164,23 +161,19 @@ class ArchiveContent(Protocol):
 
 
 class PlainArchiveContent:
-    """The bytes of an archive without a frame."""
+    """The bytes of an uncompressed archive."""
 
     def __init__(self, stream: BinaryIO, what: str) -> None:
-        """Read from ``stream`` on."""
+        """Read from the current position of ``stream``."""
         self._stream = stream
         self._what = what
 
     def read_exact(self, size: int) -> bytes:
-        """Return the next ``size`` bytes.
-
-        Raises:
-            InvalidPackageError: when there are fewer.
-        """
+        """Return the next ``size`` bytes; raises as `chunks`."""
         return b"".join(bytes(chunk) for chunk in self.chunks(size))
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Yield the next ``size`` bytes in pieces.
+        """Yield the next ``size`` bytes in chunks.
 
         Raises:
             InvalidPackageError: when there are fewer.
@@ -198,25 +191,25 @@ class PlainArchiveContent:
 
 
 class BlobSink(Protocol):
-    """Takes the bytes of every layer, `model.sig` included, while they are hashed.
+    """Receives the bytes of every layer, including `model.sig`, while they are hashed.
 
-    Leaving the context without an exception means that the digest was right; a blob must not be
+    Leaving the context without an exception means that the digest matched; a blob must not be
     published before.
     """
 
     def open(
         self, digest: Digest, size: int
     ) -> AbstractContextManager[Callable[[memoryview], object]]:
-        """Begin a blob."""
+        """Return a context that gives a function to write the chunks of one blob."""
         ...
 
 
 class DiscardSink:
-    """A sink that keeps nothing."""
+    """A sink that discards everything."""
 
     @contextmanager
     def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], object]]:
-        """Begin a blob."""
+        """Discard a blob."""
         del digest, size
         yield len
 
@@ -225,7 +218,7 @@ DISCARD = DiscardSink()
 
 
 class ArchiveReader:
-    """One pass over one archive of a known size."""
+    """Reads one archive of known size in one pass."""
 
     def __init__(
         self,
@@ -236,14 +229,14 @@ class ArchiveReader:
         sink: BlobSink = DISCARD,
         progress: Progress = ignore_progress,
     ) -> None:
-        """Read from ``content``, from its first byte on."""
+        """Start at the first byte of ``content``."""
         self._content = content
         self._size = size
         self._what = what
         self._sink = sink
         self._progress = progress
         self.starts: dict[Digest, bytes] = {}
-        """The beginning of every blob, as much as is needed later."""
+        """The beginning of every blob, as far as it is needed later."""
         self._kept = 0
 
     def read_package(self) -> PackageLayout:
@@ -271,22 +264,22 @@ class ArchiveReader:
     def _read_manifest(self, descriptor: Descriptor) -> PackageLayout:
         data = self._read_document(build_blob_name(descriptor.digest), MAX_MANIFEST_BYTES)
         if len(data) != descriptor.size:
-            raise InvalidPackageError(self._what, ["index.json gives the manifest another size"])
+            raise InvalidPackageError(
+                self._what, ["index.json states another size for the manifest"]
+            )
         if Digest.compute(data) != descriptor.digest:
             raise DigestError(f"{self._what}: the OCI manifest does not have its digest")
         return parse_oci_manifest(data, what=self._what)
 
     def _read_files(self, layout: AnyLayout) -> None:
-        """Read what follows the manifests: their config, every blob, the end."""
+        """Read everything after the manifests: their config, every blob, the end."""
         config = build_blob_name(Digest.compute(CONFIG))
         if self._read_document(config, len(CONFIG)) != CONFIG:
             raise unexpected_member_error(self._what, config)
         if compute_archive_size(layout) != self._size:
+            expected = compute_archive_size(layout)
             raise InvalidPackageError(
-                self._what,
-                [
-                    f"an archive of {self._size} bytes; its manifest makes {compute_archive_size(layout)}"
-                ],
+                self._what, [f"an archive of {self._size} bytes; its manifest makes {expected}"]
             )
         sharing: dict[Digest, list[FileDigest]] = {}
         for file in layout.layers:
@@ -301,7 +294,7 @@ class ArchiveReader:
             self._content.read_exact(len(END_OF_ARCHIVE)) != END_OF_ARCHIVE
             or not self._content.at_end()
         ):
-            raise InvalidPackageError(self._what, ["something follows the last file"])
+            raise InvalidPackageError(self._what, ["there is data after the last file"])
 
     def _keep_prefix(self, digest: Digest, start: bytes, *, times: int) -> None:
         self.starts[digest] = start
@@ -312,7 +305,7 @@ class ArchiveReader:
             )
 
     def _read_document(self, name: str, limit: int) -> bytes:
-        """Read a member whose name is known and whose size is not."""
+        """Read a member with a known name and an unknown size."""
         size = parse_declared_size(self._content.read_exact(BLOCK_SIZE), name=name, what=self._what)
         if size > limit:
             raise InvalidPackageError(self._what, [f"{name}: {size} bytes, at most {limit}"])
@@ -346,7 +339,7 @@ class ArchiveReader:
 
 
 class _BlobPrefix:
-    """The beginning of a blob, as much as is needed later: of a tensor file, the header."""
+    """The beginning of a blob, as far as it is needed later: of a tensor file, the header."""
 
     def __init__(self, files: Sequence[FileDigest]) -> None:
         self.data = bytearray()
@@ -354,7 +347,7 @@ class _BlobPrefix:
         self._is_tensors = all(choose_media_type(file.path) == WEIGHT_TYPE for file in files)
 
     def append(self, chunk: memoryview) -> None:
-        """Keep what is still wanted of the next bytes."""
+        """Keep what is needed of the next chunk."""
         wanted = self._limit - len(self.data)
         if wanted <= 0:
             return
@@ -366,10 +359,10 @@ class _BlobPrefix:
 
 
 def count_kept_bytes(file: FileDigest) -> int:
-    """Return how much of a file's start is kept in memory at most.
+    """Return the largest number of bytes of a file to keep in memory.
 
     Raises:
-        InvalidPackageError: when it is a signature that cannot be one.
+        InvalidPackageError: for a signature that is too large.
     """
     if choose_media_type(file.path) == WEIGHT_TYPE:
         return min(file.size, _HEADER_BYTES)

@@ -1,12 +1,10 @@
-"""Rotary positions: their settings in both spellings of ``config.json``.
+"""Attention settings in ``config.json``: rotary positions in both notations, and sliding windows.
 
-Scaling types that change with the length of the text (``dynamic``, ``longrope``) are refused: keys
-that were cached at one length would be wrong at another. Only what the file says is kept, nothing
-that is computed with logarithms: the settings are digested, and must be equal on every platform.
+RoPE scaling types that depend on the length of the text (``dynamic``, ``longrope``) are refused:
+keys cached at one length would be wrong at another. Only what the file says is stored, nothing
+computed with logarithms: the settings are hashed, and must be equal on every platform.
 
-How many earlier tokens each layer sees: the sliding windows of ``config.json``.
-
-Keys that are absent mean what they mean to transformers; what it would fail on is refused.
+Absent keys mean what they mean to transformers; what it would fail on is refused.
 """
 
 import math
@@ -26,7 +24,7 @@ _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by a factor."""
+    """Positions are divided by a factor."""
 
     rope_type: ClassVar[str] = "linear"
     factor: float
@@ -34,7 +32,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by a factor, high ones kept, a ramp between."""
+    """Low frequencies are divided by a factor, high ones kept, with a ramp between."""
 
     rope_type: ClassVar[str] = "llama3"
     factor: float
@@ -45,11 +43,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: interpolated and extrapolated frequencies mixed by a ramp, attention rescaled."""
+    """YaRN: a ramp between interpolated and extrapolated frequencies, and rescaled attention."""
 
     rope_type: ClassVar[str] = "yarn"
     factor: float
-    attention_factor: float | None  # None: from the factor and, unless they are 0, the mscales
+    attention_factor: float | None  # None: from the factor and the mscales, unless those are 0
     mscale: float
     mscale_all_dim: float
     beta_fast: float
@@ -59,7 +57,7 @@ class YarnScaling:
 
     @property
     def attention(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor on cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale:
@@ -74,7 +72,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The base frequency, the dimension of a head, and how frequencies are scaled, if at all."""
+    """The base frequency, the size of a head, and the scaling of frequencies, if any."""
 
     theta: float
     dims: int
@@ -82,11 +80,11 @@ class RopeConfig:
 
     @property
     def attention(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor on cosines and sines."""
         return self.scaling.attention if isinstance(self.scaling, YarnScaling) else 1.0
 
     def to_json(self) -> JsonObject:
-        """Return the settings as the digest of a base and the identity of a plan hold them."""
+        """Return the settings as in the digest of a base and the identity of a plan."""
         scaling: JsonObject | None = None
         if self.scaling is not None:
             scaling = {"rope_type": self.scaling.rope_type, **asdict(self.scaling)}
@@ -96,13 +94,13 @@ class RopeConfig:
 def parse_rope_config(
     config: ConfigFields, *, dims: int, max_positions: int, theta: float = DEFAULT_THETA
 ) -> RopeConfig:
-    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+    """Parse ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
-    Where both are there, ``rope_scaling`` wins unless it is empty, as in transformers. ``theta`` is
-    what the architecture takes where the file has none.
+    If both are present, ``rope_scaling`` wins unless it is empty, as in transformers. ``theta`` is
+    the default of the architecture.
 
     Raises:
-        IncompatibleError: for a scaling type that is not supported.
+        IncompatibleError: for an unsupported scaling type.
     """
     fields = config.read_nested("rope_scaling")
     fields = fields if fields.values else config.read_nested("rope_parameters")
@@ -116,7 +114,7 @@ def parse_rope_config(
 
 
 def _read_original_positions(config: ConfigFields, fields: ConfigFields, max_positions: int) -> int:
-    """Where it stands at the top level, that wins, as in transformers."""
+    """Return the original context length; a key at the top level wins, as in transformers."""
     name, limits = "original_max_position_embeddings", {"minimum": 1, "maximum": _MAX_POSITIONS}
     inner = fields.read_integer(name, default=max_positions, **limits)
     return config.read_integer(name, default=inner, **limits)
@@ -179,7 +177,7 @@ def _parse_yarn(fields: ConfigFields, original: int, max_positions: int) -> Yarn
 
 
 def _read_yarn_attention(fields: ConfigFields) -> tuple[float | None, float, float]:
-    """The factor, if it is given, and both mscales, which count only together and without it."""
+    """Return the attention factor, if given, or both mscales, which count only as a pair."""
     mscale = fields.read_number("mscale", minimum=0.0, maximum=1e3, default=0.0)
     all_dim = fields.read_number("mscale_all_dim", minimum=0.0, maximum=1e3, default=0.0)
     if fields.get("attention_factor") is not None:
@@ -198,7 +196,7 @@ def _check_known_keys(fields: ConfigFields, known: set[str]) -> None:
 
 
 Windows = tuple[int | None, ...]
-"""One for each layer; None: every earlier token is seen."""
+"""One window size per layer, in tokens; None: every earlier token is visible."""
 
 _MAX_WINDOW = 1 << 24
 _MAX_LAYER = 1 << 20
@@ -206,7 +204,7 @@ _DEFAULT_WINDOW = 4096
 
 
 def parse_layer_windows(fields: ConfigFields, rule: WindowRule, layers: int) -> Windows:
-    """Return the window of each layer; what is wrong is noted in ``fields``."""
+    """Return the window of each layer; problems are recorded in ``fields``."""
     match rule:
         case "none":
             return (None,) * layers
@@ -276,7 +274,7 @@ def _read_window_if_used(fields: ConfigFields) -> int | None:
 
 
 def _read_window(fields: ConfigFields, *, default: int | None) -> int | None:
-    """An absent key means the default and null means none, as in transformers."""
+    """Return the window; an absent key means the default, null means none, as in transformers."""
     name = "sliding_window"
     if fields.is_null(name) or (default is None and fields.get(name) is None):
         return None

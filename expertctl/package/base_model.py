@@ -1,19 +1,14 @@
-"""Threads that hash files, and stop early when the caller was interrupted.
+"""A base model, read from its Hugging Face directory without torch.
 
-The configuration of a base as transformers reads it: any architecture, nothing interpreted.
+A base is identified by three digests: ``arch`` (the configuration of the decoder, with the names
+and shapes of all tensors), ``weights`` (the bytes of every tensor; a tied head counts once) and the
+tokenizer: of the bytes of tokenizer.json (version 1) and of its canonical form (version 2, see
+`expertctl.package.tokenizer`). Only safetensors are read.
 
-Our own decoder needs none of this. A base of an architecture that it does not know is named by its
-whole ``config.json``, without the fields in `_NOT_COMPUTED`: who wrote the file, with which
-library, from where, which implementation ran it there. What would make transformers run foreign
-code, read other files or quantise is refused by name, at any depth.
-
-What a base model is, read from its Hugging Face directory without torch.
-
-A base is named by three digests: ``arch`` (the configuration that the decoder runs on, with the
-names and shapes of all tensors), ``weights`` (every tensor's bytes; a tied head counts once) and
-the tokenizer: by the bytes of tokenizer.json (version 1) and by its canonical form (version 2, see
-`expertctl.package.tokenizer`). Only safetensors are read. A *foreign* base is one that
-our decoder does not run: its whole configuration and every tensor of its files count.
+A *foreign* base has an architecture that our decoder does not run. It is identified by its whole
+``config.json`` and every tensor of its files. Left out are the fields in `_NOT_COMPUTED`: who wrote
+the file, with which library, from where, and with which implementation. Anything that would make
+transformers run foreign code, read other files or quantise is refused by name, at any depth.
 """
 
 import hashlib
@@ -48,15 +43,15 @@ MAX_HASHING_THREADS = 4
 
 
 class _HashingCancelledError(Exception):
-    """The digest is no longer wanted."""
+    """Raised in hashing threads when the digest is no longer needed."""
 
 
 @contextmanager
 def open_hashing_threads() -> Iterator[tuple[ThreadPoolExecutor, Progress]]:
-    """Lend threads, and a function that each must call for every chunk that it hashes.
+    """Give a thread pool, and a function that its threads must call for every chunk they hash.
 
-    It raises in the threads once the block was left by an exception, so that hashing even large
-    files stops soon; otherwise Ctrl-C would wait for all files that were begun.
+    After the block was left by an exception, the function raises, so that hashing even large files
+    stops soon; otherwise Ctrl-C would wait for all files being hashed.
     """
     given_up = Event()
 
@@ -74,21 +69,12 @@ def open_hashing_threads() -> Iterator[tuple[ThreadPoolExecutor, Progress]]:
 
 
 _NOT_COMPUTED = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "_name_or_path",
-        "attn_implementation",
-        "dtype",
-        "experts_implementation",
-        "name_or_path",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+    (
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("dtype", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash"),
+        *("transformers_version", "use_cache"),
+    )
 )
 _REFUSED: Mapping[str, str] = {
     "auto_map": "it names code of its own, which is never run",
@@ -103,39 +89,39 @@ _REFUSED: Mapping[str, str] = {
 }
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _BARE_MODELS: Mapping[str, str] = {"gpt2": "transformer", "bloom": "transformer", "opt": "model"}
-"""Architectures also published without their head, and the prefix that tensor names lack then."""
+"""Architectures also published without their head, and the prefix their tensor names lack then."""
 HEAD_NAMES = ("lm_head", "embed_out")
-"""What architectures call the layer that gives the scores, as wide as their tokens."""
+"""The names of the output head in all architectures."""
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-"""What architectures call the number of tokens that they read."""
+"""The names of the context length in all architectures."""
 DEFAULT_MAX_POSITIONS = 2048
-"""The context length of a base that does not state one."""
+"""The context length, in tokens, of a base that does not state one."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignConfig:
-    """A causal language model that transformers may run; ``values`` is all that it computes by."""
+    """A causal language model for transformers; ``values`` is everything that it computes by."""
 
     architecture: str
     values: JsonObject
 
     @property
     def max_positions(self) -> int:
-        """How many tokens it says that it reads; transformers may know better."""
+        """The stated context length, in tokens; transformers may know better."""
         stated = (self.values.get(name) for name in LENGTH_NAMES)
         return next((n for n in stated if isinstance(n, int) and n > 0), DEFAULT_MAX_POSITIONS)
 
     def to_json(self) -> JsonObject:
-        """Return what the digest of a base holds; no `ModelConfig` ever looks like it."""
+        """Return the input of the base's digest, distinct from that of any `ModelConfig`."""
         return {"engine": "transformers", "values": self.values}
 
     def linear_shapes(self, tensors: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of every matrix of the base, by the module's name in transformers.
 
-        A bias is as long as the output, so it tells the layers that store a matrix as [in, out].
-        A head that is tied has the shape of the matrix that it is tied to.
+        A bias has the size of the output, which identifies layers that store a matrix as [in, out].
+        A tied head has the shape of the matrix that it is tied to.
         """
         prefix = self._find_absent_prefix(tensors)
         shapes: dict[str, tuple[int, int]] = {}
@@ -157,7 +143,7 @@ class ForeignConfig:
 
 
 def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
-    """Read the configuration of a base: strictly where our decoder runs it.
+    """Read the configuration of a base, strictly if our decoder runs it.
 
     Raises:
         NotFoundError: when there is none.
@@ -172,7 +158,7 @@ def read_base_config(directory: Path) -> ModelConfig | ForeignConfig:
 
 
 def parse_foreign_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ForeignConfig:
-    """Check a configuration that transformers is to read, of whatever architecture.
+    """Check a configuration of any architecture for use with transformers.
 
     Raises:
         IncompatibleError: when it is no causal language model, or would do more than compute.
@@ -205,7 +191,7 @@ def _require_language_model(document: JsonObject, kind: str, what: str) -> None:
 
 
 def _iter_names(value: JsonValue) -> Iterator[str]:
-    """Every key that has a value, however deep; null is what a default looks like."""
+    """Yield every key with a non-null value, at any depth; null looks like a default."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if inner is not None:
@@ -229,24 +215,24 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
-    """A base by name and content; ``weights`` is ``None`` when they were not read."""
+    """A base by name and content; ``weights`` is ``None`` if they were not hashed."""
 
     name: str
     revision: str | None
     arch: Digest
     weights: Digest | None
     tokenizer: Digest
-    """Version 1: of the file, or of one with the same canonical form that was added before."""
+    """Version 1: of the file, or of an earlier one with the same canonical form."""
     canonical_tokenizer: Digest | None = field(default=None, compare=False)
-    """Version 2; ``None`` where the file cannot be read any more. It follows from the file."""
+    """Version 2, derived from the file; ``None`` if the file is no longer readable."""
 
     def tokenizer_for_version(self, version: int) -> Digest | None:
-        """Return the digest of the tokenizer that a package of some version states."""
+        """Return the tokenizer digest that packages with this ``tokenizer_version`` state."""
         return self.tokenizer if version == 1 else self.canonical_tokenizer
 
 
 def differs_in_tokenizer_form_only(known: BaseIdentity, found: BaseIdentity) -> bool:
-    """Tell whether two bases differ at most in the form in which the tokenizer was saved."""
+    """Tell whether two bases differ at most in the notation of tokenizer.json."""
     canonical_form = known.canonical_tokenizer
     same_form = canonical_form is not None and canonical_form == found.canonical_tokenizer
     same_tokenizer = known.tokenizer == found.tokenizer or same_form
@@ -255,35 +241,29 @@ def differs_in_tokenizer_form_only(known: BaseIdentity, found: BaseIdentity) -> 
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """What checking an adapter needs of a base: its identity, (out, in) of its linear layers."""
+    """What an adapter is checked against: identity, and (out, in) of the linear layers."""
 
     identity: BaseIdentity
     shapes: Mapping[str, tuple[int, int]]
     foreign: bool = False
     """Whether only ``run --engine transformers`` runs it."""
     directory: Path | None = field(default=None, compare=False)
-    """Where its files are, for what is compared with them; ``None``: nowhere here."""
+    """The directory of its files; ``None`` if they are not on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseHeaders:
-    """What the small files and the headers of a base say; none of its weights was read."""
+    """The contents of the small files and tensor headers of a base, without its weights."""
 
     config: JsonObject
     tensors: Mapping[str, StoredTensor]
-    """Sorted by name; a tied head that is stored too is not among them."""
+    """Sorted by name, without a stored copy of a tied head."""
     shapes: Mapping[str, tuple[int, int]]
     foreign: bool
 
 
 def read_base_headers(directory: Path) -> BaseHeaders:
-    """Read what a base is without its weights.
-
-    Raises:
-        NotFoundError: when the directory or one of its files is missing.
-        IncompatibleError: when no engine supports such a model.
-        InvalidPackageError: when it is not a base that can be read.
-    """
+    """Read a base without its weights; raises as `read_base`."""
     config = read_base_config(directory)
     match config:
         case ModelConfig():
@@ -303,12 +283,12 @@ def read_base(
     revision: str | None = None,
     progress: Progress = ignore_progress,
 ) -> BaseFacts:
-    """Read a whole base and name it; ``name`` defaults to the directory's.
+    """Read and hash a whole base; ``name`` defaults to that of the directory.
 
     Raises:
         NotFoundError: when the directory or one of its files is missing.
         IncompatibleError: when no engine supports such a model.
-        InvalidPackageError: when it is not a base that can be read.
+        InvalidPackageError: when it is not a readable base.
     """
     headers = read_base_headers(directory)
     tokenizer = _read_tokenizer(directory, progress)
@@ -343,7 +323,7 @@ def _read_tokenizer(directory: Path, progress: Progress) -> bytes:
 
 
 def _hash_weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:
-    """Hash every tensor, in threads: hashing and reading both leave the interpreter free."""
+    """Hash every tensor in threads; both hashing and reading release the interpreter lock."""
     digests: dict[str, str] = {}
     with open_hashing_threads() as (pool, go_on):
         tasks = {pool.submit(_hash_tensor, tensor, go_on): n for n, tensor in tensors.items()}

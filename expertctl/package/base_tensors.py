@@ -1,18 +1,14 @@
-"""What the modules of a layer with routed experts are called: one name each, whatever files say.
+"""The tensors of a base, read from its safetensors files without torch.
 
-Mixtral and the libraries that adapt it write ``block_sparse_moe.experts.3.w1`` for what is
-``mlp.experts.3.gate_proj`` here, and some architectures ``mlp.shared_experts`` for
-``mlp.shared_expert``.
+The required tensors follow from the configuration (`ModelConfig.tensor_shapes`) and are checked
+from the headers alone, both for identifying and for loading a base.
 
-The layouts in which files hold routed experts: each matrix apart, or those of a layer stacked.
-
-In either layout, each matrix of each expert becomes a tensor of its own: a range of rows of what is
-stored. So the digest of a base, its loading and reading some rows do not depend on the layout.
-
-The tensors of a base as its safetensors files hold them, without torch.
-
-What a base must hold follows from its configuration (`ModelConfig.tensor_shapes`). It is checked
-here, from the headers alone, both for naming a base and for loading it.
+Modules of layers with routed experts have one canonical name. Mixtral and libraries that adapt it
+write ``block_sparse_moe.experts.3.w1`` for ``mlp.experts.3.gate_proj``, and some architectures
+``mlp.shared_experts`` for ``mlp.shared_expert``. Files store the matrices of experts separately or
+stacked by layer; in either layout, each matrix of each expert becomes a tensor of its own, a range
+of rows of the stored one. So the digest of a base, its loading and reading single experts do not
+depend on the layout.
 """
 
 import os
@@ -36,7 +32,7 @@ _ROUTER = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.mlp\.gate")
 
 
 def canonicalise_name(name: str) -> str:
-    """Return our name of a module or of a tensor; most are named so already."""
+    """Return the canonical name of a module or tensor; most names are canonical already."""
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
@@ -48,12 +44,12 @@ def canonicalise_name(name: str) -> str:
 
 
 def find_base_name(module: str, known: Container[str]) -> str:
-    """Return what a base calls the module that an adapter changes; its own names go first."""
+    """Return the base's name of a module that an adapter changes; exact names take precedence."""
     return module if module in known else canonicalise_name(module)
 
 
 def explain_absent_module(module: str, known: Container[str]) -> str:
-    """Say why an adapter may not change a module that is not among the layers of a base."""
+    """Return why an adapter may not change a module that is not a linear layer of the base."""
     match = _ROUTER.fullmatch(canonicalise_name(module))
     if match is not None and f"{match['layer']}.mlp.experts.0.gate_proj" in known:
         return "it chooses the experts of its layer, and no adapter may change that"
@@ -67,44 +63,46 @@ _STACK = re.compile(
 _LAYOUT_PATTERNS = {
     "stacked": re.compile(r".*\.experts\.(gate_up_proj|down_proj)"),
     "as w1, w2 and w3": re.compile(r".*\.experts\.[0-9]+\.w[123]\.weight"),
-    "each matrix apart": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
+    "separately": re.compile(r".*\.experts\.[0-9]+\.(gate|up|down)_proj\.weight"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """Where a tensor comes from: a whole stored tensor, or some of its rows."""
+    """The source of a tensor: a whole stored tensor, or some of its rows."""
 
     stored_name: str
     row: int
-    """The first of its rows, where a stack counts as one matrix."""
+    """The first row, with the stack viewed as one matrix."""
     info: TensorInfo
 
 
 def find_canonical_sources(
     infos: Mapping[str, TensorInfo], experts: ExpertsConfig, *, hidden: int, problems: list[str]
 ) -> dict[str, SourceRows]:
-    """Return every tensor by our name for it; what is contradictory goes to ``problems``."""
+    """Return the source of every tensor by canonical name; add contradictions to ``problems``."""
     problems += _find_mixed_layouts(infos)
     sources: dict[str, SourceRows] = {}
     for stored, info in infos.items():
         for name, source in _slice_stack(stored, info, experts, hidden, problems):
             if name in sources:
                 problems.append(
-                    f"{name}: it is there as {sources[name].stored_name} and as {stored}"
+                    f"{name}: stored both as {sources[name].stored_name} and as {stored}"
                 )
             sources[name] = source
     return sources
 
 
 def _find_mixed_layouts(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """All experts of a base are stored in one layout; with two, some would be stored twice."""
+    """Report experts stored in several layouts, as some would be stored twice."""
     firsts = {
         way: next((name for name in infos if pattern.fullmatch(name)), None)
         for way, pattern in _LAYOUT_PATTERNS.items()
     }
     found = [f"{way} ({first})" for way, first in firsts.items() if first is not None]
-    return [f"experts are stored {' and '.join(found)}; one way is needed"] if found[1:] else []
+    return (
+        [f"experts are stored {' and '.join(found)}; one layout is required"] if found[1:] else []
+    )
 
 
 def _slice_stack(
@@ -113,10 +111,7 @@ def _slice_stack(
     name = canonicalise_name(stored)
     match = _STACK.fullmatch(name)
     if match is None or int(match["layer"]) not in experts.layers:
-        yield (
-            name,
-            SourceRows(stored, 0, info),
-        )  # the stack of a layer that is not there stays whole
+        yield name, SourceRows(stored, 0, info)  # also the stack of a nonexistent layer
         return
     inner = experts.intermediate_size
     halves = {"gate_proj": inner, "up_proj": inner} if match["kind"] == "gate_up" else {}
@@ -141,14 +136,14 @@ _MAX_INDEX_BYTES = 64 << 20
 _MAX_SHOWN_NAMES = 20
 _DTYPES = ("F32", "F16", "BF16")
 _MASK_DTYPES = ("BOOL", "U8")
-"""What older files hold besides weights: attention masks as buffers."""
-_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old files hold it, it follows from the configuration
+"""The dtypes of attention masks, which older files store as buffers."""
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # in old files; follows from the configuration
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What identifies an unchanged file, without reading a byte of it."""
+    """Identifies an unchanged file without reading it."""
 
     inode: int
     size: int
@@ -156,15 +151,15 @@ class FileState:
 
     @classmethod
     def from_stat(cls, found: os.stat_result) -> "FileState":
-        """Return the state that a stat tells."""
+        """Return the state in a stat result."""
         return cls(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a base: its file, its type and shape, and the byte where it begins.
+    """One tensor of a base: its file, dtype and shape, and the offset of its first byte.
 
-    In the file it is the tensor ``stored``, or some rows of that one, from ``row`` on.
+    In the file it is the tensor ``stored``, or rows of it, starting at ``row``.
     """
 
     path: Path
@@ -173,15 +168,15 @@ class StoredTensor:
     stored: str
     row: int = 0
     file: FileState | None = None
-    """What the file was like when its table was read."""
+    """The state of the file when its header was read."""
 
     @property
     def size(self) -> int:
-        """How many bytes the tensor has."""
+        """The size in bytes."""
         return self.info.end - self.info.begin
 
     def open(self) -> FileIO:
-        """Open its file; where a base does not fit into memory, it is read long after its table.
+        """Open its file, unless it changed since its header was read, perhaps long ago.
 
         Raises:
             InvalidPackageError: when the file was replaced or written since.
@@ -190,15 +185,15 @@ class StoredTensor:
         stream = FileIO(self.path)
         if self.file is not None and FileState.from_stat(os.fstat(stream.fileno())) != self.file:
             stream.close()
-            changed = "it was changed while the base is in memory; load the base again"
+            changed = "it changed while the base was in memory; load the base again"
             raise InvalidPackageError(str(self.path), [changed])
         return stream
 
 
 def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return every tensor that a configuration names, and a tied head where it is stored too.
+    """Return every tensor that a configuration requires, and a tied head if it is stored, too.
 
-    Names are those of the configuration, whatever the files call a tensor or keep it in.
+    Names are canonical, whatever the names and the layout in the files.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -219,13 +214,7 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
 
 
 def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a base whose configuration names none, sorted by name.
-
-    Raises:
-        NotFoundError: when a file is missing.
-        InvalidPackageError: when a file or the index is malformed.
-        IncompatibleError: for weights that are not floats.
-    """
+    """Return every tensor of a foreign base, sorted by name; raises as `read_base_tensors`."""
     found = _read_tables(directory)
     tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED_SUFFIX)}
     weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}
@@ -234,7 +223,7 @@ def read_foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a base, as its index names them.
+    """Return the safetensors files of a base, as listed in its index.
 
     Raises:
         NotFoundError: when there is none, or one of them is missing.
@@ -251,10 +240,10 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def find_base_file(directory: Path, name: str) -> Path:
-    """Return the path of a file that a base must have.
+    """Return the path of a required file of a base.
 
     Raises:
-        NotFoundError: when it is missing; the hint says so where pickles lie instead.
+        NotFoundError: when it is missing; the hint mentions pickles if there are any.
     """
     path = directory / name
     if path.is_file():
@@ -350,7 +339,7 @@ def _read_weight_map(directory: Path) -> dict[str, str]:
 
 
 def _find_index_problems(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """The index must name exactly the tensors that the files hold."""
+    """Check that the index lists exactly the tensors in the files."""
     if not (directory / INDEX_FILE).is_file():
         return []
     expected = _read_weight_map(directory)

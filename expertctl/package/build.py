@@ -1,11 +1,10 @@
-"""BUILD: from an adapter directory to a ``.expert`` file, signed or not.
+"""Building a package: from an adapter directory to a ``.expert`` file, signed or not.
 
 Everything is checked before anything is written, and all problems are reported at once. Only known
-files are packed: the manifest, what it names, the model card and licences.
+files are packed: the manifest, the files it names, the model card and licences.
 
-A measured result as an entry of ``evaluation`` in ``expert.json``, put into a planned build.
-
-The weights stay as they are; only the manifest changes, before anything is signed.
+`add_evaluation` adds a measured result to a planned build: only the manifest changes, before
+anything is signed.
 """
 
 import os
@@ -46,7 +45,6 @@ from expertctl.package.draft import (
 from expertctl.package.frame import FASTEST_LEVEL
 from expertctl.package.layout import (
     Blobs,
-    PackageLayout,
     compute_content_digest,
     describe_name_problem,
     is_document,
@@ -80,25 +78,25 @@ _PLACEHOLDER_BASE: JsonObject = {
     "dtype": "float32",
     "tensors": 1,
 }
-"""An adapter where none could be read, to find what else is wrong with a manifest."""
+"""Stands for an adapter that could not be read, to find other problems of a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """A package that may be written: its manifest, and the files beside it, all checked."""
+    """A package that may be written: its manifest and all other files, checked."""
 
     directory: Path
     manifest: Manifest
     document: bytes
-    """The bytes of ``expert.json`` in the package."""
+    """The bytes of ``expert.json`` as packed."""
     files: tuple[SourceFile, ...]
     """The other files, sorted by name."""
     adapters: tuple[AdapterFiles, ...]
-    """What is packed of those that belong to adapters, where it is not the file itself."""
+    """The adapters among the files, which may be packed in another form."""
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
-    """What is packed otherwise than it lies in the directory."""
+    """How the packed files differ from those in the directory."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -107,7 +105,7 @@ class BuildPlan:
 
     @property
     def size(self) -> int:
-        """How many bytes there are beside the manifest."""
+        """The size of all files except the manifest, in bytes."""
         sizes = {file.name: file.size for file in self.files}
         for adapter in self.adapters:
             sizes |= adapter.packed_sizes
@@ -116,7 +114,7 @@ class BuildPlan:
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """A package that was written."""
+    """A written package."""
 
     path: Path
     manifest: Manifest
@@ -136,13 +134,9 @@ def draft_manifest(
     base: BaseFacts | None,
     examples: Sequence[str] = (),
 ) -> JsonObject:
-    """Return a draft of ``expert.json`` for a directory, complete as far as can be known.
+    """Return a draft of ``expert.json`` for a directory, as complete as possible.
 
-    ``examples`` are prompts that the router should send to the expert.
-
-    Raises:
-        NotFoundError: when there is no adapter in the directory.
-        InvalidPackageError: when the adapter cannot be packed at all.
+    ``examples`` are prompts that the router should send to the expert. Raises as `read_adapter`.
     """
     existing = read_draft(directory)
     adapters = [
@@ -153,12 +147,7 @@ def draft_manifest(
         existing, overrides, directory=directory, adapters=adapters, base=base
     )
     to_fill_in: Mapping[str, JsonObject] = {
-        "routing": {
-            "task": "default",
-            "languages": [],
-            "examples": list(examples),
-            "keywords": [],
-        },
+        "routing": {"task": "default", "languages": [], "examples": list(examples), "keywords": []},
         "composition": {"requires": [], "conflicts": []},
     }
     for name, value in to_fill_in.items():
@@ -173,7 +162,7 @@ def plan_build(
     base: BaseFacts | None,
     progress: Progress = ignore_progress,
 ) -> BuildPlan:
-    """Check a directory and decide what will be packed.
+    """Check a directory and decide what to pack.
 
     Raises:
         NotFoundError: when the directory or its adapter is missing.
@@ -218,9 +207,9 @@ def build_package(
     level: int = FASTEST_LEVEL,
     progress: Progress = ignore_progress,
 ) -> BuildResult:
-    """Write the package that was planned, signed when there is a key.
+    """Write a planned package, signed if there is a key.
 
-    ``compute_level`` is zstd's; it changes the size of the file and no digest.
+    ``level`` is zstd's; it changes the size of the file and no digest.
 
     Raises:
         DigestError: when a file changes while it is packed.
@@ -232,12 +221,6 @@ def build_package(
         layout = build_signed_layout(files, signature)
         blobs = add_document(add_document(_open_sources(sources), plan.document), signature)
         write_package(output, layout, blobs, level=level, progress=progress)
-    return _create_result(plan, output, layout, key)
-
-
-def _create_result(
-    plan: BuildPlan, output: Path, layout: PackageLayout, key: PrivateKey | None
-) -> BuildResult:
     return BuildResult(
         path=output,
         manifest=plan.manifest,
@@ -254,7 +237,7 @@ def _create_result(
 def _read_adapters(
     directory: Path, existing: JsonObject, base: BaseFacts | None, findings: ProblemCollector
 ) -> tuple[list[AdapterFiles], bool]:
-    """Read every adapter that the manifest names, or the one that PEFT saved; tell if all were."""
+    """Read all adapters in the manifest, or the one saved by PEFT; tell if all could be read."""
     names = list_named_adapters(existing.get("adapters"))
     read = [
         findings.run_step(
@@ -274,7 +257,7 @@ def _read_manifest(
     *,
     whole: bool,
 ) -> Manifest | None:
-    """Read the manifest; without a whole adapter, only what its author wrote can be wrong."""
+    """Read the manifest; if an adapter is missing, check only what its author wrote."""
     if not whole:
         label = find_base_label(directory)
         if label is not None and base is None:
@@ -308,7 +291,7 @@ def _check_numbers(
 
 
 def _find_schema_problems(document: JsonObject) -> list[str]:
-    """What else is wrong with a manifest whose base is not known."""
+    """Return the other problems of a manifest whose base is unknown."""
     stand_in = f"sha256:{'0' * 64}"
     base = document.get("base")
     known = base if isinstance(base, dict) else {}
@@ -326,7 +309,6 @@ def _check_against(
     base: BaseFacts | None,
     findings: ProblemCollector,
 ) -> list[str]:
-    """Check the manifest against the files and against the given base."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
     for entry in manifest.adapters:
         if entry.path in by_path:
@@ -340,7 +322,7 @@ def _check_against(
 def _choose_files(
     directory: Path, manifest: Manifest, findings: ProblemCollector
 ) -> tuple[tuple[SourceFile, ...], tuple[str, ...]]:
-    """Return which files are packed beside the manifest, and the names that are left out."""
+    """Return the files to pack besides the manifest, and the names left out."""
     wanted = list_named_files(manifest) - {MANIFEST_PATH}
     packed: list[SourceFile] = []
     left_out = []
@@ -365,18 +347,14 @@ def _find_document_problems(
     problems += [problem for name in names if (problem := describe_name_problem(name))]
     manifest_file = find_source_file(directory, MANIFEST_PATH)
     for file in (*files, *([manifest_file] if manifest_file is not None else [])):
-        if not file.name.endswith(".safetensors") and (found := _check_file(file)):
-            problems.append(found)
+        if not file.name.endswith(".safetensors"):
+            with file.open() as stream:
+                problems += filter(None, [find_document_problem(stream, name=file.name)])
     return problems
 
 
-def _check_file(file: SourceFile) -> str | None:
-    with file.open() as stream:
-        return find_document_problem(stream, name=file.name)
-
-
 def _encode_document(directory: Path, existing: JsonObject, document: JsonObject) -> bytes:
-    """Keep the publisher's own bytes when nothing had to be added to them."""
+    """Return the publisher's own bytes if nothing had to be added to them."""
     found = (
         find_source_file(directory, MANIFEST_PATH) if existing and document == existing else None
     )
@@ -386,12 +364,12 @@ def _encode_document(directory: Path, existing: JsonObject, document: JsonObject
 def _hash_files(
     plan: BuildPlan, folder: Path, progress: Progress
 ) -> tuple[tuple[FileDigest, ...], dict[Digest, SourceFile]]:
-    """Hash what is packed; files that are not packed as they are are written to ``folder``."""
+    """Hash what is packed; rewritten files are written to ``folder`` first."""
     files = [FileDigest(MANIFEST_PATH, len(plan.document), Digest.compute(plan.document))]
     sources: dict[Digest, SourceFile] = {}
-    made = _rewrite_files(plan, folder)
+    rewritten = _rewrite_files(plan, folder)
     for file in plan.files:
-        source = made.get(file.name, file)
+        source = rewritten.get(file.name, file)
         size, digest = source.hash(progress=progress)
         files.append(FileDigest(file.name, size, digest))
         sources[digest] = source
@@ -399,17 +377,18 @@ def _hash_files(
 
 
 def _rewrite_files(plan: BuildPlan, folder: Path) -> dict[str, SourceFile]:
-    """Write the files of adapters that are not packed as they are."""
-    made: set[str] = set()
+    rewritten: set[str] = set()
     for adapter in plan.adapters:
         if adapter.packed_config is not None:
             (folder / adapter.config_path).write_bytes(adapter.packed_config)
-            made.add(adapter.config_path)
+            rewritten.add(adapter.config_path)
         if adapter.weights.is_rewritten:
             with (folder / adapter.weights_path).open("xb") as output:
                 adapter.weights.write(output)
-            made.add(adapter.weights_path)
-    return {name: file for name in made if (file := find_source_file(folder, name)) is not None}
+            rewritten.add(adapter.weights_path)
+    return {
+        name: file for name in rewritten if (file := find_source_file(folder, name)) is not None
+    }
 
 
 def _open_sources(sources: Mapping[Digest, SourceFile]) -> Blobs:
@@ -422,7 +401,7 @@ def _open_sources(sources: Mapping[Digest, SourceFile]) -> Blobs:
 
 
 def add_evaluation(plan: BuildPlan, entry: Evaluation) -> BuildPlan:
-    """Return the plan with one more entry, in the place of one of the same data and metric.
+    """Return the plan with one more entry, which replaces one with the same data and metric.
 
     Raises:
         InvalidPackageError: when the manifest would not be valid with it.
@@ -433,12 +412,12 @@ def add_evaluation(plan: BuildPlan, entry: Evaluation) -> BuildPlan:
 
 
 def choose_build_date(environment: Mapping[str, str] = os.environ) -> str:
-    """Return today in UTC, or the day of ``SOURCE_DATE_EPOCH`` so that a build can be repeated.
+    """Return today's date in UTC, or that of ``SOURCE_DATE_EPOCH``, for reproducible builds.
 
     See https://reproducible-builds.org/specs/source-date-epoch/.
 
     Raises:
-        UsageError: when the variable is no number of seconds that has a date.
+        UsageError: when the variable is not a number of seconds with a date.
     """
     text = environment.get("SOURCE_DATE_EPOCH")
     if text is None:

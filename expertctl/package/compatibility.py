@@ -1,4 +1,4 @@
-"""Whether an expert fits a base: the digests of decision 8, then names and shapes of modules."""
+"""Compatibility of experts and bases: the digests of decision 8, then module names and shapes."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from expertctl.package.base_tensors import explain_absent_module, find_base_name
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
 HiddenSizes = Mapping[str, int]
-"""Digest of an architecture → its hidden size, of the bases that are known."""
+"""Digest of an architecture → its hidden size, for the known bases."""
 NO_HIDDEN_SIZES: HiddenSizes = {}
 
 _INPUT_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj"})
@@ -37,8 +37,8 @@ def check_expert_base(
 ) -> list[str]:
     """Check an expert against a base; return the warnings that a result must carry.
 
-    ``shapes_agree`` says whether every module of the adapter is in the base with its shape; where
-    nobody compared them, they agree if the architecture is the same.
+    ``shapes_agree`` says whether every module of the adapter is in the base with its shape; None
+    means unknown, and then they are taken to agree if the architecture is the same.
 
     Raises:
         BaseMismatchError: when they do not fit and a mismatch is not allowed.
@@ -59,9 +59,9 @@ def check_expert_base(
 def describe_mismatch(
     required: BaseRequirement, identity: BaseIdentity, widths: HiddenSizes = NO_HIDDEN_SIZES
 ) -> str:
-    """Return how a base differs from the one that is required, in one line; empty where it fits.
+    """Return how a base differs from the required one, in one line; empty if it fits.
 
-    Where the architecture differs, nothing else is said: all else differs then, too.
+    If the architecture differs, nothing else is mentioned, as everything else differs then, too.
     """
     problems = _find_mismatches(required, identity)
     if not problems:
@@ -77,10 +77,11 @@ def describe_mismatch(
 
 
 def build_add_base_hint(required: BaseRequirement) -> str:
-    """Return the command that adds the base that is required, and where to get it if that shows."""
+    """Return the command that adds the required base, and where to download it if known."""
     name = required.name
     if "/" not in name or not is_hub_name(name):
-        return f"add the base {format_base_label(name, required.revision)} with `expertctl base add DIR`"
+        label = format_base_label(name, required.revision)
+        return f"add the base {label} with `expertctl base add DIR`"
     revision = f" --revision {shlex.quote(required.revision)}" if required.revision else ""
     return (
         f"`hf download {name}{revision} --local-dir DIR`, then "
@@ -91,7 +92,7 @@ def build_add_base_hint(required: BaseRequirement) -> str:
 def check_tensors(
     spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], *, base: str = "the base"
 ) -> list[str]:
-    """Return every way in which an adapter does not fit a base, by its (out, in) linear layers."""
+    """Return every way in which an adapter does not fit a base with linear layers (out, in)."""
     made, found = _infer_adapter_width(spec), infer_hidden_size(shapes)
     if made is not None and found is not None and made != found:
         return [f"made for hidden size {made}; {base} has {found}"]
@@ -100,7 +101,7 @@ def check_tensors(
 
 
 def _infer_adapter_width(spec: AdapterSpec) -> int | None:
-    """Return the hidden size that all parts of an adapter agree on; ``None`` without such parts."""
+    """Return the hidden size that all parts of an adapter agree on; ``None`` if unknown."""
     pairs = {
         part.module: (part.outputs, part.inputs)
         for part in spec.parts
@@ -110,7 +111,7 @@ def _infer_adapter_width(spec: AdapterSpec) -> int | None:
 
 
 def infer_hidden_size(shapes: Mapping[str, tuple[int, int]]) -> int | None:
-    """Return the hidden size that (out, in) of layers show; ``None`` where they do not agree."""
+    """Infer the hidden size from the (out, in) of layers; ``None`` if they disagree."""
     widths = set()
     for module, (outputs, inputs) in shapes.items():
         name = module.rpartition(".")[2]
@@ -130,7 +131,7 @@ def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str |
         and part.module_after_stack
         and find_base_name(part.module_after_stack, shapes) in shapes
     ):
-        return f"{part.module}: the last that it is made for, and the base has more experts"
+        return f"{part.module}: the last one it was made for, but the base has more experts"
     match part:
         case Lora() | Dora():
             made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"
@@ -141,7 +142,7 @@ def _describe_misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str |
 
 
 def _describe_prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:
-    """Virtual tokens are as wide as the base's own, which is what the head reads."""
+    """Compare the width of virtual tokens with that of the base's tokens, the input of its head."""
     width = next((shapes[name][1] for name in HEAD_NAMES if name in shapes), None)
     if part.width == width:
         return None
@@ -168,7 +169,7 @@ def _find_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[
 def _find_tokenizer_mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
     found = identity.tokenizer_for_version(required.tokenizer_version)
     if found is None:
-        return ["the tokenizer.json of the base is not what was added, so it was not compared"]
+        return ["the tokenizer.json of the base changed since it was added, so it was not compared"]
     if str(found) == required.tokenizer:
         return []
     if required.tokenizer_version > 1:
@@ -189,5 +190,5 @@ def _warn_unchecked(manifest: Manifest) -> list[str]:
 
 
 def format_base_label(name: str, revision: str | None) -> str:
-    """Return what a base is called in messages."""
+    """Return the display name of a base: its name and a short revision."""
     return f"{name}@{revision[:12]}" if revision else name

@@ -1,13 +1,11 @@
-"""What changed between two tensor files, tensor by tensor, a piece of one pair in memory at a time.
+"""The difference of two packages: manifests, files and tensors.
 
-Tensors are equal when type, shape and bytes are. Numbers are widened to float64, so differences of
-16-bit tensors are exact; where one is NaN or infinite there is no difference to tell.
+Signatures are ignored: they say who signed, not what. Two packages are equal if their content
+digests are. All bytes were hashed when the packages were opened.
 
-What changed between two packages: what they say, their files, their tensors.
-
-Signatures are left out: they say who signed, not what. Two packages are equal when their content
-digests are. Every byte was hashed when they were opened; a piece of one pair of tensors is read at
-a time.
+Tensors are equal if dtype, shape and bytes are. Numbers are widened to float64, so differences of
+16-bit tensors are exact; for NaN and infinity there is no distance. Only a chunk of one pair of
+tensors is in memory at a time.
 """
 
 import math
@@ -20,6 +18,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from expertctl.digest import FileDigest, Progress, ignore_progress
+from expertctl.package.adapter_weights import widen_to_float32
 from expertctl.package.layout import Blobs
 from expertctl.package.read import PackageContents
 from expertctl.package.tensor_file import DTYPE_BYTES, TensorTable, read_header
@@ -30,8 +29,7 @@ TensorChangeKind = Literal["equal", "changed", "added", "removed"]
 Float64Values = np.ndarray[Any, np.dtype[np.float64]]
 
 _PIECE_NUMBERS = 1 << 16
-"""Numbers that are compared at once."""
-_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2"}
+"""How many numbers are compared at a time."""
 _TENSOR_NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)"
     r"\.(?:lora_[AB]\.weight|lora_magnitude_vector(?:\.weight)?|ia3_l)"
@@ -40,7 +38,7 @@ _TENSOR_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The type and shape of a tensor."""
+    """The dtype and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,17 +46,17 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class TensorDistance:
-    """How far two tensors are from each other."""
+    """The distance of two tensors."""
 
     max_abs: float
     squares: float
-    """The sum of the squared differences."""
+    """The sum of squared differences."""
     old_squares: float
-    """The sum of the squares of the first."""
+    """The sum of squares of the first tensor."""
 
     @property
     def relative(self) -> float | None:
-        """The norm of the difference over that of the first; None when only the first is zero."""
+        """The norm of the difference over that of the first tensor; None if only that is zero."""
         if not self.squares:
             return 0.0
         return math.sqrt(self.squares / self.old_squares) if self.old_squares else None
@@ -84,23 +82,23 @@ class TensorChange:
     old: TensorForm | None
     new: TensorForm | None
     distance: TensorDistance | None = None
-    """Only where both have the same shape and finite numbers."""
+    """Only if both have the same shape and finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """An open tensor file and its table."""
+    """An open tensor file and its header."""
 
     table: TensorTable
     stream: BinaryIO
 
     def find_form(self, name: str) -> TensorForm:
-        """Return type and shape of a tensor."""
+        """Return the dtype and shape of a tensor."""
         tensor = self.table.tensors[name]
         return TensorForm(tensor.dtype, tensor.shape)
 
     def iter_pieces(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor, `_PIECE` numbers at a time."""
+        """Yield the bytes of a tensor, `_PIECE_NUMBERS` numbers at a time."""
         tensor = self.table.tensors[name]
         step = _PIECE_NUMBERS * DTYPE_BYTES[tensor.dtype]
         for begin in range(tensor.begin, tensor.end, step):
@@ -116,25 +114,19 @@ def diff_tensors(
     return [_diff_tensor(name, old, new, progress) for name in names]
 
 
-def list_as_equal(table: TensorTable) -> list[TensorChange]:
-    """Return what `diff_tensors` does for a file and itself, without reading it."""
+def list_tensors(table: TensorTable, change: TensorChangeKind) -> list[TensorChange]:
+    """Return all tensors of a file as ``equal``, ``added`` or ``removed``, without reading them."""
+    forms = ((n, TensorForm(t.dtype, t.shape)) for n, t in sorted(table.tensors.items()))
     return [
-        TensorChange(name, "equal", form, form, NO_DISTANCE) for name, form in _list_forms(table)
+        TensorChange(
+            name,
+            change,
+            old=None if change == "added" else form,
+            new=None if change == "removed" else form,
+            distance=NO_DISTANCE if change == "equal" else None,
+        )
+        for name, form in forms
     ]
-
-
-def list_as_added(table: TensorTable) -> list[TensorChange]:
-    """Return the tensors of a file that only the second package has."""
-    return [TensorChange(name, "added", None, form) for name, form in _list_forms(table)]
-
-
-def list_as_removed(table: TensorTable) -> list[TensorChange]:
-    """Return the tensors of a file that only the first package has."""
-    return [TensorChange(name, "removed", form, None) for name, form in _list_forms(table)]
-
-
-def _list_forms(table: TensorTable) -> list[tuple[str, TensorForm]]:
-    return [(n, TensorForm(t.dtype, t.shape)) for n, t in sorted(table.tensors.items())]
 
 
 def _diff_tensor(
@@ -159,7 +151,10 @@ def _compare_values(
     same, total = True, NO_DISTANCE
     for before, after in zip(old.iter_pieces(name), new.iter_pieces(name), strict=True):
         same = same and before == after
-        total += _measure_distance(_to_float64(before, kinds[0]), _to_float64(after, kinds[1]))
+        total += _measure_distance(
+            widen_to_float32(before, kinds[0]).astype(np.float64),
+            widen_to_float32(after, kinds[1]).astype(np.float64),
+        )
         progress(len(before) + len(after))
     known = math.isfinite(total.squares) and math.isfinite(total.old_squares)
     return same, total if known else None
@@ -172,25 +167,18 @@ def _measure_distance(old_values: Float64Values, new_values: Float64Values) -> T
         return TensorDistance(float(np.abs(delta).max()), squares, old_squares)
 
 
-def _to_float64(data: bytes, dtype: str) -> Float64Values:
-    if dtype == "BF16":
-        bits = np.frombuffer(data, "<u2").astype("<u4") << 16
-        return bits.view("<f4").astype(np.float64)
-    return np.frombuffer(data, _NUMPY_DTYPES[dtype]).astype(np.float64)
-
-
 @dataclass(frozen=True, slots=True)
 class KindSummary:
-    """What happened to the tensors of one kind of module, such as every ``q_proj``."""
+    """The changes of all tensors of one kind of module, such as every ``q_proj``."""
 
     kind: str
     counts: Mapping[TensorChangeKind, int]
     distance: TensorDistance | None
-    """The distance over all pairs together, where there are any."""
+    """The distance over all pairs together, if there are any."""
 
 
 def summarise_changes(changes: Iterable[TensorChange]) -> list[KindSummary]:
-    """Sum up changes by kind of module, sorted by it."""
+    """Summarise changes by kind of module, sorted by kind."""
     kinds: dict[str, list[TensorChange]] = {}
     for change in changes:
         kinds.setdefault(find_module_kind(change.name), []).append(change)
@@ -204,7 +192,7 @@ def _summarise_kind(kind: str, changes: Sequence[TensorChange]) -> KindSummary:
 
 
 def find_module_kind(name: str) -> str:
-    """Return the last part of the module that a tensor changes, else the tensor's own name."""
+    """Return the last part of the module that a tensor changes, else the tensor's name."""
     match = _TENSOR_NAME.fullmatch(name)
     return match["module"].rpartition(".")[2] if match else name
 
@@ -214,17 +202,17 @@ ChangeKind = Literal["added", "removed", "changed"]
 
 @dataclass(frozen=True, slots=True)
 class DiffSide:
-    """One of the two packages, and where its bytes are."""
+    """One of the two packages, and the source of its bytes."""
 
     contents: PackageContents
     blobs: Blobs
 
     def find_file(self, path: str) -> FileDigest:
-        """Return one of its files."""
+        """Return the file at a path."""
         return next(file for file in self.contents.files if file.path == path)
 
     def read_tensor_table(self, path: str) -> TensorTable:
-        """Read the table of tensors of a file."""
+        """Read the header of a tensor file."""
         file = self.find_file(path)
         with self.blobs(file.digest) as stream:
             return read_header(stream, file_size=file.size, what=path)
@@ -232,7 +220,7 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One value in ``expert.json``; ``path`` is its keys with slashes between them."""
+    """One changed value in ``expert.json``; ``path`` is its keys joined by slashes."""
 
     path: str
     change: ChangeKind
@@ -242,7 +230,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """One file that is not the same; sizes are None where it is not there."""
+    """One changed file; a size is None if the file is missing on that side."""
 
     path: str
     change: ChangeKind
@@ -252,7 +240,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDiff:
-    """Two adapters compared, or one without a counterpart in the other package."""
+    """Two compared adapters, or one without a counterpart in the other package."""
 
     old: AdapterEntry | None
     new: AdapterEntry | None
@@ -261,7 +249,7 @@ class AdapterDiff:
 
 @dataclass(frozen=True, slots=True)
 class PackageDiff:
-    """All that changed."""
+    """All changes between two packages."""
 
     equal: bool
     fields: tuple[FieldChange, ...]
@@ -272,18 +260,21 @@ class PackageDiff:
 def diff_packages(
     old: DiffSide, new: DiffSide, *, progress: Progress = ignore_progress
 ) -> PackageDiff:
-    """Compare two packages that were read."""
+    """Compare two packages."""
     pairs = _pair_adapters(old.contents.manifest.adapters, new.contents.manifest.adapters)
     return PackageDiff(
         old.contents.content_digest == new.contents.content_digest,
         tuple(_diff_fields(_load_manifest(old.contents), _load_manifest(new.contents), ())),
         tuple(_diff_files(old.contents.files, new.contents.files)),
-        tuple(_diff_adapter(old, new, before, after, progress) for before, after in pairs),
+        tuple(
+            AdapterDiff(a, b, tuple(_diff_adapter_tensors(old, new, a, b, progress)))
+            for a, b in pairs
+        ),
     )
 
 
 def _load_manifest(contents: PackageContents) -> JsonValue:
-    """Return the manifest as it was written, free-form parts included."""
+    """Return the manifest as written, free-form parts included."""
     data = contents.small[MANIFEST_PATH]
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
@@ -306,14 +297,14 @@ def _diff_fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterato
 
 
 def _are_comparable(old: JsonValue, new: JsonValue) -> bool:
-    """Tell whether two objects, or two lists of one length, may be compared child by child."""
+    """Tell whether two values, objects or lists of one length, can be compared child by child."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new)
     return isinstance(old, dict) and isinstance(new, dict)
 
 
 def _list_children(value: JsonValue) -> Mapping[str, JsonValue] | None:
-    """Return the children of objects and of lists of objects; other lists are one value."""
+    """Return the children of an object or a list of objects; None for any other value."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -336,23 +327,11 @@ _AdapterPair = tuple[AdapterEntry | None, AdapterEntry | None]
 
 
 def _pair_adapters(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_AdapterPair]:
-    """Pair adapters by the names of their files; where each package has only one, pair those."""
+    """Pair adapters by file name; if each package has only one, pair those."""
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     before, after = {entry.path: entry for entry in old}, {entry.path: entry for entry in new}
     return [(before.get(path), after.get(path)) for path in dict.fromkeys([*before, *after])]
-
-
-def _diff_adapter(
-    old: DiffSide,
-    new: DiffSide,
-    old_entry: AdapterEntry | None,
-    new_entry: AdapterEntry | None,
-    progress: Progress,
-) -> AdapterDiff:
-    return AdapterDiff(
-        old_entry, new_entry, tuple(_diff_adapter_tensors(old, new, old_entry, new_entry, progress))
-    )
 
 
 def _diff_adapter_tensors(
@@ -363,12 +342,12 @@ def _diff_adapter_tensors(
     progress: Progress,
 ) -> list[TensorChange]:
     if old_entry is None:
-        return list_as_added(new.read_tensor_table(new_entry.path)) if new_entry else []
+        return list_tensors(new.read_tensor_table(new_entry.path), "added") if new_entry else []
     if new_entry is None:
-        return list_as_removed(old.read_tensor_table(old_entry.path))
+        return list_tensors(old.read_tensor_table(old_entry.path), "removed")
     digests = old.find_file(old_entry.path).digest, new.find_file(new_entry.path).digest
     if digests[0] == digests[1]:
-        return list_as_equal(old.read_tensor_table(old_entry.path))
+        return list_tensors(old.read_tensor_table(old_entry.path), "equal")
     tables = old.read_tensor_table(old_entry.path), new.read_tensor_table(new_entry.path)
     with old.blobs(digests[0]) as first, new.blobs(digests[1]) as second:
         return diff_tensors(

@@ -1,21 +1,18 @@
-"""Example prompts for ``routing.examples``, read from a file that people write.
+"""Drafting ``expert.json`` from an existing one, the command line, and the files.
 
-One prompt a line, in UTF-8; or JSON Lines, objects with a ``prompt``, as files of evaluation
-samples are. Blank lines are passed over. All problems are reported at once, each with its line.
+The order of precedence is: options, then an existing ``expert.json``, then the files. What the
+files determine (rank, dtype, number of tensors) cannot be overridden: a manifest that differs is
+refused. What cannot be determined is a problem, and all problems are reported at once.
 
-Drafting ``expert.json`` from an existing one, the command line, and what the files show.
-
-What cannot be known is a problem, and all problems come at once.
-
-Order of authority: flags, then an existing ``expert.json``, then the files. What the files decide
-(rank, dtype, number of tensors) cannot be overridden: a manifest that differs is refused.
+Example prompts for ``routing.examples`` come from a file with one prompt a line, in UTF-8, or from
+JSON Lines, objects with a ``prompt``, like files of evaluation samples. Blank lines are skipped.
 """
 
 import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError
@@ -39,11 +36,11 @@ _HINT = 'write one prompt a line, or JSON objects such as {"prompt": "Sort 3, 1,
 
 
 def read_example_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, each once.
+    """Return the prompts in a file without duplicates.
 
     Raises:
         NotFoundError: when the file cannot be read.
-        InvalidPackageError: with every problem of the file.
+        InvalidPackageError: with every problem of the file, each with its line.
     """
     data = read_json_lines(path)
     if len(data) > MAX_EXAMPLES_BYTES:
@@ -68,7 +65,7 @@ def read_example_prompts(path: Path) -> list[str]:
 
 
 def _parse_example_line(line: bytes) -> list[str]:
-    """Return the prompt of a line; none of a blank one."""
+    """Return the prompt in a line; an empty list for a blank line."""
     text = _decode_line(line).strip()
     if text.startswith("{"):
         found = load_object(line, what="prompt", max_bytes=MAX_EXAMPLES_BYTES).get("prompt")
@@ -92,27 +89,17 @@ DEFAULT_NAMESPACE = "local"
 DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
 _MAX_LABEL = 200
-"""How much of what an adapter calls its base is shown."""
+"""How many characters of an adapter's base label are shown."""
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
 _ASCII_LETTERS = str.maketrans(
-    {
-        "ß": "ss",
-        "æ": "ae",
-        "œ": "oe",
-        "ø": "o",
-        "ł": "l",
-        "đ": "d",
-        "ð": "d",
-        "þ": "th",
-        "\u0131": "i",
-    }
+    dict(zip("ßæœøłđðþ\u0131", ("ss", "ae", "oe", "o", "l", "d", "d", "th", "i"), strict=True))
 )
 """Latin letters that Unicode does not decompose."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestOverrides:
-    """What the command line says; ``None`` means nothing."""
+    """Values from the command line; ``None`` means not given."""
 
     name: str | None = None
     version: str | None = None
@@ -121,10 +108,10 @@ class ManifestOverrides:
 
 
 def find_base_label(directory: Path) -> str | None:
-    """Return what the directory calls its base: a label to look up, never a path to open.
+    """Return the directory's label of its base: a name to look up, never a path to open.
 
     Raises:
-        InvalidPackageError: when a file that should say so cannot be read at all.
+        InvalidPackageError: when a file that should contain it is not readable.
     """
     draft = read_draft(directory)
     base = draft.get("base")
@@ -135,27 +122,24 @@ def find_base_label(directory: Path) -> str | None:
 
 
 def list_named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
-    """Return the files of each adapter in a draft: as stated, else the names that PEFT gives.
+    """Return (weights, config) of each adapter in a draft, by default the names used by PEFT.
 
-    The schema reports other entries; no path that a manifest gives is ever followed.
+    Entries that the schema will reject are skipped; no path in a manifest is ever followed.
     """
     if not isinstance(stated, list):
         return [(WEIGHTS_PATH, CONFIG_PATH)]
-    names = []
-    for entry in stated:
-        weights = entry.get("path") if isinstance(entry, dict) else None
-        config = entry.get("config") if isinstance(entry, dict) else None
-        if isinstance(weights, str) and isinstance(config, str):
-            names += (
-                []
-                if describe_name_problem(weights) or describe_name_problem(config)
-                else [(weights, config)]
-            )
-    return names
+    pairs = [(e.get("path"), e.get("config")) for e in stated if isinstance(e, dict)]
+    return [
+        (weights, config)
+        for weights, config in pairs
+        if isinstance(weights, str)
+        and isinstance(config, str)
+        and not (describe_name_problem(weights) or describe_name_problem(config))
+    ]
 
 
 def read_draft(directory: Path) -> JsonObject:
-    """Return ``expert.json`` as it is, or an empty one.
+    """Return the existing ``expert.json``, or an empty object.
 
     Raises:
         InvalidPackageError: when it is not a JSON object.
@@ -175,13 +159,7 @@ def complete_manifest(
     adapters: Sequence[AdapterFiles],
     base: BaseFacts | None,
 ) -> JsonObject:
-    """Return the manifest with everything filled in that can be known."""
-    said = {
-        "name": overrides.name,
-        "version": overrides.version,
-        "description": overrides.description,
-        "license": overrides.license,
-    }
+    """Return the manifest with everything filled in that can be determined."""
     name = overrides.name or existing.get("name") or build_default_name(directory)
     document: JsonObject = {
         "schema": 1,
@@ -190,7 +168,7 @@ def complete_manifest(
         "description": f"{_describe_adapters(adapters)} {str(name).partition('/')[2]}",
         "license": DEFAULT_LICENSE,
         **existing,
-        **{key: value for key, value in said.items() if value is not None},
+        **{key: value for key, value in asdict(overrides).items() if value is not None},
     }
     label = adapters[0].config if adapters else None
     document["base"] = _complete_base(existing.get("base"), label, base)
@@ -200,7 +178,7 @@ def complete_manifest(
 
 
 def encode_manifest(document: JsonObject) -> bytes:
-    """Return the text of a manifest as we write it.
+    """Serialise a manifest in our own format.
 
     Raises:
         InvalidPackageError: when it is longer than a manifest may be.
@@ -213,9 +191,9 @@ def encode_manifest(document: JsonObject) -> bytes:
 
 
 def build_default_name(directory: Path) -> str:
-    """Return ``local/`` and a package name made of the directory's, or of its repository's.
+    """Return ``local/`` and a package name made from the directory's or its repository's name.
 
-    Letters are written in ASCII where they have a counterpart there.
+    Letters are transliterated to ASCII if possible.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", _to_ascii(_find_title(directory).lower()))
     slug = slug.strip("-")[:64].strip("-")
@@ -225,30 +203,31 @@ def build_default_name(directory: Path) -> str:
 def describe_lost_letters(
     directory: Path, existing: JsonObject, overrides: ManifestOverrides
 ) -> str | None:
-    """Return a note where a default name leaves out letters that have no counterpart in ASCII."""
+    """Return a note if a default name lost letters without a counterpart in ASCII."""
     name = _find_title(directory)
     lost = [letter for letter in _to_ascii(name.lower()) if letter.isalnum() and letter > "\x7f"]
     if overrides.name or existing.get("name") or not lost:
         return None
-    return f"{build_default_name(directory)} is what is left of {name!r} in ASCII; `--name` gives another"
+    default = build_default_name(directory)
+    return f"{default} is what remains of {name!r} in ASCII; set another name with `--name`"
 
 
 def _find_title(directory: Path) -> str:
-    """Return the name of a directory; in the hub's cache, that of its repository."""
+    """Return the name of a directory; in the hub cache, that of its repository."""
     return find_cached_name(directory) or directory.resolve().name
 
 
 def _to_ascii(text: str) -> str:
-    """Write letters of the Latin script without marks: ``ünï`` is ``uni``, ``straße`` ``strasse``.
+    """Remove marks from Latin letters: ``ünï`` becomes ``uni``, ``straße`` ``strasse``.
 
-    Letters of other scripts stay as they are.
+    Letters of other scripts are kept.
     """
     decomposed = unicodedata.normalize("NFKD", text.translate(_ASCII_LETTERS))
     return "".join(letter for letter in decomposed if not unicodedata.combining(letter))
 
 
 def find_base_problems(document: JsonObject) -> list[str]:
-    """Return what is not known about the base, with the way out."""
+    """Return what is unknown about the base, with a hint."""
     base = document.get("base")
     absent = [k for k in ("arch", "tokenizer") if not (isinstance(base, Mapping) and base.get(k))]
     if not absent:
@@ -271,7 +250,7 @@ def _describe_adapters(adapters: Sequence[AdapterFiles]) -> str:
 
 
 def _complete_entries(stated: JsonValue, adapters: Sequence[AdapterFiles]) -> JsonValue:
-    """Fill in what the files decide; what the publisher wrote already is checked, not replaced."""
+    """Fill in what the files determine; the publisher's values are kept, and checked later."""
     if stated is None:
         return [_build_entry(adapter) for adapter in adapters]
     if not isinstance(stated, list):
@@ -303,7 +282,7 @@ def _build_entry(adapter: AdapterFiles) -> JsonObject:
 def _complete_base(
     existing: object, config: AdapterConfig | None, base: BaseFacts | None
 ) -> JsonObject:
-    """What the publisher wrote about the base stays; what is missing comes from the base itself."""
+    """Fill in what is known about the base; the publisher's values are kept."""
     stated = existing if isinstance(existing, dict) else {}
     if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
         return stated
@@ -328,10 +307,6 @@ def _complete_base(
 
 
 def _build_tokenizer_entry(identity: BaseIdentity, version: int) -> JsonObject:
-    """Return the digest of the tokenizer; version 1 is not written, it is the default."""
     if version == 1 or identity.canonical_tokenizer is None:
         return {"tokenizer": str(identity.tokenizer)}
-    return {
-        "tokenizer": str(identity.canonical_tokenizer),
-        "tokenizer_version": FORM_VERSION,
-    }
+    return {"tokenizer": str(identity.canonical_tokenizer), "tokenizer_version": FORM_VERSION}

@@ -1,16 +1,13 @@
-"""What a count of right answers says of the share behind it: 95 % intervals, and one test.
+"""Evaluation data, and statistics of the proportion of right answers.
 
-- the share of one: Wilson's score interval (Wilson 1927, *J. Am. Stat. Assoc.* 22:209-212);
-- the difference of two shares on the same prompts: the Wald interval with the adjustment of
+- one proportion: Wilson's score interval (Wilson 1927, *J. Am. Stat. Assoc.* 22:209-212);
+- the difference of two proportions on the same prompts: the Wald interval with the adjustment of
   Bonett and Price (2012, *J. Educ. Behav. Stat.* 37:479-488);
-- whether there is a difference: McNemar's exact test (McNemar 1947, *Psychometrika* 12:153-157).
+- whether they differ: McNemar's exact test (McNemar 1947, *Psychometrika* 12:153-157).
 
-Evaluations in words: counts of right answers, their share, and what it is worth for so many.
-
-Evaluation data: prompts with their right answers, and when an answer is right.
-
-A file is JSON Lines in UTF-8, one `Sample` a line (``schemas/evaluation-sample.schema.json``). It
-is bounded, read strictly, and all of its problems are reported at once, each with its line.
+All intervals are 95 % ones. A file of samples is JSON Lines in UTF-8, one `EvaluationSample` a line
+(``schemas/evaluation-sample.schema.json``). It is bounded and read strictly, and all problems are
+reported at once, with their lines.
 """
 
 from dataclasses import dataclass
@@ -31,24 +28,24 @@ from expertctl.schema.validation import (
 )
 
 Z_95 = 1.959963984540054
-"""The 97.5 % point of the normal distribution: all intervals are 95 % ones."""
+"""The 97.5 % quantile of the standard normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Where a figure may really lie, with 95 % confidence."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
 
 
 def wilson_interval(right: int, n: int) -> Interval:
-    """Return Wilson's interval of a share: (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)."""
+    """Return Wilson's interval: (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)."""
     share, shrink = right / n, 1 + Z_95 * Z_95 / n
     middle = (share + Z_95 * Z_95 / (2 * n)) / shrink
     reach = Z_95 * sqrt(share * (1 - share) / n + Z_95 * Z_95 / (4 * n * n)) / shrink
     low, high = middle - reach, middle + reach
-    return Interval(max(0.0, min(low, share)), min(1.0, max(high, share)))  # rounding aside
+    return Interval(max(0.0, min(low, share)), min(1.0, max(high, share)))  # against rounding
 
 
 def paired_difference_interval(gained: int, lost: int, n: int) -> Interval:
@@ -65,9 +62,9 @@ def paired_difference_interval(gained: int, lost: int, n: int) -> Interval:
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
-    """Return the two-sided exact p: as many changes, or more, one way among ``gained + lost``."""
+    """Return the two-sided exact p-value for ``gained`` and ``lost`` prompts."""
     changes, fewer = gained + lost, min(gained, lost)
-    term = tail = 1  # the binomial coefficient, and the sum of those so far
+    term = tail = 1  # the current binomial coefficient, and the sum of all so far
     for i in range(fewer):
         term = term * (changes - i) // (i + 1)
         tail += term
@@ -76,14 +73,14 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
 
 
 _PROPORTION_METRICS = frozenset({"exact_match", "contains", "json", "accuracy"})
-"""Metrics whose values are shares of right answers."""
+"""The metrics whose values are proportions of right answers."""
 _ROUNDING = 0.00005
-"""By how much a share in a manifest may differ: `expertctl build` writes four digits."""
+"""The tolerance for a proportion in a manifest: `expertctl build` writes four digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSummary:
-    """An entry of ``evaluation``, for tables; ``interval`` is empty where the metric has none."""
+    """An entry of ``evaluation`` as table cells; ``interval`` is empty if the metric has none."""
 
     base: str
     expert: str
@@ -91,7 +88,7 @@ class EvaluationSummary:
 
 
 def summarise_evaluation(entry: Evaluation) -> EvaluationSummary:
-    """Return the results of an entry: counts where its metric counts right answers."""
+    """Return the results of an entry, as counts if the metric counts right answers."""
     n, base, expert = entry.n, count_correct(entry, entry.base), count_correct(entry, entry.expert)
     if base is None or expert is None:
         return EvaluationSummary(f"{entry.base:.4g}", f"{entry.expert:.4g}", "")
@@ -102,7 +99,7 @@ def summarise_evaluation(entry: Evaluation) -> EvaluationSummary:
 
 
 def describe_evaluation(entry: Evaluation) -> str:
-    """Return an entry in one line: ``5 of 5 right (100 %, …); base alone 0 of 5``."""
+    """Describe an entry in one line: ``5 of 5 right (100 %, …); base alone 0 of 5``."""
     n, base, expert = entry.n, count_correct(entry, entry.base), count_correct(entry, entry.expert)
     if base is None or expert is None:
         values = f"{entry.expert:.4g}; base alone {entry.base:.4g}"
@@ -113,7 +110,7 @@ def describe_evaluation(entry: Evaluation) -> str:
 
 
 def count_correct(entry: Evaluation, value: float) -> int | None:
-    """Return how many answers a share stands for; None if it is not the share of a count."""
+    """Return the number of right answers in a proportion; None if it is not one."""
     if entry.metric not in _PROPORTION_METRICS or not 0 <= value <= 1:
         return None
     count = round(value * entry.n)
@@ -121,12 +118,12 @@ def count_correct(entry: Evaluation, value: float) -> int | None:
 
 
 def format_correct_count(right: int, n: int) -> str:
-    """Return a count of right answers with its share: ``5 of 5 (100 %)``."""
+    """Format a number of right answers: ``5 of 5 (100 %)``."""
     return f"{right} of {n} ({format_proportion(right, n)})"
 
 
 def format_proportion(right: int, n: int) -> str:
-    """Return the share of right answers in per cent: 100 only for all of them, 0 only for none."""
+    """Format a proportion in per cent: 100 only for all answers right, 0 only for none."""
     least = 10.0 ** -_count_digits(n)
     shown = 100 * right / n
     if 0 < right < n:
@@ -135,12 +132,13 @@ def format_proportion(right: int, n: int) -> str:
 
 
 def format_interval(interval: Interval, n: int) -> str:
-    """Return an interval of a share: ``57 to 100 %``."""
-    return f"{format_percent(interval.low, n).removesuffix(' %')} to {format_percent(interval.high, n)}"
+    """Format an interval of a proportion: ``57 to 100 %``."""
+    low = format_percent(interval.low, n).removesuffix(" %")
+    return f"{low} to {format_percent(interval.high, n)}"
 
 
 def format_percent(share: float, n: int) -> str:
-    """Return a share of ``n`` answers in per cent, with as many digits as so many allow."""
+    """Format a proportion of ``n`` answers in per cent, with one decimal from 1,000 on."""
     return f"{100 * share:.{_count_digits(n)}f} %"
 
 
@@ -155,7 +153,7 @@ Metric = Literal["exact_match", "contains", "json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSample:
-    """One line: what is asked, and the right answer."""
+    """One line: a prompt and the right answer."""
 
     line: int
     prompt: str
@@ -166,7 +164,7 @@ class EvaluationSample:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationData:
-    """A file of samples; ``digest`` is that of its bytes."""
+    """The samples of a file; ``digest`` is that of its bytes."""
 
     path: Path
     digest: Digest
@@ -176,7 +174,7 @@ class EvaluationData:
 
 
 def read_evaluation_data(path: Path, *, metric: Metric) -> EvaluationData:
-    """Read a file of samples whose answers the metric can compare.
+    """Read a file of samples for a metric.
 
     Raises:
         NotFoundError: when the file cannot be read.
@@ -189,7 +187,7 @@ def read_evaluation_data(path: Path, *, metric: Metric) -> EvaluationData:
 
 
 def is_correct(answer: str, expected: str, *, metric: Metric) -> bool:
-    """Tell whether an answer is right; space at the end of either never counts."""
+    """Tell whether an answer is right; trailing white space is ignored."""
     match metric:
         case "exact_match":
             return answer.rstrip() == expected.rstrip()
@@ -200,7 +198,7 @@ def is_correct(answer: str, expected: str, *, metric: Metric) -> bool:
 
 
 def _equals_json(answer: str, expected: str) -> bool:
-    """Compare values: the order of keys and the spelling of numbers do not count."""
+    """Compare JSON values, whatever the order of keys and the notation of numbers."""
     try:
         return encode_canonical(_parse_json(answer)) == encode_canonical(_parse_json(expected))
     except InvalidPackageError:

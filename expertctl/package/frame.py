@@ -1,8 +1,8 @@
-"""The one zstd frame (RFC 8878) around a package's tar: bounded, and nothing after it.
+"""The zstd frame (RFC 8878) around a package's tar: one frame, bounded, with nothing after it.
 
-The frame is transport only. Before a byte is decompressed its blocks are walked: one frame, its
-content size stated, a small window, no dictionary, and the file ends where it ends. Decompression
-runs in a thread of its own, because zstandard leaves the interpreter free while it works.
+The frame is only transport. Before any decompression its blocks are walked: one frame with a stated
+content size, a small window, no dictionary, that ends where the file ends. Decompression runs in
+its own thread, as zstandard releases the interpreter lock.
 """
 
 import queue
@@ -17,15 +17,15 @@ from expertctl.errors import InvalidPackageError
 
 FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
 FASTEST_LEVEL = -1
-"""A level that stores data that looks random as is: reading costs little more than hashing."""
+"""Stores random-looking data as it is: reading costs little more than hashing."""
 LEVELS = range(-7, 20)
 WINDOW_LOG = 17
 MAX_WINDOW = 8 << 20
-"""What RFC 8878, section 3.1.1.1.2, asks every decoder to support."""
+"""The window size that RFC 8878, section 3.1.1.1.2, asks every decoder to support."""
 MAX_RATIO = 50
 RATIO_FREE_BYTES = 64 << 20
 MANY_BLOCKS, SMALL_BLOCK = 1024, 256
-"""The most blocks: 1024, and one per 256 bytes of content; compressors make far larger blocks."""
+"""The block limit is 1024 plus one per 256 bytes of content; compressors use far larger blocks."""
 _CHUNK_BYTES = 1 << 18
 _BUFFERS = 8
 _BUFFERS_PER_RETURN = 4
@@ -36,10 +36,10 @@ _MAX_BLOCK = 128 << 10
 
 
 def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str) -> int:
-    """Return the content size of the one frame that a file consists of.
+    """Check that a file is one frame, and return its content size in bytes.
 
     Raises:
-        InvalidPackageError: when it is anything else, or too large, or packed too densely.
+        InvalidPackageError: when it is anything else, too large, or compressed too much.
     """
     content, position, checksum = _parse_frame_header(stream.read(18), max_content, what)
     position = (
@@ -55,10 +55,10 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
 
 
 def check_ratio(content: int, compressed: int, *, what: str) -> None:
-    """Refuse what looks like a decompression bomb.
+    """Refuse a likely decompression bomb.
 
     Raises:
-        InvalidPackageError: when much more comes out than went in.
+        InvalidPackageError: when the content is much larger than the compressed data.
     """
     if content > RATIO_FREE_BYTES and content > MAX_RATIO * compressed:
         raise InvalidPackageError(
@@ -67,7 +67,7 @@ def check_ratio(content: int, compressed: int, *, what: str) -> None:
 
 
 def _parse_frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, int]:
-    """Return content size, length of the header, length of the checksum (section 3.1.1.1)."""
+    """Return content size, header length and checksum length, in bytes (section 3.1.1.1)."""
     if start[:4] != FRAME_MAGIC or len(start) < 6:
         raise InvalidPackageError(what, ["not a .expert file: it does not begin with a zstd frame"])
     flags = start[4]
@@ -95,7 +95,7 @@ def _parse_window(descriptor: int) -> int:
 
 
 def _find_end_of_blocks(stream: BinaryIO, position: int, max_blocks: int, what: str) -> int:
-    """Walk at most ``most`` block headers (section 3.1.1.2); return where the last block ends."""
+    """Walk at most ``max_blocks`` block headers (section 3.1.1.2); return the end offset."""
     for _ in range(max_blocks):
         stream.seek(position)
         head = stream.read(3)
@@ -112,11 +112,11 @@ def _find_end_of_blocks(stream: BinaryIO, position: int, max_blocks: int, what: 
 class FrameReader:
     """The content of a frame as a stream: exact reads of small things, chunks of large ones.
 
-    The chunks are views of buffers that are used again; they are valid until the next read.
+    Chunks are views of reused buffers, valid until the next read.
     """
 
     def __init__(self, filled: "_Filled", empty: "_Buffers", what: str) -> None:
-        """Take the two queues that connect the reader with the decompressing thread."""
+        """Store the two queues that connect the reader with the decompressing thread."""
         self._filled = filled
         self._empty = empty
         self._what = what
@@ -125,18 +125,14 @@ class FrameReader:
         self._view = memoryview(b"")
 
     def read_exact(self, size: int) -> bytes:
-        """Return the next ``size`` bytes.
-
-        Raises:
-            InvalidPackageError: when there are fewer, or the frame is corrupt.
-        """
+        """Return the next ``size`` bytes; raises as `chunks`."""
         parts = bytearray()
         for chunk in self.chunks(size):
             parts += chunk
         return bytes(parts)
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Yield the next ``size`` bytes in pieces.
+        """Yield the next ``size`` bytes in chunks.
 
         Raises:
             InvalidPackageError: when there are fewer, or the frame is corrupt.
@@ -150,7 +146,7 @@ class FrameReader:
             yield piece
 
     def at_end(self) -> bool:
-        """Tell whether the content ends here, as the frame itself promised.
+        """Tell whether the content ends here.
 
         Raises:
             InvalidPackageError: when the frame is corrupt.
@@ -187,7 +183,7 @@ _Buffers = queue.SimpleQueue[list[bytearray] | None]
 
 @contextmanager
 def open_decompressor(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
-    """Decompress a checked frame in a thread for as long as the context lasts."""
+    """Decompress a checked frame in a thread as long as the context lasts."""
     filled: _Filled = queue.SimpleQueue()
     empty: _Buffers = queue.SimpleQueue()
     empty.put([bytearray(_CHUNK_BYTES) for _ in range(_BUFFERS)])
@@ -205,7 +201,7 @@ def _decompress(stream: BinaryIO, filled: _Filled, empty: _Buffers) -> None:
     try:
         with decompressor.stream_reader(stream, read_size=_READ_BYTES, closefd=False) as reader:
             _fill(reader.readinto, filled, empty)
-    except (zstandard.ZstdError, OSError, MemoryError) as error:  # or the reader waits forever
+    except (zstandard.ZstdError, OSError, MemoryError) as error:  # else the reader waits forever
         filled.put(error)
 
 
@@ -222,7 +218,7 @@ def _fill(read: Callable[[bytearray], int], filled: _Filled, empty: _Buffers) ->
 def open_compressor(
     stream: BinaryIO, *, content_size: int, level: int = FASTEST_LEVEL
 ) -> Iterator[BinaryIO]:
-    """Write one frame whose content has the given size."""
+    """Write one frame with content of the given size in bytes."""
     parameters = zstandard.ZstdCompressionParameters.from_level(
         level, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False
     )

@@ -1,14 +1,12 @@
-"""The OCI image layout of a package: pure functions of its file set.
+"""The OCI image layout of a package and of a set of packages: pure functions of their files.
 
-One raw layer per file, named by sha256, ``model.sig`` last; the manifest is shaped like that of
-CNCF ModelPack and holds no time and nothing else that could vary. A reader rebuilds it from the
-layers it names and demands the same bytes, so nothing in it has to be believed.
+A package has one raw layer per file, named by sha256, with ``model.sig`` last. The manifest has the
+form of CNCF ModelPack, and contains no time and nothing else that could vary. In a set,
+``index.json`` names every manifest as ``namespace/name:version``, sorted by that name, and a blob
+shared by several packages is there once.
 
-Several packages in one OCI image layout: pure functions of the packages in it.
-
-``index.json`` names every manifest as ``namespace/name:version``, sorted by that name; a blob that
-several packages share is there once. Reading rebuilds the index, as it does each manifest, and
-demands the same bytes.
+A reader rebuilds index and manifests from the layers they name and requires the same bytes, so
+nothing in them has to be trusted.
 """
 
 import re
@@ -35,13 +33,13 @@ DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
 CONFIG = encode_canonical(
     {"config": {}, "descriptor": {}, "modelfs": {"diffIds": [], "type": "layers"}}
 )
-"""The one configuration that every package has."""
+"""The configuration shared by all packages."""
 
 _CONFIG_DIGEST = Digest.compute(CONFIG)
 OCI_LAYOUT = encode_canonical({"imageLayoutVersion": "1.0.0"})
 MAX_FILES = 64
 MAX_FILE_BYTES = 8**11 - 1
-"""What the eleven octal digits of a USTAR header can say."""
+"""The largest number in the eleven octal digits of a USTAR header."""
 MAX_TOTAL_BYTES = 16 << 30
 MAX_MANIFEST_BYTES = 64 << 10
 
@@ -57,12 +55,12 @@ _RESERVED_NAMES = {
 _SET_HINT = "a set of experts is installed with `expertctl import FILE`"
 
 Blobs = Callable[[Digest], AbstractContextManager[BinaryIO]]
-"""Opens the bytes of a layer, wherever they are kept."""
+"""Opens the bytes of a layer, wherever they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A blob: its media type, size and digest."""
+    """A blob: its media type, size in bytes and digest."""
 
     media_type: str
     size: int
@@ -75,10 +73,10 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """Everything in a package but the files' bytes."""
+    """A package except the bytes of its files."""
 
     files: tuple[FileDigest, ...]
-    """All files but the signature, sorted by path."""
+    """All files except the signature, sorted by path."""
     signature: FileDigest | None
     manifest: bytes
     index: bytes
@@ -95,17 +93,17 @@ class PackageLayout:
 
     @property
     def manifests(self) -> tuple[bytes, ...]:
-        """The OCI manifests in the archive: this one's."""
+        """The OCI manifests in the archive: only this one."""
         return (self.manifest,)
 
     @property
     def blobs(self) -> tuple[tuple[Digest, int], ...]:
-        """Digest and size of every layer's blob, once each, weights last."""
+        """Digest and size of the blob of every layer, without duplicates, weights last."""
         return list_blobs(self.layers)
 
 
 def build_layout(files: Iterable[FileDigest], signature: FileDigest | None) -> PackageLayout:
-    """Return the layout of a file set.
+    """Return the layout of a set of files.
 
     Raises:
         InvalidPackageError: when the names, sizes or number of files are not acceptable.
@@ -120,26 +118,26 @@ def build_layout(files: Iterable[FileDigest], signature: FileDigest | None) -> P
 
 
 def list_blobs(layers: Iterable[FileDigest]) -> tuple[tuple[Digest, int], ...]:
-    """Return digest and size of what layers consist of, once each, weights last."""
+    """Return digest and size of the blobs of layers, without duplicates, weights last."""
     ordered = sorted(layers, key=lambda file: choose_media_type(file.path) == WEIGHT_TYPE)
     return tuple({file.digest: (file.digest, file.size) for file in ordered}.values())
 
 
 def compute_content_digest(files: Iterable[FileDigest]) -> Digest:
-    """Return the digest of all files but the signature: what a package is, whoever signed it."""
+    """Return the digest of all files except the signature, which identifies the content."""
     rows = [[f.path, f.size, f.digest.hex] for f in sorted(files, key=lambda f: f.path)]
     return Digest.compute(encode_canonical(rows))
 
 
 def choose_media_type(path: str) -> str:
-    """Return the ModelPack media type of a file, which its name alone decides."""
+    """Return the ModelPack media type of a file, which follows from its name."""
     if path.endswith(".safetensors"):
         return WEIGHT_TYPE
     return DOC_TYPE if _DOCUMENT_NAME.fullmatch(path) or path == SIGNATURE_PATH else SETTINGS_TYPE
 
 
 def is_document(path: str) -> bool:
-    """Tell whether a file is a model card or a licence, which every package may hold."""
+    """Tell whether a file is a model card or a licence, which any package may contain."""
     return _DOCUMENT_NAME.fullmatch(path) is not None
 
 
@@ -153,7 +151,7 @@ def describe_name_problem(path: str) -> str | None:
 
 
 def find_file_problems(files: Sequence[FileDigest]) -> list[str]:
-    """Return what is wrong with a set of files, names and sizes alone."""
+    """Return the problems of a set of files, from names, sizes and digests."""
     problems = [problem for file in files if (problem := describe_name_problem(file.path))]
     folded = [file.path.casefold() for file in files]
     problems += sorted({f"{f!r} is there twice" for f in folded if folded.count(f) > 1})
@@ -170,7 +168,7 @@ def find_file_problems(files: Sequence[FileDigest]) -> list[str]:
 
 
 def find_conflicting_sizes(files: Iterable[FileDigest]) -> list[str]:
-    """Return the digests that are given with two sizes: one is false, so neither is believed."""
+    """Return the digests that are given with two sizes, of which at most one is true."""
     sizes: dict[Digest, set[int]] = {}
     for file in files:
         sizes.setdefault(file.digest, set()).add(file.size)
@@ -178,13 +176,13 @@ def find_conflicting_sizes(files: Iterable[FileDigest]) -> list[str]:
 
 
 def build_index(digest: Digest, size: int) -> bytes:
-    """Return ``index.json`` for a manifest."""
+    """Return the ``index.json`` of a manifest."""
     entry = {**Descriptor(MANIFEST_TYPE, size, digest).to_json(), "artifactType": ARTIFACT_TYPE}
     return encode_canonical({"manifests": [entry], "mediaType": INDEX_TYPE, "schemaVersion": 2})
 
 
 def parse_oci_index(data: bytes, *, what: str) -> Descriptor:
-    """Read ``index.json``: exactly what `index_of` writes.
+    """Parse ``index.json``: exactly what `build_index` writes.
 
     Raises:
         InvalidPackageError: for anything else.
@@ -204,7 +202,7 @@ def parse_oci_index(data: bytes, *, what: str) -> Descriptor:
 
 
 def parse_oci_manifest(data: bytes, *, what: str) -> PackageLayout:
-    """Read an OCI manifest: exactly what `build_layout` writes for the files it names.
+    """Parse an OCI manifest: exactly what `build_layout` writes for the files it names.
 
     Raises:
         InvalidPackageError: for anything else.
@@ -253,7 +251,7 @@ def _parse_layer(layer: JsonValue, what: str) -> FileDigest:
 
 
 def parse_descriptor(value: JsonValue, what: str) -> tuple[Descriptor, dict[str, JsonValue]]:
-    """Read an OCI descriptor; return its other fields too.
+    """Parse an OCI descriptor; return it with the whole object.
 
     Raises:
         InvalidPackageError: when it is not one.
@@ -277,10 +275,10 @@ MAX_INDEX_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class SetLayout:
-    """Everything in a set but the files' bytes."""
+    """A set of packages except the bytes of their files."""
 
     packages: Mapping[str, PackageLayout]
-    """By the name in the index, sorted."""
+    """Layouts by their name in the index, sorted."""
     index: bytes
 
     @property
@@ -295,7 +293,7 @@ class SetLayout:
 
     @property
     def blobs(self) -> tuple[tuple[Digest, int], ...]:
-        """Digest and size of every layer's blob, once each, weights last."""
+        """Digest and size of the blob of every layer, without duplicates, weights last."""
         return list_blobs(self.layers)
 
 
@@ -317,12 +315,12 @@ def build_set_layout(packages: Mapping[str, PackageLayout]) -> SetLayout:
 
 
 def build_index_name(package: PackageName, version: Version) -> str:
-    """Return what a package is called in the index of a set: how OCI tools name an image."""
+    """Return the name of a package in the index of a set, in the form of OCI image names."""
     return f"{package}:{version}"
 
 
 def parse_set_index(data: bytes, *, what: str) -> dict[str, Descriptor]:
-    """Read the ``index.json`` of a set: exactly what `build_set_layout` writes.
+    """Parse the ``index.json`` of a set: exactly what `build_set_layout` writes.
 
     Raises:
         InvalidPackageError: for anything else.
@@ -386,7 +384,7 @@ def _find_set_problems(packages: Mapping[str, PackageLayout]) -> list[str]:
 
 
 def _find_posing_files(layers: Sequence[FileDigest], manifests: Sequence[Digest]) -> list[str]:
-    """A file that is a manifest of the set too would be one blob with two places."""
+    """Report files that equal a manifest of the set, as one blob would have two places."""
     return sorted(
         {f"{f.path}: it is a manifest of the set" for f in layers if f.digest in manifests}
     )

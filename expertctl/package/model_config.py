@@ -1,9 +1,9 @@
-"""What kind of decoder a base is: the one reading of ``config.json``, by a table of architectures.
+"""`ModelConfig`: the configuration of our decoder, parsed from ``config.json``.
 
-Defaults for absent keys are those of transformers (`expertctl.package.architectures`). Whatever the
-decoder would compute differently is refused. The decoder runs on what is read here and the digest
-``arch`` names it, so files that mean the same decoder, however they spell it, are equal. Names of
-tensors and modules are the same for every architecture and every layout of the files.
+Defaults for absent keys are those of transformers (`expertctl.package.architectures`). Anything
+that the decoder would compute differently is refused. The decoder runs on the parsed values, and
+the digest ``arch`` covers them, so files that describe the same decoder in different notations are
+equal. Names of tensors and modules are the same for every architecture and file layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,23 +24,23 @@ from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""What PEFT calls the configuration of an adapter."""
+"""PEFT's name of an adapter configuration."""
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 HEAD_TENSOR = "lm_head.weight"
 ROUTER_MODULE = "mlp.gate"
-"""The router of a layer; the names of modules in a layer omit the layer's prefix."""
+"""The router of a layer; module names within a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_EXPERT_MODULE = "mlp.shared_expert"
 SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
 
 _OMITTED_DEFAULTS: Mapping[str, object] = {"projection_norm": False, "experts": None}
-"""Fields added later: the digest of a base leaves them out at these values, so old ones hold."""
+"""Fields added later: a base's digest omits them at these values, so that old digests stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """All that the decoder reads; sizes are checked and fit together."""
+    """Everything that the decoder needs; sizes are checked and consistent."""
 
     architecture: str
     vocab_size: int
@@ -53,18 +53,18 @@ class ModelConfig:
     max_positions: int
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # one per layer, None: every earlier token is seen
+    windows: tuple[int | None, ...]  # in tokens, one per layer; None: no window
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied: bool
     projection_norm: bool = False
-    """Whether queries and keys are normed over all heads together, not head by head."""
+    """Whether queries and keys are normed over all heads together, not per head."""
     experts: ExpertsConfig | None = None
 
     def to_json(self) -> JsonObject:
-        """Return every field as the digest of a base holds it."""
+        """Return every field as in the digest of a base."""
         values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
         if self.experts is not None:
             values["experts"] = self.experts.to_json()
@@ -75,13 +75,13 @@ class ModelConfig:
         }
 
     def count_kv_bytes(self, tokens: int, *, itemsize: int) -> int:
-        """Return the bytes of keys and values of that many tokens."""
+        """Return the size of the keys and values of ``tokens`` tokens, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return ``(out, in)`` of every linear layer, by module name, ``lm_head`` included.
+        """Return ``(out, in)`` of every linear layer, by module name, including ``lm_head``.
 
-        The router of a layer is not among them: no adapter may change it.
+        Routers are not included: no adapter may change them.
         """
         shapes = {
             f"model.layers.{layer}.{name}": shape
@@ -91,7 +91,7 @@ class ModelConfig:
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that the weights must hold, and no other."""
+        """Return the shape of every tensor that the weights must contain, and no other."""
         return dict(self._iter_tensor_shapes())
 
     def is_routed(self, layer: int) -> bool:
@@ -113,7 +113,7 @@ class ModelConfig:
         }
 
     def _list_gated_shapes(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
-        """Return the three matrices of a feed-forward network."""
+        """Return the shapes of the three matrices of a feed-forward network."""
         inner = size or self.intermediate_size
         return {
             f"{name}.gate_proj": (inner, self.hidden_size),
@@ -157,7 +157,6 @@ class ModelConfig:
                 yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
 
     def _list_norm_sizes(self) -> dict[str, int]:
-        """Return how many numbers the norms of queries and of keys have, where there are any."""
         if not self.qk_norm:
             return {}
         heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
@@ -170,18 +169,12 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read the configuration of a base.
-
-    Raises:
-        NotFoundError: when there is none.
-        IncompatibleError: when the decoder does not support such a model.
-        InvalidPackageError: when it is malformed.
-    """
+    """Read ``config.json`` of a base; raises as `read_config_document` and `parse_model_config`."""
     return parse_model_config(read_config_document(directory), what=str(directory / CONFIG_FILE))
 
 
 def read_config_document(directory: Path) -> JsonObject:
-    """Read ``config.json`` of a base, uninterpreted.
+    """Read ``config.json`` of a base without interpreting it.
 
     Raises:
         NotFoundError: when there is none.
@@ -208,7 +201,7 @@ def read_config_document(directory: Path) -> JsonObject:
 
 
 def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfig:
-    """Check a configuration and return what the decoder needs of it.
+    """Parse a configuration.
 
     Raises:
         IncompatibleError: when the decoder does not support such a model.
@@ -299,23 +292,16 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         qk_norm=row.norms != "none",
         tied=fields.read_boolean("tie_word_embeddings", default=False),
         projection_norm=row.norms == "projection",
-        experts=_parse_experts(fields, row, layers=layers, intermediate_size=inner, what=what),
-    )
-
-
-def _parse_experts(
-    fields: ConfigFields, row: Architecture, *, layers: int, intermediate_size: int, what: str
-) -> ExpertsConfig | None:
-    if row.experts is None:
-        return None
-    size = intermediate_size
-    return parse_experts_config(
-        fields, row.experts, layers=layers, intermediate_size=size, what=what
+        experts=None
+        if row.experts is None
+        else parse_experts_config(
+            fields, row.experts, layers=layers, intermediate_size=inner, what=what
+        ),
     )
 
 
 def _read_kv_heads(fields: ConfigFields, row: Architecture, heads: int) -> int:
-    """An absent key means what the row says, null means as many as heads, as in transformers."""
+    """Return the KV heads; an absent key means the row's default, null means ``heads``."""
     name = "num_key_value_heads"
     default = heads if row.kv_heads is None or fields.is_null(name) else row.kv_heads
     return fields.read_integer(name, minimum=1, maximum=1 << 10, default=default)

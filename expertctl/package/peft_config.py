@@ -1,22 +1,15 @@
-"""Which modules of a base an adapter's configuration names, as PEFT chooses its targets.
+"""PEFT configurations as values: which modules an adapter changes, and how its tensors are read.
 
-Which bare parameters of a base a LoRA changes: stacks of experts, and weights of linear layers.
+Modules are matched as PEFT chooses its targets. Foreign regular expressions are never run: the keys
+of ``rank_pattern`` and ``alpha_pattern`` are literals for a linear-time matcher.
 
-In transformers 5 a layer keeps the matrices of its routed experts in two stacks. PEFT names them in
-``target_parameters``, and lays the halves for all experts of a stack side by side in two tensors;
-the schema lets no other parameters through. Which half is which depends on PEFT's version.
+A LoRA may also change bare parameters (``target_parameters``): stacks of routed experts, and
+weights of linear layers; the schema allows no others. In transformers 5 a layer keeps the matrices
+of its routed experts in two stacks, and PEFT stores the LoRA of all experts of a stack in two
+tensors. Which tensor is A and which is B depends on PEFT's version.
 
-What the configuration of a LoRA or a DoRA decides about its tensors.
-
-Foreign regular expressions are never run: the keys of ``rank_pattern`` and ``alpha_pattern`` are
-literals for a linear matcher.
-
-What the configuration of an IA³ adapter decides about its tensors.
-
-What the configuration of a soft prompt, from prompt tuning or P-tuning, decides about it.
-
-PEFT saves what the prompt encoder gave, so the settings of the encoder and of the initialisation
-have no effect any more: they are labels, and the tokenizer that they name is never opened.
+PEFT saves a soft prompt as the output of its prompt encoder, so the settings of the encoder and of
+the initialisation have no effect any more; the tokenizer that they name is never opened.
 """
 
 import math
@@ -30,12 +23,12 @@ from expertctl.schema.strict_json import JsonObject
 
 
 def parse_literals(value: Iterable[str] | str | None) -> frozenset[str] | None:
-    """Return a list of module names; ``None`` for a pattern (never run) and for nothing."""
+    """Return a list of module names; ``None`` for a pattern, which is never run, and None."""
     return None if value is None or isinstance(value, str) else frozenset(value)
 
 
 def matches_module(names: frozenset[str], module: str) -> bool:
-    """Tell whether a module or a dotted end of it is among the names, however many they are."""
+    """Tell whether a module or a dotted suffix of it is in ``names``, however many there are."""
     while module not in names:
         _, dot, module = module.partition(".")
         if not dot:
@@ -44,20 +37,20 @@ def matches_module(names: frozenset[str], module: str) -> bool:
 
 
 STACKED_MODULES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The stacks of a layer in their order, and the matrices of one expert in each, by rows."""
+"""The stacks of a layer in order, and the matrices of one expert in each, by rows."""
 WEIGHT_PARAMETER = "weight"
-"""What a linear layer calls its matrix."""
+"""The name of a linear layer's matrix."""
 _RELEASE_PATTERN = re.compile(
     r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})(?P<rest>.{0,90})", re.DOTALL
 )
 _TRANSPOSED_RELEASE = (0, 19, 1)
-"""Before this version of PEFT, a stack [experts, out, in] was read as [experts, in, out]."""
+"""Before this version, PEFT read a stack [experts, out, in] as [experts, in, out]."""
 _FIRST_RELEASE = (0, 18, 0)
-"""Before this one, PEFT did not write its version."""
+"""Before this version, PEFT did not write its version."""
 
 
 def parse_target_parameters(values: Mapping[str, Any], problems: list[str]) -> frozenset[str]:
-    """Return the parameters that a configuration names; none where it names modules alone."""
+    """Return the parameters that a configuration names; empty if it names only modules."""
     names = frozenset(values.get("target_parameters") or ())
     for field in ("use_dora", "fan_in_fan_out"):
         if names and values.get(field):
@@ -66,7 +59,7 @@ def parse_target_parameters(values: Mapping[str, Any], problems: list[str]) -> f
 
 
 def is_transposed(values: Mapping[str, Any], names: frozenset[str], problems: list[str]) -> bool:
-    """Tell whether the halves of stacks have changed places, each transposed."""
+    """Tell whether A and B of stacks are swapped, each transposed."""
     if not any(name.rpartition(".")[2] in STACKED_MODULES for name in names):
         return False
     version = values.get("peft_version")
@@ -75,8 +68,8 @@ def is_transposed(values: Mapping[str, Any], names: frozenset[str], problems: li
     unclear = release is not None and ("dev" in release["rest"] or "rc" in release["rest"])
     if found < _FIRST_RELEASE or (unclear and found <= _TRANSPOSED_RELEASE):
         problems.append(
-            f"target_parameters: peft_version {str(version)[:40]!r} does not say which way round "
-            "the halves of stacks lie; adapters that a release from 0.18.0 on saved do"
+            f"target_parameters: peft_version {str(version)[:40]!r} does not tell how "
+            "stacked tensors are stored; adapters saved by release 0.18.0 or later do"
         )
     return found < _TRANSPOSED_RELEASE
 
@@ -85,28 +78,28 @@ _ANY_PREFIX = r".*\."
 """Begins an alternative that must follow something and a dot."""
 _LITERAL = re.compile(rf"(\^|{re.escape(_ANY_PREFIX)})?[A-Za-z0-9_.-]+\$?")
 _DEFAULT_LAYER_PREFIX = r"[^.]+\.[^.]+"
-"""PEFT takes no number before the third place for a layer number."""
+"""PEFT does not take a number before the third component for a layer number."""
 _COST_PER_NAME = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    """What one key of ``rank_pattern`` or ``alpha_pattern`` means: any of some module suffixes."""
+    """One key of ``rank_pattern`` or ``alpha_pattern``: any of some module suffixes."""
 
     alternatives: tuple[str, ...]
 
     @classmethod
     def parse(cls, key: str) -> "ModulePattern":
-        r"""Read ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
+        r"""Parse ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
 
-        So is ``.*\.name``, which PEFT writes for stacks of experts: it must follow something.
+        ``.*\.name``, which PEFT writes for stacks of experts, must follow something.
 
         Raises:
             ValueError: for any other regular expression.
         """
         alternatives = tuple(_escape_literal(part) for part in key.split("|"))
         if not all(_LITERAL.fullmatch(part) for part in alternatives):
-            raise ValueError(f"{key[:80]!r} is a regular expression, and those are never run")
+            raise ValueError(f"{key[:80]!r} is a regular expression, which is never run")
         return cls(alternatives)
 
     def matches(self, module: str) -> bool:
@@ -116,7 +109,7 @@ class ModulePattern:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What the configuration of a LoRA, or of a DoRA, decides about its tensors."""
+    """The configuration of a LoRA or a DoRA."""
 
     r: int
     alpha: float
@@ -124,11 +117,11 @@ class LoraConfig:
     use_dora: bool
     fan_in_fan_out: bool
     target_modules: frozenset[str] | None
-    """Literal module names; ``None`` where a pattern was given: then the tensors decide."""
+    """Literal module names; ``None`` for a pattern: then the tensors decide."""
     target_parameters: frozenset[str]
     """Names of parameters: stacks of routed experts, and weights of linear layers."""
     transposed: bool
-    """Whether the halves of stacks have changed places, each transposed."""
+    """Whether A and B of stacks are swapped, each transposed."""
     exclude_modules: frozenset[str]
     rank_pattern: tuple[tuple[ModulePattern, int], ...]
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
@@ -145,19 +138,19 @@ class LoraConfig:
 
     @property
     def pattern_size(self) -> int:
-        """The highest cost of looking up one module: all characters, and a constant per name."""
+        """The maximum cost of looking up one module: all characters, and a constant per name."""
         patterns = [p for p, _ in (*self.rank_pattern, *self.alpha_pattern)]
         return sum(
             _COST_PER_NAME + len(part) for pattern in patterns for part in pattern.alternatives
         )
 
     def rank_for(self, module: str) -> int:
-        """Return the rank that the configuration gives a module, or a stack of experts."""
+        """Return the rank of a module or a stack of experts."""
         name = self._pattern_key(module)
         return next((r for p, r in self.rank_pattern if p.matches(name)), self.r)
 
     def alpha_for(self, module: str) -> float:
-        """Return the alpha that the configuration gives a module, or a stack of experts."""
+        """Return the alpha of a module or a stack of experts."""
         name = self._pattern_key(module)
         return next((a for p, a in self.alpha_pattern if p.matches(name)), self.alpha)
 
@@ -167,11 +160,11 @@ class LoraConfig:
         return self.alpha_for(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, name: str) -> bool:
-        """Tell whether the configuration names a parameter, as PEFT chooses them."""
+        """Tell whether the configuration targets a parameter, by PEFT's rules."""
         return matches_module(self.target_parameters, name)
 
     def adapts(self, module: str) -> bool:
-        """Tell whether the configuration can mean a module, as PEFT chooses its targets."""
+        """Tell whether the configuration can target a module, by PEFT's rules."""
         if self.targets_parameter(f"{module}.{WEIGHT_PARAMETER}"):
             return True
         if matches_module(self.exclude_modules, module):
@@ -184,7 +177,7 @@ class LoraConfig:
         return exact or self.layers_to_transform is None or self._layer_is_chosen(module)
 
     def _pattern_key(self, module: str) -> str:
-        """Return what patterns are matched with: the weight of a module, where that is a target."""
+        """Return the name that patterns match: a module's weight, if that is a target."""
         weight = f"{module}.{WEIGHT_PARAMETER}"
         return weight if self.targets_parameter(weight) else module
 
@@ -194,10 +187,10 @@ class LoraConfig:
 
 
 def build_lora_config(document: JsonObject, *, what: str) -> LoraConfig:
-    """Return a configuration that the schema let through.
+    """Build a configuration from a document that is valid by its schema.
 
     Raises:
-        InvalidPackageError: for a key of a pattern that is a regular expression.
+        InvalidPackageError: for a pattern key that is a regular expression.
     """
     values: dict[str, Any] = dict(document)
     layers = values.get("layers_to_transform")
@@ -235,7 +228,7 @@ def build_lora_config(document: JsonObject, *, what: str) -> LoraConfig:
 def find_layer(module: str, patterns: tuple[str, ...]) -> int | None:
     """Return the layer number in a module name: the first one, or the first after a pattern.
 
-    Patterns are tried in order, by plain search: both they and the name are untrusted.
+    Patterns are tried in order, by plain search, as both they and the name are untrusted.
     """
     before = [re.escape(pattern) for pattern in patterns] or [_DEFAULT_LAYER_PREFIX]
     found = (re.search(rf"\.{words}\.([0-9]+)\.", f".{module}") for words in before)
@@ -243,7 +236,7 @@ def find_layer(module: str, patterns: tuple[str, ...]) -> int | None:
 
 
 def _escape_literal(part: str) -> str:
-    """Return an alternative with its dots as they are, but for `_INSIDE` before it."""
+    """Unescape the dots of an alternative, except in `_ANY_PREFIX` before it."""
     rest = part.removeprefix(_ANY_PREFIX)
     return part[: len(part) - len(rest)] + rest.replace("\\.", ".")
 
@@ -287,13 +280,13 @@ def _parse_patterns(
 
 @dataclass(frozen=True, slots=True)
 class Ia3Config:
-    """Which modules get factors, and which of them on their inputs."""
+    """The configuration of an IA³ adapter."""
 
     target_modules: frozenset[str] | None
-    """Literal module names; ``None`` where a pattern was given: then the tensors decide."""
+    """Literal module names; ``None`` for a pattern: then the tensors decide."""
     exclude_modules: frozenset[str]
     feedforward_modules: frozenset[str] | None
-    """As ``target_modules``: with ``None`` the shapes decide."""
+    """Like ``target_modules``: with ``None`` the shapes decide."""
     base_label: str | None
     """``base_model_name_or_path``: shown to people, never opened."""
     base_revision: str | None
@@ -304,16 +297,16 @@ class Ia3Config:
         return "ia3"
 
     def adapts(self, module: str) -> bool:
-        """Tell whether the configuration can mean a module, as PEFT chooses its targets."""
+        """Tell whether the configuration can target a module, by PEFT's rules."""
         if matches_module(self.exclude_modules, module):
             return False
         return self.target_modules is None or matches_module(self.target_modules, module)
 
     def scales_input(self, module: str) -> bool | None:
-        """Tell whether a module's inputs are scaled; ``None`` where its tensor must show it.
+        """Tell whether a module's inputs are scaled; ``None`` if its tensor must show it.
 
-        PEFT takes any ending of a module's name here, not only a dotted one. Both names are
-        untrusted, so the endings are looked up, which takes the same time for any number of names.
+        Here PEFT accepts any suffix of a module's name, not only a dotted one. As both names are
+        untrusted, suffixes are looked up, which takes the same time for any number of names.
         """
         names = self.feedforward_modules
         if names is None:
@@ -322,7 +315,7 @@ class Ia3Config:
 
 
 def build_ia3_config(document: JsonObject) -> Ia3Config:
-    """Return a configuration that the schema let through."""
+    """Build a configuration from a document that is valid by its schema."""
     values: dict[str, Any] = dict(document)
     return Ia3Config(
         target_modules=parse_literals(values.get("target_modules")),
@@ -335,11 +328,11 @@ def build_ia3_config(document: JsonObject) -> Ia3Config:
 
 @dataclass(frozen=True, slots=True)
 class SoftPromptConfig:
-    """How many virtual tokens there are, and how wide their embeddings."""
+    """The configuration of a soft prompt, from prompt tuning or P-tuning."""
 
     tokens: int
     width: int | None
-    """``None`` where the configuration does not say: then the tensor decides."""
+    """``None`` if the configuration does not say: then the tensor decides."""
     base_label: str | None
     """``base_model_name_or_path``: shown to people, never opened."""
     base_revision: str | None
@@ -351,7 +344,7 @@ class SoftPromptConfig:
 
 
 def build_soft_prompt_config(document: JsonObject) -> SoftPromptConfig:
-    """Return a configuration that the schema let through."""
+    """Build a configuration from a document that is valid by its schema."""
     values: dict[str, Any] = dict(document)
     width = values.get("token_dim")
     return SoftPromptConfig(

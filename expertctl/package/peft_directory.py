@@ -1,11 +1,11 @@
-"""The files that trainers save beside an adapter: a model card, a chat template, a tokenizer.
+"""PEFT directories: files saved beside an adapter, and the export of a package to directories.
 
-Only the base's template and tokenizer are used, so what differs from them is worth a warning.
+Trainers save a model card, a chat template and a tokenizer beside an adapter. Only the base's
+template and tokenizer are used, so differences are worth a warning.
 
-A package as the directories that PEFT loads: the publisher's bytes under the names PEFT wants.
-
-One adapter fills the directory; of several, each gets a sub-directory named by its place and kind.
-The model card and licences go along. Every byte is hashed while it is copied.
+An export gives the publisher's bytes under the names that PEFT loads. One adapter fills the
+directory; several get sub-directories named by their number and kind. The model card and licences
+are exported, too. Every byte is hashed while it is copied.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pathlib import Path
 from expertctl.digest import FileDigest, Progress, ignore_progress
 from expertctl.errors import ExpertError
 from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
-from expertctl.package.base_model import BaseFacts
+from expertctl.package.base_model import TOKENIZER_FILE, BaseFacts
 from expertctl.package.layout import Blobs, PackageLayout, is_document
 from expertctl.package.source_files import SourceFile, find_source_file
 from expertctl.package.tokenizer import MAX_TOKENIZER_BYTES
@@ -31,13 +31,12 @@ _MAX_UNFILLED = 10
 _TEMPLATE_FILE = "chat_template.jinja"
 _SETTINGS_FILE = "tokenizer_config.json"
 _ADDED_FILE = "added_tokens.json"
-_TOKENIZER_FILE = "tokenizer.json"
 _MAX_SHOWN = 5
 _ReadFile = Callable[[str], bytes | None]
 
 
 def is_empty_card(file: SourceFile) -> bool:
-    """Tell whether a model card is the form that PEFT writes, with nothing filled in."""
+    """Tell whether a model card is PEFT's template with nothing filled in."""
     if file.name.lower() != "readme.md" or file.size > _CARD_BYTES:
         return False
     text = file.read(max_bytes=_CARD_BYTES).decode("utf-8", errors="replace")
@@ -45,9 +44,9 @@ def is_empty_card(file: SourceFile) -> bool:
 
 
 def compare_companions(directory: Path, base: BaseFacts | None, *, template: bool) -> list[str]:
-    """Warn of a chat template and of added tokens that are not those of the base.
+    """Warn of a chat template and of added tokens that differ from the base's.
 
-    ``template`` says that the package brings a template of its own.
+    ``template`` says that the package contains a template of its own.
     """
     if base is None or base.directory is None:
         return []
@@ -62,7 +61,7 @@ def compare_companions(directory: Path, base: BaseFacts | None, *, template: boo
         )
     known = _read_known_tokens(theirs)
     added = sorted(_read_added_tokens(own) - known)
-    if known and added:  # without the base's vocabulary nothing is known of its tokens
+    if known and added:  # nothing can be said without the base's vocabulary
         shown = ", ".join(repr(token[:40]) for token in added[:_MAX_SHOWN])
         more = f" and {len(added) - _MAX_SHOWN} more" if len(added) > _MAX_SHOWN else ""
         warnings.append(f"tokens of the adapter that the base does not know: {shown}{more}")
@@ -70,7 +69,7 @@ def compare_companions(directory: Path, base: BaseFacts | None, *, template: boo
 
 
 def _read_template(read: _ReadFile) -> str | None:
-    """Return the text of a chat template, without the white space around it."""
+    """Return the text of a chat template without surrounding white space."""
     data = read(_TEMPLATE_FILE)
     text: JsonValue = data.decode("utf-8", errors="replace") if data is not None else None
     if text is None:
@@ -80,7 +79,7 @@ def _read_template(read: _ReadFile) -> str | None:
 
 def _read_added_tokens(read: _ReadFile) -> set[str]:
     """Return the tokens that a tokenizer has beyond its vocabulary."""
-    listed = _read_document(read, _TOKENIZER_FILE).get("added_tokens")
+    listed = _read_document(read, TOKENIZER_FILE).get("added_tokens")
     rows = listed if isinstance(listed, list) else []
     contents = [row.get("content") for row in rows if isinstance(row, dict)]
     added = {text for text in contents if isinstance(text, str)}
@@ -88,14 +87,14 @@ def _read_added_tokens(read: _ReadFile) -> set[str]:
 
 
 def _read_known_tokens(read: _ReadFile) -> set[str]:
-    model = _read_document(read, _TOKENIZER_FILE).get("model")
+    model = _read_document(read, TOKENIZER_FILE).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     known = set(vocabulary) if isinstance(vocabulary, dict) else set()
     return known | _read_added_tokens(read)
 
 
 def _read_document(read: _ReadFile, name: str) -> JsonObject:
-    """Return a JSON file that nothing depends on; an empty one where it cannot be read."""
+    """Return an optional JSON file; an empty object if it cannot be read."""
     data = read(name)
     if data is None:
         return {}
@@ -115,7 +114,7 @@ def _read_own(directory: Path, name: str) -> bytes | None:
 
 
 def _read_base(directory: Path, name: str) -> bytes | None:
-    """Return a file of a base, which its owner added, whatever links it consists of."""
+    """Return a file of a base, following any links, as its owner added it."""
     path = directory / name
     try:
         return read_bounded(path, max_bytes=_MAX_BYTES) if path.is_file() else None
@@ -126,25 +125,21 @@ def _read_base(directory: Path, name: str) -> bytes | None:
 def export_peft_directories(
     directory: Path, layout: PackageLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> list[str]:
-    """Write the adapters of a package into a new or empty directory; return their places in it.
+    """Write the adapters of a package to a new or empty directory; return their relative paths.
 
-    Raises:
-        UsageError: when the directory holds something.
-        NotFoundError: when no directory is above it.
-        InvalidPackageError: when its manifest cannot be read.
-        DigestError: when a blob's bytes are not those of its digest.
+    Raises as `open_atomic_directory`, `parse_manifest` and `copy_verified`.
     """
     source = _PackageFiles(layout, blobs, progress)
     manifest = parse_manifest(source.read(MANIFEST_PATH))
     places = _choose_folders(manifest)
-    with open_atomic_directory(directory) as made:
+    with open_atomic_directory(directory) as folder:
         for entry, place in zip(manifest.adapters, places, strict=True):
-            (made / place).mkdir(exist_ok=True)
-            source.copy(entry.config, made / place / CONFIG_PATH)
-            source.copy(entry.path, made / place / WEIGHTS_PATH)
+            (folder / place).mkdir(exist_ok=True)
+            source.copy(entry.config, folder / place / CONFIG_PATH)
+            source.copy(entry.path, folder / place / WEIGHTS_PATH)
         for file in layout.files:
             if is_document(file.path):
-                source.copy(file.path, made / file.path)
+                source.copy(file.path, folder / file.path)
     return places
 
 
@@ -155,8 +150,6 @@ def _choose_folders(manifest: Manifest) -> list[str]:
 
 
 class _PackageFiles:
-    """The files of one package by their paths."""
-
     def __init__(self, layout: PackageLayout, blobs: Blobs, progress: Progress) -> None:
         self._files = {file.path: file for file in layout.files}
         self._blobs = blobs

@@ -1,15 +1,14 @@
-"""Whether the files of a package are what its manifest says, and nothing more.
+"""Reading a package strictly, in one pass: structure, every digest, the manifest, the tensors.
 
-Reading a package strictly, in one pass: structure, every digest, the manifest, the tensors.
-
-Nothing is believed: the archive that must come is derived from the OCI manifest, which is itself
-derived from the files it names, and each byte is compared or hashed. Decompression overlaps with
-hashing. What a package holds may be used only after `expertctl.package.verify`.
+Nothing is trusted: the expected archive is derived from the OCI manifest, which is itself derived
+from the files it names, and every byte is compared or hashed. The files must be what the manifest
+says, and nothing more. Decompression overlaps with hashing. The contents of a package may be used
+only after `expertctl.package.verify`.
 """
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,38 +54,8 @@ from expertctl.schema.manifest import (
 )
 
 
-def check_content(
-    files: Sequence[FileDigest],
-    small: Mapping[str, bytes],
-    headers: Mapping[str, bytes],
-    *,
-    what: str,
-) -> tuple[Manifest, tuple[AdapterSpec, ...]]:
-    """Check files against the manifest among them.
-
-    ``small`` holds the bytes of small files, ``headers`` at least the header of each safetensors.
-
-    Raises:
-        InvalidPackageError: with every problem.
-    """
-    if MANIFEST_PATH not in small:
-        raise InvalidPackageError(what, [f"{MANIFEST_PATH} is missing or too large"])
-    manifest = parse_manifest(small[MANIFEST_PATH], what=f"{what} {MANIFEST_PATH}")
-    sizes = {file.path: file.size for file in files}
-    problems = find_file_set_problems(manifest, sizes)
-    specs = []
-    for entry in manifest.adapters:
-        try:
-            specs.append(read_entry_spec(entry, small, headers, sizes))
-        except InvalidPackageError as error:
-            problems += [f"{error.what}: {problem}" for problem in error.problems]
-    if problems:
-        raise InvalidPackageError(what, problems)
-    return manifest, tuple(specs)
-
-
 def list_named_files(manifest: Manifest) -> set[str]:
-    """Return the files that a manifest names, itself included."""
+    """Return the files that a manifest names, including itself."""
     named = {path for entry in manifest.adapters for path in (entry.path, entry.config)}
     extras = (manifest.decoding.grammar, manifest.decoding.chat_template)
     return {MANIFEST_PATH, *named, *(path for path in extras if path)}
@@ -103,17 +72,13 @@ def find_file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> l
     return odd + missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
 
 
-def read_entry_spec(
+def _read_entry_spec(
     entry: AdapterEntry,
     small: Mapping[str, bytes],
     headers: Mapping[str, bytes],
     sizes: Mapping[str, int],
 ) -> AdapterSpec:
-    """Read one adapter's configuration and table of tensors, and check the manifest against them.
-
-    Raises:
-        InvalidPackageError: with every problem.
-    """
+    """Read the configuration and header of one adapter, and check its manifest entry."""
     if entry.config not in small or entry.path not in headers:
         raise InvalidPackageError(
             entry.path, ["the adapter needs its .safetensors file and a configuration below 1 MiB"]
@@ -128,7 +93,7 @@ def read_entry_spec(
 
 
 def find_entry_problems(entry: AdapterEntry, spec: AdapterSpec) -> list[str]:
-    """Return where the manifest says something else than the tensors."""
+    """Return where a manifest entry differs from the tensors."""
     pairs = (
         ("kind", entry.kind, spec.kind),
         ("rank", entry.rank, spec.rank),
@@ -150,20 +115,20 @@ _MAX_SET_ARCHIVE = MAX_SET_BYTES + (MAX_FILES + 8) * MAX_PACKAGES * _MEMBER_BYTE
 
 @dataclass(frozen=True, slots=True)
 class PackageContents:
-    """What a package holds; its digests are right, but its signature is not verified yet."""
+    """The contents of a package: its digests match, but its signature is not yet verified."""
 
     manifest: Manifest
     adapters: tuple[AdapterSpec, ...]
-    """What the tensors mean, in the order of ``manifest.adapters``."""
+    """The specs of the adapters, in the order of ``manifest.adapters``."""
     layout: PackageLayout
     signature: bytes | None
     small: Mapping[str, bytes]
-    """The bytes of files up to 1 MiB that are no weights, by path."""
+    """The bytes of non-weights files up to 1 MiB, by path."""
     content_digest: Digest
 
     @property
     def files(self) -> tuple[FileDigest, ...]:
-        """All files but the signature, sorted by path."""
+        """All files except the signature, sorted by path."""
         return self.layout.files
 
     @property
@@ -173,19 +138,19 @@ class PackageContents:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """The size of all files in bytes."""
         return sum(file.size for file in self.files)
 
 
 def read_package(
     path: Path, *, sink: BlobSink = DISCARD, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Read a ``.expert`` file whole.
+    """Read a whole ``.expert`` file.
 
     Raises:
         NotFoundError: when there is no such file.
         InvalidPackageError: when it is malformed in any way.
-        DigestError: when bytes are not those of the digest that names them.
+        DigestError: when bytes do not match the digest that names them.
     """
     with open_regular_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -201,15 +166,15 @@ def read_package(
 def read_set(
     path: Path, *, sink: BlobSink = DISCARD, progress: Progress = ignore_progress
 ) -> Iterator[PackageContents]:
-    """Read several packages that were exported together, in a frame or as a plain tar.
+    """Read a set of packages, in a frame or as a plain tar.
 
-    Every byte is read and hashed at once. A package's content is parsed only when it is taken, so
-    after one that is not vouched for, no further one costs anything.
+    All bytes are read and hashed at once. A package's content is parsed only when it is taken from
+    the iterator, so that after an untrusted one, the others cost nothing more.
 
     Raises:
         NotFoundError: when there is no such file.
-        InvalidPackageError: when it, or a package that is taken, is malformed in any way.
-        DigestError: when bytes are not those of the digest that names them.
+        InvalidPackageError: when the set, or a package taken from it, is malformed in any way.
+        DigestError: when bytes do not match the digest that names them.
     """
     with _open_archive(path, _MAX_SET_ARCHIVE) as (content, size):
         reader = ArchiveReader(content, size=size, what=path.name, sink=sink, progress=progress)
@@ -219,7 +184,7 @@ def read_set(
 
 @contextmanager
 def _open_archive(path: Path, limit: int) -> Iterator[tuple[ArchiveContent, int]]:
-    """Open the tar that a file is, or that is in its frame, and tell its size."""
+    """Open a tar, in a frame or plain; give its content and its size in bytes."""
     with open_regular_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         framed = stream.read(len(FRAME_MAGIC)) == FRAME_MAGIC
@@ -243,9 +208,9 @@ def _read_member(
 
 
 def is_file_name(text: str) -> bool:
-    """Tell a file from a reference: by its form, or because it is there.
+    """Tell whether an argument is a file rather than a reference: by its form, or as it exists.
 
-    A folder may be called like a reference, ``acme/sql``; then the reference is meant.
+    A folder may have the name of a reference, ``acme/sql``; then the reference is meant.
     """
     if text.endswith(".expert") or text.startswith((".", "/")):
         return True
@@ -267,11 +232,11 @@ def _is_reference(text: str) -> bool:
 def read_blobs(
     layout: PackageLayout, blobs: Blobs, *, what: str, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Read a package whose files are kept apart, as strictly as a ``.expert`` file.
+    """Read a package from separate blobs, as strictly as a ``.expert`` file.
 
     Raises:
         InvalidPackageError: when the files are not a package.
-        DigestError: when bytes are not those of their digest.
+        DigestError: when bytes do not match their digest.
     """
     starts: dict[Digest, bytes] = {}
     for file in layout.layers:
@@ -288,7 +253,7 @@ def read_blobs(
 def _build_contents(
     layout: PackageLayout, starts: Mapping[Digest, bytes], what: str
 ) -> PackageContents:
-    """Check what the files say, from the beginning of each."""
+    """Parse the contents from the beginning of each file, and check them against the manifest."""
     small, headers = {}, {}
     for file in layout.files:
         start = starts[file.digest]
@@ -296,7 +261,19 @@ def _build_contents(
             headers[file.path] = start
         elif len(start) == file.size:
             small[file.path] = start
-    manifest, adapters = check_content(layout.files, small, headers, what=what)
+    if MANIFEST_PATH not in small:
+        raise InvalidPackageError(what, [f"{MANIFEST_PATH} is missing or too large"])
+    manifest = parse_manifest(small[MANIFEST_PATH], what=f"{what} {MANIFEST_PATH}")
+    sizes = {file.path: file.size for file in layout.files}
+    problems = find_file_set_problems(manifest, sizes)
+    specs = []
+    for entry in manifest.adapters:
+        try:
+            specs.append(_read_entry_spec(entry, small, headers, sizes))
+        except InvalidPackageError as error:
+            problems += [f"{error.what}: {problem}" for problem in error.problems]
+    if problems:
+        raise InvalidPackageError(what, problems)
     signature = starts[layout.signature.digest] if layout.signature else None
     digest = compute_content_digest(layout.files)
-    return PackageContents(manifest, adapters, layout, signature, small, digest)
+    return PackageContents(manifest, tuple(specs), layout, signature, small, digest)

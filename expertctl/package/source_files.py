@@ -1,13 +1,11 @@
-"""The files of a directory that is to be packed, and the links of a Hugging Face cache among them.
+"""The files of a directory to pack: opening them safely, and checking documents for secrets.
 
-The hub's cache keeps a snapshot as links: ``models--org--name/snapshots/REV/file`` points to
-``../../blobs/DIGEST``. Such a link is followed where every hop stays inside its ``models--…``
+The Hugging Face cache stores a snapshot as links: ``models--org--name/snapshots/REV/file`` points
+to ``../../blobs/DIGEST``. Such a link is followed if every hop stays inside its ``models--…``
 folder. Every other link is refused: it could bring any file of this machine into a package.
 
-A file is opened without following links, and only while it is the one that was checked: device and
+A file is opened without following links, and only if it is the one that was checked: device and
 inode are compared on the open descriptor.
-
-A last look at documents for what must not be published, or be taken from anybody.
 """
 
 import codecs
@@ -36,12 +34,12 @@ _OPEN_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A regular file to pack, with every link to it followed; only `find_source_file` makes one."""
+    """A regular file to pack, after following links; only `find_source_file` makes one."""
 
     name: str
-    """What it is called in the directory."""
+    """Its name in the directory."""
     path: Path
-    """Where it is; not a link."""
+    """Its real path, not a link."""
     size: int
     device: int
     inode: int
@@ -66,7 +64,7 @@ class SourceFile:
         return os.fdopen(descriptor, "rb")
 
     def read(self, *, max_bytes: int) -> bytes:
-        """Return its bytes, up to one more than are allowed: enough to refuse the rest."""
+        """Return at most ``max_bytes`` + 1 bytes, enough for the caller to detect an excess."""
         with self.open() as stream:
             return stream.read(max_bytes + 1)
 
@@ -83,10 +81,10 @@ class SourceFile:
 
 
 def find_source_file(directory: Path, name: str) -> SourceFile | None:
-    """Find a file of a directory by its plain name; ``None`` when nothing has that name.
+    """Find a file of a directory by its plain name; ``None`` when it does not exist.
 
     Raises:
-        InvalidPackageError: for a link that may not be followed, and for what is no regular file.
+        InvalidPackageError: for a link that may not be followed, and for a non-regular file.
     """
     path = directory / name
     try:
@@ -109,7 +107,7 @@ def list_source_names(directory: Path) -> list[str]:
 
 
 def find_cache_folder(directory: Path) -> Path | None:
-    """Return the ``models--…`` folder of the hub's cache that a snapshot belongs to, if any."""
+    """Return the ``models--…`` folder of the hub cache that a snapshot belongs to, if any."""
     real = directory.resolve()
     for folder in real.parents:
         below = real.relative_to(folder).parts
@@ -123,13 +121,13 @@ def find_cache_folder(directory: Path) -> Path | None:
 
 
 def find_cached_name(directory: Path) -> str | None:
-    """Return the name of the repository that a snapshot of the hub's cache belongs to."""
+    """Return the name of the repository that a snapshot of the hub cache belongs to."""
     folder = find_cache_folder(directory)
     return folder.name.rpartition("--")[2] if folder is not None else None
 
 
 def _follow_links(path: Path, name: str) -> Path:
-    """Follow a link hop by hop; ``path`` is absolute, its folder real."""
+    """Follow a link hop by hop; ``path`` is absolute, and its folder contains no links."""
     folder = find_cache_folder(path.parent)
     if folder is None:
         raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
@@ -153,7 +151,7 @@ def _follow_links(path: Path, name: str) -> Path:
 
 
 def _resolve_next_hop(path: Path, target: Path, name: str) -> Path:
-    """Return where a link points to, with the links of its folder, but not itself, followed."""
+    """Return the target of a link with the links in its folder, but not itself, resolved."""
     there = path.parent / target
     if there.name in ("", "..", "."):
         raise InvalidPackageError(name, ["a symbolic link to a folder"])
@@ -172,14 +170,8 @@ README = "README.md"
 _CHUNK = 1 << 20
 
 
-def find_secret_in_file(path: Path) -> str | None:
-    """Return what secret a file of any size holds; see `find_secret`."""
-    with path.open("rb") as stream:
-        return find_secret_in_stream(stream)
-
-
 def find_document_problem(stream: BinaryIO, *, name: str) -> str | None:
-    """Return why a file of a package other than weights is refused, or None.
+    """Return why a non-weights file of a package is refused, or None.
 
     The stream is read from its position to its end. Secrets are those of `find_secret`.
     """
@@ -192,7 +184,7 @@ def find_document_problem(stream: BinaryIO, *, name: str) -> str | None:
 
 
 def find_secret_in_stream(stream: BinaryIO) -> str | None:
-    """Return what secret a stream of any length holds; see `find_secret`."""
+    """Return the kind of secret in a stream of any length; see `find_secret`."""
     tail = b""
     while chunk := stream.read(_CHUNK):
         if found := find_secret(tail + chunk):
@@ -202,7 +194,7 @@ def find_secret_in_stream(stream: BinaryIO) -> str | None:
 
 
 def _find_invalid_utf8(stream: BinaryIO) -> int | None:
-    """Return where a stream of any length stops being UTF-8, or None."""
+    """Return the offset of the first invalid UTF-8 in a stream of any length, or None."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
         chunk = stream.read(_CHUNK)
@@ -217,7 +209,7 @@ def _find_invalid_utf8(stream: BinaryIO) -> int | None:
 
 
 def find_secret(data: bytes) -> str | None:
-    """Return what secret bytes hold: a private key in PEM of any kind, a token of a registry."""
+    """Return the kind of secret in some bytes: a PEM private key, or a registry access token."""
     if _PRIVATE_KEY.search(data):
         return "a private key"
     return "an access token" if _TOKEN.search(data) else None

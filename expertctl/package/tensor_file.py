@@ -1,7 +1,7 @@
-"""The one reading of a safetensors header, stricter than the format's own library.
+"""Reading safetensors headers, stricter than the format's own library.
 
-A header that two readers could understand differently is refused: leading whitespace, duplicate
-keys, unknown fields, holes, overlaps, odd names. Layout: u64 length, JSON header, tensor bytes.
+A header that two readers could understand differently is refused: leading white space, duplicate
+keys, unknown fields, gaps, overlaps, unusual names. Layout: u64 length, JSON header, tensor bytes.
 """
 
 import math
@@ -16,23 +16,12 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 LENGTH_BYTES = 8
 DTYPE_BYTES: Mapping[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-"""Types of whole bytes; those of 4 or 6 bits are refused by name."""
+"""Sizes of the supported dtypes in bytes; dtypes of 4 or 6 bits are refused by name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
@@ -44,7 +33,7 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """What a header may cost."""
+    """The limits of a header."""
 
     header_bytes: int
     tensors: int
@@ -55,7 +44,7 @@ BASE_LIMITS = HeaderLimits(header_bytes=32 << 20, tensors=1_000_000)
 
 
 class TensorInfo(NamedTuple):
-    """One tensor; ``begin`` and ``end`` count from the first byte after the header."""
+    """One tensor; ``begin`` and ``end`` are offsets from the first byte after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +54,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """Every tensor of a file, by name in file order; its bytes begin at ``data_offset``."""
+    """Every tensor of a file, by name, in file order; their bytes begin at ``data_offset``."""
 
     tensors: Mapping[str, TensorInfo]
     data_offset: int
@@ -75,10 +64,10 @@ class TensorTable:
 def parse_header_length(
     first: bytes | bytearray, *, file_size: int, what: str, limits: HeaderLimits
 ) -> int:
-    """Return how many bytes of JSON follow the first eight.
+    """Return the length of the JSON header that follows the first eight bytes.
 
     Raises:
-        InvalidPackageError: for a length that is beyond the limits or the file.
+        InvalidPackageError: for a length that exceeds the limits or the file.
     """
     if len(first) < LENGTH_BYTES:
         raise InvalidPackageError(what, [f"{file_size} bytes are too few for a safetensors file"])
@@ -97,7 +86,7 @@ def parse_header_length(
 def parse_header(
     start: bytes | bytearray, *, file_size: int, what: str, limits: HeaderLimits = ADAPTER_LIMITS
 ) -> TensorTable:
-    """Read the table of tensors from the start of a file, which may be longer than the header.
+    """Parse the header at the start of a file, which may be followed by more bytes.
 
     Raises:
         InvalidPackageError: with every problem of the header.
@@ -118,22 +107,14 @@ def parse_header(
 def read_header(
     stream: BinaryIO, *, file_size: int, what: str, limits: HeaderLimits = ADAPTER_LIMITS
 ) -> TensorTable:
-    """Read the table of tensors from a stream at its beginning; see `parse_header`.
-
-    Raises:
-        InvalidPackageError: with every problem of the header.
-    """
+    """Read the header of a file from a stream at its beginning; raises as `parse_header`."""
     first = stream.read(LENGTH_BYTES)
     length = parse_header_length(first, file_size=file_size, what=what, limits=limits)
     return parse_header(first + stream.read(length), file_size=file_size, what=what, limits=limits)
 
 
 def read_table(path: Path, *, limits: HeaderLimits = ADAPTER_LIMITS) -> TensorTable:
-    """Read the table of tensors of a file.
-
-    Raises:
-        InvalidPackageError: with every problem of the header.
-    """
+    """Read the header of a file; raises as `parse_header`."""
     with path.open("rb") as stream:
         size = path.stat().st_size
         return read_header(stream, file_size=size, what=path.name, limits=limits)
@@ -154,28 +135,26 @@ def _build_table(
             problems.append(str(error))
     if not document:
         problems.append("there is no tensor")
-    ordered = dict(sorted(tensors.items(), key=_begin_offset))
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].begin))
     if not problems:
         problems = _find_layout_problems(ordered, file_size - data_offset)
     if problems:
-        raise InvalidPackageError(what, _truncate_problems(problems))
+        rest = len(problems) - _MAX_PROBLEMS
+        more = [f"… and {rest} more"] if rest > 0 else []
+        raise InvalidPackageError(what, [*problems[:_MAX_PROBLEMS], *more])
     return TensorTable(ordered, data_offset, file_size)
 
 
-def _begin_offset(item: tuple[str, TensorInfo]) -> int:
-    return item[1].begin
-
-
 class _TensorEntryError(ValueError):
-    """What is wrong with one tensor."""
+    """A problem of one tensor."""
 
 
 class _EmptyTensorError(_TensorEntryError):
-    """A tensor has no number; all such tensors are named in one line."""
+    """A tensor without numbers; all of these are reported in one line."""
 
 
 def _describe_empty_tensors(document: JsonObject) -> list[str]:
-    """Name the tensors without numbers, which DeepSpeed ZeRO-3 leaves where it holds the rest."""
+    """Report tensors without numbers, as DeepSpeed ZeRO-3 leaves for parameters it partitions."""
     empty = [name for name, entry in document.items() if _is_empty(entry)]
     if not empty:
         return []
@@ -228,7 +207,7 @@ def _parse_tensor(name: str, entry: JsonValue) -> TensorInfo:
 
 
 def _parse_integers(values: JsonValue, *, minimum: int) -> list[int] | None:
-    """Return a list of integers as such, None for anything else; true is not 1."""
+    """Return a list of integers, None for anything else; true is not 1."""
     if not isinstance(values, list):
         return None
     for value in values:
@@ -238,7 +217,7 @@ def _parse_integers(values: JsonValue, *, minimum: int) -> list[int] | None:
 
 
 def _find_layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> list[str]:
-    """Tensors must cover the data exactly: no hole, no overlap, nothing after the last."""
+    """Check that tensors cover the data exactly: no gap, no overlap, nothing after the last."""
     expected = 0
     for name, tensor in ordered.items():
         if tensor.begin != expected:
@@ -247,8 +226,3 @@ def _find_layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> 
     if expected != data_size:
         return [f"tensors end at {expected}, the file holds {data_size} bytes of data"]
     return []
-
-
-def _truncate_problems(problems: list[str]) -> list[str]:
-    rest = len(problems) - _MAX_PROBLEMS
-    return [*problems[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]

@@ -1,27 +1,26 @@
-"""What a ``tokenizer.json`` must not contain: it makes the ``tokenizers`` library end the process.
+"""``tokenizer.json``: its canonical form, and what must be refused before it is loaded.
 
-The library is compiled code. Where it panics, Python sees an exception, which the reader of the
-base turns into an error. Where it cannot have memory, or panics while it words a panic, it aborts,
-and nothing can be caught. These are the known ways to that, refused before the library sees the
-file:
+The digest of the canonical form identifies a tokenizer however it was saved, as releases of the
+``tokenizers`` library write the same tokenizer in different bytes. The form is the RFC 8785 JSON of
+the document, with everything that never changes a token removed or normalised:
 
-- merges that a ``continuing_subword_prefix`` does not fit, of which it cuts off as many bytes;
-- a ``precompiled_charsmap`` that states another size than it has;
-- parts that together make a text longer without bound, as a chain of ``Replace`` does.
-
-The canonical form of ``tokenizer.json``, whose digest names a tokenizer however it was saved.
-
-Releases of the ``tokenizers`` library write the same tokenizer in different bytes. The form is the
-RFC 8785 JSON of the document with what never changes a token taken out or written in one way:
-
-- ``truncation`` and ``padding`` are left out: they hold the last call of whoever saved the file.
+- ``truncation`` and ``padding`` are removed: they hold the last call of whoever saved the file.
 - Merges are pairs, each once, at its last rank. The notation ``"a b"`` has no merge with a space.
-- Fields at the value that the library gives them where they are missing are left out.
+- Fields with the library's default for missing ones are removed.
 - Added tokens are sorted by id, unless their order decides which id they get.
 - Scores of a unigram model are rounded to float32, as SentencePiece stores them: the library
   itself changes their last digit when it reads them.
 
-Anything else that differs gives another digest, also where it happens to tokenise alike.
+Any other difference gives another digest, even if it happens not to change any tokens.
+
+The library is compiled code. If it panics, Python gets an exception. If it cannot allocate memory,
+or panics while formatting a panic, it aborts the process. `find_tokenizer_problems` refuses the
+known causes:
+
+- merges that do not start with the ``continuing_subword_prefix``, of which it cuts off as many
+  bytes;
+- a ``precompiled_charsmap`` whose stated size is wrong;
+- steps that together make a text longer without bound, as a chain of ``Replace`` does.
 """
 
 import base64
@@ -34,17 +33,17 @@ from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical, load_object
 
 MAX_GROWTH = 256
-"""How many times as long the parts of one kind may make a text, all together."""
+"""The largest factor by which all steps of one kind together may lengthen a text."""
 MAX_LIST_ITEMS = 256
-"""How many parts stand in one list; each reads the whole text."""
-_CHECKED_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""The largest number of steps in one list; each reads the whole text."""
+_PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NESTED_LISTS = ("normalizers", "pretokenizers", "processors", "decoders", "single", "pair")
 
 
 def find_tokenizer_problems(document: JsonObject) -> list[str]:
-    """Return what in a ``tokenizer.json`` could end the process, each problem once."""
+    """Return what in a ``tokenizer.json`` could abort the process, without duplicates."""
     found = list(_find_model_problems(document.get("model")))
-    for name in _CHECKED_STEPS:
+    for name in _PIPELINE_STEPS:
         parts = list(_iter_steps(document.get(name)))
         found += [f"{name}: {problem}" for part in parts for problem in _find_step_problems(part)]
         growth = 1.0
@@ -71,12 +70,12 @@ def _find_model_problems(model: JsonValue) -> Iterator[str]:
 
 
 def _can_drop_prefix(data: bytes, size: int) -> bool:
-    """Tell whether a text can lose so many bytes at its beginning and be a text."""
+    """Tell whether a text without its first ``size`` bytes is still a text."""
     return len(data) >= size and (len(data) == size or data[size] & 0xC0 != 0x80)
 
 
 def _iter_steps(value: JsonValue) -> Iterator[JsonObject]:
-    """Yield a part and all parts inside of it; the depth of a document is bounded."""
+    """Yield a step and all steps inside it; the depth of a document is bounded."""
     if isinstance(value, dict):
         yield value
         for inner in value.values():
@@ -96,7 +95,7 @@ def _find_step_problems(part: JsonObject) -> Iterator[str]:
 
 
 def _is_valid_charsmap(text: str) -> bool:
-    """Tell whether a map begins with the size of its trie, and has it."""
+    """Tell whether a map begins with the size of its trie and is long enough for it."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -108,7 +107,7 @@ def _is_valid_charsmap(text: str) -> bool:
 
 
 def _estimate_growth(part: JsonObject) -> float:
-    """Return how many times as long one part may make a text, those inside of it not counted."""
+    """Return the factor by which one step may lengthen a text, without the steps inside it."""
     match part.get("type"):
         case "Replace":
             pattern, content = part.get("pattern"), part.get("content")
@@ -128,13 +127,12 @@ def _estimate_growth(part: JsonObject) -> float:
 
 
 FORM_VERSION = 2
-"""``base.tokenizer_version`` of a manifest whose digest is that of this form; 1 hashes the file."""
+"""The ``base.tokenizer_version`` of a digest of this form; version 1 hashes the file."""
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_ITEMS = 4_000_000
-"""How many values a document may hold; the largest published vocabularies have two million."""
+"""The largest number of values in a document; the largest published one has two million."""
 
 _SESSION_FIELDS = ("truncation", "padding")
-_PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _OLD_MERGES_HEADER = "#version"
 
 _Defaults = Mapping[str, tuple[JsonValue, ...]]
@@ -164,11 +162,7 @@ _WORD_PIECE = {"unk_token", "continuing_subword_prefix", "max_input_chars_per_wo
 
 
 def compute_tokenizer_digest(data: bytes, *, what: str) -> Digest:
-    """Return the digest of the canonical form of a ``tokenizer.json``.
-
-    Raises:
-        InvalidPackageError: as `canonical_tokenizer`.
-    """
+    """Return the digest of the canonical form; raises as `canonicalise_tokenizer`."""
     return Digest.compute(canonicalise_tokenizer(data, what=what))
 
 
@@ -177,7 +171,7 @@ def canonicalise_tokenizer(data: bytes, *, what: str) -> bytes:
 
     Raises:
         InvalidPackageError: when it is too large, is not strict JSON, has merges that the
-            library does not read, or would end the process there.
+            library does not read, or could abort the process.
     """
     if data.count(b",") >= MAX_ITEMS:
         raise InvalidPackageError(what, [f"more than {MAX_ITEMS:,} values"])
@@ -204,7 +198,7 @@ def _canonicalise_document(document: JsonObject) -> JsonObject:
 
 
 def _canonicalise_step(value: JsonValue) -> JsonValue:
-    """Return a normalizer, pre-tokenizer, post-processor or decoder, or what is inside of one."""
+    """Return the form of a normalizer, pre-tokenizer, post-processor or decoder, recursively."""
     if isinstance(value, list):
         return [_canonicalise_step(item) for item in value]
     if not isinstance(value, dict):
@@ -217,10 +211,10 @@ def _canonicalise_step(value: JsonValue) -> JsonValue:
 
 
 def _canonicalise_metaspace(part: JsonObject) -> JsonObject:
-    """Drop the fields that ``prepend_scheme`` replaced, where they agree with it.
+    """Drop the fields that ``prepend_scheme`` replaced, if they agree with it.
 
-    The library reads ``add_prefix_space: true`` as nothing and refuses ``false`` beside any scheme
-    but ``never``.
+    The library ignores ``add_prefix_space: true`` and refuses ``false`` with any scheme but
+    ``never``.
     """
     scheme, prefix = part.get("prepend_scheme"), part.get("add_prefix_space")
     agrees = prefix in (True, None) or (prefix is False and scheme == "never")
@@ -240,7 +234,7 @@ def _canonicalise_model(model: JsonObject) -> JsonObject:
 
 
 def _infer_model_kind(model: JsonObject) -> str:
-    """Return the kind of a model that names none, as files of old releases: tried in this order."""
+    """Return the kind of a model without one, as in files of old releases, tested in this order."""
     if "merges" in model:
         return "BPE"
     if isinstance(model.get("vocab"), list):
@@ -249,7 +243,7 @@ def _infer_model_kind(model: JsonObject) -> str:
 
 
 def _to_merge_pairs(merges: list[JsonValue]) -> list[JsonValue]:
-    """Return merges as pairs; of a pair that is there twice, the library takes the last rank."""
+    """Return merges as pairs; of duplicates, the library uses the last rank."""
     pairs = _split_merges(merges) if isinstance(merges[0] if merges else "", str) else merges
     found: dict[tuple[str, str], None] = {}
     for rank in range(len(pairs) - 1, -1, -1):
@@ -264,12 +258,11 @@ def _to_merge_pairs(merges: list[JsonValue]) -> list[JsonValue]:
 
 
 def _split_merges(merges: list[JsonValue]) -> list[JsonValue]:
-    lines = [line for line in merges if not _is_header(line)]
-    return [list(line.split(" ")) if isinstance(line, str) else None for line in lines]
-
-
-def _is_header(line: JsonValue) -> bool:
-    return isinstance(line, str) and line.startswith(_OLD_MERGES_HEADER)
+    return [
+        list(line.split(" ")) if isinstance(line, str) else None
+        for line in merges
+        if not (isinstance(line, str) and line.startswith(_OLD_MERGES_HEADER))
+    ]
 
 
 def _canonicalise_scores(vocab: list[JsonValue]) -> list[JsonValue]:
@@ -298,10 +291,10 @@ _REWRITERS: Mapping[str, Mapping[str, Callable[[list[JsonValue]], list[JsonValue
 
 
 def _sort_by_id(tokens: JsonValue, vocab: JsonValue) -> JsonValue:
-    """Sort added tokens by id where that changes nothing.
+    """Sort added tokens by id, if that changes nothing.
 
-    The library gives ids in the order of the file to tokens that are not in the vocabulary, and
-    of two that are equal once normalised, the first counts.
+    The library assigns ids in file order to tokens that are not in the vocabulary, and of two
+    tokens with the same normalised content, the first counts.
     """
     if not isinstance(tokens, list):
         return tokens
@@ -322,7 +315,7 @@ def _token_id(token: JsonObject) -> int:
 
 
 def _has_fixed_place(token: JsonObject, known: Mapping[str, JsonValue]) -> bool:
-    """Tell whether the place of an added token among its like has a meaning."""
+    """Tell whether the order of an added token matters."""
     content = token.get("content")
     own = isinstance(content, str) and known.get(content) == token["id"]
     return not own or token.get("normalized") is not False

@@ -1,17 +1,13 @@
-"""What one source says a version contains, and the error for two that disagree.
+"""Verification: from contents whose digests match to a `VerifiedPackage`, without the network.
 
-A version of a package never changes its content. Where a lock file, an earlier answer of a registry
-or an installed version says otherwise than the registry does now, somebody is wrong or lies.
-
-Who vouches for a package: from contents whose digests are right to a `VerifiedPackage`.
-
-Only this module makes one. Nothing here needs the network.
+Only this module creates a `VerifiedPackage`. A version of a package never changes its content: if a
+lock file, an earlier registry answer or an installed version disagrees with the registry, one of
+them is wrong or lies, and `changed_version_error` reports both.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from expertctl.digest import Digest, Progress, ignore_progress
+from expertctl.digest import Digest
 from expertctl.errors import (
     ChangedVersionError,
     DigestError,
@@ -20,8 +16,7 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
-from expertctl.package.archive import DISCARD, BlobSink
-from expertctl.package.read import PackageContents, read_package
+from expertctl.package.read import PackageContents
 from expertctl.reference import FROM_FILE, PackageName, Reference, Version
 from expertctl.trust.bundle import SignatureBundle, read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
@@ -33,15 +28,15 @@ ACCEPT_OPTION = "--accept-changed"
 
 @dataclass(frozen=True, slots=True)
 class VersionContent:
-    """The content digest of a version, who says so, and which keys signed it."""
+    """The content digest of a version according to one source, and the keys that signed it."""
 
     source: str
     digest: Digest
     signers: tuple[str, ...] = ()
-    """Key ids; none where the source does not record them, or nobody signed."""
+    """Key ids; empty if the source does not record them, or nobody signed."""
 
     def __str__(self) -> str:
-        """Return it as a clause of a message."""
+        """Return a clause for a message."""
         signed = f"signed by {' and '.join(self.signers)}" if self.signers else "signer unknown"
         return f"{self.source} has {self.digest} ({signed})"
 
@@ -49,42 +44,24 @@ class VersionContent:
 def changed_version_error(
     ref: str, previous: VersionContent, current: VersionContent, *, hint: str = ""
 ) -> ChangedVersionError:
-    """Return the error for a version that has another content than before."""
-    override = f"`{ACCEPT_OPTION} {ref}` takes the new content, if the publisher confirms it"
+    """Return the error for a version whose content differs from before."""
+    override = f"`{ACCEPT_OPTION} {ref}` accepts the new content, if the publisher confirms it"
     return ChangedVersionError(
         f"{ref} has another content than before: {previous}, but {current}",
         hint=f"a version never changes its content, so ask its publisher; {hint or override}",
     )
 
 
-REPLACED_HINT = "another package was put under this name: tell whoever you have it from"
+REPLACED_HINT = "another package was put under this name: report it to whoever you got it from"
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPackage:
-    """A package whose digests and signature were checked; only this module makes one."""
+    """A package whose digests and signature were checked; only this module creates one."""
 
     contents: PackageContents
     signer: str | None
-    """The id of the key; ``None`` means unsigned, and that the user accepted it."""
-
-
-def verify_file(
-    path: Path,
-    trust: TrustStore,
-    *,
-    expected: Reference | None = None,
-    sink: BlobSink = DISCARD,
-    progress: Progress = ignore_progress,
-) -> VerifiedPackage:
-    """Read a ``.expert`` file and demand a trusted signature.
-
-    Raises:
-        InvalidPackageError: when the file is malformed.
-        TrustError: when its digests, signature or signer are not right.
-    """
-    contents = read_package(path, sink=sink, progress=progress)
-    return verify_contents(contents, trust, expected=expected)
+    """The key id; ``None`` means unsigned or chosen by digest, which the user accepted."""
 
 
 def verify_contents(
@@ -94,14 +71,14 @@ def verify_contents(
     expected: Reference | None = None,
     registry: str = FROM_FILE,
 ) -> VerifiedPackage:
-    """Demand the package that was asked for, signed by a key that may sign it.
+    """Require the expected package, signed by a key that may sign it.
 
-    ``registry`` is where it came from: what is trusted only there counts too. A caller that
-    verifies many packages reads what is trusted once, and passes it.
+    Keys that are trusted only for ``registry``, where the package came from, are accepted, too. A
+    caller that verifies many packages reads the trust record once and passes it.
 
     Raises:
         UnsignedError: when there is no signature.
-        TrustError: when it is another package, or the signature or its key is not right.
+        TrustError: when it is another package, or the signature or its key is wrong.
     """
     if expected is not None:
         require_expected(contents, expected)
@@ -113,7 +90,7 @@ def verify_contents(
         )
     try:
         key = _verify_signature(contents, contents.signature, trust, registry)
-    except SignatureError as error:  # of several packages, say which
+    except SignatureError as error:  # name the package, as there may be several
         raise SignatureError(f"{manifest.ref}: {error.message}", hint=error.hint) from error
     return VerifiedPackage(contents, key.key_id)
 
@@ -130,7 +107,7 @@ def _verify_signature(
 
 
 def require_signed_name(bundle: SignatureBundle, package: PackageName, version: Version) -> None:
-    """Demand that a signature that names a package or a version names this one.
+    """Require that a signature that names a package or a version names this one.
 
     The public tool signs the name of a folder, which names no package.
 
@@ -150,24 +127,24 @@ def require_signed_name(bundle: SignatureBundle, package: PackageName, version: 
 
 
 def accept_unsigned(contents: PackageContents) -> VerifiedPackage:
-    """Accept a package that has no signature, as the user demanded.
+    """Accept an unsigned package, as the user requested.
 
     Raises:
-        TrustError: when it has one: then it must be verified.
+        TrustError: when it is signed; then it must be verified.
     """
     if contents.signature is not None:
         raise TrustError(
-            f"{contents.manifest.ref} is signed, so its signature counts",
+            f"{contents.manifest.ref} is signed, so its signature must be verified",
             hint="see `expertctl verify` and `expertctl trust`",
         )
     return VerifiedPackage(contents, None)
 
 
 def accept_by_digest(contents: PackageContents, digest: Digest) -> VerifiedPackage:
-    """Accept a package that the user named by its exact bytes, whoever signed it.
+    """Accept a package that the user chose by its exact digest, whoever signed it.
 
     Raises:
-        DigestError: when these are other bytes.
+        DigestError: when its digest is another one.
     """
     if digest not in {contents.package_digest, contents.content_digest}:
         raise DigestError(f"{contents.manifest.ref} is not {digest}")
@@ -175,7 +152,7 @@ def accept_by_digest(contents: PackageContents, digest: Digest) -> VerifiedPacka
 
 
 def require_expected(contents: PackageContents, expected: Reference) -> None:
-    """Demand the name and version that were asked for.
+    """Require the requested name and version.
 
     Raises:
         TrustError: when the package is another one.

@@ -1,12 +1,10 @@
-"""Writing a package: the deterministic tar, plain for export or in a zstd frame as ``.expert``.
+"""Writing packages: the deterministic tar, plain or in a zstd frame as ``.expert``, and signing.
 
-Bytes are hashed again while they are written, so a file that changes meanwhile is detected. A
-package appears under its name whole or not at all, and so does a directory made of one.
+Bytes are hashed again while they are written, so a file that changes meanwhile is detected. A file
+or directory appears under its name completely or not at all.
 
-A folder of blobs between reading a package and writing something from it.
-
-Blobs are written while they are hashed, under their digest; nothing here has a name that came from
-a package. What is made of them appears whole or not at all.
+A `BlobSpool` is a folder of blobs between reading a package and writing something from it. Blobs
+are written while they are hashed, under their digest; no name in it comes from a package.
 """
 
 import hashlib
@@ -40,10 +38,10 @@ from expertctl.trust.keys import PrivateKey
 
 
 class ArchiveOutput(Protocol):
-    """Where a tar goes: a file, or the compressor before it."""
+    """The destination of a tar: a file, or a compressor."""
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Take some bytes."""
+        """Write some bytes."""
         ...
 
 
@@ -55,11 +53,9 @@ def write_package(
     level: int = FASTEST_LEVEL,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Write a ``.expert`` file, or a set in the same frame.
+    """Write a ``.expert`` file, or a set in the same kind of frame.
 
-    Raises:
-        DigestError: when a blob's bytes are not those of its digest.
-        InvalidPackageError: when readers would take the result for a decompression bomb.
+    Raises as `copy_verified`, and InvalidPackageError when readers would refuse the ratio.
     """
     size = compute_archive_size(layout)
     with open_atomic_file(path) as stream:
@@ -71,11 +67,7 @@ def write_package(
 def write_oci_archive(
     path: Path, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
-    """Write the tar alone: an OCI archive that other tools read.
-
-    Raises:
-        DigestError: when a blob's bytes are not those of its digest.
-    """
+    """Write the plain tar, an OCI archive for other tools; raises as `copy_verified`."""
     with open_atomic_file(path) as stream:
         write_archive(stream, layout, blobs, progress=progress)
 
@@ -83,16 +75,12 @@ def write_oci_archive(
 def write_archive(
     output: ArchiveOutput, layout: AnyLayout, blobs: Blobs, *, progress: Progress = ignore_progress
 ) -> None:
-    """Write the tar of a layout.
-
-    Raises:
-        DigestError: when a blob's bytes are not those of its digest.
-    """
-    made = list_documents(layout)
+    """Write the tar of a layout; raises as `copy_verified`."""
+    documents = list_documents(layout)
     for member in list_members(layout):
         output.write(member.header)
-        if member.name in made:
-            output.write(made[member.name])
+        if member.name in documents:
+            output.write(documents[member.name])
         else:
             with blobs(member.digest) as stream:
                 copy_verified(
@@ -110,10 +98,10 @@ def copy_verified(
     digest: Digest,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Copy a blob whole, hashing what is written.
+    """Copy a whole blob, hashing what is written.
 
     Raises:
-        DigestError: when its bytes are not those of its digest.
+        DigestError: when its bytes do not match its digest.
     """
     hasher, left = hashlib.sha256(), size
     while chunk := stream.read(min(READ_CHUNK, left)):
@@ -124,16 +112,16 @@ def copy_verified(
     if left or stream.read(1) or hasher.hexdigest() != digest.hex:
         raise DigestError(
             f"{getattr(stream, 'name', digest)}: the content changed while it was packed",
-            hint="let no other program write to it, and try again",
+            hint="make sure that no other program writes to it, and try again",
         )
 
 
 def check_target(path: Path) -> None:
-    """Refuse a place where no file can be written.
+    """Require a path to which a file can be written.
 
     Raises:
         NotFoundError: when the folder does not exist.
-        UsageError: when a directory is there.
+        UsageError: when it is a directory.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint="name a file with -o FILE")
@@ -141,26 +129,21 @@ def check_target(path: Path) -> None:
 
 
 def require_folder(path: Path) -> Path:
-    """Return the folder that a new file or directory is to stand in.
+    """Return the existing parent folder of a new file or directory.
 
     Raises:
         NotFoundError: when it does not exist.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
-        hint = f"make it first: mkdir -p {shlex.quote(str(folder))}"
+        hint = f"create it first: mkdir -p {shlex.quote(str(folder))}"
         raise NotFoundError(f"{path.parent}: no such directory", hint=hint)
     return folder
 
 
 @contextmanager
 def open_atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a stream whose content becomes ``path`` at the end, durably, or is dropped.
-
-    Raises:
-        NotFoundError: when the folder does not exist.
-        UsageError: when a directory is there.
-    """
+    """Give a stream that becomes ``path`` on success, durably; raises as `check_target`."""
     check_target(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
@@ -179,11 +162,11 @@ def open_atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_atomic_directory(directory: Path) -> Iterator[Path]:
-    """Give a new folder that becomes ``directory`` at the end, or is dropped.
+    """Give a new folder that becomes ``directory`` on success, and is discarded on error.
 
     Raises:
-        UsageError: when something is there already.
-        NotFoundError: when no directory is above it.
+        UsageError: when it exists and is not an empty directory.
+        NotFoundError: when its parent does not exist.
     """
     _require_empty(directory)
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(directory)) as name:
@@ -206,20 +189,20 @@ def _require_empty(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlobSpool:
-    """Blobs in a folder; a `BlobSink` for readers and `Blobs` for writers."""
+    """Blobs in a folder; a `BlobSink` for readers, and with `blob` the `Blobs` for writers."""
 
     folder: Path
 
     @contextmanager
     def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], object]]:
-        """Take a blob."""
+        """Write a blob."""
         del size
         with (self.folder / digest.hex).open("xb", buffering=0) as stream:
             yield lambda chunk: _write_fully(stream.fileno(), chunk)
 
     @contextmanager
     def blob(self, digest: Digest) -> Iterator[BinaryIO]:
-        """Open a blob that was taken."""
+        """Open a blob."""
         with (self.folder / digest.hex).open("rb") as stream:
             yield stream
 
@@ -227,32 +210,24 @@ class BlobSpool:
 def unpack_package(
     path: Path, directory: Path, *, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Write a package's files, the signature too, into a new or empty directory.
+    """Write the files of a package, including the signature, to a new or empty directory.
 
-    Raises:
-        UsageError: when the directory holds something.
-        NotFoundError: when there is no such file, or no directory to write to.
-        InvalidPackageError: when the package is malformed.
-        DigestError: when bytes are not those of their digest.
+    Raises as `read_package` and `open_atomic_directory`.
     """
     with (
-        open_atomic_directory(directory) as made,
+        open_atomic_directory(directory) as folder,
         spool_package(path, target=directory, progress=progress) as (contents, spool),
     ):
-        for file in contents.layout.layers:
-            _copy_to_name(spool.folder / file.digest.hex, made / file.path)
+        for file in contents.layout.layers:  # two files may share one blob
+            shutil.copyfile(spool.folder / file.digest.hex, folder / file.path)
+            (folder / file.path).chmod(0o644)
     return contents
 
 
 def sign_package(
     path: Path, key: PrivateKey, *, progress: Progress = ignore_progress
 ) -> PackageContents:
-    """Put a signature, or a new one, into a package; its content digest stays.
-
-    Raises:
-        InvalidPackageError: when the package is malformed.
-        DigestError: when bytes are not those of their digest.
-    """
+    """Sign a package anew; its content digest stays. Raises as `read_package`."""
     with spool_package(path, target=path, progress=progress) as (contents, spool):
         signature = sign_files(contents.files, name=contents.manifest.ref, key=key)
         layout = build_signed_layout(contents.files, signature)
@@ -261,7 +236,7 @@ def sign_package(
 
 
 def build_signed_layout(files: tuple[FileDigest, ...], signature: bytes | None) -> PackageLayout:
-    """Return the layout of files with a signature, or without one."""
+    """Return the layout of files with or without a signature."""
     if signature is None:
         return build_layout(files, None)
     return build_layout(
@@ -270,7 +245,7 @@ def build_signed_layout(files: tuple[FileDigest, ...], signature: bytes | None) 
 
 
 def add_document(blobs: Blobs, document: bytes | None) -> Blobs:
-    """Return a source of blobs that knows one more, which is in memory."""
+    """Return a source of blobs with one more blob, from memory."""
 
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:
@@ -287,20 +262,10 @@ def add_document(blobs: Blobs, document: bytes | None) -> Blobs:
 def spool_package(
     path: Path, *, target: Path, progress: Progress = ignore_progress
 ) -> Iterator[tuple[PackageContents, BlobSpool]]:
-    """Read a package into a temporary folder beside a place, on the same disk.
-
-    Raises:
-        NotFoundError: when there is no such file or place.
-    """
+    """Read a package into a temporary folder next to ``target``; raises as `read_package`."""
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=require_folder(target)) as name:
         spool = BlobSpool(Path(name))
         yield read_package(path, sink=spool, progress=progress), spool
-
-
-def _copy_to_name(blob: Path, target: Path) -> None:
-    """Copy a blob to a file name that the layout has checked; two files may share one blob."""
-    shutil.copyfile(blob, target)
-    target.chmod(0o644)
 
 
 def _write_fully(handle: int, chunk: memoryview) -> None:

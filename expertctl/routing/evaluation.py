@@ -1,13 +1,11 @@
-"""Labelled prompts: which expert should answer each, or that the base should.
+"""Evaluation of routing on labelled prompts: which expert answers each, and how often correctly.
 
 A file is JSON Lines in UTF-8, one `LabelledPrompt` a line (``schemas/routing-sample.schema.json``).
-It is bounded, read strictly, and all of its problems are reported at once, each with its line.
+It is bounded and read strictly, and all of its problems are reported at once with their lines.
 
-Evaluation of routing: which expert would answer labelled prompts, and how often that is right.
-
-Each prompt is decided alone, as `route` decides it, on one reading of the installed experts. The
-expert that *answers* is the one that leads the plan: the best of those that were composed, never
-one that is only required. Nothing is counted as use.
+Each prompt is decided separately, as `route` decides it, on one reading of the installed experts.
+The expert that *answers* is the one that leads the plan: the best of those composed, never one that
+is only required. Nothing is recorded as usage.
 """
 
 import time
@@ -49,7 +47,7 @@ _HINT = 'each line is an object such as {"prompt": "Sort 3, 1, 2", "expert": "ac
 
 @dataclass(frozen=True, slots=True)
 class LabelledPrompt:
-    """One line: what is asked, and which expert should answer; ``None`` is the base alone."""
+    """One line: a prompt and the expected expert; ``None`` expects the base alone."""
 
     line: int
     prompt: str
@@ -59,7 +57,7 @@ class LabelledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class LabelledPrompts:
-    """A file of them; ``digest`` is that of its bytes."""
+    """The labelled prompts of a file; ``digest`` is that of its bytes."""
 
     path: Path
     digest: Digest
@@ -68,7 +66,7 @@ class LabelledPrompts:
 
     @property
     def expected_experts(self) -> list[PackageName]:
-        """The experts that are wanted, in order of their names."""
+        """The expected experts, sorted by name."""
         return sorted({p.expert for p in self.prompts if p.expert is not None})
 
 
@@ -89,22 +87,22 @@ def read_labelled_prompts(path: Path) -> LabelledPrompts:
 
 
 def require_experts_installed(data: LabelledPrompts, installed: Collection[PackageName]) -> None:
-    """Demand that every wanted expert is installed.
+    """Require that every expected expert is installed.
 
     Raises:
-        NotFoundError: with every name that is not installed, the line where it comes first, and
-            what may have been meant.
+        NotFoundError: with every name that is not installed, the first line that expects it, and
+            similar names.
     """
     first: dict[PackageName, int] = {}
     for prompt in data.prompts:
         if prompt.expert is not None and prompt.expert not in installed:
             first.setdefault(prompt.expert, prompt.line)
     if first:
-        told = [_describe_unknown(*pair, installed) for pair in list(first.items())[:MAX_PROBLEMS]]
-        told += ["… and more"] * (len(first) > MAX_PROBLEMS)
+        lines = [_describe_unknown(*pair, installed) for pair in list(first.items())[:MAX_PROBLEMS]]
+        lines += ["… and more"] * (len(first) > MAX_PROBLEMS)
         count = "1 expert is" if len(first) == 1 else f"{len(first)} experts are"
         raise NotFoundError(
-            f"{data.path}: {count} not installed\n" + "\n".join(f"  - {line}" for line in told),
+            f"{data.path}: {count} not installed\n" + "\n".join(f"  - {line}" for line in lines),
             hint="`expertctl list` shows what is installed; null is for the base alone",
         )
 
@@ -133,35 +131,35 @@ class Proportion:
 
     @property
     def value(self) -> float:
-        """The share."""
+        """The proportion."""
         return self.correct / self.n
 
     @property
     def interval(self) -> Interval:
-        """The confidence interval of the share."""
+        """The confidence interval of the proportion."""
         return wilson_interval(self.correct, self.n)
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPrompt:
-    """What the router made of one prompt: what answers, and what comes first, answering or not."""
+    """The decision for one prompt: the expert that answers, and the one that ranks first."""
 
     prompt: LabelledPrompt
     expert: PackageName | None  # None: the base alone
-    first: PackageName | None  # None: no expert may answer
-    confidence: float | None  # of the first
+    first: PackageName | None  # None: no expert is eligible
+    confidence: float | None  # of ``first``
     reason: str
     experts: int  # in the plan
     timings_ms: Mapping[str, float]
 
     @property
     def is_correct(self) -> bool:
-        """Whether the wanted expert answers, or none where the base should."""
+        """Whether the expected expert answers, or none if the base should."""
         return self.expert == self.prompt.expert
 
     @property
     def prediction(self) -> Prediction:
-        """What counts for other thresholds."""
+        """The prediction, which also holds for other thresholds."""
         wanted = self.prompt.expert
         return Prediction(
             self.confidence, wanted is not None and self.first == wanted, bool(wanted)
@@ -170,7 +168,7 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long one part of routing takes, in milliseconds."""
+    """The duration of one stage of routing, in milliseconds."""
 
     median: float
     p95: float
@@ -178,18 +176,18 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ExpertScore:
-    """How the prompts of one expert fared, and its answers."""
+    """The results of one expert."""
 
     expert: PackageName
     expected: int
     correct: int
-    abstained: int  # prompts of it that were left to the base
-    answered: int  # prompts of any expert or none
+    abstained: int  # prompts that expect it but were left to the base
+    answered: int  # prompts that it answered, whatever they expect
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingEvaluation:
-    """All decisions, and the figures that follow from them; a share of nothing is ``None``."""
+    """All decisions and the figures derived from them; a share of nothing is ``None``."""
 
     data: LabelledPrompts
     decisions: tuple[EvaluatedPrompt, ...]
@@ -201,32 +199,32 @@ class RoutingEvaluation:
 
     @property
     def accuracy(self) -> Proportion:
-        """Prompts that were decided as wanted, of all."""
+        """Correctly decided prompts, of all."""
         return Proportion(sum(d.is_correct for d in self.decisions), len(self.decisions))
 
     @property
     def in_scope(self) -> Proportion | None:
-        """Prompts answered by the wanted expert, of those that want one."""
+        """Prompts answered by the expected expert, of those that expect one."""
         return _count_share(d.is_correct for d in self.decisions if d.prompt.expert)
 
     @property
     def abstention(self) -> Proportion | None:
-        """Prompts left to the base, of those that want an expert."""
+        """Prompts left to the base, of those that expect an expert."""
         return _count_share(d.expert is None for d in self.decisions if d.prompt.expert)
 
     @property
     def out_of_scope(self) -> Proportion | None:
-        """Prompts left to the base, of those that want no expert."""
+        """Prompts left to the base, of those that expect no expert."""
         return _count_share(d.is_correct for d in self.decisions if not d.prompt.expert)
 
     @property
     def precision(self) -> Proportion | None:
-        """Prompts answered by the wanted expert, of those that an expert answers."""
+        """Prompts answered by the expected expert, of those answered by an expert."""
         return _count_share(d.is_correct for d in self.decisions if d.expert)
 
     @property
     def coverage(self) -> Proportion:
-        """Prompts that an expert answers, of all."""
+        """Prompts answered by an expert, of all."""
         return Proportion(sum(d.expert is not None for d in self.decisions), len(self.decisions))
 
     @property
@@ -236,16 +234,16 @@ class RoutingEvaluation:
 
     @property
     def mistakes(self) -> list[EvaluatedPrompt]:
-        """The decisions that are not as wanted, in the order of the file."""
+        """The wrong decisions, in the order of the file."""
         return [decision for decision in self.decisions if not decision.is_correct]
 
     @property
     def confusion(self) -> Counter[tuple[PackageName | None, PackageName | None]]:
-        """How often prompts of one expert, or none, were answered by another, or none."""
+        """(Expected expert or None, answering expert or None) → count."""
         return Counter((d.prompt.expert, d.expert) for d in self.decisions)
 
     def score_experts(self) -> list[ExpertScore]:
-        """Return how each expert that is wanted or answers fared, the worst first."""
+        """Return the results of each expert that is expected or answers, the worst first."""
         cells = self.confusion
         wanted, answered = Counter[PackageName](), Counter[PackageName]()
         for (want, got), n in cells.items():
@@ -260,7 +258,7 @@ class RoutingEvaluation:
         )
 
     def measure_latencies(self) -> dict[str, Latency]:
-        """Return how long each part takes; the first prompt, which opens the index, is left out."""
+        """Return the latency of each stage, without the first prompt, which opens the index."""
         timed = [d.timings_ms for d in self.decisions][1 if len(self.decisions) > 1 else 0 :]
         names = dict.fromkeys(name for timings in timed for name in timings)
         return {name: _summarise_times([t[name] for t in timed if name in t]) for name in names}
@@ -273,11 +271,11 @@ def evaluate_routing(
     base: str | None = None,
     progress: Progress = ignore_progress,
 ) -> RoutingEvaluation:
-    """Route every prompt, and compare.
+    """Route every prompt and compare the result with its label.
 
     Raises:
-        NotFoundError: when a wanted expert is not installed, or there is no base.
-        BaseMismatchError: when a base is not what was added.
+        NotFoundError: when an expected expert is not installed, or there is no base.
+        BaseMismatchError: when a base changed since it was added.
     """
     session = PlanningSession(planner)
     inventory = session.inventory
@@ -332,7 +330,7 @@ def _package_name(candidate: RoutingCandidate | None) -> PackageName | None:
 
 
 def _can_lead(candidate: RoutingCandidate) -> bool:
-    """Tell whether a lower threshold could have made a candidate lead a plan."""
+    """Tell whether a candidate could lead a plan at a lower threshold."""
     return candidate.probability is not None and not candidate.is_vetoed
 
 
@@ -349,7 +347,7 @@ def _summarise_times(times: Sequence[float]) -> Latency:
 def _warn_never_chosen(
     data: LabelledPrompts, inventory: Inventory, bases: Sequence[StoredBase]
 ) -> Iterator[str]:
-    """Warn of wanted experts that no prompt can reach, with the reason of the newest version."""
+    """Warn of expected experts that no prompt can reach, with the reason of the newest version."""
     for name in data.expected_experts:
         versions = [e for e in inventory.experts if e.stored.package == name]
         newest = max(versions, key=lambda expert: expert.stored.version)

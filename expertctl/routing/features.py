@@ -1,8 +1,7 @@
-"""What can be told about a prompt without a model: language, format, task type, length.
+"""`PromptFeatures`: what can be detected in a prompt without a model.
 
-Cheap and linear in the length of what is read; hints of packages are evaluated on it.
-
-Whether a package's hint holds for a prompt.
+Detection of language, format, task and code is linear in the length of the text that is read. The
+hints of packages are evaluated on these features.
 """
 
 import operator as operators
@@ -20,12 +19,12 @@ DEFAULT_TASK = "default"
 
 @dataclass(frozen=True, slots=True)
 class PromptFeatures:
-    """What the router knows of a prompt; ``None`` means that nothing can be told."""
+    """The features of a prompt; ``None`` means undetected."""
 
     words: tuple[str, ...]
     length: int
     language: str | None
-    script: str | None  # the language, where the letters alone say it
+    script: str | None  # the language, where the script alone determines it
     format: str | None
     task: str
     has_json: bool
@@ -44,7 +43,7 @@ class PromptFeatures:
 
 
 def extract_features(prompt: str, *, normalised: str | None = None) -> PromptFeatures:
-    """Extract the features of a prompt; words are those of what the router sees of it."""
+    """Extract the features of a prompt; words come from ``normalised``, if given."""
     text, shown = prompt[:MAX_CHARACTERS], prompt if normalised is None else normalised
     words = split_words(shown)
     known = set(words)
@@ -83,7 +82,7 @@ _CODE_MARKS = (
     *("```", "def", "class", "func", "fn", "import", "#include", "public", "const", "var"),
     *(";", "=>", "return"),
 )
-"""Whatever `_CODE` finds contains one of these."""
+"""Every match of `_CODE` contains one of these."""
 
 _TASKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (task, re.compile(pattern, re.IGNORECASE))
@@ -111,7 +110,7 @@ _TASK_MARKS = (
     *("code", "method", "query", "regex", "unit test", "translat", "summar", "tl;dr", "tldr"),
     *("categori", "sentiment"),
 )
-"""Whatever a pattern of `_TASKS` finds contains one of these; most prompts contain none."""
+"""Every match of a `_TASKS` pattern contains one of these; most prompts contain none."""
 
 _SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (language, re.compile(pattern))
@@ -148,14 +147,14 @@ _WORD_LANGUAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def _detect_script(text: str) -> str | None:
-    """Return the language of a text's script; ``None`` for a script of several, such as Latin."""
+    """Return the language of a script; ``None`` for one of several languages, such as Latin."""
     letters = sum(character.isalpha() for character in text)
     found = (name for name, pattern in _SCRIPTS if len(pattern.findall(text)) > letters // 4)
     return next(found, None) if letters else None
 
 
 def _detect_language(words: list[str]) -> str | None:
-    """Return the language of the commonest words; a draw or no evidence is ``None``."""
+    """Return the language with the most common words; ``None`` for a tie or no evidence."""
     hits: dict[str, int] = {}
     for word in words:
         for language in _WORD_LANGUAGES.get(word, ()):
@@ -192,7 +191,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def evaluate_hint(hint: Hint, features: PromptFeatures) -> bool:
-    """Evaluate a hint on the features of a prompt; an unknown feature equals nothing."""
+    """Evaluate a hint on the features of a prompt; an undetected feature equals nothing."""
     match hint:
         case Keyword(words):
             return any(contains_phrase(features.words, word) for word in words)

@@ -1,14 +1,13 @@
-"""`VectorStore`: vectors of installed experts in one folder, made by one encoder.
+"""`RoutingIndex`: the vectors of the installed experts, stored next to ``index.db``.
 
-The files can be deleted at any time and are made again when the encoder changes. Several processes
-may use one folder: readers take what was published last, writers take turns. Where nothing can be
-written, vectors are kept in memory and `notes` says so.
+The distance of an expert to a prompt is that of its closest vector (`ExpertTexts`); the rerank rows
+of its description and examples come from the same pass of the encoder. Adding an expert costs only
+the encoding of its own texts.
 
-`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
-
-An expert is as close to a prompt as the closest of its vectors (`expert_texts`); the deep rows of
-its description and examples, from the same pass of the encoder, are for the head. Adding an expert
-costs only the encoding of its own texts. See `vector_store` for the files.
+A `VectorStore` is one folder of `VectorFiles` made by one encoder. The files may be deleted at any
+time and are rebuilt when the encoder changes. Several processes may use a folder: readers see the
+last published state, writers take turns. If nothing can be written, vectors stay in memory and
+`notes` says so.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,14 +25,14 @@ from expertctl.routing.encoder import Encoder, ExpertTexts
 from expertctl.routing.reranker import (
     CALIBRATION_FILE,
     NO_EVIDENCE,
+    PRIORS,
     Calibration,
     collect_evidence,
-    find_prior,
     fit_calibration,
     read_calibration,
     write_calibration,
 )
-from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles
+from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles, describe_vector_damage
 from expertctl.routing.vector_search import (
     GRAPH_ROWS,
     VectorSearcher,
@@ -57,11 +56,11 @@ from expertctl.store.disk import disk_errors
 LOCK_FILE = "vectors.lock"
 LOCK_SECONDS = 10.0
 MAX_DEAD_SHARE = 0.3
-"""The share of rows that may belong to forgotten experts before all is written anew."""
+"""The share of rows of removed experts above which all files are rewritten."""
 
 
 class VectorStore:
-    """The owner of the files of one folder; each table that it returns is an immutable value."""
+    """Owns the files of one folder; each table it returns is immutable."""
 
     def __init__(self, folder: Path, encoder: Encoder, *, dimensions: int) -> None:
         """Remember the folder and the encoder; nothing is read yet."""
@@ -80,12 +79,12 @@ class VectorStore:
         return self._table
 
     def refresh(self) -> None:
-        """Look whether another process has published something since."""
+        """Read again if another process has published a change."""
         if self._files.has_changed():
             self._table = self.read()
 
     def read(self) -> VectorTable:
-        """Return the published table; empty where it is absent, damaged or of another encoder."""
+        """Return the published table; empty if it is absent, damaged or of another encoder."""
         table = self._files.read()
         if table is None:
             return self._build_empty()
@@ -96,7 +95,7 @@ class VectorStore:
         return self._build_empty()
 
     def append(self, added: Mapping[Digest, Vectors]) -> None:
-        """Publish these entries beside those on disk by now; keep them in memory if that fails."""
+        """Publish more entries after those now on disk; keep them in memory if that fails."""
         try:
             with self.lock_for_writing():
                 self._table = self._append_to(self.read(), added)
@@ -105,10 +104,9 @@ class VectorStore:
             self._table = self.table.add_entries(added)
 
     def remove(self, digests: Iterable[Digest]) -> bool:
-        """Forget entries; tell whether the rest was written anew because too much was dead.
+        """Remove entries; tell whether the rest was rewritten because too many rows were dead.
 
-        Raises:
-            StoreError: when the folder cannot be written.
+        Raises as `lock_for_writing`.
         """
         with self.lock_for_writing():
             table = self.read()
@@ -116,25 +114,17 @@ class VectorStore:
             return self._remove_entries(table, at[at >= 0])
 
     def replace(self, rows: Mapping[Digest, Vectors]) -> VectorTable:
-        """Keep just these entries and return them.
-
-        Raises:
-            StoreError: when the folder cannot be written.
-        """
+        """Replace all entries and return the new table; raises as `lock_for_writing`."""
         with self.lock_for_writing():
             self._table = self._files.replace(self._build_empty().add_entries(rows))
         return self._table
 
-    def check(self) -> bool:
-        """Tell whether all rows are those that were written."""
-        return self._files.check()
-
     @contextmanager
     def lock_for_writing(self) -> Iterator[None]:
-        """Keep other writers out.
+        """Lock out other writers.
 
         Raises:
-            StoreError: when the folder cannot be written, or is locked for too long.
+            StoreError: when the folder cannot be written, or stays locked for too long.
             DiskFullError: when there is no space left.
         """
         with disk_errors(self.folder / JOURNAL_FILE):
@@ -143,8 +133,8 @@ class VectorStore:
                 with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS, mode=0o600):
                     yield
             except Timeout as error:
-                message = f"{self.folder / LOCK_FILE} has been held for too long"
-                hint = "another process is writing vectors: try again when that has ended"
+                message = f"{self.folder / LOCK_FILE} has been locked for too long"
+                hint = "another process is writing vectors: try again when it has finished"
                 raise StoreError(message, hint=hint) from error
 
     def _build_empty(self) -> VectorTable:
@@ -154,13 +144,13 @@ class VectorStore:
 
     def _append_to(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
         new = table.find_missing(added)
-        if not table.generation:  # what was made so far is kept, if another encoder wrote meanwhile
+        if not table.generation:  # keep our entries if another encoder wrote meanwhile
             return self._files.replace(self.table.add_entries(new))
         self._files.update_stamp(table.stamp)
         return self._files.append(new) if new else table
 
     def _remove_entries(self, table: VectorTable, positions: Rows) -> bool:
-        """Bury entries; write all anew when too much is dead."""
+        """Mark entries as removed; rewrite everything when too many rows are dead."""
         self._table = self._files.remove(positions) if len(positions) else table
         if self._table.dead_rows <= MAX_DEAD_SHARE * len(self._table.rows):
             return False
@@ -169,31 +159,31 @@ class VectorStore:
 
 
 MAX_HITS = 64
-"""How many experts a search returns at most, unless told otherwise."""
+"""The default number of experts that a search returns."""
 BATCH = 64
-"""How many experts are encoded and published at once."""
+"""How many experts are encoded and published at a time."""
 RERANK_FOLDER = "deep"
 
 ManifestsByDigest = Mapping[Digest, Manifest]
 """Content digest → manifest."""
 
 _EncodedRows = Mapping[Digest, tuple[Vectors, Vectors]]
-"""Content digest → its rows and its deep rows."""
+"""Content digest → rows and rerank rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """How close an expert is to a prompt, and which of its vectors is closest."""
+    """How close an expert is to a prompt, and which of its rows is closest."""
 
     cosine: float
-    text: int  # see `expert_texts.described`
+    text: int  # see `encoder.describe_row`
 
 
 class RoutingIndex:
-    """The owner of the vectors in one folder."""
+    """Owns the vectors in one folder."""
 
     def __init__(self, folder: Path, encoder: Encoder) -> None:
-        """Remember where and with what; nothing is read yet."""
+        """Remember the folder and the encoder; nothing is read yet."""
         self.folder = folder
         self.encoder = encoder
         self._rows = VectorStore(folder, encoder, dimensions=encoder.dimensions)
@@ -205,7 +195,7 @@ class RoutingIndex:
         self._last: tuple[str, EncodedTexts] | None = None
 
     def add(self, experts: ManifestsByDigest) -> None:
-        """Make sure that these experts have vectors, on disk where possible."""
+        """Encode the experts that have no vectors yet, and publish them if possible."""
         if not self._find_missing(experts):
             return
         self.refresh()
@@ -216,7 +206,7 @@ class RoutingIndex:
         self._calibrate()
 
     def refresh(self) -> None:
-        """Look whether another process has published vectors since."""
+        """Read again if another process has published vectors."""
         before = self.revision
         self._rows.refresh()
         self._deep.refresh()
@@ -224,15 +214,11 @@ class RoutingIndex:
             self._calibrate()
 
     def count_missing(self, experts: ManifestsByDigest) -> int:
-        """Return how many of these experts `add` would encode, going by the last read."""
+        """Return how many of these experts `add` would encode, as of the last read."""
         return len(self._find_missing(experts))
 
     def remove(self, digests: Iterable[Digest]) -> None:
-        """Forget experts.
-
-        Raises:
-            StoreError: when the folder cannot be written.
-        """
+        """Remove experts; raises as `VectorStore.lock_for_writing`."""
         gone = list(digests)
         if not len(self.find_positions(gone)):
             return
@@ -242,10 +228,9 @@ class RoutingIndex:
         self._calibrate()
 
     def rebuild(self, experts: ManifestsByDigest) -> None:
-        """Make all vectors again, and the graph where the index is large enough for one.
+        """Make all vectors again, and the graph if it pays.
 
-        Raises:
-            StoreError: when the folder cannot be written.
+        Raises as `VectorStore.lock_for_writing`.
         """
         parts = (self._encode_experts(batch) for batch in _iter_batches(experts))
         encoded = dict(chain.from_iterable(part.items() for part in parts))
@@ -254,22 +239,22 @@ class RoutingIndex:
         self._recalibrate()
 
     def load_search_graph(self) -> None:
-        """Do now what only pays in a process that searches often: load the graph, if any."""
+        """Load the graph, if any, which pays only in a process that searches often."""
         self._searching.load(self.table)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the files: first of the rows, then of the deep rows."""
+        """Notes for the user about the files."""
         return [*dict.fromkeys([*self._rows.notes, *self._deep.notes])]
 
     @property
     def rerank_table(self) -> VectorTable:
-        """The rows that the head reads; an immutable value."""
+        """The rows that the reranker reads; immutable."""
         return self._deep.table
 
     @property
     def calibration(self) -> Calibration:
-        """How much evidence of the head is enough."""
+        """The calibration of the reranker's evidence."""
         if self._calibration is None:
             self._calibrate()
         assert self._calibration is not None, "`_calibrate` sets it"
@@ -277,35 +262,24 @@ class RoutingIndex:
 
     @property
     def table(self) -> VectorTable:
-        """The current vectors; an immutable value."""
+        """The current vectors; immutable."""
         return self._rows.table
 
     @property
     def revision(self) -> str:
-        """A text that changes when positions may mean other experts or their number changes."""
+        """A text that changes whenever positions get another meaning or their number changes."""
         table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
-    def digest_at(self, position: int) -> Digest:
-        """Return the content digest of the expert at a position."""
-        return self.table.digest_at(position)
-
     def find_positions(self, digests: Iterable[Digest]) -> Rows:
-        """Return the positions of experts; those that are not in the index are left out."""
+        """Return the positions of experts, without those that are not in the index."""
         found = self.table.find_positions(list(digests))
         return found[found >= 0]
-
-    def build_filter(self, digests: Iterable[Digest]) -> SearchFilter:
-        """Return a filter that lets these experts through; made once, used for many searches."""
-        table = self.table
-        mask = np.zeros(len(table), np.bool_)
-        mask[self.find_positions(digests)] = True
-        return SearchFilter(table, mask)
 
     def search(
         self, query: Vectors, *, count: int = MAX_HITS, allowed: SearchFilter | None = None
     ) -> SearchHits:
-        """Return the experts closest to a unit vector, at most ``count``, of those allowed.
+        """Return at most ``count`` allowed experts, those closest to a unit vector.
 
         With a graph they are the owners of the ``count`` closest rows.
         """
@@ -315,24 +289,24 @@ class RoutingIndex:
         )
 
     def measure_similarity(self, query: Vectors, experts: Rows) -> SearchHits:
-        """Return how close the experts at these positions are, even where others are closer."""
+        """Return the similarity of the experts at these positions, however far they are."""
         table = self.table
         mask = np.zeros(len(table), np.bool_)
         mask[experts] = True
         return find_nearest_exact(table, query, count=len(table), allowed=SearchFilter(table, mask))
 
     def encode_prompt(self, prompt: str) -> EncodedTexts:
-        """Return the rows of a prompt; the last one is kept, as it is routed on many bases."""
+        """Encode a prompt; the last result is cached, as one prompt is routed on many bases."""
         last = self._last  # another thread may replace it meanwhile
         if last is None or last[0] != prompt:
             last = self._last = (prompt, self.encoder.encode_for_rerank([prompt]))
         return last[1]
 
     def check_integrity(self) -> None:
-        """Check what the class promises about its state.
+        """Check the invariants of both stores.
 
         Raises:
-            StoreError: naming what does not hold.
+            StoreError: naming the first violation.
         """
         for store in (self._rows, self._deep):
             _check_store(store)
@@ -346,7 +320,7 @@ class RoutingIndex:
         return {digests[n]: experts[digests[n]] for n in np.flatnonzero(lacking)}
 
     def _encode_experts(self, experts: ManifestsByDigest) -> _EncodedRows:
-        """Encode all texts in one go, and split the rows by expert."""
+        """Encode all texts in one batch, and split the rows by expert."""
         texts = {
             digest: ExpertTexts.from_manifest(manifest) for digest, manifest in experts.items()
         }
@@ -361,7 +335,7 @@ class RoutingIndex:
         }
 
     def _build_graph(self, table: VectorTable) -> None:
-        """Build the graph of a table that is on disk, without locking out writers meanwhile."""
+        """Build the graph of a published table, without blocking writers meanwhile."""
         graph = build_graph(table) if len(table.rows) >= GRAPH_ROWS else None
         with self._rows.lock_for_writing():
             if graph is None:
@@ -371,7 +345,7 @@ class RoutingIndex:
                 self._searching.use_graph(table, graph)
 
     def _calibrate(self) -> None:
-        """Ask examples again where the number of experts has changed much since the last time."""
+        """Recalibrate if the number of experts has changed much since the last calibration."""
         path = self.folder / CALIBRATION_FILE
         before = self._calibration or read_calibration(path, encoder=self.encoder.stamp)
         if before is not None and before.is_fresh(int(self.table.alive.sum())):
@@ -380,7 +354,7 @@ class RoutingIndex:
             self._recalibrate()
 
     def _recalibrate(self) -> None:
-        prior, experts = find_prior(self.encoder.name), int(self.table.alive.sum())
+        prior, experts = PRIORS[self.encoder.name], int(self.table.alive.sum())
         found = (
             collect_evidence(self.table, self.rerank_table, self.search) if experts else NO_EVIDENCE
         )
@@ -394,13 +368,13 @@ def _check_store(store: VectorStore) -> None:
     for start in range(0, len(table.rows), 1 << 14):
         norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
         if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
-            raise StoreError(f"{where}: a row has not unit length")
+            raise StoreError(f"{where}: a row is not of unit length")
     if table.counts.sum() != len(table.rows):
         raise StoreError(f"{where}: rows without an expert")
     if table.encoder != store.encoder.digest():
         raise StoreError(f"{where}: made by another encoder")
-    if table.generation and not store.check():
-        raise StoreError(f"{where}: rows that are not those that were written")
+    if table.generation and describe_vector_damage(store.folder):
+        raise StoreError(f"{where}: rows were changed after they were written")
 
 
 def _iter_batches(experts: ManifestsByDigest) -> Iterator[ManifestsByDigest]:
@@ -410,7 +384,7 @@ def _iter_batches(experts: ManifestsByDigest) -> Iterator[ManifestsByDigest]:
 
 
 def _refresh_filter(table: VectorTable, allowed: SearchFilter | None) -> SearchFilter | None:
-    """Return the filter for this table; none where all may be found."""
+    """Return the filter for this table; None if it admits everything."""
     if allowed is not None:
         fitting = allowed.extend_to(table)
         return None if fitting.admits_all else fitting

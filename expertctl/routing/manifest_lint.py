@@ -1,20 +1,16 @@
-"""Copied texts: which examples of a manifest another package brought first.
+"""Flags for manifests that look made to mislead the router.
 
-A text is turned into numbers, its marks: one of all its words, and some of pieces of three words.
-So a copy with other words around it, or other numbers in it, is still found. Looking up marks costs
-the same however many packages there are.
+Detection is deterministic, from the manifest and from what other packages contained before. Nothing
+here rejects a package: a flag is shown to the user, and a flagged package loses ties.
 
-Oddities of one manifest: what no honest description of an expert contains.
+Copied texts are found by fingerprints: one hash of all words of a text, and hashes of some
+three-word shingles, so that copies with extra words or other numbers are still found. A lookup
+costs the same however many packages there are.
 
-Piled-up or foreign keywords, repeated examples, names of other packages, orders to the router, and
-letters that are not what they look like.
+Lint rules for a single manifest: piled-up or unrelated keywords, repeated examples, names of other
+packages, instructions to the router, and disguised letters.
 
-Suspicion: what in a manifest looks as if it were made to mislead the router.
-
-Deterministic, from the manifest and from what other packages brought before. Nothing here refuses a
-package: a flag is shown to the user, and between equals the flagged package comes second.
-
-What to do about how the router treats a package: for its publisher, and for who installs it.
+The module also has the advice on flags, for publishers and for users who install a package.
 """
 
 import re
@@ -22,7 +18,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Self
 
 from expertctl.routing.text import (
     STOP_WORDS,
@@ -30,6 +25,7 @@ from expertctl.routing.text import (
     fold_confusables,
     has_content_word,
     split_words,
+    truncate,
 )
 from expertctl.schema.manifest import Manifest
 from expertctl.store.preference import CATCH_ALL, Flag
@@ -37,23 +33,23 @@ from expertctl.store.suspicions import KnownPackages
 
 _SHINGLE_WORDS = 3
 _MAX_SHINGLES = 32
-"""How many pieces of a text are marked: those with the smallest numbers, which copies share."""
+"""How many shingles of a text are kept: those with the smallest hashes, which copies share."""
 _MIN_SHARED_SHINGLES = 0.6
 _MIN_COPIED_SHARE = 0.25
-"""The shares of pieces and of examples from which on a text and a package are copies."""
+"""The least shares of shingles and of examples at which a text and a package are copies."""
 _MIN_COPIED_TEXTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TextFingerprint:
-    """A text as numbers: one of all its words, some of pieces of it."""
+    """The hash of all words of a text, and hashes of some of its shingles."""
 
     whole: int
     shingles: frozenset[int]
 
     @classmethod
     def from_text(cls, text: str) -> "TextFingerprint":
-        """Turn a text into marks; numbers count alike, so changing them makes no other text."""
+        """Hash a text; all numbers are equal, so changing them makes no other text."""
         words = ["#" if word[0].isdigit() else word for word in split_words(fold_confusables(text))]
         spans = (words[i : i + _SHINGLE_WORDS] for i in range(len(words) - _SHINGLE_WORDS + 1))
         pieces = sorted({_hash_text(" ".join(span)) for span in spans})
@@ -61,18 +57,18 @@ class TextFingerprint:
 
     @property
     def all_hashes(self) -> frozenset[int]:
-        """All of them."""
+        """All hashes."""
         return self.shingles | {self.whole}
 
 
 def fingerprint_manifest(manifest: Manifest) -> frozenset[int]:
-    """Return the marks of the texts of a manifest."""
+    """Return the hashes of the texts of a manifest."""
     texts = [manifest.description, *manifest.routing.examples]
     return frozenset().union(*(TextFingerprint.from_text(text).all_hashes for text in texts))
 
 
 def find_copied_texts(manifest: Manifest, others: KnownPackages) -> Iterator[Flag]:
-    """Flag examples and a description that another publisher's package brought first."""
+    """Flag examples and a description that a package of another publisher contained first."""
     examples = [TextFingerprint.from_text(text) for text in manifest.routing.examples]
     description = TextFingerprint.from_text(manifest.description)
     marks = frozenset().union(description.all_hashes, *(text.all_hashes for text in examples))
@@ -87,13 +83,13 @@ def find_copied_texts(manifest: Manifest, others: KnownPackages) -> Iterator[Fla
 
 
 def _exclude_own(owners: Mapping[int, str], manifest: Manifest) -> dict[int, str]:
-    """Leave out what the same publisher brought: that is not copying."""
+    """Leave out packages of the same publisher, who may copy them."""
     own = manifest.package.namespace
     return {mark: name for mark, name in owners.items() if name.partition("/")[0] != own}
 
 
 def _find_source(text: TextFingerprint, owners: Mapping[int, str]) -> str | None:
-    """Return the package that a text was taken from."""
+    """Return the package that a text was copied from."""
     if text.whole in owners:
         return owners[text.whole]
     counts = Counter(owners[piece] for piece in text.shingles if piece in owners)
@@ -121,7 +117,6 @@ _REPEATED_TEXTS = 3
 _REPEATED_WORDS = 6
 _REPEATED_WORD_SHARE = 0.25
 _MAX_SHOWN_WORDS = 3
-_MAX_SHOWN_CHARACTERS = 60
 
 _PACKAGE = re.compile(r"(?<![\w/.-])[a-z0-9]+(?:-[a-z0-9]+)*/[a-z0-9]+(?:-[a-z0-9]+)*(?![\w/])")
 _ROUTER_INSTRUCTION = re.compile(
@@ -138,7 +133,7 @@ _ROUTER_INSTRUCTION = re.compile(
 
 
 def lint_manifest(manifest: Manifest, others: KnownPackages) -> Iterator[Flag]:
-    """Flag what is odd about a manifest by itself, and names of other packages in it."""
+    """Flag a manifest that breaks a rule, and names of other packages in it."""
     yield from _check_keyword_stuffing(manifest)
     yield from _check_foreign_names(manifest, others)
     yield from _check_repetition(manifest.routing.examples)
@@ -161,7 +156,7 @@ def _check_keyword_stuffing(manifest: Manifest) -> Iterator[Flag]:
 
 
 def _find_unrelated_keywords(manifest: Manifest) -> list[str]:
-    """Return the keywords of which no word stands in the texts of a package."""
+    """Return the keywords of which no word occurs in the other texts of a package."""
     routing = manifest.routing
     texts = [manifest.description, manifest.name, routing.task, *manifest.tags, *routing.examples]
     stems = {
@@ -220,9 +215,7 @@ def _check_router_instructions(manifest: Manifest) -> Flag | None:
     routing = manifest.routing
     for text in (manifest.description, *routing.examples, *routing.keywords):
         if match := _ROUTER_INSTRUCTION.search(fold_confusables(text)):
-            return Flag(
-                "instructs", f"it tells the router what to do: {_truncate(match.group())!r}"
-            )
+            return Flag("instructs", f"it tells the router what to do: {truncate(match.group())!r}")
     return None
 
 
@@ -230,51 +223,39 @@ def _check_confusables(manifest: Manifest) -> Flag | None:
     routing = manifest.routing
     for text in (manifest.description, *routing.examples, *routing.keywords):
         if word := find_confusable(text):
-            return Flag("disguised", f"its texts have letters in disguise: {_truncate(word)!r}")
+            return Flag("disguised", f"its texts contain disguised letters: {truncate(word)!r}")
     return None
 
 
 def _format_words(words: Sequence[str]) -> str:
     rest = f" and {len(words) - _MAX_SHOWN_WORDS} more" if len(words) > _MAX_SHOWN_WORDS else ""
-    return f"{', '.join(_truncate(word) for word in words[:_MAX_SHOWN_WORDS])}{rest}"
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
+    return f"{', '.join(truncate(word) for word in words[:_MAX_SHOWN_WORDS])}{rest}"
 
 
 RULES_VERSION = 3
-"""Raised whenever the same packages would get other flags."""
+"""Incremented whenever the same packages would get other flags."""
 
 
 def find_flags(manifest: Manifest, others: KnownPackages) -> tuple[Flag, ...]:
-    """Return what is suspicious about a manifest, given what others brought before."""
+    """Return the flags of a manifest, given the texts and names of earlier packages."""
     return (*find_copied_texts(manifest, others), *lint_manifest(manifest, others))
 
 
 @dataclass(slots=True)
 class SeenManifests:
-    """What some manifests bring, kept in memory; the first of a text owns it."""
+    """Texts and names of manifests, in memory; the first manifest with a text owns it."""
 
     fingerprints: dict[int, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_manifests(cls, manifests: Iterable[Manifest]) -> Self:
-        """Collect what these manifests bring, the earliest first."""
-        known = cls()
-        for manifest in manifests:
-            known.add(manifest)
-        return known
-
     def add(self, manifest: Manifest) -> None:
-        """Add what one more manifest brings."""
+        """Add the texts and names of one more manifest."""
         self.names |= {manifest.name: manifest.name, manifest.package.name: manifest.name}
         for mark in fingerprint_manifest(manifest):
             self.fingerprints.setdefault(mark, manifest.name)
 
     def find_owners(self, marks: Collection[int]) -> Mapping[int, str]:
-        """Return the package that brought each mark first; of new marks, nothing."""
+        """Return the package that first contained each known hash."""
         return {mark: self.fingerprints[mark] for mark in marks if mark in self.fingerprints}
 
     def find_names(self, names: Collection[str]) -> Mapping[str, str]:
@@ -288,9 +269,9 @@ _PUBLISHER_ADVICE = {
     "copied": "write texts of its own",
     "near-copy": "write examples of its own",
     CATCH_ALL: "keep to examples of one kind, and say in the description what they have in common",
-    "stuffed": "keep to a few keywords that its other texts have, too",
+    "stuffed": "use a few keywords that also occur in its other texts",
     "names-another": "leave out the names of other packages",
-    "repeated": "leave out what is repeated",
+    "repeated": "remove the repetitions",
     "instructs": "say what it does, not what the router should do",
     "disguised": "write plain letters",
 }
@@ -302,7 +283,7 @@ def describe_missing_examples(
     name_option: str,
     add: str = "build it with some (`expertctl init DIR --examples FILE`)",
 ) -> str:
-    """Say that an expert will hardly be chosen, and what helps."""
+    """Warn that an expert will hardly be chosen, and say what helps."""
     return (
         f"{ref} has no routing.examples, so hardly any prompt will be routed to it: "
         f"{add}, or name it with {name_option}"
@@ -310,7 +291,7 @@ def describe_missing_examples(
 
 
 def advise_publisher(manifest: Manifest, flags: Iterable[Flag]) -> list[str]:
-    """Return what a publisher should change before others install a package, a line each."""
+    """Return one line for each flag: what a publisher should change before publishing."""
     return [
         f"{manifest.name} will be flagged where others install it ({flag.code}): {flag.sentence}; "
         f"{_PUBLISHER_ADVICE[flag.code]}"
@@ -319,11 +300,11 @@ def advise_publisher(manifest: Manifest, flags: Iterable[Flag]) -> list[str]:
 
 
 def describe_flag_effects(flags: Iterable[Flag], name_option: str) -> str:
-    """Say what the router does with a flagged package of somebody else, and how to use it."""
+    """Say how the router treats a flagged package of another publisher, and how to use it."""
     codes = {flag.code for flag in flags}
     does = "it loses ties"
     if codes & COPY_FLAGS:
         does = "it does not answer where that package does"
     elif CATCH_ALL in codes:
-        does = "it is asked last, until its publisher gives narrower examples"
+        does = "it is considered last until its publisher narrows its examples"
     return f"{does}; {name_option} uses it"

@@ -1,15 +1,13 @@
-"""The BERT encoder as plain numpy: embeddings, self-attention, feed-forward, layer norm.
+"""all-MiniLM-L6-v2 in numpy: a BERT encoder, mean pooling, unit length.
+
+The weights are mapped from their safetensors file and copied only if they are not float32, so
+opening takes milliseconds. The result equals the reference within 1e-4. Any BERT encoder with mean
+pooling in the same files works: the setting ``encoder`` may name its directory.
 
 Shapes: h hidden, n heads of d, c texts of one length, t tokens of a text, w tokens of all texts,
-side by side. A token is a column: the weights as they lie in the file, [out, in], times [in, w]
-take half the time of the usual product with rows of tokens. Texts need no padding, as only
-attention tells them apart; the few columns that pad w to a multiple of `COLUMNS` belong to no text.
-
-all-MiniLM-L6-v2 in numpy: a BERT encoder, mean pooling, unit length.
-
-The weights are mapped from their safetensors file as they are, and copied only when they are not
-float32, so opening takes milliseconds. Equal to the reference within 1e-4. Any BERT encoder with
-mean pooling in the same files works: the setting ``encoder`` may name a directory of one.
+concatenated. A token is a column: the weights as stored in the file, [out, in], times [in, w] take
+half the time of the usual product with rows of tokens. Texts need no padding, as only attention
+separates them; the few columns that pad w to a multiple of `COLUMN_ALIGNMENT` belong to no text.
 """
 
 import math
@@ -41,22 +39,22 @@ _LIMITS = {
     "vocab_size": 1_000_000,
 }
 COLUMN_ALIGNMENT = 16
-"""Tokens are computed in multiples of this: what a 512-bit vector unit takes at a time."""
+"""The number of tokens is padded to a multiple of this, the width of a 512-bit vector unit."""
 
 _GELU = (-1.5956551533, -0.0729398634, 2.509523236e-4, 6.093441144e-5, -2.225264237e-6)
-"""p of gelu(x) = x / (1 + exp(x · p(x²))), lowest power first; fitted for the least error, 4e-6."""
+"""p of gelu(x) = x / (1 + exp(x · p(x²))), lowest power first; minimax fit, error 4e-6."""
 _FEW_COLUMNS = 128
 _CACHE_BLOCK = 1 << 18
-"""How many weights are brought into the cache at a time, before few columns are multiplied."""
+"""How many weights are brought into the cache at a time when there are few columns."""
 _CACHE_LINE = 16
 
 _GELU_BLOCK = 1 << 16
-"""How many numbers pass through gelu at a time, so that they stay in the cache."""
+"""How many numbers are processed at a time by gelu, so that they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """What the forward pass needs of ``config.json``."""
+    """The fields of ``config.json`` that the forward pass needs."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -68,10 +66,10 @@ class BertConfig:
 
 
 def parse_bert_config(document: JsonObject, *, what: str) -> BertConfig:
-    """Read ``config.json``.
+    """Parse ``config.json``.
 
     Raises:
-        InvalidPackageError: when it is not a BERT that is computed here.
+        InvalidPackageError: when it is not a supported BERT.
     """
     problems = [
         f"{name}: a whole number from 1 to {limit} was expected"
@@ -116,7 +114,7 @@ def list_weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _LengthGroup:
-    """Texts of one length whose tokens lie side by side."""
+    """Consecutive texts of one length."""
 
     start: int
     texts: int
@@ -131,14 +129,14 @@ class _LengthGroup:
 
 @dataclass(frozen=True, slots=True)
 class PooledLayers:
-    """Three views of texts [texts, h], each the mean over all tokens of a text."""
+    """Three poolings of texts [texts, h], each the mean over all tokens of a text."""
 
     embedded: Floats
-    """What enters the first layer."""
+    """The input of the first layer."""
     context: Floats
-    """What the attention of the last layer but one gathers, its heads side by side."""
+    """The attention output of the second to last layer, heads concatenated."""
     last: Floats
-    """What leaves the last layer."""
+    """The output of the last layer."""
 
 
 class Bert:
@@ -150,7 +148,7 @@ class Bert:
         self.weights = weights
 
     def pool_layers(self, texts: Sequence[Sequence[int]]) -> PooledLayers:
-        """Run the model over texts given as token ids; fastest when they are sorted by length."""
+        """Run the model over texts given as token ids; fastest when sorted by length."""
         lengths = np.array([len(text) for text in texts])
         runs = _group_by_length(lengths.tolist())
         x = self._embed(texts, width=-int(lengths.sum()) // COLUMN_ALIGNMENT * -COLUMN_ALIGNMENT)
@@ -164,7 +162,7 @@ class Bert:
         return PooledLayers(embedded, context, _mean_pool(x, lengths))
 
     def _embed(self, texts: Sequence[Sequence[int]], *, width: int) -> Floats:
-        """Return what enters the first layer [h, w]; columns of no text are those of token 0."""
+        """Return the input of the first layer [h, w]; padding columns are those of token 0."""
         ids, places = np.zeros(width, np.int64), np.zeros(width, np.int64)
         used = sum(map(len, texts))
         ids[:used] = np.concatenate([np.asarray(text, np.int64) for text in texts])
@@ -175,7 +173,7 @@ class Bert:
         return self._layer_norm("embeddings.LayerNorm", np.ascontiguousarray(x.T))
 
     def _run_layer(self, prefix: str, x: Floats, mixed: Floats) -> Floats:
-        """Return what leaves a layer, given what its attention mixed."""
+        """Return the output of a layer, given the output of its attention."""
         attended = self._linear(f"{prefix}.attention.output.dense", mixed)
         attended += x
         x = self._layer_norm(f"{prefix}.attention.output.LayerNorm", attended)
@@ -186,10 +184,10 @@ class Bert:
         return self._layer_norm(f"{prefix}.output.LayerNorm", result)
 
     def _attend(self, prefix: str, x: Floats, runs: Sequence[_LengthGroup]) -> Floats:
-        """Return the values, mixed within each text [h, w].
+        """Return the attention-weighted values within each text [h, w].
 
-        The bias of the keys adds the same to all scores of a query, so it would change nothing;
-        that of the values is added once, as their shares have the sum 1.
+        The bias of the keys adds a constant to all scores of a query and cancels in the softmax;
+        that of the values is added once, as the attention weights sum to 1.
         """
         heads = self.config.num_attention_heads
         q = self._linear(f"{prefix}.attention.self.query", x)
@@ -212,7 +210,7 @@ class Bert:
         return result
 
     def _layer_norm(self, name: str, x: Floats) -> Floats:
-        """Bring each column to mean 0 and variance 1, then scale and shift, in place."""
+        """Normalise each column to mean 0 and variance 1, then scale and shift, in place."""
         average = np.full(len(x), 1 / len(x), np.float32)
         x -= average @ x
         deviation = average @ (x * x)
@@ -224,10 +222,10 @@ class Bert:
 
 
 def multiply_blocked(weight: Floats, x: Floats) -> Floats:
-    """Return the matrix product; with few columns, weights are brought into the cache before.
+    """Return the matrix product; with few columns, weights are prefetched into the cache.
 
-    The weights of a model do not fit the cache, and a product that must wait for each part of them
-    takes up to a third longer than reading one number of each cache line first, all at full speed.
+    The weights do not fit the cache, and a product that waits for each part of them takes up to a
+    third longer than first reading one number of each cache line at full speed.
     """
     if x.shape[1] > _FEW_COLUMNS:
         return weight @ x
@@ -241,9 +239,9 @@ def multiply_blocked(weight: Floats, x: Floats) -> Floats:
 
 
 def exponentiate(x: Floats) -> Floats:
-    """Exponentiate in place, so that the largest of each column is 1; return the sums.
+    """Exponentiate in place, shifted so that the maximum of each column is 1; return the sums.
 
-    Divided by these sums [..., 1, columns] they are the softmax of each column.
+    Divided by these sums [..., 1, columns] the columns are a softmax.
     """
     x -= x.max(-2, keepdims=True)
     np.exp(x, out=x)
@@ -252,10 +250,10 @@ def exponentiate(x: Floats) -> Floats:
 
 
 def apply_gelu(x: Floats) -> None:
-    """Apply the exact (erf) GELU within 4e-6, in place, to numbers that lie side by side."""
+    """Apply the exact (erf) GELU within 4e-6, in place, to a contiguous array."""
     flat = x.reshape(-1)
     squares, powers = np.empty((2, min(_GELU_BLOCK, len(flat))), np.float32)
-    with np.errstate(over="ignore"):  # x / (1 + ∞) is the 0 that is meant
+    with np.errstate(over="ignore"):  # x / (1 + ∞) is correctly 0
         for start in range(0, len(flat), _GELU_BLOCK):
             block = flat[start : start + _GELU_BLOCK]
             _gelu_block(block, squares[: len(block)], powers[: len(block)])
@@ -285,7 +283,7 @@ def _group_by_length(lengths: Sequence[int]) -> list[_LengthGroup]:
 
 
 def _mean_pool(x: Floats, lengths: npt.NDArray[np.int64]) -> Floats:
-    """Return the mean of the columns of each text, as rows."""
+    """Return the mean of the columns of each text [texts, h]."""
     starts = np.cumsum(lengths) - lengths
     means: Floats = np.add.reduceat(x[:, : lengths.sum()], starts, axis=1)  # [h, texts]
     means /= lengths.astype(np.float32)
@@ -301,13 +299,13 @@ def _norm_shapes(name: str, size: int) -> dict[str, tuple[int, ...]]:
 
 
 MAX_TOKENS = 256
-"""Where the model was trained to stop; the rest of a text is not seen."""
+"""The length the model was trained for; longer texts are truncated."""
 
 RERANK_PARTS = 3
-"""A deep row is made of the row itself, of the context gathered before, and of the bare tokens."""
+"""A rerank row consists of the row, of an attention output, and of the token embeddings."""
 
 VERSION = 4
-"""Raised whenever the same weights give other rows or deep rows, so that all are made again."""
+"""Incremented whenever the same weights give other rows, so that stored vectors are rebuilt."""
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 FILES = (CONFIG, TOKENIZER, WEIGHTS)
@@ -322,7 +320,7 @@ class MiniLmEncoder:
     name = "minilm"
 
     def __init__(self, directory: Path, bert: Bert, tokenizer: Tokenizer) -> None:
-        """Keep the parts; `open_minilm` makes them."""
+        """Keep the parts; `open_minilm` creates them."""
         self.directory = directory
         self._bert = bert
         self._tokenizer = tokenizer
@@ -334,17 +332,17 @@ class MiniLmEncoder:
 
     @property
     def stamp(self) -> str:
-        """Path, size and time of the files."""
+        """Path, size and modification time of the files."""
         return stamp_model(self.directory)
 
     @property
     def rerank_dimensions(self) -> int:
-        """The length of a deep row: a vector for each of its parts."""
+        """The length of a rerank row: one vector for each of its parts."""
         return RERANK_PARTS * self.dimensions
 
     @property
     def token_embeddings(self) -> Floats:
-        """The vector of each token, before any of the layers."""
+        """The embedding of each token [tokens, h]."""
         return self._bert.weights["embeddings.word_embeddings.weight"]
 
     def digest(self) -> Digest:
@@ -357,7 +355,7 @@ class MiniLmEncoder:
         return self.encode_for_rerank(texts).rows
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return rows and deep rows; texts of similar length are computed together."""
+        """Return rows and rerank rows; texts of similar length are computed together."""
         encodings = self._tokenizer.encode_batch_fast([text[:MAX_CHARACTERS] for text in texts])
         tokens = [encoding.ids for encoding in encodings]
         rows = np.zeros((len(tokens), self.dimensions), np.float32)
@@ -371,12 +369,12 @@ class MiniLmEncoder:
         return EncodedTexts(rows, deep)
 
     def calibrate(self, cosines: Vectors) -> Vectors:
-        """Return them as they are: the thresholds were made for this model."""
+        """Return them unchanged: the thresholds were made for this model."""
         return cosines
 
 
 def _batch_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Put texts, the shortest first, in batches of about `_BATCH_TOKENS` tokens."""
+    """Yield batches of text indices of about `_BATCH_TOKENS` tokens, the shortest texts first."""
     batch: list[int] = []
     width = 0
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -390,7 +388,7 @@ def _batch_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _concatenate_unit(parts: Sequence[Vectors]) -> Vectors:
-    """Return the parts side by side, as unit rows in which each has the same share."""
+    """Concatenate parts to unit rows in which all parts have the same norm."""
     joined = np.concatenate(parts, axis=1)
     joined /= np.float32(math.sqrt(len(parts)))
     return joined
@@ -406,7 +404,7 @@ def open_minilm(directory: Path) -> MiniLmEncoder:
     """Open the model in a directory with `FILES`.
 
     Raises:
-        InvalidPackageError: when the files are not a BERT encoder that can be read.
+        InvalidPackageError: when the files are not a readable BERT encoder.
     """
     what = f"encoder {directory}"
     data = (directory / CONFIG).read_bytes()
@@ -426,7 +424,7 @@ def open_minilm(directory: Path) -> MiniLmEncoder:
 
 
 def stamp_model(directory: Path) -> str:
-    """Return what tells the files of a model from others without reading them."""
+    """Return an identifier of the files of a model that does not require reading them."""
     stats = [(directory / name).stat() for name in FILES]
     marks = [[str(s.st_size), str(s.st_mtime_ns), str(s.st_ino)] for s in stats]
     return str(Digest.compute(encode_canonical([str(directory.resolve()), marks])))

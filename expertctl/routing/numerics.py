@@ -1,4 +1,4 @@
-"""What the numbers of a base depend on, and whether a saved plan still means the same."""
+"""The numeric settings of a base, and whether a saved plan still gives the same numbers."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,6 @@ from expertctl.routing.plan import (
     compute_plan_identity,
 )
 from expertctl.routing.request import (
-    DEFAULT_SKIP_CAP,
     AdapterDtype,
     DeviceName,
     Dtype,
@@ -32,39 +31,30 @@ from expertctl.routing.request import (
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
-"""A base of fewer bytes gives many tokens before numba, which kernels need, is imported."""
+"""Below this size, a base generates many tokens before numba, which kernels need, is imported."""
 _FLOAT_BYTES = 4
 _COMPAT_PACKAGES = ("transformers", "peft")
 
 
-def build_numeric_settings(
-    base: StoredBase,
-    *,
-    dtype: Dtype | None,
-    adapter_dtype: AdapterDtype,
-    engine: EngineName = "native",
-    deterministic: bool = False,
-    device: DeviceName = "cpu",
-    moe_miss: MoeMiss = "exact",
-    moe_skip_cap: float = DEFAULT_SKIP_CAP,
-) -> NumericSettings:
-    """Return the numeric settings of a base run in one dtype by one engine on one device.
+def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
+    """Return the numeric settings of a request on a base.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
         InvalidPackageError: when its configuration is malformed.
         NotFoundError: when the libraries of the engine are not installed.
     """
+    engine = request.engine
     _check_engine(base, engine)
-    cap = moe_skip_cap if moe_miss == "skip" else None
+    cap = request.moe_skip_cap if request.moe_miss == "skip" else None
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
         rope={} if base.foreign else read_model_config(base.path).rope.to_json(),
-        dtype=choose_dtype(base, dtype, engine=engine),
-        adapter_dtype=adapter_dtype,
-        engine=_native_version(deterministic, device, cap)
+        dtype=choose_dtype(base, request.dtype, engine=engine),
+        adapter_dtype=request.adapter_dtype,
+        engine=_native_version(request.deterministic, request.device, cap)
         if engine == "native"
         else describe_compat_version(),
     )
@@ -73,13 +63,11 @@ def build_numeric_settings(
 def choose_dtype(
     base: StoredBase, requested: Dtype | None, *, engine: EngineName = "native"
 ) -> Dtype:
-    """Return the dtype that base weights are held in: the one asked for, else float32 or bf16.
+    """Return the dtype of the base weights in memory: as requested, else float32 or bf16.
 
-    It is bf16 where a base that is not small is stored in it. A small one is exact and fast in
-    float32, and bfloat16 would round one that is stored in float16.
-
-    Raises:
-        InvalidPackageError: when its configuration is malformed.
+    The default is bf16 for a base of at least `SMALL_BASE` that is stored in it. Small ones are
+    exact and fast in float32, and bfloat16 would round weights stored in float16. Raises as
+    `read_model_config`.
     """
     if requested is not None or engine == "transformers":
         return requested or "float32"
@@ -90,7 +78,7 @@ def choose_dtype(
 
 
 def find_context_length(base: StoredBase, *, engine: EngineName) -> int:
-    """Return how many tokens a base can read, the answer included.
+    """Return the context length of a base in tokens, including the answer.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
@@ -101,7 +89,7 @@ def find_context_length(base: StoredBase, *, engine: EngineName) -> int:
 
 
 def describe_compat_version() -> str:
-    """Return what ``--engine transformers`` computes with, such as ``transformers 5.1, peft 0.19``.
+    """Return the versions that ``--engine transformers`` uses: ``transformers 5.1, peft 0.19``.
 
     Raises:
         NotFoundError: when it is not installed.
@@ -116,7 +104,7 @@ def describe_compat_version() -> str:
 
 
 def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
-    """Return the dtypes of the matrices of a base; none where opening it will say what is wrong."""
+    """Return the dtypes of the matrices of a base; empty if it cannot be read."""
     try:
         tensors = read_base_tensors(base.path, config).values()
     except ExpertError:
@@ -125,9 +113,9 @@ def _read_matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
 
 
 def _native_version(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
-    """Return the version of our own engine, with what else its numbers depend on.
+    """Return the version of our engine, with whatever else its numbers depend on.
 
-    Texts kept under one cap on what may be skipped cannot be reused under another.
+    KV blocks computed under one skip cap cannot be reused under another.
     """
     besides = [
         *([device] if device != "cpu" else ()),
@@ -148,10 +136,10 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
 def check_identity(
     plan: Plan, identity: Digest, *, base: StoredBase, request: RouteRequest
 ) -> None:
-    """Check that a saved plan still gives the same numbers: that its identity is unchanged.
+    """Check that a saved plan still gives the same numbers, that is, the same identity.
 
     Raises:
-        IncompatibleError: when its identity is another one; it says why, as far as that shows.
+        IncompatibleError: when the identity differs; says why, as far as that is known.
     """
     if identity == plan.identity:
         return
@@ -175,36 +163,18 @@ def check_identity(
 
 
 def _find_matching_options(plan: Plan, base: StoredBase, request: RouteRequest) -> list[str]:
-    """Return the options with which a plan has its identity: the fewest that differ; or none."""
+    """Return the fewest options that reproduce a plan's identity; empty if none do."""
     experts = [(expert.content_digest, expert.weight) for expert in plan.experts]
     found = list[list[str]]()
     for other in _iter_variations(request):
-        with suppress(ExpertError):  # such as an engine that does not run this base
+        with suppress(ExpertError):  # for example an engine that cannot run this base
             if compute_plan_identity(build_request_settings(other, base), experts) == plan.identity:
                 found.append(_list_differing_options(other, request, base))
     return min(found, key=len, default=[])
 
 
-def build_request_settings(request: RouteRequest, base: StoredBase) -> NumericSettings:
-    """Return the numeric settings that a request leads to on a base.
-
-    Raises:
-        ExpertError: as `build_numeric_settings`.
-    """
-    return build_numeric_settings(
-        base,
-        dtype=request.dtype,
-        adapter_dtype=request.adapter_dtype,
-        engine=request.engine,
-        deterministic=request.deterministic,
-        device=request.device,
-        moe_miss=request.moe_miss,
-        moe_skip_cap=request.moe_skip_cap,
-    )
-
-
 def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
-    """Yield a request with all settings that its numbers depend on; of caps, its own only."""
+    """Yield the request with every combination of numeric options, but only its own skip cap."""
     for dtype, adapter_dtype, engine, deterministic, device, moe_miss in product(
         get_args(Dtype),
         get_args(AdapterDtype),
@@ -227,7 +197,7 @@ def _iter_variations(request: RouteRequest) -> Iterator[RouteRequest]:
 def _list_differing_options(
     other: RouteRequest, request: RouteRequest, base: StoredBase
 ) -> list[str]:
-    """Return the options of another request that give other numbers than those of this one."""
+    """Return the options of ``other`` whose numbers differ from those of ``request``."""
     dtype = build_request_settings(request, base).dtype
     deterministic = "--deterministic" if other.deterministic else "--no-deterministic"
     return [
@@ -242,20 +212,20 @@ def _list_differing_options(
 
 
 def compare_experts(saved: PlannedExpert, current: PlannedExpert) -> list[str]:
-    """Return what the user should know of an expert of a saved plan whose content is the same.
+    """Return warnings about an expert of a saved plan whose content is unchanged.
 
     Raises:
-        IncompatibleError: when its name or kind is not what that content says.
+        IncompatibleError: when its name or kind does not match that content.
     """
     if (saved.ref, saved.kind) != (current.ref, current.kind):
         raise IncompatibleError(
-            f"the plan says {saved.ref}, {saved.kind}, of what is {current.ref}, {current.kind}: "
-            "it was edited",
+            f"the plan says {saved.ref} ({saved.kind}), but this is {current.ref} "
+            f"({current.kind}): it was edited",
             hint="route the prompt again",
         )
     if saved.package_digest == current.package_digest:
         return []
     return [
-        f"{current.ref} was signed anew since the plan was saved: the same content, but its package is "
-        f"{current.package_digest} instead of {saved.package_digest}"
+        f"{current.ref} was signed again after the plan was saved: the same content, but its "
+        f"package is {current.package_digest} instead of {saved.package_digest}"
     ]

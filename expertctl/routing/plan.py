@@ -1,13 +1,12 @@
 """The plan: which experts answer one prompt, in which order, with which weights and settings.
 
-Its identity (design decision 11) is the digest of everything that the numbers depend on, and of
-nothing else: never a name, a path or a sampling setting. It keys compiled weights and KV reuse.
+The identity of a plan (design decision 11) is the digest of everything that the numbers depend on
+and of nothing else: never a name, a path or a sampling setting. It is the key of compiled weights
+and of reusable KV blocks.
 
-Reading a saved plan: the document of ``route --json`` or of ``run --json``, from anywhere.
-
-A plan file is untrusted: it is checked against ``schemas/route.schema.json``, and what it names is
-looked up by digest again before anything is loaded. Of the rest only ``threads`` is read, because
-the last bits of the numbers depend on it.
+A saved plan is the document of ``route --json`` or ``run --json``, and untrusted: it is checked
+against ``schemas/route.schema.json``, and its experts are looked up by digest before anything is
+loaded. Besides the plan only ``threads`` is read: the last bits of the numbers depend on it.
 """
 
 from collections.abc import Iterable
@@ -24,14 +23,14 @@ from expertctl.schema.strict_json import JsonObject, JsonValue, encode_canonical
 from expertctl.schema.validation import convert_document, find_problems
 
 NUMERIC_VERSION = 4
-"""Raised whenever the engine's numbers change, so that nothing computed before is reused."""
+"""Incremented whenever the engine's numbers change, so that no earlier result is reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn; 0 switches ``top_k``, ``min_p`` and the additive penalties off.
+    """Sampling settings; 0 disables ``top_k``, ``min_p`` and the additive penalties.
 
-    ``repetition_penalty`` 1 is off; it looks at the last tokens of the answer only.
+    ``repetition_penalty`` 1 disables it; it applies to the last generated tokens only.
     """
 
     temperature: float = 0.6
@@ -46,11 +45,11 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     def to_greedy(self) -> Self:
-        """Return the same limits with the likeliest token always taken, every penalty neutral."""
+        """Return a greedy copy: temperature 0, all penalties neutral, the same limits."""
         return replace(
             self,
             temperature=0.0,
@@ -69,19 +68,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PlannedExpert:
-    """One expert of a plan and why it is there."""
+    """One expert of a plan and the reason why it was chosen."""
 
     ref: str
     content_digest: Digest
     package_digest: Digest
     kind: str
-    """`Manifest.kind`: its adapters' kinds in order, joined by ``+``."""
+    """`Manifest.kind`: the kinds of its adapters in order, joined by ``+``."""
     score: float
     weight: float
     reason: str
 
     def to_json(self) -> JsonObject:
-        """Return the entry of ``experts`` in a plan document."""
+        """Return its entry of ``experts`` in a plan document."""
         return {
             "ref": self.ref,
             "content_digest": str(self.content_digest),
@@ -95,7 +94,7 @@ class PlannedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Experts in order on one base; no experts means that the base answers alone."""
+    """Experts in order on one base; without experts the base answers alone."""
 
     identity: Digest
     seed: int
@@ -117,11 +116,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericSettings:
-    """What the numbers depend on besides the experts.
+    """Everything that the numbers depend on except the experts.
 
-    ``rope`` is `expertctl.package.attention_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
-    quantisation; ``engine`` is `NUMERIC_VERSION`, with what else decides which of our decoders
-    runs, or the names and versions of other libraries.
+    ``rope`` is `expertctl.package.attention_config.RopeConfig` as JSON; ``dtype`` is that of the
+    base or its quantisation; ``engine`` is `NUMERIC_VERSION` with whatever else selects one of our
+    decoders, or the names and versions of other libraries.
     """
 
     arch: Digest
@@ -137,7 +136,7 @@ class NumericSettings:
 def compute_plan_identity(
     settings: NumericSettings, experts: Iterable[tuple[Digest, float]] = ()
 ) -> Digest:
-    """Return the identity of a plan: ordered (content digest, weight) under numeric settings."""
+    """Return the identity of a plan: ordered (content digest, weight) pairs and the settings."""
     ordered: list[JsonValue] = [[str(digest), weight] for digest, weight in experts]
     return Digest.compute(
         encode_canonical(
@@ -163,7 +162,7 @@ _SAVE_HINT = "save one with `expertctl route --json PROMPT > plan.json`"
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A plan from a document, and how many threads its run had, where a run wrote it."""
+    """A plan read from a document, and the thread count if a run wrote the document."""
 
     plan: Plan
     threads: int | None = None
@@ -171,8 +170,6 @@ class SavedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertDocument:
-    """An entry of ``experts`` as it is spelled in JSON."""
-
     ref: str
     content_digest: str
     package_digest: str
@@ -184,8 +181,6 @@ class _ExpertDocument:
 
 @dataclass(frozen=True, slots=True)
 class _PlanDocument:
-    """The ``plan`` object as it is spelled in JSON."""
-
     identity: str
     seed: int
     base: str
@@ -194,12 +189,7 @@ class _PlanDocument:
 
 
 def read_plan(path: Path) -> SavedPlan:
-    """Read the plan in a file.
-
-    Raises:
-        NotFoundError: when the file cannot be read.
-        InvalidPackageError: with every problem of the document, or when it is no regular file.
-    """
+    """Read the plan in a file; raises as `parse_plan`, and NotFoundError for an unreadable file."""
     try:
         with open_regular_file(path) as stream:
             data = stream.read(MAX_PLAN_BYTES + 1)
@@ -213,7 +203,7 @@ def read_plan(path: Path) -> SavedPlan:
 
 
 def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
-    """Read the plan in the bytes of a ``route --json`` or ``run --json`` document.
+    """Read the plan in a ``route --json`` or ``run --json`` document.
 
     Raises:
         InvalidPackageError: with every problem of the document.
@@ -239,7 +229,7 @@ def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
 
 
 def _is_thread_count(value: JsonValue) -> bool:
-    """Tell whether a value is a number of threads; ``true`` is not."""
+    """Tell whether a value is a valid thread count; ``true`` is not."""
     return type(value) is int and 1 <= value <= _MAX_THREADS
 
 

@@ -1,12 +1,11 @@
-"""`Planner`: what one home offers to a prompt, and the base on which it is answered.
+"""`Planner`: plans prompts with the experts and bases of one home.
 
-The router works on values; here they are read: installed experts with their manifests, revoked
-keys, usage, and the known bases. Nothing is loaded into the engine.
+The router works on values; the planner reads them: installed experts with their manifests, revoked
+keys, usage statistics and the known bases. Nothing is loaded into the engine.
 
-Fewer experts: leaving out of a plan what does not fit into memory, the lowest score first.
-
-The expert with the lowest score is dropped (among equals the later one), together with what
-requires it and what is then required no more. The rest keeps its order; its plan is made anew.
+`drop_lowest_scoring` shrinks a plan that does not fit into memory: it drops the expert with the
+lowest score (the later one of equals) with its dependents and with requirements that are no longer
+needed. The others keep their order, and the plan is rebuilt.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +16,17 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError, DigestError, ExpertError, NotFoundError, UsageError
 from expertctl.messages import Notify, ignore_notification
-from expertctl.package.adapter import AdapterSpec
 from expertctl.reference import Reference
 from expertctl.routing.base_choice import BaseSelector, collect_hidden_sizes, explain_mismatch
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts, collect_warnings
+from expertctl.routing.decision import collect_warnings
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import check_identity, compare_experts
 from expertctl.routing.plan import Plan, PlannedExpert
 from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.router import RoutingResult, build_plan, find_eligible_experts, route_prompt
+from expertctl.routing.router import RoutingResult, build_plan, route_prompt
 from expertctl.routing.sampling_presets import complete_overrides
 from expertctl.routing.selection import SelectedExpert, find_requirements
 from expertctl.schema.strict_json import JsonObject
@@ -47,12 +46,12 @@ from expertctl.trust.trust_store import TrustStore
 EligibilityFunction = Callable[
     [RouteRequest, StoredBase, Sequence[InstalledExpert]], EligibleExperts
 ]
-"""Works out which of some experts may answer such requests on a base."""
+"""Returns which of these experts may answer requests like this one on a base."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """A routed prompt: the plan and why, its base, its experts in plan order."""
+    """A routed prompt: the result, the base, and the experts in plan order."""
 
     result: RoutingResult
     base: StoredBase
@@ -60,7 +59,7 @@ class PlannedPrompt:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know of the home and of the plan."""
+        """Warnings about the home and the plan."""
         return self.result.warnings
 
 
@@ -72,18 +71,18 @@ class Inventory:
     unreadable: tuple[tuple[StoredExpert, ExpertError], ...]
     damaged: tuple[DamagedRef, ...]
     problems: tuple[str, ...] = ()
-    """Why a lock file or a list was ignored."""
+    """Lock files and lists that were ignored, and why."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is left out of every plan, and why."""
+        """What no plan can use, and why."""
         damaged = (ref.warning for ref in self.damaged)
         return (*damaged, *(_describe_broken(*pair) for pair in self.unreadable), *self.problems)
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Everything of a home that a plan depends on."""
+    """Everything in a home that a plan depends on."""
 
     store: Store
     bases: BaseStore
@@ -92,25 +91,25 @@ class Planner:
     index: RoutingIndex
     home: Home
     notify: Notify = ignore_notification
-    """Called with what the user should know while waiting."""
+    """Called with messages for a user who waits."""
     preferred_base: str | None = None
     """The setting ``base``."""
     folder: Path | None = None
-    """The folder whose project says which installed versions are meant; None: none does."""
+    """The folder of the project that pins installed versions; None: no project."""
 
     @property
     def base_selector(self) -> BaseSelector:
-        """What decides which base answers."""
+        """The rules for choosing a base."""
         return BaseSelector(self.bases, self.preferred_base)
 
     @classmethod
     def open(
         cls, settings: Settings, *, notify: Notify = ignore_notification, folder: Path | None = None
     ) -> Self:
-        """Name the parts of a home; only the encoder's files are read now.
+        """Create the planner of a home; only the encoder's files are read.
 
         Raises:
-            NotFoundError: when the encoder that was asked for is not there.
+            NotFoundError: when the requested encoder is not available.
         """
         home = settings.home
         return cls(
@@ -132,9 +131,9 @@ class Planner:
         base: str | None = None,
         files: Sequence[InstalledExpert] = (),
     ) -> PlannedPrompt:
-        """Plan one prompt on the base that is named, else on the one that `BaseSelector` says.
+        """Plan one prompt on the named base, or on the one that `BaseSelector` chooses.
 
-        ``files`` are experts that are not installed but may be named by their digest.
+        ``files`` are experts that are not installed but may be named by digest.
 
         Raises:
             UsageError: when the request itself is wrong.
@@ -142,9 +141,9 @@ class Planner:
             DigestError: when a forced expert was changed in the store.
             IncompatibleError: when forced experts do not fit the base or each other.
             RevokedError: when the key of a forced expert was revoked.
-            BaseMismatchError: when the base cannot be read as it is not what was added.
+            BaseMismatchError: when the base changed since it was added.
         """
-        return self._plan_on_best_base(request, self.read_inventory(), base=base, files=files)
+        return self.plan_with_inventory(self.read_inventory(), request, base=base, files=files)
 
     def plan_with_inventory(
         self,
@@ -155,67 +154,45 @@ class Planner:
         files: Sequence[InstalledExpert] = (),
         eligibility: EligibilityFunction | None = None,
     ) -> PlannedPrompt:
-        """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
-        return self._plan_on_best_base(
-            request, inventory, base=base, files=files, eligibility=eligibility
-        )
-
-    def _plan_on_best_base(
-        self,
-        request: RouteRequest,
-        inventory: Inventory,
-        *,
-        base: str | None,
-        files: Sequence[InstalledExpert] = (),
-        eligibility: EligibilityFunction | None = None,
-    ) -> PlannedPrompt:
+        """Plan a prompt with an inventory that was read before; raises as `plan`."""
         self._require_readable(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
-        experts = list(known.values())
+        experts, find = list(known.values()), eligibility or self.find_eligible
+        bases = self.base_selector.select_bases(request, experts, base_name=base)
         routed = [
-            (
-                self._route_on_base(
-                    request,
-                    candidate,
-                    experts,
-                    eligibility or self.find_eligible,
-                    is_base_named=bool(base),
-                ),
-                candidate,
-            )
-            for candidate in self.base_selector.select_bases(request, experts, base_name=base)
+            (self._route_on_base(request, each, experts, find, is_base_named=bool(base)), each)
+            for each in bases
         ]
         result, chosen = max(routed, key=lambda pair: _find_best_score(pair[0]))
-        by_digest = {expert.digest: expert for expert in experts}
         return PlannedPrompt(
             result=replace(result, warnings=(*inventory.warnings, *result.warnings)),
             base=chosen,
-            experts=tuple(by_digest[e.content_digest] for e in result.plan.experts),
+            experts=tuple(known[e.content_digest] for e in result.plan.experts),
         )
 
     def replay(
         self, saved: Plan, request: RouteRequest, *, base: str | None = None
     ) -> PlannedPrompt:
-        """Plan one prompt with the experts of a saved plan, found by their digests.
+        """Plan one prompt with the experts of a saved plan, found by digest.
 
-        Its seed and settings count where the request says nothing. An expert that was signed anew
-        is named in ``warnings``. Raises as `plan` does, and:
+        Its seed and settings are the defaults of the request. An expert that was signed again is
+        named in ``warnings``. Raises as `plan` does, and:
 
         Raises:
-            UsageError: when the request names experts, or forbids them.
-            DigestError: when an expert has another content now.
-            IncompatibleError: when the numbers would not be those of the saved plan.
+            UsageError: when the request forces experts or has ``base_alone``.
+            DigestError: when the content of an expert has changed.
+            IncompatibleError: when the numbers would differ from those of the saved plan.
         """
         if request.force or request.base_alone:
             raise UsageError(
-                "a saved plan says already which experts answer",
+                "a saved plan already determines which experts answer",
                 hint="leave out --expert and --no-experts, or --plan",
             )
         inventory, wanted = self.read_inventory(), _apply_saved_plan(request, saved)
         self._require_readable(wanted, inventory)
         for expert in saved.experts:
             _require_installed_expert(expert, inventory)
-        planned = self._plan_on_best_base(wanted, inventory, base=base or saved.base)
+        planned = self.plan_with_inventory(inventory, wanted, base=base or saved.base)
         plan = planned.result.plan
         check_identity(saved, plan.identity, base=planned.base, request=wanted)
         renewed = tuple(
@@ -227,7 +204,7 @@ class Planner:
         return replace(planned, result=replace(planned.result, warnings=warnings))
 
     def read_inventory(self) -> Inventory:
-        """Read the manifests of all installed experts, their bytes hashed."""
+        """Read the manifests of all installed experts and verify their digests."""
         readable: list[InstalledExpert] = []
         broken: list[tuple[StoredExpert, ExpertError]] = []
         trusted = self.trust.read()
@@ -252,11 +229,11 @@ class Planner:
         return Inventory(tuple(readable), tuple(broken), now.damaged, preference.pins.problems)
 
     def load_preference(self) -> VersionPreference:
-        """Read what decides between several installed versions of a package."""
+        """Read the rules that choose among installed versions of a package."""
         return read_preference(self.home, self.folder)
 
     def _is_revoked(self, stored: StoredExpert, trusted: TrustRecord) -> bool:
-        """Tell whether the key was revoked, everywhere or by the registry that this came from."""
+        """Tell whether the signing key was revoked, globally or by the registry it came from."""
         signer = stored.signer or self._read_unverified_signer(stored)
         if signer is None:
             return False
@@ -267,7 +244,7 @@ class Planner:
         )
 
     def _read_unverified_signer(self, stored: StoredExpert) -> str | None:
-        """Return who signed an expert that the user took by its exact bytes; the key may be bad."""
+        """Return the unverified key id in the signature of an expert installed by digest."""
         if stored.signature is None:
             return None
         try:
@@ -276,7 +253,7 @@ class Planner:
             return None
 
     def _require_readable(self, request: RouteRequest, inventory: Inventory) -> None:
-        """Raise the error of a broken expert that the user names; others are only left out."""
+        """Raise the error of an unreadable expert that is forced; others are only left out."""
         errors = dict(inventory.unreadable)
         if not (errors and request.force):
             return
@@ -308,29 +285,23 @@ class Planner:
                 success_rate=lambda digest, task: rates.find_rate(digest, task=task),
             )
         except ExpertError as error:
-            self.bases.check(base)  # a base that is not what was added explains the rest
+            self.bases.check(base)  # a base that changed since it was added explains any error
             if not isinstance(error, BaseMismatchError):
                 raise
-            known = self.bases.list_bases()
-            adapters = self._read_adapters
             raise explain_mismatch(
                 error,
                 request,
                 experts,
                 base,
-                known=known,
+                known=self.bases.list_bases(),
                 is_named=is_base_named,
-                adapters=adapters,
+                adapters=lambda expert: read_stored_expert(self.store, expert.stored).adapters,
             ) from error
-
-    def _read_adapters(self, expert: InstalledExpert) -> Sequence[AdapterSpec]:
-        """Read what the adapters of an installed expert change, from its files."""
-        return read_stored_expert(self.store, expert.stored).adapters
 
     def find_eligible(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
     ) -> EligibleExperts:
-        """Return which experts may answer such requests on a base."""
+        """Return which experts may answer requests like this one on a base."""
         self._notify_encoding(experts)
         return find_eligible_experts(
             request,
@@ -343,7 +314,7 @@ class Planner:
         )
 
     def _notify_encoding(self, experts: Sequence[InstalledExpert]) -> None:
-        """Tell the user why it takes a while, where installing did not make all vectors."""
+        """Notify the user of a delay if vectors are missing that were not made on installation."""
         manifests = {expert.digest: expert.manifest for expert in experts}
         if not self.index.count_missing(manifests):
             return
@@ -352,7 +323,7 @@ class Planner:
         if lacking:
             whose = "1 expert" if lacking == 1 else f"{lacking} experts"
             name = self.index.encoder.name
-            self.notify(f"making the routing vectors of {whose} with {name}, to be kept")
+            self.notify(f"computing the routing vectors of {whose} with {name}, once")
 
 
 def _apply_saved_plan(request: RouteRequest, saved: Plan) -> RouteRequest:
@@ -366,7 +337,6 @@ def _apply_saved_plan(request: RouteRequest, saved: Plan) -> RouteRequest:
 
 
 def _require_installed_expert(expert: PlannedExpert, inventory: Inventory) -> None:
-    """Demand that the content of a planned expert is there."""
     if any(e.digest == expert.content_digest for e in inventory.experts):
         return
     others = [e.digest for e in inventory.experts if e.ref == expert.ref]
@@ -392,7 +362,7 @@ def _describe_broken(stored: StoredExpert, error: ExpertError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DroppedExpert:
-    """An expert that was left out of a plan, and why."""
+    """An expert dropped from a plan, with the reason."""
 
     ref: str
     content_digest: Digest
@@ -400,16 +370,12 @@ class DroppedExpert:
 
     @property
     def warning(self) -> str:
-        """What the user is told."""
+        """The message for the user."""
         return f"{self.ref} was left out: {self.reason}"
 
     def to_json(self) -> JsonObject:
-        """Return the entry of ``dropped`` in ``run --json``."""
-        return {
-            "ref": self.ref,
-            "content_digest": str(self.content_digest),
-            "reason": self.reason,
-        }
+        """Return its entry of ``dropped`` in ``run --json``."""
+        return {"ref": self.ref, "content_digest": str(self.content_digest), "reason": self.reason}
 
 
 def drop_lowest_scoring(
@@ -417,7 +383,7 @@ def drop_lowest_scoring(
 ) -> tuple[PlannedPrompt, tuple[DroppedExpert, ...]]:
     """Return a plan without its lowest-scoring expert and its dependents, and what was dropped.
 
-    ``why`` says what did not fit, with the bytes; the given plan has at least one expert.
+    ``reason`` says what did not fit, in bytes. The given plan must have an expert.
     """
     choices = planned.result.selected
     least = _find_lowest_scoring(planned)
@@ -438,7 +404,7 @@ def _find_lowest_scoring(planned: PlannedPrompt) -> InstalledExpert:
 def _remove_expert(
     choices: Sequence[SelectedExpert], removed: InstalledExpert
 ) -> tuple[SelectedExpert, ...]:
-    """Leave out an expert, then what misses a requirement, then what is no longer needed."""
+    """Remove an expert, then experts that miss a requirement, then unneeded requirements."""
     kept = tuple(choice for choice in choices if choice.expert.digest != removed.digest)
     while (fewer := tuple(c for c in kept if _has_all_requirements(c.expert, kept))) != kept:
         kept = fewer
@@ -476,7 +442,7 @@ def _explain_drop(
     missed = find_requirements(expert, removed)
     if missed:
         return f"it requires {missed[0].ref}, which was left out: {reason}"
-    return f"only what was left out with {lowest.ref} required it: {reason}"
+    return f"only experts left out with {lowest.ref} required it: {reason}"
 
 
 def _rebuild_plan(
@@ -485,11 +451,13 @@ def _rebuild_plan(
     result = planned.result
     scores = {expert.content_digest: expert.score for expert in result.plan.experts}
     plan = build_plan(request, remaining, scores, result.features, planned.base)
-    told = set(collect_warnings(result.selected, planned.base)) - set(
+    obsolete = set(collect_warnings(result.selected, planned.base)) - set(
         collect_warnings(remaining, planned.base)
     )
-    warnings = tuple(warning for warning in result.warnings if warning not in told)
-    alone = () if remaining else ("the base answers alone: no expert fits into memory beside it",)
+    warnings = tuple(warning for warning in result.warnings if warning not in obsolete)
+    alone = (
+        () if remaining else ("the base answers alone: no expert fits into the remaining memory",)
+    )
     return PlannedPrompt(
         result=replace(
             result,

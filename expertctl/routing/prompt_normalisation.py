@@ -1,21 +1,17 @@
-"""Which parts of a prompt are addressed to the router, or to whatever dispatches it, not the model.
+"""Prompt normalisation: the request in a prompt, without what is addressed to the router itself.
 
-A sentence counts when it gives an order (use, ignore, send) about something that only a router
-knows of (a router, an expert, an adapter), in any of several languages; or when it plays a role
-other than the user's. "Choose an expert plumber" counts as an order too though it is none, so the
-caller must keep a prompt of which nothing would remain.
+An instruction in a prompt, or in a text pasted into it, must not steer the router. Invisible
+characters are removed, and letters that only look like others are replaced. Where a request
+remains, the following is removed: instructions to a router, names of experts, other roles, piles of
+keywords, and the data of the request. Only the router reads the result; the model gets the prompt
+as written.
 
-The parts of a prompt: what is asked, and what it is asked about.
+A sentence is an instruction to a router if it gives an order (use, ignore, send) about something
+that only a router knows of (a router, an expert, an adapter), in any of several languages. "Choose
+an expert plumber" is a false positive, so a prompt of which nothing would remain is kept.
 
-What follows a line that sets something apart (a rule, a fence, quotation marks, a tag) is the body.
-Of several paragraphs the first that asks is the request. A pile of keywords asks nothing.
-
-The router's view of a prompt: what it asks, without what is addressed to the router itself.
-
-An order written into a prompt, or into a text pasted there, must not steer the choice. Invisible
-characters are removed; letters that only look like others are read as those. Orders to the router,
-names of experts, other roles, piles of keywords and what the request is about are left out where a
-request remains. Only the router sees this; the model is given the prompt as it was written.
+The body of a prompt follows a line that separates it (a rule, a fence, quotation marks, a tag). Of
+several paragraphs the first that asks is the request. A pile of keywords asks nothing.
 """
 
 import re
@@ -62,9 +58,9 @@ _STEMS = (
     *("instruction", "rule", "prompt", "\u8def\u7531", "\u4e13\u5bb6", "\u5c08\u5bb6"),
     *("\u043c\u0430\u0440\u0448\u0440\u0443\u0442", "\u044d\u043a\u0441\u043f\u0435\u0440\u0442"),
 )
-"""Every order contains one of these; most prompts contain none and need no further check."""
+"""Every instruction contains one of these; most prompts contain none and need no further check."""
 _MIN_LEADING_SPACES = 2
-"""At least this many spaces in the text before an order make that text a request of its own."""
+"""Text before an instruction with at least this many spaces is a request of its own."""
 _OPTION = re.compile(r"(?<!\S)--(?:expert|exclude|max-experts|no-experts|base|plan)\b[= ]?\S*")
 _COMMENT = re.compile(r"<!--.*?(?:-->|$)|/\*.*?(?:\*/|$)", re.DOTALL)
 _FRONT_MATTER = re.compile(r"\A\s*---\n(?:[\w -]{1,40}:[^\n]*\n){1,20}---(?:\n|\Z)")
@@ -89,7 +85,7 @@ _TAG = re.compile(r"(?<!\S)[#@](?:[A-Za-z][\w/@.-]*|(?!\S))")
 
 
 def strip_roles(text: str) -> str:
-    """Leave out text in a role other than the user's, and comments that are not displayed."""
+    """Remove text in a role other than the user's, and comments that are not displayed."""
     if "---\n" in text:
         text = _FRONT_MATTER.sub("\n", text)
     if "<!--" in text or "/*" in text:
@@ -98,25 +94,25 @@ def strip_roles(text: str) -> str:
 
 
 def strip_labels(text: str) -> str:
-    """Leave out labelled keywords, tags, mentions, and options of our own command."""
+    """Remove labelled keywords, tags, mentions, and options of our own command."""
     return _TAG.sub(" ", _OPTION.sub(" ", _LABELLED.sub(" ", text)))
 
 
 def is_router_instruction(sentence: str) -> bool:
-    """Tell whether a sentence tells a router what to do."""
+    """Tell whether a sentence instructs a router."""
     return _find_instruction(sentence) is not None
 
 
 def strip_router_instruction(sentence: str) -> str:
-    """Return the part of a sentence that is no order to a router; empty where none stands apart."""
+    """Return the part of a sentence that is no instruction to a router; empty if there is none."""
     found = _find_instruction(sentence)
     if found is None:
         return sentence
     before, order = sentence[: found.start()], sentence[found.start() :]
     if before.count(" ") >= _MIN_LEADING_SPACES and order[0].isupper():
-        return before  # two sentences without a stop between them
-    told, _, rest = sentence.partition(": ")
-    return rest if rest and is_router_instruction(told) and not is_router_instruction(rest) else ""
+        return before  # two sentences without punctuation between them
+    head, _, rest = sentence.partition(": ")
+    return rest if rest and is_router_instruction(head) and not is_router_instruction(rest) else ""
 
 
 def _find_instruction(sentence: str) -> re.Match[str] | None:
@@ -125,20 +121,20 @@ def _find_instruction(sentence: str) -> re.Match[str] | None:
 
 
 LONG_WORDS = 48
-"""In a text of more words than this, sentences that ask nothing are left out."""
+"""In a longer text, sentences that ask nothing are removed."""
 _MIN_REQUEST_WORDS = 2
-"""A request with this many meaningful words stands without its body."""
+"""A request with at least this many meaningful words stands without its body."""
 _POINTING_WORDS = frozenset(
     {"answer", "below", "following", "here", "input", "message", "prompt", "question", "read"}
     | {"request", "task", "text", "user"}
 )
-"""Words of a request that only points at its body."""
+"""Words of a request that only points to its body."""
 _MIN_PILE_WORDS = 6
 _MIN_STOP_WORD_SHARE = 0.2
 """The least share of stop words in a real sentence."""
 _MIN_REPEATS = 4
 _MAX_KEYWORD_WORDS = 2
-"""How many words the last keyword of a list has at most."""
+"""The largest number of words in the last keyword of a list."""
 
 _SECTION_BREAK = re.compile(
     r"\n[ \t]*(?:-{3,}|={3,}|\*{3,}|_{3,}|\"\"\"|'''|```\w*|~~~\w*|<[a-zA-Z][\w-]{0,30}>)[ \t]*\n"
@@ -171,10 +167,10 @@ _OPENERS = frozenset(
     undo unmute update use verify walk want whats write
     """.split()  # noqa: SIM905  # reads better as text
 )
-"""Words that a question or a request begins with.
+"""Words that begin a question or a request.
 
-The list is kept by hand: 144 of its 245 words open utterances of CLINC150's training split, the
-rest are what language models are asked for (sort, rephrase, pluralize).
+The list is maintained by hand: 144 of its 245 words open utterances of CLINC150's training split,
+the others are common requests to language models (sort, rephrase, pluralize).
 """
 _OPENING = re.compile(
     r"\W*(?:\w{1,12}:\s+)?"
@@ -192,11 +188,11 @@ _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 _KEYWORD_LIST = r"(?:[^\W\d_][\w'-]*(?: [\w'-]+)?,\s+){2}(?:[\w'-]+(?: [\w'-]+)?,\s+)+"
 _LIST = re.compile(rf"\W*{_KEYWORD_LIST}")
 _LIST_ASIDE = re.compile(rf"\({_KEYWORD_LIST}[^()]*\)")
-"""Keywords; a list that begins with a number is what many requests are about."""
+"""Keywords; a list that begins with a number is the data of many requests."""
 
 
 def extract_request(text: str) -> str:
-    """Return what is asked, without the body where the request says enough."""
+    """Return the request, without its body if the request is complete by itself."""
     apart = _SECTION_BREAK.search(text, 1) if "\n" in text else None
     head = text[: apart.start()] if apart else text
     return head if apart and _is_complete_request(head) else text
@@ -219,22 +215,22 @@ def split_sentences(text: str) -> list[str]:
 
 
 def is_request(sentence: str) -> bool:
-    """Tell whether a sentence asks a question or for something."""
+    """Tell whether a sentence asks a question or asks for something."""
     opening = _OPENING.match(sentence)
     opens = opening is not None and opening[1].casefold() in _OPENERS
     return opens or _REQUEST_FORM.search(sentence) is not None
 
 
 def is_keyword_pile(sentence: str) -> bool:
-    """Tell whether a sentence is a pile of words with hardly any stop words to join them."""
-    said = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
-    words = [word for word in said if not word[0].isdigit()]
+    """Tell whether a sentence is a list of words with hardly any stop words between them."""
+    spelled = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
+    words = [word for word in spelled if not word[0].isdigit()]
     joining = sum(word in STOP_WORDS for word in words)
     return len(words) >= _MIN_PILE_WORDS and joining < _MIN_STOP_WORD_SHARE * len(words)
 
 
 def strip_keyword_lists(sentence: str) -> str:
-    """Leave out keywords that stand before a request, or behind it in brackets."""
+    """Remove keywords before a request, or after it in brackets."""
     rest = _LIST_ASIDE.sub(" ", sentence)
     before = _LIST.match(rest)
     if before and not _REQUEST_START.match(rest) and not _is_joined_list(before[0]):
@@ -243,13 +239,13 @@ def strip_keyword_lists(sentence: str) -> str:
 
 
 def _is_joined_list(listed: str) -> bool:
-    """Tell whether what looks like a list is a sentence with commas: "in Paris, my wife"."""
+    """Tell whether an apparent list is a sentence with commas: "in Paris, my wife"."""
     items = [_WORD.findall(item) for item in listed.split(",")]
     return any(len(item) > 1 and item[0].casefold() in STOP_WORDS for item in items)
 
 
 def _find_request_start(text: str, end: int) -> int:
-    """Return where a request begins behind a list whose last words may follow ``end``; or 0."""
+    """Return where a request begins after a list whose last words may follow ``end``; else 0."""
     words = list(_WORD.finditer(text, end))[: _MAX_KEYWORD_WORDS + 1]
     return next((word.start() for word in words if is_request(text[word.start() :])), 0)
 
@@ -263,7 +259,7 @@ def select_asking_sentences(parts: Sequence[str]) -> list[str]:
 
 
 def strip_repeats(text: str) -> str:
-    """Leave out words that are repeated often, numbers excepted."""
+    """Remove words that are repeated often, except numbers."""
     words = [word.casefold() for word in _WORD.findall(text)]
     usual = max(_MIN_REPEATS, len(words) // 12), max(2 * _MIN_REPEATS, len(words) // 4)
     piled = {
@@ -282,19 +278,19 @@ def _rate_clarity(text: str) -> int:
 
 
 MIN_WORDS = 2
-"""A prompt of which fewer words would remain is read unchanged."""
+"""A prompt of which fewer words would remain is left unchanged."""
 
 _MAX_CALL_WORDS = 3
-"""Words that may call an expert by its name and say nothing else."""
+"""A sentence of at most this many words besides a name only calls an expert."""
 _END_CHARACTERS = 2048
 _REPEATED = 5
 _COMMAS = 2
-"""Up to this many commas do not make a list of keywords."""
+"""More commas than this may be a list of keywords."""
 _NAME = re.compile(
     r"(?<![a-z0-9_-])[a-z0-9]+(?:[-_][a-z0-9]+)*/[a-z0-9]+(?:[-_][a-z0-9]+)*(?:@[\w.^~*-]+)?"
 )
 _COMPOUND = re.compile(r"\b[a-z0-9]+(?:_[a-z0-9]+|(?:[-_][a-z0-9]+){2,})\b")
-"""Names of one or two words are also words: a carry-on is luggage before it is an expert."""
+"""Shorter names are also ordinary words: a carry-on is luggage before it is an expert."""
 _MARKS = ("\n", "(", "#", "@", "/", "_", "<", "[", "{", "|", "\u3002", "--")
 _LABEL = re.compile(r"(?:words?|tags?|topics?|labels?|categor(?:y|ies)|subjects?|intents?)\s*[:=]")
 _ASIDE = re.compile(r"[(\[{]\s*([a-z0-9]+(?:[-_][a-z0-9]+)*)\s*[)\]}]")
@@ -303,31 +299,31 @@ _SPACES = re.compile(r"\s+")
 
 
 def collect_expert_names(names: Iterable[str]) -> frozenset[str]:
-    """Return what prompts may call packages: ``namespace/name``, or the name alone."""
+    """Return the names that prompts may use for packages: ``namespace/name`` and ``name``."""
     full = frozenset(names)
     return full | {name.partition("/")[2] for name in full}
 
 
 def normalise_prompt(prompt: str, names: frozenset[str]) -> str:
-    """Return what the router reads of a prompt; ``names`` are those of `collect_expert_names`."""
+    """Return the request in a prompt; ``names`` come from `collect_expert_names`."""
     text = fold_confusables(_take_ends(prompt))
     if _is_simple(text):
         return strip_keyword_lists(text) if text.count(",") > _COMMAS else text
     request = strip_repeats(find_asking_paragraph(extract_request(strip_roles(text).strip())))
     kept = [kept for part in split_sentences(request) if (kept := _strip_router_text(part, names))]
-    seen = _SPACES.sub(" ", " ".join(select_asking_sentences(kept))).strip(" :,;-")
-    return seen if seen.count(" ") + 1 >= MIN_WORDS else text
+    normalised = _SPACES.sub(" ", " ".join(select_asking_sentences(kept))).strip(" :,;-")
+    return normalised if normalised.count(" ") + 1 >= MIN_WORDS else text
 
 
 def _take_ends(prompt: str) -> str:
-    """Return the beginning and the end of a very long prompt: one of them holds the request."""
+    """Return the beginning and the end of a very long prompt: either may hold the request."""
     if len(prompt) <= MAX_CHARACTERS:
         return prompt
     return f"{prompt[: MAX_CHARACTERS - _END_CHARACTERS]}\n\n{prompt[-_END_CHARACTERS:]}"
 
 
 def _is_simple(text: str) -> bool:
-    """Tell whether a text is plainly a request and nothing more."""
+    """Tell whether a text is plainly a request and nothing else."""
     spelled = text.casefold()
     words = spelled.split()
     return (
@@ -340,15 +336,14 @@ def _is_simple(text: str) -> bool:
 
 
 def _strip_router_text(sentence: str, names: frozenset[str]) -> str:
-    """Return what a sentence says to the model; nothing where it only steers."""
-    said = strip_keyword_lists(strip_router_instruction(strip_labels(sentence)))
-    unnamed = _BRACKETS.sub(" ", _strip_names(said, names))
-    few = unnamed != said and len(unnamed.split()) <= _MAX_CALL_WORDS
+    """Return the part of a sentence that addresses the model; empty if it only steers routing."""
+    stripped = strip_keyword_lists(strip_router_instruction(strip_labels(sentence)))
+    unnamed = _BRACKETS.sub(" ", _strip_names(stripped, names))
+    few = unnamed != stripped and len(unnamed.split()) <= _MAX_CALL_WORDS
     return "" if few or is_keyword_pile(unnamed) else unnamed
 
 
 def _strip_names(part: str, names: frozenset[str]) -> str:
-    """Leave out references to known packages."""
     for pattern in (_NAME, _ASIDE, _COMPOUND):
         part = pattern.sub(lambda match: _replace_unless_named(match, names), part)
     return part

@@ -1,4 +1,4 @@
-"""What a caller asks the router: the prompt, and what is wanted, forbidden and preferred."""
+"""`RouteRequest`: the prompt and the options of a routing request, and how they are parsed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,32 +16,32 @@ from expertctl.routing.sampling_presets import (
 )
 
 Dtype = Literal["float32", "bf16", "int8", "int4"]
-"""What base weights are held in."""
+"""The data type of the base weights in memory."""
 QUANTISED_DTYPES = frozenset[Dtype]({"int8", "int4"})
-"""The dtypes with a scale for each group of weights."""
+"""The dtypes with one scale per group of weights."""
 AdapterDtype = Literal["published", "fp16", "int8"]
-"""What the weights of experts are held in."""
+"""The data type of the expert weights in memory."""
 
 DeviceName = Literal["cpu", "cuda"]
 """The device that computes."""
 MoeMiss = Literal["exact", "skip"]
-"""What happens on a miss of a routed expert: it is loaded, or skipped."""
+"""What happens when a routed expert is not in memory: it is loaded, or skipped."""
 MoeCold = Literal["read", "map", "direct"]
-"""How a missing expert is taken from disk: read, used in the page cache, or read past it."""
+"""How a routed expert is read from disk: copied, mapped in the page cache, or by direct I/O."""
 MoeColdOption = Literal["auto", "read", "map", "direct"]
-"""The choice of the user; ``auto`` reads past the page cache where that could not keep much."""
+"""The user's choice; ``auto`` uses direct I/O if the page cache could hold little of the model."""
 DEFAULT_SKIP_CAP = 0.25
 """The default share of a token's router weights that may be skipped in a layer."""
 EngineName = Literal["native", "transformers"]
-"""Our own decoder, or transformers: slower, for what our decoder does not run."""
+"""Our own decoder, or transformers: slower, for models that our decoder does not support."""
 
 Target = Reference | Digest
-"""How an expert is named: a reference, or its content or package digest."""
+"""The name of an expert: a reference, or its content or package digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedExpert:
-    """An expert that the user names, and its weight."""
+    """An expert named by the user, and its weight."""
 
     target: Target
     weight: float = 1.0
@@ -49,7 +49,7 @@ class ForcedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """One prompt to be planned; ``memory_budget`` is in bytes."""
+    """One prompt to plan; ``memory_budget`` is in bytes."""
 
     prompt: str
     force: tuple[ForcedExpert, ...] = ()
@@ -59,7 +59,7 @@ class RouteRequest:
     seed: int | None = None
     sampling: SamplingOverrides = NO_OVERRIDES
     dtype: Dtype | None = None
-    """The dtype that base weights are held in; None: as they are stored."""
+    """The dtype of the base weights in memory; None: `numerics.choose_dtype` decides."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
@@ -72,10 +72,10 @@ class RouteRequest:
 
 
 def check_request(request: RouteRequest) -> None:
-    """Check a request before anything is looked up.
+    """Validate a request before anything is looked up.
 
     Raises:
-        UsageError: naming what is wrong.
+        UsageError: naming the problem.
     """
     check_prompt(request.prompt)
     check_limit("max_experts", request.max_experts)
@@ -84,7 +84,7 @@ def check_request(request: RouteRequest) -> None:
     if request.memory_budget is not None and request.memory_budget <= 0:
         raise UsageError(
             f"a memory budget of {request.memory_budget} bytes is too small",
-            hint="write 4GB, say, or leave it out",
+            hint="write for example 4GB, or leave it out",
         )
     _check_engine(request)
     _check_device(request)
@@ -93,7 +93,7 @@ def check_request(request: RouteRequest) -> None:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
         raise UsageError(
-            "experts are forced and forbidden at once", hint="leave out the one or the other"
+            "experts are both forced and forbidden", hint="leave out the one or the other"
         )
     if len(request.force) > request.max_experts:
         raise UsageError(
@@ -103,19 +103,19 @@ def check_request(request: RouteRequest) -> None:
 
 
 def _check_engine(request: RouteRequest) -> None:
-    """Refuse to ask another engine for what only the kernels of our own can do."""
+    """Reject options that only our own kernels support for another engine."""
     refused = _list_kernel_options(request)
     if request.moe_miss == "skip":
         refused |= {"--moe-miss skip": "--moe-miss exact"}
     if refused and request.engine == "transformers":
         raise UsageError(
-            f"--engine transformers does not know {', '.join(refused)}",
+            f"--engine transformers does not support {', '.join(refused)}",
             hint=f"leave out --engine transformers, or give {' '.join(refused.values())}",
         )
 
 
 def _check_device(request: RouteRequest) -> None:
-    """Refuse to ask a CUDA device for what only a processor can do."""
+    """Reject options that only the CPU supports for a CUDA device."""
     refused = _list_kernel_options(request)
     if request.moe_cold in {"map", "direct"}:
         refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
@@ -123,44 +123,44 @@ def _check_device(request: RouteRequest) -> None:
         refused |= {f"--engine {request.engine}": "--engine native"}
     if refused and request.device == "cuda":
         raise UsageError(
-            f"--device cuda does not know {', '.join(refused)}",
+            f"--device cuda does not support {', '.join(refused)}",
             hint=f"give {' '.join(refused.values())}, or compute with --device cpu",
         )
 
 
 def _check_moe_misses(request: RouteRequest) -> None:
-    """Refuse a cap that is no share, and skipping missing experts where bits are promised."""
+    """Reject a cap outside 0 to 1, and skipping experts together with ``deterministic``."""
     if not 0.0 <= request.moe_skip_cap <= 1.0:
         raise UsageError(
             f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
-            hint="it goes from 0, nothing is left out, to 1",
+            hint="the range is 0 (nothing is skipped) to 1",
         )
     if request.moe_miss == "skip" and request.deterministic:
         raise UsageError(
-            "--deterministic promises bits that --moe-miss skip lets depend on what is in memory",
+            "--deterministic excludes --moe-miss skip, whose results depend on what is in memory",
             hint="leave out the one or the other",
         )
 
 
 def _list_kernel_options(request: RouteRequest) -> dict[str, str]:
-    """Return the options that need the kernels of processors, each with the option without them.
+    """Return the options that need the CPU kernels, each with the option that disables it.
 
-    Settings may ask for it too, and a setting cannot be left out on the command line.
+    The value may come from a setting, which cannot be left out on the command line.
     """
     dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
-    asked = (
+    options = (
         (dtype, "--dtype float32", request.dtype in QUANTISED_DTYPES),
         (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
         ("--deterministic", "--no-deterministic", request.deterministic),
     )
-    return {option: other for option, other, given in asked if given}
+    return {option: other for option, other, given in options if given}
 
 
 def parse_forced(text: str) -> ForcedExpert:
-    """Read ``REF[:weight]`` or ``sha256:<hex>[:weight]``.
+    """Parse ``REF[:weight]`` or ``sha256:<hex>[:weight]``.
 
     Raises:
-        UsageError: when it is neither, or the weight is not a number in its limits.
+        UsageError: when it is neither, or the weight is not a number within its limits.
     """
     algorithm, _, rest = text.partition(":")
     if algorithm == "sha256":
@@ -175,7 +175,7 @@ def parse_forced(text: str) -> ForcedExpert:
 
 
 def parse_target(text: str) -> Target:
-    """Read a reference or a digest.
+    """Parse a reference or a digest.
 
     Raises:
         UsageError: for any other text.
@@ -184,15 +184,15 @@ def parse_target(text: str) -> Target:
 
 
 def _is_weight_separator(text: str) -> bool:
-    """Tell whether the last colon stands after the name, not before the port of a registry."""
+    """Tell whether the last colon introduces a weight rather than the port of a registry."""
     return ":" in text and "/" not in text.rpartition(":")[2]
 
 
 def parse_weight(text: str, whole: str) -> float:
-    """Read the weight of an expert that the user wrote as ``whole``.
+    """Parse the weight in ``whole``, the option as the user wrote it.
 
     Raises:
-        UsageError: when it is not a number in its limits.
+        UsageError: when it is not a number within its limits.
     """
     try:
         weight = float(text)

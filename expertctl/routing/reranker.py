@@ -1,23 +1,18 @@
-"""The head: which of the experts that a search found a prompt belongs to, in closed form.
+"""The reranker: which of the experts found by a search a prompt belongs to, in closed form.
 
-Kernel ridge regression, one expert against the rest (Saunders, Gammerman and Vovk, 1998), on deep
-rows of the candidates' own texts. It is fitted when it is asked, on the rows closest to the prompt,
-so there is nothing to train: an expert counts from the moment its rows are there. A few candidates
-are compared first, and more where these few leave it open.
+Kernel ridge regression, one expert against the rest (Saunders, Gammerman and Vovk, 1998), on the
+rerank rows of the candidates' own texts. It is fitted for each prompt on the rows closest to it, so
+there is nothing to train: an expert counts as soon as its rows exist. A few candidates are compared
+first, and more if the result is unclear. Experts whose texts are as close to each other as to their
+own form one group; the reranker does not choose within a group.
 
-Experts whose texts are as close to each other as to their own count as one answer; the head does
-not choose between them.
-
-Calibration: from the head's evidence to a score; 0.5 or more is enough.
-
-The examples of installed experts are asked again as if they were prompts. With the example's own
-row hidden, they show the evidence of a prompt that belongs to an expert; with its whole expert left
-out, the evidence of a prompt that belongs to none. No other text is needed.
-
-The threshold turns away three in a hundred of the examples that are rightly answered (split
-conformal prediction: Vovk, Gammerman and Shafer, 2005), or fewer where it turns away nine in ten of
-those without an expert all the same. The score is the posterior of two normal distributions with
-one variance, at the odds that put 0.5 at that threshold.
+Calibration maps the reranker's evidence to a score, of which 0.5 is enough. The examples of the
+installed experts are replayed as prompts. With the example's own row excluded, they show the
+evidence of a prompt that belongs to an expert; with its whole expert left out, the evidence of one
+that belongs to none. No other text is needed. The threshold rejects three in a hundred of the
+correctly answered examples (split conformal prediction: Vovk, Gammerman and Shafer, 2005), or fewer
+if that still rejects nine in ten of those without an expert. The score is the posterior of two
+normal distributions with equal variance, at the odds that put 0.5 at that threshold.
 """
 
 import json
@@ -38,19 +33,19 @@ KERNEL_WIDTH = 2.0
 """The kernel of two unit rows is ``exp(WIDTH * (cosine - 1))``: a Gaussian of their distance."""
 RIDGE = 0.03
 MIN_CLEAR_LEAD = 0.2
-"""With a lead smaller than this, more candidates and more of their rows are looked at."""
+"""Below this lead, more candidates and more of their rows are compared."""
 MIN_ALIKE_KERNEL = 0.99
 MIN_RELATED_KERNEL = 0.19
 """The least mean kernel of texts that may be alike; texts without a common word have 0.14."""
 SIMILARITY_ROWS = 3
-"""Support is the mean cosine of this many rows of an expert."""
+"""The similarity is the mean cosine of this many rows of an expert."""
 _MISSING_COSINE = -2
-"""The cosine of a row that is not there."""
+"""The cosine of a missing row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RerankSize:
-    """How many candidates are compared, and how many rows of each."""
+    """How many candidates to compare, and how many rows of each."""
 
     candidates: int
     rows: int
@@ -58,17 +53,18 @@ class RerankSize:
 
 SMALL_RERANK, LARGE_RERANK = RerankSize(4, 6), RerankSize(8, 11)
 MIN_COMPETING = 6
-"""Where this many experts or more compete, no share has a windfall."""
+"""With at least this many competing groups, probabilities need no prior correction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RerankScores:
-    """What the head says of the candidates that it compared, in their order.
+    """The scores of the compared candidates, in their order.
 
-    ``shares`` is the regression's answer: about 1 for the expert that a prompt belongs to and 0 for
-    the others; experts that are alike each have the share of their group. ``support`` is how close
-    the prompt is to an expert's closest texts. ``groups`` numbers the groups of alike experts.
-    ``prior_correction`` is the part of every share that comes from having few experts to compare with.
+    ``probabilities`` are the regression's answers: about 1 for the expert that a prompt belongs to
+    and 0 for the others; all experts of a group have that of the group. ``similarities`` measure
+    how close the prompt is to an expert's closest texts. ``groups`` numbers the groups of alike
+    experts. ``prior_correction`` is the part of every probability that is due to having few experts
+    to compare.
     """
 
     probabilities: Vectors
@@ -78,12 +74,12 @@ class RerankScores:
 
     @property
     def evidence(self) -> Vectors:
-        """What decides whether an expert is used: see `calibration`."""
+        """What decides whether an expert is used: see `Calibration`."""
         evidence: Vectors = self.probabilities + self.similarities - self.prior_correction
         return evidence
 
     def __len__(self) -> int:
-        """How many candidates were compared."""
+        """Return the number of candidates compared."""
         return len(self.probabilities)
 
 
@@ -93,9 +89,9 @@ NO_SCORES = RerankScores(np.zeros(0, np.float32), np.zeros(0, np.float32), np.ze
 def rerank(
     table: VectorTable, candidates: Rows, query: Vectors, *, excluded_row: int | None = None
 ) -> RerankScores:
-    """Compare candidates, the likeliest first, by their rows in a table of deep rows.
+    """Compare candidates, ordered by likelihood, by their rows in a table of rerank rows.
 
-    ``query`` is a deep row of unit length; ``hidden`` is a row of the table that does not count.
+    ``query`` is a rerank row of unit length; ``excluded_row`` is a row of the table to ignore.
     """
     if len(candidates) == 0:
         return NO_SCORES
@@ -106,7 +102,7 @@ def rerank(
 
 
 def rerank_all(table: VectorTable, candidates: Rows, query: Vectors) -> RerankScores:
-    """Compare all candidates, with as many rows as `judge` takes where few leave it open."""
+    """Compare all candidates, with as many rows of each as `rerank` uses for unclear results."""
     breadth = RerankSize(len(candidates), LARGE_RERANK.rows)
     return _rerank_with(table, candidates, query, breadth, None) if len(candidates) else NO_SCORES
 
@@ -138,21 +134,19 @@ def _rerank_with(
 
 
 def _compute_prior_correction(groups: int) -> float:
-    """Return how far the share on a prompt for no expert exceeds the one where six compete.
+    """Return how much the probability on a prompt for no expert exceeds that with six groups.
 
-    Without this correction, a threshold that holds for many experts would let the only expert of
-    a base answer nearly everything.
+    Without this correction, a threshold that suits many experts would let the only expert of a base
+    answer nearly everything.
     """
     return max(1 / (groups + 1) - 1 / (MIN_COMPETING + 1), 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ContenderRows:
-    """The rows of some candidates closest to a prompt, grouped by candidate."""
-
-    rows: Vectors  # [rows, deep dimensions]
+    rows: Vectors  # [rows, rerank dimensions]
     cosines: Vectors
-    sizes: tuple[int, ...]  # how many of these rows each candidate has
+    sizes: tuple[int, ...]  # the number of these rows for each candidate
     similarities: Vectors  # [candidates]
 
 
@@ -183,7 +177,7 @@ def _gather_rows(
 def _compute_cosines(
     table: VectorTable, starts: list[int], counts: list[int], query: Vectors
 ) -> Vectors:
-    """Return the cosines of all rows, one line per candidate, filled up with `_MISSING_COSINE`."""
+    """Return the cosines of all rows, one line per candidate, padded with `_MISSING_COSINE`."""
     cosines = np.full((len(counts), max(counts)), _MISSING_COSINE, np.float32)
     for own, start, count in zip(cosines, starts, counts, strict=True):
         table.rows[start : start + count].dot(query, out=own[:count])
@@ -191,14 +185,13 @@ def _compute_cosines(
 
 
 def _mean_similarity(best: Vectors) -> Vectors:
-    """Return the mean of the first few cosines of each candidate."""
     first = best[:, :SIMILARITY_ROWS]
     support: Vectors = first.sum(axis=1) / first.shape[1]
     return support
 
 
 def _mean_similarity_of_some(best: Vectors) -> Vectors:
-    """Do as `_mean_similarity` where some cosines are missing; without any it is 0."""
+    """Return that mean where some cosines are missing; 0 if all are."""
     first = best[:, :SIMILARITY_ROWS]
     there = first > _MISSING_COSINE
     total = np.where(there, first, np.float32(0)).sum(axis=1)
@@ -207,7 +200,7 @@ def _mean_similarity_of_some(best: Vectors) -> Vectors:
 
 
 def _to_kernel(cosines: Vectors) -> Vectors:
-    """Turn cosines into the kernel; the cosines are overwritten."""
+    """Turn cosines into kernel values, in place."""
     cosines -= 1
     cosines *= KERNEL_WIDTH
     return np.exp(cosines, out=cosines)
@@ -215,13 +208,13 @@ def _to_kernel(cosines: Vectors) -> Vectors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupLayout:
-    """What follows from the number of rows of each candidate; read-only."""
+    """What depends only on the number of rows of each candidate; read-only."""
 
-    members: Vectors  # which candidate each row is of: one column for each
+    members: Vectors  # [rows, candidates], 1 where a row belongs to a candidate
     means: Vectors  # the same, scaled so that a product with it gives means
-    own: Vectors  # the share of a row with itself in the mean kernel of a candidate's rows
-    pairs: Vectors  # that mean less that share, times this, is the mean without it
-    lone: Vectors  # 1 for the candidates with no pairs of rows
+    own: Vectors  # the share of the diagonal in the mean kernel of a candidate's rows
+    pairs: Vectors  # (mean - own) * pairs is the mean without the diagonal
+    lone: Vectors  # 1 for candidates with only one row
 
 
 @lru_cache(maxsize=256)
@@ -236,8 +229,8 @@ def _build_group_layout(sizes: tuple[int, ...]) -> _GroupLayout:
 def _solve_ridge(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
     """Return the answer for each group: ``k (K + RIDGE I)^-1 (Y - e) + e``.
 
-    Far from all rows that is e, for which "no expert" counts as one more group. ``kernel`` and
-    ``cosines`` are overwritten.
+    Far from all rows the answer is e, for which "no expert" counts as one more group. ``kernel``
+    and ``cosines`` are overwritten.
     """
     even = 1 / (members.shape[1] + 1)
     kernel.reshape(-1)[:: len(kernel) + 1] += RIDGE
@@ -247,10 +240,10 @@ def _solve_ridge(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors
 
 
 def _group_alike(kernel: Vectors, split: _GroupLayout) -> Rows | None:
-    """Number the candidates so that alike ones have one number; ``None`` when none are alike.
+    """Number the candidates so that alike ones share a number; ``None`` when none are alike.
 
-    Two are alike when the mean kernel between their rows is about that within each of them, not
-    counting a row with itself, and at least about `MIN_RELATED_KERNEL`: few mixed texts are like no others.
+    Two are alike if the mean kernel between their rows is about that within each of them, without
+    the diagonal, and at least about `MIN_RELATED_KERNEL`: a few mixed texts are like no others.
     """
     between: Vectors = split.means.T.dot(kernel).dot(split.means)  # `@` takes twice as long here
     within = (between.diagonal() - split.own) * split.pairs + split.lone
@@ -263,14 +256,14 @@ def _group_alike(kernel: Vectors, split: _GroupLayout) -> Rows | None:
 
 
 def _merge_members(members: Vectors, groups: Rows) -> Vectors:
-    """Return membership in groups."""
+    """Return the membership of rows in groups."""
     merged = np.zeros((len(members), int(groups.max()) + 1), np.float32)
     np.add.at(merged.T, groups, members.T)
     return merged
 
 
 def _measure_lead(scores: RerankScores, candidates: int) -> float:
-    """Return the lead of the best group; there is none where it hid all other candidates."""
+    """Return the lead of the best group; 0 if it is the only one among some of the candidates."""
     groups: list[int] = scores.groups.tolist()
     answers: list[float] = scores.probabilities.tolist()
     shares = sorted(dict(zip(groups, answers, strict=True)).values())
@@ -281,33 +274,33 @@ def _measure_lead(scores: RerankScores, candidates: int) -> float:
 
 CALIBRATION_FILE = "calibration.json"
 MAX_REJECTED_SHARE = 0.03
-"""The share of examples with their expert present that may be turned away."""
+"""The largest share of examples to reject although their expert is present."""
 MIN_STRANGER_REJECTION = 0.9
-"""The share of examples without their expert that it is enough to turn away: they are closer to
-other experts than most prompts without an expert are."""
+"""The share of examples without their expert that is enough to reject: they are closer to other
+experts than most prompts without an expert are."""
 MAX_REPLAYED_EXAMPLES = 400
-"""How many examples are asked again at most."""
+"""The largest number of examples to replay."""
 MAX_EXAMPLES_PER_EXPERT = 5
-"""How many examples of an expert are asked again at most where most experts have fewer."""
+"""The largest number of examples to replay per expert, unless most experts have more."""
 RECALIBRATION_GROWTH = 0.1
-"""Examples are asked again when this share of experts came or went."""
+"""Examples are replayed again when the number of experts changed by more than this share."""
 
 _SEED = 7
 _PRIOR_WEIGHT = 20
 _MIN_SLOPE, _MAX_SLOPE = 4.0, 40.0
 
 SearchFunction = Callable[[Vectors], SearchHits]
-"""What an index does with a vector."""
+"""Searches an index for a vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The evidence that has the score 0.5, and how fast the score rises around it."""
+    """The evidence at which the score is 0.5, and the slope of the log-odds."""
 
     threshold: float
     slope: float
     experts: int = 0
-    """How many experts there were."""
+    """The number of experts at calibration."""
 
     def score(self, evidence: float) -> float:
         """Return a score between 0 and 1."""
@@ -324,20 +317,16 @@ PRIORS = {
     "static": Calibration(0.93, 9.0),
     "lexical": Calibration(0.38, 9.0),
 }
-"""By encoder, measured with one to ten experts of one to five examples each (ADR 12)."""
-
-
-def find_prior(encoder: str) -> Calibration:
-    """Return what is assumed while there are few examples."""
-    return PRIORS[encoder]
+"""Encoder → the calibration assumed while there are few examples, measured with one to ten experts
+of one to five examples each (ADR 12)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationEvidence:
-    """The evidence that examples had when they were asked again."""
+    """The evidence of the replayed examples."""
 
-    inside: tuple[float, ...]  # those that reached their expert
-    outside: tuple[float, ...]  # all, with their expert left out
+    inside: tuple[float, ...]  # of those that reached their expert
+    outside: tuple[float, ...]  # of all, with their expert left out
 
 
 NO_EVIDENCE = CalibrationEvidence((), ())
@@ -345,7 +334,7 @@ NO_EVIDENCE = CalibrationEvidence((), ())
 
 @dataclass(frozen=True, slots=True)
 class _CalibrationExample:
-    """An example by its numbers: its expert and its row, in the table and among the deep rows."""
+    """An example: the positions of its expert and its rows, in the index and for reranking."""
 
     expert: int
     rerank_expert: int
@@ -356,7 +345,7 @@ class _CalibrationExample:
 def collect_evidence(
     table: VectorTable, deep: VectorTable, search: SearchFunction
 ) -> CalibrationEvidence:
-    """Ask some of the examples of all experts as if they were prompts."""
+    """Replay some of the examples of all experts as prompts."""
     deep_at = _match_rerank_rows(table, deep)
     inside, outside = [], []
     for example in _sample_examples(table, deep, deep_at):
@@ -377,7 +366,7 @@ def collect_evidence(
 def _other_candidates(
     deep: VectorTable, candidates: Rows, query: Vectors, example: _CalibrationExample
 ) -> Rows:
-    """Return the candidates without the example's expert and without those that are like it.
+    """Return the candidates without the example's expert and without those like it.
 
     Otherwise other versions of a package would make prompts without an expert look close.
     """
@@ -390,7 +379,7 @@ def _other_candidates(
 def fit_calibration(
     evidence: CalibrationEvidence, prior: Calibration, *, experts: int
 ) -> Calibration:
-    """Return what the examples say; the fewer there are, the more the prior counts."""
+    """Fit a calibration to the evidence; the fewer examples, the more the prior counts."""
     inside, outside = np.array(evidence.inside), np.array(evidence.outside)
     trust = len(inside) / (len(inside) + _PRIOR_WEIGHT)
     if len(inside) == 0:
@@ -405,7 +394,7 @@ def fit_calibration(
 
 
 def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
-    """Read the calibration made earlier with this encoder; ``None`` when there is none."""
+    """Read the calibration stored for this encoder; ``None`` when there is none."""
     with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
         document = json.loads(path.read_bytes())
         read = Calibration(
@@ -419,14 +408,14 @@ def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration, *, encoder: str) -> None:
-    """Keep the calibration; where it cannot be written, it is made again next time."""
+    """Store the calibration; if it cannot be written, it is computed again next time."""
     with suppress(OSError):
         document = {"encoder": encoder, **asdict(calibration)}
         write_atomic(path, json.dumps(document).encode(), mode=0o600)
 
 
 def _match_rerank_rows(table: VectorTable, deep: VectorTable) -> Rows:
-    """Return where the deep rows of every position are, -1 for positions without any."""
+    """Return the rerank position of every index position, -1 where there is none."""
     at = np.full(len(table), -1, np.int64)
     alive = np.flatnonzero(table.alive)
     at[alive] = deep.find_positions(table.digests)
@@ -436,26 +425,25 @@ def _match_rerank_rows(table: VectorTable, deep: VectorTable) -> Rows:
 def _sample_examples(
     table: VectorTable, deep: VectorTable, deep_at: Rows
 ) -> Iterator[_CalibrationExample]:
-    """Draw examples, from no expert more than most have; descriptions are not asked.
+    """Sample examples, from no expert more than most have, without descriptions.
 
     So no package can set the threshold for all by having many examples.
     """
     experts = np.flatnonzero(deep_at >= 0)
     experts = experts[deep.counts[deep_at[experts]] > 1]
     counts = deep.counts[deep_at[experts]] - 1
-    asked = (
+    sampled = (
         np.minimum(counts, max(MAX_EXAMPLES_PER_EXPERT, int(np.median(counts))))
         if len(counts)
         else counts
     )
-    ends = np.cumsum(asked)
-    total = int(asked.sum())
-    for number in sorted(
-        random.Random(_SEED).sample(range(total), min(total, MAX_REPLAYED_EXAMPLES))
-    ):  # noqa: S311  # a sample
+    ends = np.cumsum(sampled)
+    total = int(sampled.sum())
+    generator = random.Random(_SEED)  # noqa: S311  # a reproducible sample
+    for number in sorted(generator.sample(range(total), min(total, MAX_REPLAYED_EXAMPLES))):
         which = int(np.searchsorted(ends, number, side="right"))
         expert = int(experts[which])
-        text = 1 + number - int(ends[which] - asked[which])
+        text = 1 + number - int(ends[which] - sampled[which])
         at = int(deep_at[expert])
         yield _CalibrationExample(
             expert, at, int(table.starts[expert]) + text, int(deep.starts[at]) + text
@@ -463,22 +451,21 @@ def _sample_examples(
 
 
 def _search_without(table: VectorTable, found: SearchHits, example: _CalibrationExample) -> Rows:
-    """Return what the search would find without the example: its expert may then rank lower."""
+    """Return the hits without the example's own row: its expert may then rank lower."""
     rows = table.select_rows(np.array([example.expert]))
     own = (table.rows[rows[rows != example.row]] @ table.rows[example.row]).max()
-    strange = found.experts != example.expert
-    closer = int((found.cosines[strange] > own).sum())
-    return np.insert(found.experts[strange], closer, example.expert)
+    others = found.experts != example.expert
+    closer = int((found.cosines[others] > own).sum())
+    return np.insert(found.experts[others], closer, example.expert)
 
 
 def _fit_threshold(inside: Vectors, outside: Vectors) -> float:
-    """Return the evidence that is enough."""
     most = float(np.quantile(inside, MAX_REJECTED_SHARE))
     return min(most, float(np.quantile(outside, MIN_STRANGER_REJECTION))) if len(outside) else most
 
 
 def _fit_slope(inside: Vectors, outside: Vectors) -> float:
-    """Return by how much the log-odds rise with the evidence."""
+    """Return how fast the log-odds rise with the evidence."""
     squares = ((inside - inside.mean()) ** 2).sum() + ((outside - outside.mean()) ** 2).sum()
     variance = squares / (len(inside) + len(outside) - 2)
     apart = float(inside.mean() - outside.mean())

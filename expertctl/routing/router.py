@@ -1,7 +1,7 @@
-"""From a prompt to a plan: which experts answer it, in which order, and why the others do not.
+"""Routing one prompt: which experts answer it, in which order, and why the others do not.
 
-Routing is automatic unless experts are forced. The best candidate answers; another joins only when
-both declare it. Of its own accord the router never chooses an expert whose signer is not trusted.
+Routing is automatic unless experts are forced. The best candidate answers; another one joins only
+if both declare it. The router never chooses an expert with an untrusted signer automatically.
 """
 
 import secrets
@@ -9,29 +9,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
-from expertctl.package.compatibility import NO_HIDDEN_SIZES, HiddenSizes, check_expert_base
+from expertctl.package.compatibility import check_expert_base
 from expertctl.routing.candidate import (
     InstalledExpert,
     RoutingCandidate,
     build_candidate,
     explain_low_score,
-    explain_misfit,
-    explain_untrusted,
-    find_superseded,
 )
 from expertctl.routing.decision import (
-    EligibleExperts,
-    FlagsByDigest,
     RoutingDecision,
-    build_eligible_experts,
     collect_notes,
     collect_warnings,
     score_prompt,
 )
+from expertctl.routing.eligibility import EligibleExperts, explain_ineligible
 from expertctl.routing.features import PromptFeatures, extract_features
 from expertctl.routing.index import MAX_HITS, RoutingIndex, Similarity
 from expertctl.routing.numerics import build_request_settings, find_context_length
@@ -41,7 +35,6 @@ from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.sampling_presets import read_base_sampling, resolve_sampling
 from expertctl.routing.score import THRESHOLD
 from expertctl.routing.selection import (
-    PairGains,
     SelectedExpert,
     is_excluded,
     list_unused_exclusions,
@@ -53,15 +46,12 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
 
 SuccessRate = Callable[[Digest, str], float | None]
-"""Content digest, task → how often it was judged good; ``None`` without judgements."""
-
-NO_FLAGS: FlagsByDigest = {}
-NO_GAINS: PairGains = {}
+"""Content digest, task → success rate; ``None`` without ratings."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingResult:
-    """The plan, what was decided about every expert, and what the user should know."""
+    """The plan, the decision about every candidate, and notes and warnings for the user."""
 
     plan: Plan
     selected: tuple[SelectedExpert, ...]
@@ -72,12 +62,7 @@ class RoutingResult:
     warnings: tuple[str, ...]
     timings_ms: Mapping[str, float]
     other_bases: Mapping[str, int] = field(default_factory=dict)
-    """How many experts are left out because they were made for another base, by its name."""
-
-    @property
-    def threshold(self) -> float:
-        """The score from which on an expert is used."""
-        return THRESHOLD
+    """Base name → how many experts are ineligible because they were made for it."""
 
     def to_json(self) -> JsonObject:
         """Return the document of ``route --json``."""
@@ -98,7 +83,7 @@ class RoutingResult:
 
 
 def no_success_rate(_: Digest, __: str) -> None:
-    """Return None: without usage, every success rate is the default."""
+    """Return None, which means the default success rate."""
 
 
 def route_prompt(
@@ -113,248 +98,162 @@ def route_prompt(
 
     Raises:
         UsageError: when the request itself is wrong.
-        NotFoundError: when a forced expert is not installed, or lacks what it requires.
+        NotFoundError: when a forced expert or a requirement of it is not installed.
         IncompatibleError: when forced experts do not fit the base or each other.
         RevokedError: when the key of a forced expert was revoked.
     """
     start = time.perf_counter()
     check_request(request)
-    seen = normalise_prompt(request.prompt, eligible.names)
-    asked = _RoutingQuery(request, extract_features(request.prompt, normalised=seen), seen)
-    timings: dict[str, float] = {}
+    normalised = normalise_prompt(request.prompt, eligible.names)
+    features = extract_features(request.prompt, normalised=normalised)
+    router = _PromptRouter(request, features, normalised, eligible, index, success_rate)
     if request.force:
         choices = _select_forced_experts(request, eligible, base)
-        candidates = _measure_forced(asked, eligible, index, choices, success_rate, timings)
+        candidates = router.measure_forced(choices)
     else:
-        measured = _measure_closest(asked, eligible, index, success_rate, timings)
         choices, candidates = select_experts(
-            measured,
+            router.measure_closest(),
             eligible.usable,
             max_experts=request.max_experts,
             context=find_context_length(base, engine=request.engine),
             gains=eligible.gains,
         )
-        candidates += _measure_dependencies(
-            asked, eligible, index, choices, candidates, success_rate
-        )
+        candidates += router.measure_dependencies(choices, candidates)
     scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     return RoutingResult(
-        plan=build_plan(request, choices, scores, asked.features, base),
+        plan=build_plan(request, choices, scores, features, base),
         selected=tuple(choices),
         candidates=tuple(candidates),
-        features=asked.features,
+        features=features,
         encoder=index.encoder.name,
         notes=tuple(collect_notes(request, choices, candidates, eligible, index, base)),
         warnings=(
             *list_unused_exclusions(request.exclude, eligible.experts),
             *collect_warnings(choices, base),
         ),
-        timings_ms={**timings, "total": _elapsed_ms(start)},
+        timings_ms={**router.timings, "total": _elapsed_ms(start)},
         other_bases=Counter(eligible.other_bases.values()),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _RoutingQuery:
-    """A request and what the router reads of its prompt."""
+class _PromptRouter:
+    """Measures experts for one prompt, of which the router reads ``normalised_prompt``."""
 
     request: RouteRequest
     features: PromptFeatures
     normalised_prompt: str
+    eligible: EligibleExperts
+    index: RoutingIndex
+    success_rate: SuccessRate
+    timings: dict[str, float] = field(default_factory=dict)
 
+    def measure_closest(self) -> list[RoutingCandidate]:
+        """Return the experts closest to the prompt as candidates; none for ``base_alone``."""
+        if self.request.base_alone or not self.eligible.experts:
+            return []
+        encoded, decision = self._score()
+        closest, ineligible = [decision.hits], self.eligible.ineligible
+        if len(ineligible) > MAX_HITS:
+            closest.append(self.index.search(encoded.rows[0]))
+        elif len(ineligible):
+            closest.append(self.index.measure_similarity(encoded.rows[0], ineligible))
+        return self._build_candidates(decision, closest)
 
-def find_eligible_experts(
-    request: RouteRequest,
-    experts: Sequence[InstalledExpert],
-    *,
-    base: StoredBase,
-    index: RoutingIndex,
-    flags: FlagsByDigest = NO_FLAGS,
-    gains: PairGains = NO_GAINS,
-    widths: HiddenSizes = NO_HIDDEN_SIZES,
-) -> EligibleExperts:
-    """Return which experts may answer requests like this one on a base.
+    def measure_forced(self, choices: Sequence[SelectedExpert]) -> list[RoutingCandidate]:
+        """Return the forced experts and their requirements as accepted candidates."""
+        encoded, decision = self._score()
+        positions = self.index.find_positions([choice.expert.digest for choice in choices])
+        found = self.index.measure_similarity(encoded.rows[0], positions)
+        by_digest = {c.expert.digest: c for c in self._build_candidates(decision, [found])}
+        return [by_digest[choice.expert.digest].mark_accepted(choice.reason) for choice in choices]
 
-    ``widths`` are those of the known bases, for people who ask why an expert does not fit.
+    def measure_dependencies(
+        self, choices: Sequence[SelectedExpert], candidates: Sequence[RoutingCandidate]
+    ) -> list[RoutingCandidate]:
+        """Return the requirements of the chosen experts that are not yet candidates."""
+        known = {candidate.expert.digest for candidate in candidates}
+        reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
+        if not reasons:
+            return []
+        query = self.index.encode_prompt(self.normalised_prompt).rows[0]
+        found = self.index.measure_similarity(query, self.index.find_positions(reasons))
+        undecided = RoutingDecision(SearchHits.empty())
+        measured = self._build_candidates(undecided, [found])
+        return [candidate.mark_accepted(reasons[candidate.expert.digest]) for candidate in measured]
 
-    Raises:
-        UsageError: when the request itself is wrong; nothing is indexed then.
-    """
-    check_request(request)
-    return build_eligible_experts(
-        experts,
-        index,
-        explain_ineligible=lambda expert: _explain_ineligible(expert, request),
-        misfit=lambda expert: _explain_base_misfit(expert, request, base, widths),
-        find_passed_over=find_superseded,
-        flags=flags,
-        gains=gains,
-    )
-
-
-def _measure_closest(
-    query: _RoutingQuery,
-    eligible: EligibleExperts,
-    index: RoutingIndex,
-    success_rate: SuccessRate,
-    timings: dict[str, float],
-) -> list[RoutingCandidate]:
-    """Measure the experts closest to the prompt; none when the base is to answer alone."""
-    if query.request.base_alone or not eligible.experts:
-        return []
-    encoded, decision = _score_query(query, eligible, index, success_rate, timings)
-    closest = [decision.hits]
-    if len(eligible.ineligible) > MAX_HITS:
-        closest.append(index.search(encoded.rows[0]))
-    elif len(eligible.ineligible):
-        closest.append(index.measure_similarity(encoded.rows[0], eligible.ineligible))
-    return _build_candidates(query, eligible, index, decision, closest, success_rate)
-
-
-def _measure_forced(
-    query: _RoutingQuery,
-    eligible: EligibleExperts,
-    index: RoutingIndex,
-    choices: Sequence[SelectedExpert],
-    success_rate: SuccessRate,
-    timings: dict[str, float],
-) -> list[RoutingCandidate]:
-    """Measure the named experts, and those that they require."""
-    encoded, decision = _score_query(query, eligible, index, success_rate, timings)
-    positions = index.find_positions([choice.expert.digest for choice in choices])
-    found = [index.measure_similarity(encoded.rows[0], positions)]
-    measured = _build_candidates(query, eligible, index, decision, found, success_rate)
-    by_digest = {candidate.expert.digest: candidate for candidate in measured}
-    return [by_digest[choice.expert.digest].mark_accepted(choice.reason) for choice in choices]
-
-
-def _measure_dependencies(
-    query: _RoutingQuery,
-    eligible: EligibleExperts,
-    index: RoutingIndex,
-    choices: Sequence[SelectedExpert],
-    candidates: Sequence[RoutingCandidate],
-    success_rate: SuccessRate,
-) -> list[RoutingCandidate]:
-    """Measure what the chosen experts require and is not among the closest to the prompt."""
-    known = {candidate.expert.digest for candidate in candidates}
-    reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
-    if not reasons:
-        return []
-    found = index.measure_similarity(
-        index.encode_prompt(query.normalised_prompt).rows[0], index.find_positions(reasons)
-    )
-    undecided = RoutingDecision(SearchHits.empty())
-    measured = _build_candidates(query, eligible, index, undecided, [found], success_rate)
-    return [candidate.mark_accepted(reasons[candidate.expert.digest]) for candidate in measured]
-
-
-def _score_query(
-    query: _RoutingQuery,
-    eligible: EligibleExperts,
-    index: RoutingIndex,
-    success_rate: SuccessRate,
-    timings: dict[str, float],
-) -> tuple[EncodedTexts, RoutingDecision]:
-    start = time.perf_counter()
-    encoded = index.encode_prompt(query.normalised_prompt)
-    timings["encode"] = _elapsed_ms(start)
-    start = time.perf_counter()
-    success = partial(_lookup_success, success_rate, query.features.task)
-    decision = score_prompt(eligible, index, query.features, encoded, success)
-    timings["decide"] = _elapsed_ms(start)
-    return encoded, decision
-
-
-def _lookup_success(rate: SuccessRate, task: str, expert: InstalledExpert) -> float | None:
-    return rate(expert.digest, task)
-
-
-def _build_candidates(
-    query: _RoutingQuery,
-    eligible: EligibleExperts,
-    index: RoutingIndex,
-    decision: RoutingDecision,
-    closest: Sequence[SearchHits],
-    success_rate: SuccessRate,
-) -> list[RoutingCandidate]:
-    """Describe the experts that were found as candidates, the best first."""
-    similar: dict[int, Similarity] = {}
-    for found in closest:
-        similar |= _read_similarities(index, found)
-    candidates = []
-    for at, similarity in similar.items():
-        expert = eligible.by_position.get(at)
-        if expert is None:  # in the index, but not in the roster
-            continue
-        measured = build_candidate(
-            expert,
-            query.features,
-            similarity,
-            success=success_rate(expert.digest, query.features.task),
-            flags=eligible.flags.get(expert.digest, ()),
+    def _score(self) -> tuple[EncodedTexts, RoutingDecision]:
+        start = time.perf_counter()
+        encoded = self.index.encode_prompt(self.normalised_prompt)
+        self.timings["encode"] = _elapsed_ms(start)
+        start = time.perf_counter()
+        decision = score_prompt(
+            self.eligible, self.index, self.features, encoded, self._lookup_success
         )
-        candidates.append(_apply_decision(measured, at, eligible, decision))
-    return sorted(candidates, key=lambda candidate: candidate.sort_key)
+        self.timings["decide"] = _elapsed_ms(start)
+        return encoded, decision
+
+    def _lookup_success(self, expert: InstalledExpert) -> float | None:
+        return self.success_rate(expert.digest, self.features.task)
+
+    def _build_candidates(
+        self, decision: RoutingDecision, closest: Sequence[SearchHits]
+    ) -> list[RoutingCandidate]:
+        """Build candidates from search hits, best first."""
+        similar: dict[int, Similarity] = {}
+        for found in closest:
+            similar |= _read_similarities(self.index, found)
+        candidates = []
+        for at, similarity in similar.items():
+            expert = self.eligible.by_position.get(at)
+            if expert is None:  # in the index, but not in ``eligible``
+                continue
+            measured = build_candidate(
+                expert,
+                self.features,
+                similarity,
+                success=self._lookup_success(expert),
+                flags=self.eligible.flags.get(expert.digest, ()),
+            )
+            candidates.append(_apply_decision(measured, at, self.eligible, decision))
+        return sorted(candidates, key=lambda candidate: candidate.sort_key)
 
 
 def _read_similarities(index: RoutingIndex, found: SearchHits) -> dict[int, Similarity]:
-    meant = index.encoder.calibrate(found.cosines).tolist()
-    told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
-    return {at: Similarity(cosine, text) for at, cosine, text in told}
+    cosines = index.encoder.calibrate(found.cosines).tolist()
+    hits = zip(found.experts.tolist(), cosines, found.texts.tolist(), strict=True)
+    return {at: Similarity(cosine, text) for at, cosine, text in hits}
 
 
 def _apply_decision(
     candidate: RoutingCandidate, position: int, eligible: EligibleExperts, decision: RoutingDecision
 ) -> RoutingCandidate:
-    """Add the head's result for a candidate, and why it is refused, if it is."""
-    bar = eligible.ineligible_reasons.get(candidate.expert.digest)
-    if bar:
+    """Add the scores of a candidate and, if it is refused, the reason."""
+    if why := eligible.ineligible_reasons.get(candidate.expert.digest):
         other_base = eligible.other_bases.get(candidate.expert.digest, "")
-        return replace(candidate.mark_ineligible(bar), other_base=other_base)
+        return replace(candidate.mark_ineligible(why), other_base=other_base)
     if why := decision.vetoes.get(position):
         return candidate.mark_vetoed(why)
-    if standing := decision.scores.get(position):
-        candidate = replace(
-            candidate,
-            probability=standing.probability,
-            similarity=standing.similarity,
-            score=standing.score,
-            is_leader=position == decision.leader,
-        )
+    if scores := decision.scores.get(position):
+        is_leader = position == decision.leader
+        candidate = replace(candidate, **scores._asdict(), is_leader=is_leader)
     low = explain_low_score(candidate)
     return candidate.mark_rejected(low) if low else candidate
-
-
-def _explain_ineligible(expert: InstalledExpert, request: RouteRequest) -> str:
-    """Say why an expert may not be used on any base; empty when it may."""
-    return (
-        "excluded by the user"
-        if is_excluded(expert, request.exclude)
-        else explain_untrusted(expert)
-    )
-
-
-def _explain_base_misfit(
-    expert: InstalledExpert, request: RouteRequest, base: StoredBase, widths: HiddenSizes
-) -> str:
-    allow = request.allow_base_mismatch
-    return explain_misfit(expert, base.identity, allow_mismatch=allow, widths=widths)
 
 
 def _select_forced_experts(
     request: RouteRequest, eligible: EligibleExperts, base: StoredBase
 ) -> list[SelectedExpert]:
-    barred = {
-        e.digest for e in eligible.experts if _explain_ineligible(e, request)
+    ineligible = {
+        e.digest for e in eligible.experts if explain_ineligible(e, request)
     } | eligible.other_bases.keys()
-    usable = [expert for expert in eligible.experts if expert.digest not in barred]
+    usable = [expert for expert in eligible.experts if expert.digest not in ineligible]
     context = find_context_length(base, engine=request.engine)
     choices = select_forced(request.force, eligible.experts, usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
             raise UsageError(
-                f"{choice.expert.ref} is forced and excluded at once",
+                f"{choice.expert.ref} is both forced and excluded",
                 hint="leave out the one or the other",
             )
         check_expert_base(
@@ -362,7 +261,7 @@ def _select_forced_experts(
         )
     if len(choices) > request.max_experts:
         raise UsageError(
-            f"with what they require, {len(choices)} experts are forced; at most "
+            f"with their requirements, {len(choices)} experts are forced; at most "
             f"{request.max_experts} are allowed",
             hint="raise --max-experts, which goes up to 10, or name fewer",
         )
@@ -376,7 +275,7 @@ def build_plan(
     features: PromptFeatures,
     base: StoredBase,
 ) -> Plan:
-    """Return the plan of some experts: its identity, and the settings that they recommend."""
+    """Build the plan of the chosen experts: its identity, seed and sampling settings."""
     numerics = build_request_settings(request, base)
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

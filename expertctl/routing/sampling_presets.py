@@ -1,15 +1,13 @@
-"""Request limits, defaults and task presets, and who decides each generation setting.
+"""Request limits, defaults and task presets, and how each sampling setting is resolved.
 
-The first source that gives a setting wins: the user, then the experts' ``decoding`` in the order of
-the plan, then the ``generation_config.json`` of the base, then the preset of the task, which is
-complete. The task is that of the first expert that names a preset, else what the prompt looks like.
+The first source that sets a value wins: the user, then the experts' ``decoding`` in plan order,
+then the ``generation_config.json`` of the base, then the preset of the task, which is complete. The
+task is that of the first expert that names a preset, otherwise the one detected in the prompt.
 
-How the makers of a base want it sampled: the settings of its ``generation_config.json``.
-
-Read are ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``; ``do_sample:
-false`` is a temperature of 0. Null and a missing key leave a setting open. A value that cannot be
-used is a warning, because the base runs without it; a file that cannot be read is an error. The
-length of answers is not taken from there: that file limits it for other programs.
+From ``generation_config.json`` come ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+``repetition_penalty``; ``do_sample: false`` means temperature 0. Null and missing keys leave a
+setting open. An unusable value is a warning, because the base runs without it; an unreadable file
+is an error. The answer length is not read: that file limits it for other programs.
 """
 
 import json
@@ -41,7 +39,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "seed": (0, 2**53 - 1),
     "weight": (-10.0, 10.0),
 }
-"""Setting → smallest and largest value; ``top_p`` is above 0."""
+"""Setting → smallest and largest value; ``top_p`` must be above 0."""
 
 _EXCLUSIVE_MINIMUM = frozenset({"top_p"})
 DEFAULT_MAX_EXPERTS = 10
@@ -57,7 +55,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOverrides:
-    """The settings that a user gave; ``None`` leaves one to the experts and the preset."""
+    """The settings given by a user; ``None`` leaves one to the experts and the preset."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -75,7 +73,7 @@ NO_OVERRIDES = SamplingOverrides()
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt that is blank or too long.
+    """Reject a prompt that is blank or too long.
 
     Raises:
         ContextLengthError: when it is too long.
@@ -94,7 +92,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check_limit(name: str, value: float | None) -> None:
-    """Refuse a value outside ``LIMITS``; ``None`` is no choice and fits.
+    """Reject a value outside ``LIMITS``; ``None`` means not given.
 
     Raises:
         UsageError: with the range.
@@ -104,10 +102,9 @@ def check_limit(name: str, value: float | None) -> None:
     low, high = LIMITS[name]
     bounds = f"{low:.16g} to {high:.16g}"
     above = f"must be above {low:.16g}, up to {high:.16g}"
-    said = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
+    violation = above if name in _EXCLUSIVE_MINIMUM else f"is outside {bounds}"
     raise UsageError(
-        f"{name} {value} {said}",
-        hint="give a value between these, or leave it out",
+        f"{name} {value} {violation}", hint="give a value between these, or leave it out"
     )
 
 
@@ -118,7 +115,7 @@ def is_within(name: str, value: float) -> bool:
 
 
 def check_overrides(overrides: SamplingOverrides) -> None:
-    """Refuse settings outside the limits, and a temperature beside greedy decoding.
+    """Reject settings outside the limits, and a temperature together with greedy decoding.
 
     Raises:
         UsageError: naming the setting.
@@ -147,13 +144,10 @@ def resolve_sampling(
     prompt_task: str,
     base: Mapping[str, float] = NO_SETTINGS,
 ) -> SamplingParams:
-    """Return the complete settings of a plan; see the module for who wins.
+    """Return the complete settings of a plan; the module says which source wins.
 
-    ``base`` holds what the base comes with. Greedy decoding keeps the penalties that the user gave;
-    those of experts and bases are meant for sampling.
-
-    Raises:
-        UsageError: for a wish outside the limits.
+    ``base`` holds the base's own settings. Greedy decoding keeps only the penalties that the user
+    gave, since those of experts and bases are meant for sampling. Raises as `check_overrides`.
     """
     check_overrides(overrides)
     preset: Any = {**asdict(PRESETS[_choose_preset(experts, prompt_task)]), **base}
@@ -169,14 +163,14 @@ def resolve_sampling(
 
 
 def complete_overrides(overrides: SamplingOverrides, saved: SamplingParams) -> SamplingOverrides:
-    """Return complete wishes: what they leave open is taken from a saved plan."""
+    """Fill in overrides from the settings of a saved plan."""
     params = saved.to_greedy() if overrides.greedy or overrides.temperature == 0.0 else saved
     kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     return replace(overrides, **{**kept, **_given_settings(overrides)})
 
 
 def list_unapplied(decoding: Decoding) -> list[str]:
-    """Name the recommended settings that no run applies."""
+    """Return the recommended settings that no run applies."""
     return [] if decoding.grammar is None else ["grammar"]
 
 
@@ -206,17 +200,17 @@ _INTEGER_SETTINGS = ("top_k",)
 
 @dataclass(frozen=True, slots=True)
 class BaseSampling:
-    """The sampling settings that a base comes with, and what could not be used of them."""
+    """The sampling settings of a base, and warnings about the unusable ones."""
 
     settings: Mapping[str, float]
     warnings: tuple[str, ...] = ()
 
 
 def read_base_sampling(directory: Path) -> BaseSampling:
-    """Read the sampling settings of the base in a folder; without the file there are none.
+    """Read the sampling settings of the base in a directory; none without the file.
 
     Raises:
-        InvalidPackageError: when the file is not a JSON object of a sane size.
+        InvalidPackageError: when the file is too large or not a JSON object.
     """
     document = _read_settings(directory / GENERATION_CONFIG)
     given: dict[str, float] = {}
@@ -260,7 +254,7 @@ def _is_usable(name: str, value: object) -> bool:
 def _describe_bad_value(name: str, value: object) -> str:
     low, high = LIMITS[name]
     kind = "a whole number" if name in _INTEGER_SETTINGS else "a number"
-    said = ascii(value)
-    shown = said if len(said) <= _MAX_SHOWN_CHARACTERS else f"{said[:_MAX_SHOWN_CHARACTERS]}…"
+    text = ascii(value)
+    shown = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
     allowed = f"{kind} from {low:g} to {high:g}"
     return f"{GENERATION_CONFIG} of the base: {name} ({shown}) is not {allowed}"

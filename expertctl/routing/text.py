@@ -1,11 +1,10 @@
-"""Words of a text: how the router reads prompts, keywords and examples, always the same way.
+"""Tokenisation and normalisation of texts: prompts, keywords and examples are read the same way.
 
-Only the beginning of a very long text is read; a prompt says what it wants early.
+Only the beginning of a very long text is read, as a prompt states its request early.
 
-One spelling of a text: nothing invisible, and no letter that only looks like another one.
-
-A word that mixes alphabets is read in Latin letters, as people see it; words of one alphabet stay,
-so Russian and Greek are what they are.
+`fold_confusables` removes invisible characters and replaces letters that look like Latin ones. A
+word that mixes alphabets is read in Latin letters, as people see it; words of one alphabet, such as
+Russian and Greek ones, stay.
 """
 
 import re
@@ -14,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_CHARACTERS = 8192
-"""How much of a text the router looks at."""
+"""How many characters of a text the router reads."""
+_MAX_SHOWN_CHARACTERS = 60
 
 _WORD = re.compile(r"[^\W_]+(?:[.'+#-]+[^\W_]+)*[+#]*")
 _STOP_WORDS = """
@@ -26,17 +26,17 @@ to up us was we were what when where which who why will with would you your
 _LIST_SEPARATOR = re.compile("[,;=]")
 _SENTENCE_END = re.compile(r"[.?!]|\n\n")
 STOP_WORDS = frozenset(_STOP_WORDS.split())
-"""English words that say nothing about a task."""
+"""English words that carry no information about a task."""
 
 
 def normalise(text: str) -> str:
-    """Return the beginning of a text in one spelling: NFKC, lower case."""
+    """Return the beginning of a text in NFKC and lower case."""
     return unicodedata.normalize("NFKC", text[:MAX_CHARACTERS]).casefold()
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a text; ``data`` when it looks like what a request is about, not the request.
+    """A word of a text; ``is_data`` if it looks like the data of a request, not the request.
 
     Items of a list, ``key = value`` pairs and what follows a colon look like data.
     """
@@ -46,7 +46,7 @@ class Word:
 
 
 def read_words(text: str) -> list[Word]:
-    """Return the words of a text, in order, in one spelling."""
+    """Return the words of a text in order, normalised, with whether they look like data."""
     spelled = normalise(text)
     matches = list(_WORD.finditer(spelled))
     ends = [match.start() for match in matches[1:]] + [len(spelled)]
@@ -62,17 +62,17 @@ def read_words(text: str) -> list[Word]:
 
 
 def is_number(word: str) -> bool:
-    """Tell whether a word is a number, perhaps with a unit."""
+    """Tell whether a word is a number, possibly with a unit."""
     return word[0].isdigit()
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text, in order, in one spelling."""
+    """Return the words of a text in order, normalised."""
     return _WORD.findall(normalise(text))
 
 
 def contains_phrase(words: Sequence[str], phrase: str) -> bool:
-    """Tell whether a phrase stands in a list of words, as whole words."""
+    """Tell whether a list of words contains a phrase as whole words."""
     wanted = split_words(phrase)
     if not wanted:
         return False
@@ -80,8 +80,13 @@ def contains_phrase(words: Sequence[str], phrase: str) -> bool:
     return any(list(words[i : i + len(wanted)]) == wanted for i in starts)
 
 
+def truncate(text: str) -> str:
+    """Shorten a text for a message."""
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
+
+
 def has_content_word(phrase: str) -> bool:
-    """Tell whether a phrase has a word beyond the stop words."""
+    """Tell whether a phrase has a word that is not a stop word."""
     return any(word not in STOP_WORDS for word in split_words(phrase))
 
 
@@ -93,7 +98,7 @@ a 0430 03b1 0251; b 0184; c 0441 03f2 1d04; d 0501; e 0435 0451 0454 212e; g 058
 0399; J 0408; K 041a 039a; M 041c 039c; N 039d; O 041e 039f; P 0420 03a1; Q 051a; S 0405; T 0422
 03a4; W 051c; X 0425 03a7; Y 0423 03a5 04ae; Z 0396
 """
-"""Latin letter → code points of Cyrillic, Greek and others that look like it."""
+"""Latin letter → code points of similar letters in Cyrillic, Greek and other scripts."""
 
 _TO_LATIN = {
     int(code, 16): entry.split()[0]
@@ -111,11 +116,11 @@ _INVISIBLE = re.compile(
 )
 _LINE_BREAK = re.compile("\r\n?|[\x0b\x0c\x1c-\x1f\x85\u2028\u2029]")
 _OVERLAID = re.compile(r"[\u0300-\u036f\u20d0-\u20ff]")
-"""Marks that stay apart from a letter in NFKC: strokes through it, or heaps of accents."""
+"""Marks that NFKC does not combine with a letter: overlaid strokes, or stacked accents."""
 
 
 def fold_confusables(text: str) -> str:
-    """Return a text as people see it: in one spelling, without what cannot be seen."""
+    """Return a text as people see it: in NFKC, without confusable and invisible characters."""
     if text.isascii():
         return text if text.isprintable() else _strip_invisible(text)
     shown = _OVERLAID.sub("", _strip_invisible(unicodedata.normalize("NFKC", text)))
@@ -128,7 +133,7 @@ def fold_confusables(text: str) -> str:
 
 
 def find_confusable(text: str) -> str | None:
-    """Return a word that reads differently from how it looks; None where there is none."""
+    """Return a word that reads differently from how it looks; None when there is none."""
     if text.isascii():
         return None
     for word in unicodedata.normalize("NFKC", text).split():
@@ -149,12 +154,12 @@ def _is_latin(text: str) -> bool:
 
 
 def _fold_mixed_word(match: re.Match[str]) -> str:
-    """Read a word that has letters of two alphabets in one of them."""
+    """Transliterate a word with letters of two alphabets to Latin."""
     word = match.group()
     return word.translate(_TO_LATIN) if _LATIN.search(word) else word
 
 
 def _fold_if_latin(match: re.Match[str]) -> str:
-    """Read a word in Latin letters if all of it looks so."""
-    seen = match.group().translate(_TO_LATIN)
-    return seen if seen.isascii() else _fold_mixed_word(match)
+    """Transliterate a word to Latin if all of it looks Latin."""
+    latin = match.group().translate(_TO_LATIN)
+    return latin if latin.isascii() else _fold_mixed_word(match)

@@ -1,17 +1,14 @@
-"""The journal of the vectors: which rows of their file belong to which expert.
+"""`VectorFiles`: the vectors of installed experts on disk, next to ``index.db``.
 
-A header of one line of JSON, then records of 64 bytes, appended and never changed. A record counts
-once it is whole: its check covers its bytes, its place and the header. So an append that broke off
-is no record, and all records are read and checked by a few operations on one array.
+``vectors.journal`` says which expert owns which rows of ``vectors-….rows``, a float32 matrix that
+is mapped, not read. Adding experts appends to both files, rows first, each flushed: it costs only
+the new rows, and is complete or absent whenever the process is killed. Removing an expert appends a
+record; its rows disappear when everything is rewritten, to a file with another name that the new
+journal contains. Damaged files are discarded: the vectors are rebuilt from the manifests.
 
-`VectorFiles`: the vectors of installed experts on the disk, beside ``index.db``.
-
-``vectors.journal`` says which expert has which rows of ``vectors-….rows``, a matrix of float32
-that is mapped, not read. Adding experts appends to both files, rows first, each flushed: it costs
-only the new rows, and is complete or absent whenever the process is killed. Forgetting an expert
-appends a record; its rows go when everything is written anew, to a file of another name that the
-new journal names. Damage makes the files worthless, not dangerous: the vectors are made again from
-the manifests.
+The journal is one header line of JSON followed by records of 64 bytes, which are appended and never
+changed. The checksum of a record covers its bytes, its place and the header, so an interrupted
+append leaves no valid record. All records are read and checked by a few operations on one array.
 """
 
 import json
@@ -44,10 +41,10 @@ FORMAT = "2"
 RECORD = np.dtype(
     [
         ("kind", "<u4"),
-        ("count", "<u4"),  # how many rows; 0 in a burial
-        ("at", "<u8"),  # the first row; in a burial the position of the dead
+        ("count", "<u4"),  # the number of rows; 0 in a removal
+        ("at", "<u8"),  # the first row; in a removal the position of the removed entry
         ("digest", "u1", (32,)),
-        ("rows", "<u8"),  # the checksum of the rows; 0 in a burial
+        ("rows", "<u8"),  # the checksum of the rows; 0 in a removal
         ("check", "<u8"),
     ]
 )
@@ -62,7 +59,7 @@ Records = npt.NDArray[np.void]
 
 
 class JournalHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line: what made the rows, and in which file they are."""
+    """The first line: what made the rows, and the name of their file."""
 
     format: str
     encoder: str
@@ -71,17 +68,17 @@ class JournalHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: str
 
     def to_bytes(self) -> bytes:
-        """Return the line, filled up to whole records."""
+        """Return the line, padded to whole records."""
         line = json.dumps(msgspec.to_builtins(self)).encode()
         return line + b" " * (-(len(line) + 1) % RECORD.itemsize) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class VectorJournal:
-    """What was read: the records up to the first that is not whole.
+    """The header and the records up to the first invalid one.
 
-    ``size`` is where they end. In a ``damaged`` journal whole records follow later, so the cause
-    was not an append that broke off.
+    ``size`` is the offset of their end in bytes. A journal is ``damaged`` if valid records follow
+    later, so that the cause was not an interrupted append.
     """
 
     header: JournalHeader
@@ -97,16 +94,16 @@ class VectorJournal:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntries:
-    """The entries that the records result in."""
+    """The entries that result from the records."""
 
     keys: Keys
     counts: Rows
     alive: Mask
-    checks: npt.NDArray[np.uint64]  # the checksum of the rows of each
+    checks: npt.NDArray[np.uint64]  # checksums of the rows of each entry
 
 
 def read_journal(path: Path) -> VectorJournal | None:
-    """Read a journal; ``None`` when it is absent or has no header that can be read."""
+    """Read a journal; ``None`` when it is absent or its header is invalid."""
     try:
         data = path.read_bytes()
         line = data[: data.index(b"\n", 0, _MAX_HEADER) + 1]
@@ -125,12 +122,12 @@ def read_journal(path: Path) -> VectorJournal | None:
 
 
 def replay(records: Records) -> JournalEntries | None:
-    """Return the entries that records result in; ``None`` when they contradict each other."""
+    """Return the entries that result from records; ``None`` when they contradict each other."""
     is_added = records["kind"] == ADDED
     added, buried = records[is_added], records[~is_added]
     counts = added["count"].astype(np.int64)
     at = buried["at"].astype(np.int64)
-    known = np.cumsum(is_added)[~is_added]  # how many there were when it was buried
+    known = np.cumsum(is_added)[~is_added]  # how many entries preceded each removal
     sound = (
         (buried["kind"] == REMOVED).all()
         and (counts > 0).all()
@@ -145,7 +142,7 @@ def replay(records: Records) -> JournalEntries | None:
 
 
 def build_added_records(added: Mapping[Digest, Vectors], *, row: int) -> Records:
-    """Return the records of new entries whose rows begin at ``row``."""
+    """Return the records of new entries whose first row is ``row``."""
     records = np.zeros(len(added), RECORD)
     counts = count_rows(added)
     records["kind"] = ADDED
@@ -158,7 +155,7 @@ def build_added_records(added: Mapping[Digest, Vectors], *, row: int) -> Records
 
 
 def build_removed_records(keys: Keys, positions: Rows) -> Records:
-    """Return the records that bury the entries at these positions."""
+    """Return the records that remove the entries at these positions."""
     records = np.zeros(len(positions), RECORD)
     records["kind"] = REMOVED
     records["at"] = positions
@@ -167,19 +164,19 @@ def build_removed_records(keys: Keys, positions: Rows) -> Records:
 
 
 def seal_records(records: Records, header: JournalHeader, *, first: int) -> bytes:
-    """Return records as bytes, for the places from ``first`` on below this header."""
+    """Return records as bytes with checksums, the first of them being record number ``first``."""
     checked = records.copy()
     checked["check"] = _checksum_records(checked, header.to_bytes(), first=first)
     return checked.tobytes()
 
 
 def checksum_rows(rows: Vectors) -> int:
-    """Return the checksum of the rows of an entry."""
+    """Return the checksum (CRC-32) of the rows of an entry."""
     return zlib.crc32(np.ascontiguousarray(rows).tobytes())
 
 
 def _checksum_records(records: Records, header: bytes, *, first: int) -> npt.NDArray[np.uint64]:
-    """Mix all words of each record but the last with its place and the header."""
+    """Hash all words of each record but the last with its place and the header."""
     words = np.ascontiguousarray(records).view(np.uint64).reshape(-1, _RECORD_WORDS)
     places = np.arange(first, first + len(records), dtype=np.uint64)
     mixed = (places + np.uint64(1)) * _HASH_MULTIPLIER ^ np.uint64(zlib.crc32(header))
@@ -192,24 +189,22 @@ def _checksum_records(records: Records, header: bytes, *, first: int) -> npt.NDA
 JOURNAL_FILE = "vectors.journal"
 ROWS_GLOB = "vectors-*.rows"
 CHECKED_BYTES = 8 << 20
-"""Rows up to this size are read and checked when they are opened; larger files are mapped."""
+"""Rows up to this size are read and checked when opened; larger files are only mapped."""
 _ATTEMPTS = 5
 
 FileSignature = tuple[int, int, int]
-"""The inode, size and time of the journal, which change when it does."""
+"""Inode, size and modification time (ns) of the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenVectors:
-    """What the files held when they had a signature."""
-
     signature: FileSignature | None
     journal: VectorJournal
     table: VectorTable
 
 
 class VectorFiles:
-    """The files in one folder; the owner of this object holds a lock while it writes."""
+    """The files in one folder; the owner must hold a lock while it writes."""
 
     def __init__(self, folder: Path, *, dimensions: int) -> None:
         """Remember the folder and the length of a row; nothing is read yet."""
@@ -219,24 +214,24 @@ class VectorFiles:
 
     @property
     def journal(self) -> Path:
-        """The journal, which is always replaced or appended to last."""
+        """The path of the journal, which is always written last."""
         return self.folder / JOURNAL_FILE
 
     def has_changed(self) -> bool:
-        """Tell whether the files have changed since they were read last."""
+        """Tell whether the files have changed since they were last read."""
         known = None if self._opened is None else self._opened.signature
         return _read_signature(self.journal) != known
 
     def read(self) -> VectorTable | None:
-        """Return what was published last; ``None`` when it is absent or worthless."""
+        """Return the published table; ``None`` when it is absent or damaged."""
         if self._opened is None or self.has_changed():
             self._opened = self._open()
         return None if self._opened is None else self._opened.table
 
     def append(self, added: Mapping[Digest, Vectors]) -> VectorTable:
-        """Add new entries to the table on disk, and return the whole table.
+        """Append entries to the table on disk, and return the whole table.
 
-        Nothing is read again, so adding takes as long for a large table as for a small one.
+        Nothing is read again, so the time does not depend on the size of the table.
         """
         opened = self._open_for_writing()
         table, at = opened.table, len(opened.table.rows)
@@ -247,7 +242,7 @@ class VectorFiles:
         return self._remember(journal, table.append_entries(added, rows))
 
     def remove(self, positions: Rows) -> VectorTable:
-        """Forget the entries at these positions of the table on disk."""
+        """Remove the entries at these positions of the table on disk."""
         opened = self._open_for_writing()
         journal = self._append_records(
             opened.journal, build_removed_records(opened.table.keys, positions)
@@ -255,7 +250,7 @@ class VectorFiles:
         return self._remember(journal, opened.table.mark_dead(positions))
 
     def update_stamp(self, stamp: str) -> VectorTable:
-        """Record a new stamp of the encoder, which may have moved; the rows stay."""
+        """Record a new stamp of the encoder, which may have moved; rows are kept."""
         opened = self._open_for_writing()
         if opened.journal.header.stamp == stamp:
             return opened.table
@@ -265,7 +260,7 @@ class VectorFiles:
         )
 
     def replace(self, table: VectorTable) -> VectorTable:
-        """Write all that is alive anew and return it; readers of the old files may go on."""
+        """Write all live entries to new files; readers of the old files are not disturbed."""
         whole = table.compact() if table.dead_rows else table
         name = f"vectors-{secrets.token_hex(8)}.rows"
         header = JournalHeader(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
@@ -279,12 +274,8 @@ class VectorFiles:
         self._remove_others(name)
         return published
 
-    def check(self) -> bool:
-        """Tell whether all rows are those that were written."""
-        return not describe_vector_damage(self.folder)
-
     def _open(self) -> _OpenVectors | None:
-        """Open the files; try again when a writer replaced them between journal and rows."""
+        """Open the files, again if a writer replaced them between journal and rows."""
         for _ in range(_ATTEMPTS):
             signature = _read_signature(self.journal)
             opened = self._open_at(signature)
@@ -312,7 +303,7 @@ class VectorFiles:
         return _OpenVectors(signature, journal, table)
 
     def _open_for_writing(self) -> _OpenVectors:
-        """Return the open files, ready to append to: damaged ones are written anew first."""
+        """Return the open files, ready to append to: damaged ones are rewritten first."""
         assert self._opened is not None, "writers read first"
         if self._opened.journal.damaged:
             self.replace(self._opened.table)
@@ -326,7 +317,6 @@ class VectorFiles:
     def _replace_journal(
         self, header: JournalHeader, records: Records, table: VectorTable
     ) -> VectorTable:
-        """Replace the journal by one with this header."""
         data = seal_records(records, header, first=0)
         write_atomic(self.journal, header.to_bytes() + data, mode=0o600)
         size = len(header.to_bytes()) + len(data)
@@ -342,7 +332,7 @@ class VectorFiles:
         return self.dimensions * np.dtype(np.float32).itemsize
 
     def _open_rows(self, header: JournalHeader, entries: JournalEntries) -> Vectors | None:
-        """Open the rows: all in memory and checked when they are few, else mapped."""
+        """Open the rows: read and checked if they are few, else mapped."""
         try:
             rows = self._map_rows(header.rows, int(entries.counts.sum()))
         except (OSError, ValueError):  # absent, or shorter than the journal says
@@ -356,7 +346,7 @@ class VectorFiles:
         return _map_matrix(self.folder / Path(name).name, (count, self.dimensions))
 
     def _extend_rows(self, table: VectorTable, new: Vectors) -> Vectors:
-        """Return the rows of a table together with those that were appended to its file."""
+        """Return the rows of a table followed by those just appended to its file."""
         if table.rows.nbytes > CHECKED_BYTES:
             return self._map_rows(table.generation, len(table.rows) + len(new))
         both: Vectors = np.concatenate([table.rows, new])
@@ -364,7 +354,7 @@ class VectorFiles:
 
     @contextmanager
     def _remove_rows_on_error(self, name: str) -> Iterator[None]:
-        """Remove rows after a write error (a full disk), unless the journal already names them."""
+        """Remove rows after a write error (a full disk), unless the journal names their file."""
         try:
             yield
         except OSError:
@@ -375,7 +365,7 @@ class VectorFiles:
             raise
 
     def _remove_others(self, name: str) -> None:
-        """Remove the rows of older journals; a later call removes those still in use."""
+        """Remove the rows of older journals; those still in use are removed by a later call."""
         for path in self.folder.glob(ROWS_GLOB):
             if path.name != name:
                 with suppress(OSError):
@@ -383,7 +373,7 @@ class VectorFiles:
 
 
 def describe_vector_damage(folder: Path) -> str:
-    """Say what is wrong with the vectors in a folder, every byte read; empty when nothing is."""
+    """Return what is wrong with the vectors in a folder, after reading all; empty if nothing."""
     for _ in range(_ATTEMPTS):
         before = _read_signature(folder / JOURNAL_FILE)
         damage = _describe_damage(folder, read_journal(folder / JOURNAL_FILE)) if before else ""
@@ -413,7 +403,7 @@ def _read_signature(journal: Path) -> FileSignature | None:
 
 
 def _map_matrix(path: Path, shape: tuple[int, int]) -> Vectors:
-    """Map a matrix; an `OSError` or `ValueError` when it is absent or too short."""
+    """Map a matrix; raises `OSError` or `ValueError` when the file is absent or too short."""
     if shape[0] == 0:
         return np.zeros(shape, np.float32)
     return np.memmap(path, np.float32, mode="r", shape=shape).view(np.ndarray)

@@ -1,21 +1,17 @@
-"""Approximate search for large indexes: an hnswlib graph over the rows of a vector table.
+"""Vector search: exact, or approximate with an hnswlib graph where that costs less.
 
-Used from a measured size on (ADR 3) and only when hnswlib is installed (extra ``ann``). Below that
-size, without the library, or when the graph does not belong to the table, search is exact. hnswlib
-reads its file without checks, so a graph is loaded only when its digest is the recorded one. A
-graph may cover only the first rows of its table: those that came later are searched exactly.
+The graph is used from a measured size on (ADR 3), and only if hnswlib is installed (extra ``ann``).
+Below that size, without the library, or if the graph does not belong to the table, search is exact.
+hnswlib reads its file unchecked, so a graph is loaded only if its digest is the recorded one. A
+graph may cover only the first rows of its table: later ones are searched exactly.
 
-Which experts are closest to a query: exactly, or through a graph where that costs less.
+A filter keeps recall. If few rows pass it, only these are compared. If many pass, the graph is
+asked for so many more rows that enough should pass, and for more again if too few did, until
+comparing all rows that may pass would cost less.
 
-A filter keeps recall. Where few rows pass it, just these are compared. Where many pass it, the
-graph is asked for so many more rows that enough should pass, and for more again when too few did,
-until comparing all that may pass would cost less.
-
-`VectorSearcher`: the owner of a loaded graph, and when loading one pays.
-
-A process that routes one prompt and ends pays more for loading a graph than comparing all rows
-costs; a server does not. No setting says which it is: a graph is loaded once exact searches have
-taken as long as loading it takes, so the cost is never more than twice the best.
+A process that routes one prompt pays more for loading a graph than for comparing all rows; a server
+does not. `VectorSearcher` loads the graph once exact searches have taken as long as loading takes,
+so the cost is never more than twice the best.
 """
 
 import os
@@ -40,13 +36,14 @@ from expertctl.routing.vector_table import (
     SearchHits,
     Vectors,
     VectorTable,
+    expand_spans,
     group_by_expert,
 )
 from expertctl.schema.strict_json import encode_canonical, load_object
 from expertctl.schema.validation import convert_document
 
 GRAPH_ROWS = 8_000
-"""The size from which a graph is built."""
+"""The number of rows from which a graph is built."""
 RECALL = 0.99
 """The share of the ten closest rows that a graph must find."""
 
@@ -68,7 +65,7 @@ _BYTES_LOADED_PER_SECOND = 500e6
 
 
 class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of the graph on the disk."""
+    """The metadata of the graph on disk."""
 
     contents: str  # digest of the entries whose rows it covers
     rows: int
@@ -79,12 +76,12 @@ class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def load_seconds(self) -> float:
-        """About how long hashing and loading it takes."""
+        """The estimated time to hash and load it."""
         return self.size / _BYTES_LOADED_PER_SECOND
 
 
 class ClosestRows(NamedTuple):
-    """The closest rows of a table, the closest first, and how close they are to a query."""
+    """The rows of a table closest to a query, closest first, and their cosines."""
 
     rows: Rows
     cosines: Vectors
@@ -100,9 +97,9 @@ class HnswGraph:
     recall: float
 
     def find_closest(self, query: Vectors, count: int, *, width: int = 0) -> ClosestRows | None:
-        """Return the closest rows; ``None`` when it does not find so many.
+        """Return the closest rows; ``None`` when the graph finds fewer than ``count``.
 
-        A larger ``width`` searches more widely than it takes for the ten closest.
+        ``width`` widens the search beyond the graph's own width.
         """
         self.index.set_ef(max(self.width, count, width))
         try:
@@ -112,17 +109,17 @@ class HnswGraph:
         return ClosestRows(labels[0].view(np.int64), 1 - distances[0])
 
     def absorb(self, table: VectorTable) -> "HnswGraph":
-        """Take in the rows of the table that came after the graph was made."""
+        """Insert the rows of the table that were added after the graph was built."""
         self.index.resize_index(max(len(table.rows), self.index.get_max_elements()))
         _insert_rows(self.index, table, np.arange(self.rows, len(table.rows)))
         return replace(self, rows=len(table.rows))
 
 
 def build_graph(table: VectorTable) -> HnswGraph | None:
-    """Build the graph of what is alive; ``None`` without hnswlib, or where it finds too little.
+    """Build the graph of the live rows; ``None`` without hnswlib, or if its recall is too low.
 
-    Some rows are held out at first and used as prompts: the graph is searched as widely as it
-    takes to find what exact search finds for them. Of ten rows that is nine, as the first would be
+    Some rows are held out at first and used as queries: the search width is increased until the
+    graph finds what exact search finds for them. Of ten rows that is nine, as the first would be
     the held-out row itself.
     """
     if find_spec("hnswlib") is None:
@@ -145,8 +142,8 @@ def build_graph(table: VectorTable) -> HnswGraph | None:
 
 
 def save_graph(folder: Path, graph: HnswGraph, table: VectorTable) -> None:
-    """Save the graph beside its place, then rename it, then record its digest."""
-    for left in folder.glob(f"{_TEMPORARY_PREFIX}*"):  # by a process that was killed
+    """Save the graph to a temporary file, rename it, then record its digest."""
+    for left in folder.glob(f"{_TEMPORARY_PREFIX}*"):  # left by a killed process
         remove_tree(left)
     with TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder) as temporary:
         path = Path(temporary, GRAPH_FILE)
@@ -167,7 +164,7 @@ def save_graph(folder: Path, graph: HnswGraph, table: VectorTable) -> None:
 
 
 def read_record(folder: Path, table: VectorTable) -> GraphRecord | None:
-    """Return what is known of the graph of this table; ``None`` where there is none."""
+    """Return the metadata of the graph of this table; ``None`` when there is none."""
     if find_spec("hnswlib") is None:
         return None
     try:
@@ -182,7 +179,7 @@ def read_record(folder: Path, table: VectorTable) -> GraphRecord | None:
 
 
 def load_graph(folder: Path, table: VectorTable) -> HnswGraph | None:
-    """Load the graph of this very table; ``None`` unless it is the recorded one."""
+    """Load the graph of this table; ``None`` unless the file is the recorded one."""
     record = read_record(folder, table)
     if record is None or not _is_recorded(folder, record):
         return None
@@ -193,7 +190,7 @@ def load_graph(folder: Path, table: VectorTable) -> HnswGraph | None:
 
 
 def remove_graph(folder: Path) -> None:
-    """Remove the graph of a table that is no more."""
+    """Remove the graph of a table that no longer exists."""
     for name in (RECORD_FILE, GRAPH_FILE):
         (folder / name).unlink(missing_ok=True)
 
@@ -210,9 +207,9 @@ def _create_index(table: VectorTable) -> Any:
 
 
 def _interleave_rows(table: VectorTable, rows: Rows) -> Rows:
-    """Shuffle rows: one of every entry, then a second of every entry, and so on.
+    """Shuffle rows: one row of every entry, then a second of every entry, and so on.
 
-    An entry that loses several rows at once no longer has the rows that a prompt would find.
+    An entry from which several rows are held out would lack the rows that a prompt should find.
     """
     shuffled = np.random.default_rng(_SEED).permutation(rows)
     owners = table.owners[shuffled]
@@ -225,7 +222,6 @@ def _interleave_rows(table: VectorTable, rows: Rows) -> Rows:
 
 
 def _insert_rows(index: Any, table: VectorTable, rows: Rows) -> None:
-    """Insert rows under their own numbers, a part at a time."""
     for start in range(0, len(rows), _CHUNK):
         part = rows[start : start + _CHUNK]
         index.add_items(table.rows[part], part)
@@ -239,7 +235,7 @@ def _choose_thread_count(rows: int) -> int:
 def _find_sufficient_width(
     index: Any, table: VectorTable, rows: Rows, queries: Vectors
 ) -> tuple[int, float]:
-    """Return the smallest width of search that finds enough, and what it finds."""
+    """Return the smallest search width with enough recall, and that recall."""
     if not len(queries):
         return _WIDTHS[0], 1.0
     count = min(_RECALL_NEIGHBOURS, len(rows))
@@ -254,7 +250,7 @@ def _find_sufficient_width(
 
 
 def _find_farthest_cosines(table: VectorTable, rows: Rows, queries: Vectors, count: int) -> Vectors:
-    """Return, for each query, the cosine of the last of its closest rows."""
+    """Return, for each query, the cosine of the last of its ``count`` closest rows."""
     best = np.zeros((len(queries), 0), np.float32)
     for start in range(0, len(rows), _CHUNK):
         part = table.rows[rows[start : start + _CHUNK]]
@@ -266,7 +262,6 @@ def _find_farthest_cosines(table: VectorTable, rows: Rows, queries: Vectors, cou
 
 
 def _is_recorded(folder: Path, record: GraphRecord) -> bool:
-    """Tell whether the file is the recorded one."""
     try:
         size, digest = hash_file(folder / GRAPH_FILE)
     except OSError:
@@ -275,9 +270,9 @@ def _is_recorded(folder: Path, record: GraphRecord) -> bool:
 
 
 ROWS_PER_LINK = 48
-"""How many rows are compared in the time by which one more of width slows a graph search."""
+"""How many rows can be compared in the time by which one more of width slows a graph search."""
 ROWS_PER_EXPERT = 16
-"""Where the experts found have more rows than this on average, more rows are asked for."""
+"""More rows are asked for if the experts found have more rows than this on average."""
 
 _MAX_GATHERED_SHARE = 0.3
 _OVERSAMPLING = 1.2
@@ -292,10 +287,10 @@ def find_nearest(
     allowed: SearchFilter | None = None,
     graph: HnswGraph | None = None,
 ) -> SearchHits:
-    """Return at most ``count`` experts, the closest first, of those allowed.
+    """Return at most ``count`` allowed experts, closest first.
 
     With a graph they are the owners of as many of the closest rows as it finds at its width, and of
-    more rows where one expert has so many of the closest rows that it hides others.
+    more rows if one expert has so many of the closest rows that it hides others.
     """
     found = None if graph is None else _search_graph(table, graph, query, count, allowed)
     return (
@@ -306,10 +301,10 @@ def find_nearest(
 def _search_graph(
     table: VectorTable, graph: HnswGraph, query: Vectors, count: int, allowed: SearchFilter | None
 ) -> SearchHits | None:
-    """Return what a graph finds; ``None`` where exact search costs less, or finds more experts."""
+    """Search a graph; ``None`` when exact search costs less or finds more experts."""
     fewest = min(count // ROWS_PER_EXPERT, len(table if allowed is None else allowed.positions))
-    for asked in (min(count, graph.width), 4 * count, 16 * count):
-        closest = _search_graph_filtered(table, graph, query, asked, allowed)
+    for requested in (min(count, graph.width), 4 * count, 16 * count):
+        closest = _search_graph_filtered(table, graph, query, requested, allowed)
         if closest is None:
             return None
         found = group_by_expert(table, closest.rows, closest.cosines)
@@ -321,7 +316,7 @@ def _search_graph(
 def find_nearest_exact(
     table: VectorTable, query: Vectors, *, count: int, allowed: SearchFilter | None = None
 ) -> SearchHits:
-    """Do as `nearest`, by comparing every row that may be found."""
+    """Return at most ``count`` allowed experts, by comparing every allowed row."""
     positions = np.arange(len(table)) if allowed is None else allowed.positions
     if len(positions) == 0 or count == 0:
         return SearchHits.empty()
@@ -331,7 +326,7 @@ def find_nearest_exact(
     if len(positions) > count:
         best = np.maximum.reduceat(cosines, starts)
         kept = np.sort(np.argpartition(-best, count)[:count])
-        own = _expand_spans(starts[kept], counts[kept])
+        own = expand_spans(starts[kept], counts[kept])
         rows, cosines = rows[own], cosines[own]
     return group_by_expert(table, rows, cosines)
 
@@ -339,7 +334,7 @@ def find_nearest_exact(
 def _compare_rows(
     table: VectorTable, query: Vectors, allowed: SearchFilter | None
 ) -> tuple[Rows, Vectors]:
-    """Return all rows that may be found, in order, and their cosines."""
+    """Return all allowed rows, in order, and their cosines."""
     if allowed is None:
         return np.arange(len(table.rows)), table.rows @ query
     if allowed.row_count > _MAX_GATHERED_SHARE * len(
@@ -354,21 +349,21 @@ def _compare_rows(
 def _search_graph_filtered(
     table: VectorTable, graph: HnswGraph, query: Vectors, count: int, allowed: SearchFilter | None
 ) -> ClosestRows | None:
-    """Return the closest rows that may be found; ``None`` where exact search costs less."""
+    """Return the closest allowed rows; ``None`` when exact search costs less."""
     if allowed is None:
         closest = graph.find_closest(query, min(count, graph.rows))
         return closest and _add_later_rows(closest, table, graph, query, count, None)
     sparsity = graph.rows / max(allowed.row_count, 1)
-    asked, width = int(count * sparsity * _OVERSAMPLING) + 1, int(graph.width * sparsity)
-    while max(asked, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
-        closest = graph.find_closest(query, asked, width=width)
+    requested, width = int(count * sparsity * _OVERSAMPLING) + 1, int(graph.width * sparsity)
+    while max(requested, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
+        closest = graph.find_closest(query, requested, width=width)
         if closest is None:
             return None
         passing = np.flatnonzero(allowed.mask[table.owners[closest.rows]])[:count]
         if len(passing) == count:
             passed = ClosestRows(closest.rows[passing], closest.cosines[passing])
             return _add_later_rows(passed, table, graph, query, count, allowed)
-        asked *= 2
+        requested *= 2
     return None
 
 
@@ -395,19 +390,12 @@ def _add_later_rows(
     )
 
 
-def _expand_spans(starts: Rows, counts: Rows) -> Rows:
-    """Return the numbers of several spans, one span after the other."""
-    before = np.cumsum(counts) - counts
-    spans: Rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
-    return spans
-
-
 MAX_ABSORBED_ROWS = 5_000
-"""How many rows a loaded graph absorbs at most; more are searched exactly until `reindex`."""
+"""How many later rows a loaded graph absorbs; if there are more, all are searched exactly."""
 
 
 class VectorSearcher:
-    """Searches tables, by the graph in a folder where that pays; safe for several threads."""
+    """Searches tables, with the graph in a folder if that pays; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         """Remember the folder; nothing is loaded yet."""
@@ -423,7 +411,7 @@ class VectorSearcher:
     def search(
         self, table: VectorTable, query: Vectors, *, count: int, allowed: SearchFilter | None
     ) -> SearchHits:
-        """Return what `nearest` finds."""
+        """Return what `find_nearest` finds."""
         if len(table.rows) < GRAPH_ROWS:
             return find_nearest_exact(table, query, count=count, allowed=allowed)
         with self._lock:
@@ -436,7 +424,7 @@ class VectorSearcher:
         return found
 
     def load(self, table: VectorTable) -> None:
-        """Load the graph of a table, if it has one, and absorb the rows that came later."""
+        """Load the graph of a table, if any, and absorb the rows that were added later."""
         if len(table.rows) < GRAPH_ROWS:
             return
         graph = load_graph(self.folder, table)
@@ -445,7 +433,7 @@ class VectorSearcher:
         self.use_graph(table, graph)
 
     def use_graph(self, table: VectorTable, graph: HnswGraph | None) -> None:
-        """Search this table by this graph from now on."""
+        """Use this graph for this table from now on."""
         with self._lock:
             self._graph, self._generation = graph, table.generation if graph else ""
 

@@ -1,15 +1,11 @@
-"""`VectorTable`: the vectors of experts as one matrix, entry after entry.
+"""`VectorTable`: the vectors of experts as one matrix, and search results on it.
 
-An entry keeps its position: new ones come behind, and a forgotten one stays in its place, dead,
-until everything is written anew. So data kept per position stays valid while
-`VectorTable.generation` is the same.
+An entry keeps its position: new ones are appended, and a removed one stays in place, dead, until
+everything is rewritten. So data stored per position is valid as long as `VectorTable.generation` is
+the same.
 
-`Encoded`: what one pass of an encoder says about texts.
-
-A text has a row, whose cosines say how close it is to another one, and a deep row, in which a head
-finds more of what tells experts apart. Where an encoder sees nothing more, both are the same.
-
-`Found`: what a search of the index returns, as arrays that are grouped without a loop.
+A text has a row, whose cosines measure how close it is to another text, and a rerank row, in which
+the reranker sees more of what distinguishes experts. Some encoders use the same row for both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +22,10 @@ Vectors = npt.NDArray[np.float32]
 """Unit rows, or other float32 numbers derived from them."""
 
 Rows = npt.NDArray[np.int64]
-"""Indices of rows, or positions of experts."""
+"""Row numbers, or positions of experts."""
 
 Mask = npt.NDArray[np.bool_]
-"""One yes or no for every position."""
+"""One flag per position."""
 
 Keys = npt.NDArray[np.uint8]
 """Content digests as bytes, [entries, 32]."""
@@ -39,16 +35,16 @@ _MAX_SCANNED_KEYS = 16
 
 @dataclass(frozen=True, eq=False)
 class VectorTable:
-    """Entries and their rows; an entry is the texts of one expert.
+    """Entries and their rows; an entry is the texts of one expert. Immutable.
 
-    ``encoder`` is the digest of what made the rows, ``stamp`` how to recognise it cheaply. A table
-    that no file holds has no ``generation``.
+    ``encoder`` is the digest of what made the rows, and ``stamp`` identifies it cheaply. A table
+    that is in no file has no ``generation``.
     """
 
     encoder: Digest
     stamp: str
     keys: Keys
-    counts: Rows  # how many rows each entry has
+    counts: Rows  # the number of rows of each entry
     alive: Mask
     rows: Vectors  # [sum of counts, dimensions]
     generation: str = ""
@@ -61,7 +57,7 @@ class VectorTable:
         return cls(encoder, stamp, _encode_keys([]), none, none.astype(np.bool_), rows)
 
     def __len__(self) -> int:
-        """How many positions there are, dead ones included."""
+        """Return the number of positions, dead ones included."""
         return len(self.counts)
 
     @cached_property
@@ -72,17 +68,17 @@ class VectorTable:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.int32]:
-        """The position that every row belongs to."""
+        """The position that owns each row."""
         return np.repeat(np.arange(len(self), dtype=np.int32), self.counts)
 
     @cached_property
     def dead_rows(self) -> int:
-        """How many rows belong to entries that were forgotten."""
+        """The number of rows of dead entries."""
         return int(self.counts[~self.alive].sum())
 
     @property
     def digests(self) -> list[Digest]:
-        """The content digests of the entries that are alive, in their order."""
+        """The content digests of the live entries, in order."""
         return [self.digest_at(int(position)) for position in np.flatnonzero(self.alive)]
 
     def digest_at(self, position: int) -> Digest:
@@ -90,7 +86,7 @@ class VectorTable:
         return Digest(self.keys[position].tobytes().hex())
 
     def find_positions(self, digests: Sequence[Digest]) -> Rows:
-        """Return the position of each digest, -1 where it is not in the table."""
+        """Return the position of each digest, -1 if it is not in the table."""
         wanted = _encode_keys(digests)
         heads = _key_prefixes(wanted)
         found = self._scan(heads) if len(digests) <= _MAX_SCANNED_KEYS else self._bisect(heads)
@@ -98,14 +94,11 @@ class VectorTable:
         return np.where((found >= 0) & sure, found, -1) if len(self) else found
 
     def select_rows(self, positions: Rows) -> Rows:
-        """Return which rows belong to these positions, entry after entry."""
-        counts = self.counts[positions]
-        before = np.cumsum(counts) - counts
-        rows: Rows = np.repeat(self.starts[positions] - before, counts) + np.arange(counts.sum())
-        return rows
+        """Return the rows of these positions, entry after entry."""
+        return expand_spans(self.starts[positions], self.counts[positions])
 
     def add_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
-        """Return a table in memory with more entries; those that are alive already stay as is."""
+        """Return a table in memory with more entries; existing live ones are kept."""
         new = self.find_missing(added)
         rows = np.concatenate([self.rows, *new.values()])
         return replace(self.append_entries(new, rows), generation="")
@@ -121,18 +114,18 @@ class VectorTable:
         )
 
     def find_missing(self, added: Mapping[Digest, Vectors]) -> dict[Digest, Vectors]:
-        """Return those of these entries that are not in the table."""
+        """Return those of ``added`` that are not in the table."""
         at = self.find_positions(list(added))
         return {d: rows for (d, rows), there in zip(added.items(), at, strict=True) if there < 0}
 
     def mark_dead(self, positions: Rows) -> "VectorTable":
-        """Return the table with these entries dead."""
+        """Return the table with these entries marked as dead."""
         alive = self.alive.copy()
         alive[positions] = False
         return replace(self, alive=alive)
 
     def compact(self) -> "VectorTable":
-        """Return a table in memory of what is alive."""
+        """Return a table in memory with only the live entries."""
         kept = np.flatnonzero(self.alive)
         return replace(
             self,
@@ -144,12 +137,12 @@ class VectorTable:
         )
 
     def _scan(self, heads: npt.NDArray[np.uint64]) -> Rows:
-        """Find a few digests by scanning all keys; -1 where none has the same head."""
+        """Find a few digests by scanning all keys; -1 if no key has the same prefix."""
         mine = [np.flatnonzero((self._prefixes == head) & self.alive) for head in heads]
         return np.array([at[-1] if len(at) else -1 for at in mine], np.int64)
 
     def _bisect(self, heads: npt.NDArray[np.uint64]) -> Rows:
-        """Find many digests in a sorted list of the live entries."""
+        """Find many digests by binary search in the live entries."""
         order = self._sorted_positions
         at = np.searchsorted(self._prefixes[order], heads)
         inside = at < len(order)
@@ -168,12 +161,19 @@ class VectorTable:
 
 
 def count_rows(entries: Mapping[Digest, Vectors]) -> Rows:
-    """Return how many rows each of these entries has."""
+    """Return the number of rows of each entry."""
     return np.array([len(rows) for rows in entries.values()], np.int64)
 
 
+def expand_spans(starts: Rows, counts: Rows) -> Rows:
+    """Return the concatenated numbers of several spans."""
+    before = np.cumsum(counts) - counts
+    spans: Rows = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return spans
+
+
 def split_rows(rows: Vectors, counts: Rows) -> list[Vectors]:
-    """Cut rows apart, so many for each entry."""
+    """Split rows into parts of these lengths."""
     return np.split(rows, np.cumsum(counts))[:-1]
 
 
@@ -189,19 +189,19 @@ def _key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTexts:
-    """Rows of unit length, or of zeros where a text says nothing, in the order of the texts."""
+    """Unit rows, or rows of zeros for texts without content, in the order of the texts."""
 
     rows: Vectors  # [texts, dimensions]
-    rerank_rows: Vectors  # [texts, deep_dimensions]
+    rerank_rows: Vectors  # [texts, rerank dimensions]
 
     @classmethod
     def from_rows(cls, rows: Vectors) -> Self:
-        """Return rows that are deep as they are."""
+        """Use the same rows for search and reranking."""
         return cls(rows, rows)
 
 
 def normalise_rows(rows: Vectors) -> Vectors:
-    """Give rows unit length, in place; those of zeros stay."""
+    """Scale rows to unit length, in place; rows of zeros stay."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
     return unit
@@ -215,38 +215,38 @@ def interpolate(cosines: Vectors, points: Sequence[tuple[float, float]]) -> Vect
 
 
 DECIMALS = 6
-"""To how many decimal places cosines are rounded."""
+"""The number of decimal places to which cosines are rounded."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchFilter:
-    """A filter: which positions of a table may be found; made once, used for many searches."""
+    """Which positions of a table a search may return; created once, used for many searches."""
 
     table: VectorTable
     mask: Mask
 
     @cached_property
     def positions(self) -> Rows:
-        """The positions that may be found."""
+        """The allowed positions."""
         return np.flatnonzero(self.mask)
 
     @cached_property
     def row_count(self) -> int:
-        """How many rows they have."""
+        """The number of allowed rows."""
         return int(self.table.counts[self.positions].sum())
 
     @cached_property
     def admits_all(self) -> bool:
-        """Whether it lets all rows through."""
+        """Whether all rows are allowed."""
         return self.row_count == len(self.table.rows)
 
     @cached_property
     def rows(self) -> Rows:
-        """Their rows."""
+        """The allowed rows."""
         return self.table.select_rows(self.positions)
 
     def extend_to(self, table: VectorTable) -> "SearchFilter":
-        """Return the filter for the table with entries added since; these do not pass.
+        """Return the filter for a table with later entries, which are not allowed.
 
         For the same table it is the same filter.
         """
@@ -260,10 +260,10 @@ class SearchFilter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchHits:
-    """Experts close to a query, the closest first, each with the best of its rows.
+    """Experts close to a query, closest first, each with its best row.
 
-    The three arrays have one length. ``experts`` are positions in the index, valid until
-    `RoutingIndex.revision` changes; ``cosines`` are raw.
+    The three arrays have equal length. ``experts`` are positions in the index, valid until
+    `RoutingIndex.revision` changes; ``cosines`` are not calibrated.
     """
 
     experts: Rows
@@ -272,26 +272,26 @@ class SearchHits:
 
     @classmethod
     def empty(cls) -> Self:
-        """Return what a search of an empty index finds."""
+        """Return no hits."""
         none = np.zeros(0, np.int64)
         return cls(none, np.zeros(0, np.float32), none)
 
     def take(self, count: int) -> "SearchHits":
-        """Return the closest ``count``."""
+        """Return the closest ``count`` hits."""
         if len(self) <= count:
             return self
         return SearchHits(self.experts[:count], self.cosines[:count], self.texts[:count])
 
     def __len__(self) -> int:
-        """How many experts were found."""
+        """Return the number of experts found."""
         return len(self.experts)
 
 
 def group_by_expert(table: VectorTable, rows: Rows, cosines: Vectors) -> SearchHits:
-    """Group rows by the expert that owns them; of equal rows the first counts.
+    """Group rows by the expert that owns them; of equal rows the first is used.
 
-    Cosines are rounded, as the last bits of a product depend on which other rows are multiplied
-    with it: no order may depend on that.
+    Cosines are rounded, because the last bits of a product depend on which other rows are
+    multiplied in the same call, and no order may depend on that.
     """
     cosines = cosines.round(DECIMALS)
     order = np.lexsort((rows, -cosines))

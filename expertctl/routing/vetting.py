@@ -1,13 +1,11 @@
-"""Resemblance: what the vectors of a package say about it beside those of other packages.
+"""Vetting: flagging packages on installation, each compared with those installed before it.
 
-A near copy says in other words what another package says. The examples of a grab-all have little in
-common, and either are also far from its description or mostly resemble those of other packages.
+A near copy says in other words what another package says. The examples of a catch-all have little
+in common, and are also far from its description or mostly resemble those of other packages.
 
-Vetting: judging packages as they are installed, each by what was there before it.
-
-The verdict is kept (`store.suspicions`), so routing only reads it. What is judged already stays
-judged: a package that was there first is never flagged for a copy that came later. The user's own
-packages are not flagged, whatever they say: nobody has to be protected from them.
+Verdicts are stored (`store.suspicions`), so routing only reads them, and they are final: a package
+that was installed first is never flagged for a copy that came later. The user's own packages are
+not flagged, as nobody has to be protected from them.
 """
 
 from collections import Counter
@@ -19,7 +17,7 @@ import numpy as np
 
 from expertctl.digest import Digest
 from expertctl.routing.encoder import Encoder
-from expertctl.routing.index import RoutingIndex
+from expertctl.routing.index import ManifestsByDigest, RoutingIndex
 from expertctl.routing.manifest_lint import (
     RULES_VERSION,
     SeenManifests,
@@ -46,15 +44,15 @@ _MAX_COMPARED_EXAMPLES = 12
 """How many examples of a package are compared with all others."""
 _MIN_NEAR_COPY_SHARE = 0.4
 MIN_COMPARED_EXAMPLES = 2
-"""Fewer examples tell nothing."""
+"""With fewer examples, nothing can be said."""
 _MIN_ALIKE = 0.6
 _MAX_UNLIKE = 0.25
-"""Examples this far apart on average have nothing in common."""
+"""Examples with a lower mean cosine have nothing in common."""
 _MIN_COVERED_EXPERTS = 4
-"""How many other packages the examples of a grab-all resemble at least."""
+"""The least number of other packages that the examples of a catch-all resemble."""
 _MIN_COVERED_SHARE = 0.5
 _MIN_EXAMPLES = 10
-"""How many examples must have nothing in common for this to count by itself."""
+"""The least number of examples without anything in common that counts by itself."""
 _MAX_OVERALL_COSINE = 0.19
 _MAX_DESCRIPTION_COSINE = 0.12
 """Examples this far from each other and from their description are about everything: even in a
@@ -62,7 +60,7 @@ field as wide as medicine they are closer to the description."""
 _ROWS_PER_BLOCK = 1 << 14
 
 NameLookup = Callable[[int], str]
-"""Position → the name of the package there."""
+"""Position → name of the package there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +73,7 @@ class PackageRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ClosestTexts:
-    """How similar the closest text of other packages is to each example, and its owner."""
+    """The closest text of other packages to each example: its similarity and its owner."""
 
     similarities: Vectors
     owners: Rows
@@ -84,7 +82,7 @@ class _ClosestTexts:
 def find_near_duplicates(
     table: VectorTable, package: PackageRows, *, others: Mask, name: NameLookup, encoder: Encoder
 ) -> Iterator[Flag]:
-    """Flag a near copy and a grab-all; ``others`` are the positions that count."""
+    """Flag a near copy and a catch-all; ``others`` are the positions to compare with."""
     if len(package.examples) < MIN_COMPARED_EXAMPLES:
         return
     last = len(package.examples) - 1
@@ -131,7 +129,7 @@ def _is_description_unrelated(package: PackageRows) -> bool:
 def _find_closest_texts(
     table: VectorTable, queries: Vectors, others: Mask, encoder: Encoder
 ) -> _ClosestTexts:
-    """Return how close others are to each query; the owner is -1 where there are none."""
+    """Return the text closest to each query; its owner is -1 when there are no others."""
     best = np.full(len(queries), -1, np.float32)
     owner = np.full(len(queries), -1, np.int64)
     end = _find_last_row(table, others)
@@ -148,26 +146,23 @@ def _find_closest_texts(
 
 
 def _find_last_row(table: VectorTable, others: Mask) -> int:
-    """Return where the rows of the last of the others end."""
+    """Return the end of the rows of the last of the others."""
     positions = np.flatnonzero(others)
     return int(table.starts[positions[-1]] + table.counts[positions[-1]]) if len(positions) else 0
 
 
 def _mean_cosine(rows: Vectors) -> float:
-    """Return the mean cosine of different rows."""
+    """Return the mean cosine of pairs of different rows."""
     total, count = rows.sum(0), len(rows)
     return float((total @ total - count) / (count * (count - 1)))
 
 
 VETTING_BATCH = 128
-"""How many packages are judged between two writes."""
-
-ExpertManifests = Mapping[Digest, Manifest]
-"""Content digest → manifest, in the order in which they came."""
+"""How many packages are vetted between two writes."""
 
 
 def open_suspicions(index: RoutingIndex) -> SuspicionStore:
-    """Return what is remembered beside an index."""
+    """Return the verdicts stored next to an index."""
     return SuspicionStore(index.folder / SUSPICIONS_FILE)
 
 
@@ -175,11 +170,11 @@ NO_EXPERTS: frozenset[Digest] = frozenset()
 
 
 def vet_experts(
-    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
+    experts: ManifestsByDigest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
-    """Judge the experts not judged yet, and remember the verdicts; return the flags of all.
+    """Vet the experts not vetted yet, and store the verdicts; return the flags of all.
 
-    ``own`` are those of the user, which get no flags.
+    ``experts`` are in order of installation; ``own`` are those of the user, which get no flags.
 
     Raises:
         StoreError: when the verdicts cannot be written.
@@ -210,7 +205,7 @@ def _became_own(verdict: PackageVerdict, own: Collection[Digest]) -> bool:
 def preview_flags(
     manifest: Manifest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> tuple[Flag, ...]:
-    """Return the flags that a package of somebody else would get here; nothing is remembered.
+    """Return the flags that a package would get if somebody else installed it; nothing is stored.
 
     It is not compared with the user's own packages, which others do not have.
     """
@@ -222,13 +217,11 @@ def preview_flags(
 
 
 def revet_experts(
-    experts: ExpertManifests, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
+    experts: ManifestsByDigest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
 ) -> dict[Digest, tuple[Flag, ...]]:
-    """Forget all but these, judge again those that were flagged, and those not judged yet.
+    """Forget all other verdicts, and vet again the flagged and unvetted ones of these.
 
-    Raises:
-        StoreError: when the verdicts cannot be written.
-        DiskFullError: when there is no space left.
+    Raises as `vet_experts`.
     """
     suspicions = open_suspicions(index)
     known = suspicions.find_verdicts(experts)
@@ -239,7 +232,7 @@ def revet_experts(
 
 @dataclass(frozen=True, slots=True)
 class _CombinedKnown:
-    """What the record knows and what a batch adds to it; the record was there first."""
+    """The stored packages and those of a batch; the stored ones take precedence."""
 
     record: KnownPackages
     batch: KnownPackages
@@ -253,7 +246,7 @@ class _CombinedKnown:
 
 @dataclass(frozen=True, slots=True)
 class _KnownWithout:
-    """What the record knows, without what some packages brought."""
+    """The stored packages except some."""
 
     record: KnownPackages
     names: Collection[str]
@@ -268,17 +261,17 @@ class _KnownWithout:
 
 
 class VettingRound:
-    """One round of judging, with the packages that may have been copied from so far."""
+    """One round of vetting, with the packages that may have been copied from so far."""
 
     def __init__(
         self,
         suspicions: SuspicionStore,
         index: RoutingIndex,
         *,
-        pending: ExpertManifests,
+        pending: ManifestsByDigest,
         own: Collection[Digest] = NO_EXPERTS,
     ) -> None:
-        """Begin; a pending package counts only once it is judged, a flagged one never."""
+        """Start a round; a pending package counts once it is vetted, a flagged one never."""
         self.suspicions = suspicions
         self.index = index
         self.own = own
@@ -289,8 +282,8 @@ class VettingRound:
         self.others: Mask = index.table.alive.copy()
         self.others[index.find_positions([*pending, *suspicions.read_flagged()])] = False
 
-    def vet_batch(self, batch: ExpertManifests) -> list[PackageVerdict]:
-        """Judge packages in order, each against those before it."""
+    def vet_batch(self, batch: ManifestsByDigest) -> list[PackageVerdict]:
+        """Vet packages in order, each against those before it."""
         seen = SeenManifests()
         known = _CombinedKnown(self.suspicions, seen)
         return [self._vet_expert(digest, m, known, seen) for digest, m in batch.items()]
@@ -306,14 +299,14 @@ class VettingRound:
         if not found:
             batch_manifests.add(manifest)
             self.others[self.index.find_positions([digest])] = True
-        elif digest in self.own:  # what it brings does not count against later ones all the same
+        elif digest in self.own:  # even so, its texts do not count against later ones
             return PackageVerdict(digest, manifest.name, (), RULES_VERSION)
         return PackageVerdict(
             digest, manifest.name, found, RULES_VERSION, fingerprint_manifest(manifest)
         )
 
     def vet_unindexed(self, manifest: Manifest, known: KnownPackages) -> tuple[Flag, ...]:
-        """Judge a package that has no vectors in the index."""
+        """Vet a package that has no vectors in the index."""
         examples = manifest.routing.examples
         if len(examples) < MIN_COMPARED_EXAMPLES:
             return find_flags(manifest, known)
@@ -339,7 +332,7 @@ class VettingRound:
         )
 
     def _mask_foreign(self, manifest: Manifest) -> Mask:
-        """Leave out what the same publisher brought."""
+        """Return the other packages without those of the same publisher."""
         namespace = manifest.package.namespace
         own = [
             *self.pending.get(namespace, ()),
@@ -350,6 +343,6 @@ class VettingRound:
         return foreign
 
     def _find_name(self, position: int) -> str:
-        digest = self.index.digest_at(position)
+        digest = self.index.table.digest_at(position)
         known = self.suspicions.find_verdicts([digest])
         return self.names.get(digest) or (known[digest].name if known else str(digest))

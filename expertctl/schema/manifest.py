@@ -1,6 +1,10 @@
-"""The expression language of ``routing.hint``: when an expert wants to be considered.
+"""The manifest ``expert.json``, which defines what a package is, and its hint language.
 
-::
+`parse_manifest` checks strict JSON, then the JSON Schema (all problems at once), then what a schema
+cannot express. Unknown keys are errors unless they begin with ``x-``. The types mirror the
+document.
+
+``routing.hint`` says when an expert wants to be considered::
 
     expression = term { "OR" term }
     term       = factor { "AND" factor }
@@ -11,13 +15,8 @@
     operator   = "=" | "!=" , and for length also "<" | "<=" | ">" | ">="
     value      = word | "quoted text" | true | false | number of characters
 
-``AND``, ``OR`` and ``NOT`` may be written in small letters. Hints come from packages, so the parser
-is bounded in length and depth and looks at every character once; nothing is ever executed.
-
-The manifest ``expert.json``: the only truth about what a package is.
-
-`parse_manifest` checks strict JSON, then the JSON Schema (all problems at once), then what a schema
-cannot say. Unknown keys are errors unless they begin with ``x-``. The types mirror the document.
+``AND``, ``OR`` and ``NOT`` may be lower case. Hints come from packages, so the parser is bounded in
+length and depth and reads every character once; nothing is ever executed.
 """
 
 import re
@@ -47,7 +46,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``feature operator value``; the value is of the feature's kind."""
+    """``feature operator value``; the value has the type of the feature."""
 
     feature: str
     operator: str
@@ -56,7 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """Any of these words, lower-case, is in the prompt."""
+    """Any of these lower-case words is in the prompt."""
 
     words: tuple[str, ...]
 
@@ -86,10 +85,10 @@ Hint = Comparison | Keyword | Not | AllOf | AnyOf
 
 
 def parse_hint(text: str) -> Hint:
-    """Read a hint.
+    """Parse a hint.
 
     Raises:
-        InvalidPackageError: for anything outside the grammar, saying where.
+        InvalidPackageError: for anything outside the grammar, with the position.
     """
     if len(text) > MAX_HINT_LENGTH:
         raise InvalidPackageError("hint", [f"{len(text)} characters, at most {MAX_HINT_LENGTH}"])
@@ -102,7 +101,7 @@ def parse_hint(text: str) -> Hint:
 
 @dataclass(frozen=True, slots=True)
 class _HintToken:
-    """A piece of the text; ``text`` is empty at the end, ``quoted`` marks quoted text."""
+    """A token of the text; ``text`` is empty at the end, ``quoted`` marks quoted text."""
 
     text: str
     position: int
@@ -258,7 +257,7 @@ class BaseRequirement:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """One adapter in the package: its kind, its files and what they must hold."""
+    """One adapter in the package: its kind, its files and their expected contents."""
 
     kind: AdapterKind
     path: str
@@ -266,14 +265,14 @@ class AdapterEntry:
     dtype: Dtype
     tensors: int
     rank: int | None = None
-    """Of `lora` and `dora`."""
+    """For `lora` and `dora`."""
     tokens: int | None = None
-    """Of `soft_prompt`: how many virtual tokens."""
+    """For `soft_prompt`: the number of virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the router may know about an expert."""
+    """Data for the router."""
 
     task: str = "default"
     languages: tuple[str, ...] = ()
@@ -286,7 +285,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class CompositionRules:
-    """With which others an expert may, must and must not be used."""
+    """With which other experts an expert may, must and must not be used."""
 
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -313,7 +312,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One measured result, base beside expert."""
+    """One measured result, of the base and of the expert."""
 
     task: str
     dataset_sha256: str
@@ -326,7 +325,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Limitation:
-    """Something the expert is known to do badly."""
+    """A known weakness of the expert."""
 
     pattern: str
     description: str
@@ -336,7 +335,7 @@ class Limitation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``expert.json`` as typed values; ``training`` stays free-form."""
+    """``expert.json`` as typed values, without the free-form ``training``."""
 
     schema: Literal[1]
     name: str
@@ -376,12 +375,12 @@ class Manifest:
 
     @property
     def virtual_tokens(self) -> int:
-        """How many positions its soft prompts take."""
+        """The number of positions that its soft prompts take."""
         return sum(entry.tokens or 0 for entry in self.adapters)
 
 
 def parse_manifest(data: bytes, *, what: str = MANIFEST_PATH) -> Manifest:
-    """Read a manifest.
+    """Parse a manifest.
 
     Raises:
         InvalidPackageError: with every problem of the document.
@@ -391,11 +390,7 @@ def parse_manifest(data: bytes, *, what: str = MANIFEST_PATH) -> Manifest:
 
 
 def build_manifest(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
-    """Turn a JSON object into a manifest; see `parse_manifest`.
-
-    Raises:
-        InvalidPackageError: with every problem of the document.
-    """
+    """Build a manifest from a JSON object; raises as `parse_manifest`."""
     problems = _explain_problems(document, find_problems(document, "manifest"))
     if problems:
         raise InvalidPackageError(what, problems)
@@ -410,19 +405,20 @@ def build_manifest(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manife
 
 
 def _explain_problems(document: JsonObject, problems: Iterable[str]) -> list[str]:
-    """Say in words what is wrong with a name or a version; the schema would show a pattern."""
+    """Explain an invalid name or version in words; the schema would show a pattern."""
     readers = {"name": PackageName.parse, "version": Version.parse}
-    said: list[str] = []
+    explained: list[str] = []
     for problem in problems:
         field = problem.partition(":")[0]
         value = document.get(field)
         known = isinstance(value, str) and field in readers
-        said += (_collect_errors(readers[field], field, [str(value)]) if known else []) or [problem]
-    return list(dict.fromkeys(said))
+        explained += (_collect_errors(readers[field], field, [str(value)]) if known else []) or [
+            problem
+        ]
+    return list(dict.fromkeys(explained))
 
 
 def _check_beyond_schema(manifest: Manifest) -> list[str]:
-    """What the schema's patterns cannot decide."""
     problems = _collect_errors(PackageName.parse, "name", [manifest.name])
     problems += _collect_errors(Version.parse, "version", [manifest.version])
     problems += _collect_errors(
@@ -438,7 +434,7 @@ def _check_beyond_schema(manifest: Manifest) -> list[str]:
 
 
 def _parse_requirement(text: str) -> Reference:
-    """Read a reference to another package: by version, as a digest would outlive every fix."""
+    """Parse a reference to another package, without a digest, which would outlive every fix."""
     reference = Reference.parse(text)
     if reference.digest is not None:
         raise UsageError(f"{text[:80]!r} names a digest, not versions")

@@ -1,4 +1,4 @@
-"""The one reading of untrusted JSON: bounded, and the same in every other strict reader.
+"""Strict parsing of untrusted JSON: bounded, and interpreted the same by every strict parser.
 
 Refused: a BOM, anything but UTF-8, duplicate keys, lone surrogates, NaN and infinities, integers
 beyond ±(2⁵³-1) (RFC 7493, I-JSON), nesting deeper than ``MAX_DEPTH``.
@@ -25,21 +25,21 @@ _LONG_DIGITS = b"0" * 16
 """Shorter integers are within bounds; a hook for each would cost as much as the parsing."""
 
 _LARGE_DOCUMENT = 64 << 10
-"""While a longer document is parsed, the garbage collector is paused."""
+"""The garbage collector is paused while a longer document is parsed."""
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 JsonObject = dict[str, JsonValue]
 
 
 class _StrictJsonError(ValueError):
-    """What is wrong with the document."""
+    """A problem of the document."""
 
 
 def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
-    """Read one JSON document.
+    """Parse a JSON document.
 
     Raises:
-        InvalidPackageError: for anything that two readers could understand differently.
+        InvalidPackageError: for anything that two parsers could interpret differently.
     """
     if len(data) > max_bytes:
         raise InvalidPackageError(what, [f"too many bytes of JSON, at most {max_bytes} allowed"])
@@ -55,7 +55,7 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
 
 
 def load_object(data: bytes, *, what: str, max_bytes: int) -> JsonObject:
-    """Read one JSON document that must be an object.
+    """Parse a JSON document that must be an object.
 
     Raises:
         InvalidPackageError: as `loads`, and when it is not an object.
@@ -67,13 +67,13 @@ def load_object(data: bytes, *, what: str, max_bytes: int) -> JsonObject:
 
 
 def read_bounded(path: Path, *, max_bytes: int) -> bytes:
-    """Return the bytes of a file, up to one more than are allowed: enough to refuse the rest."""
+    """Return at most ``max_bytes`` + 1 bytes of a file, enough for parsers to detect an excess."""
     with path.open("rb") as stream:
         return stream.read(max_bytes + 1)
 
 
 def encode_canonical(document: object) -> bytes:
-    """Return the RFC 8785 bytes of a document of our own making."""
+    """Return the RFC 8785 bytes of a document."""
     return rfc8785.dumps(document)  # type: ignore[arg-type]  # its alias is recursive over Any
 
 
@@ -94,12 +94,12 @@ def _parse(data: bytes) -> JsonValue:
 
 @contextmanager
 def _pause_collection() -> Iterator[None]:
-    """Pause the garbage collector: no garbage is made meanwhile.
+    """Pause the garbage collector: parsing makes no garbage.
 
-    Each collection goes through all that was read until then and holds up the process: for a
-    million empty lists that took half a second, the reading itself a tenth of it.
+    Each collection traverses everything parsed so far and blocks the process: for a million empty
+    lists that took half a second, the parsing itself a tenth of it.
     """
-    if not gc.isenabled():  # another thread has paused it, or it was switched off before
+    if not gc.isenabled():  # paused by another thread, or switched off before
         yield
         return
     try:
@@ -136,7 +136,7 @@ def _parse_integer(digits: str) -> int:
 
 
 def _check_depth(document: JsonValue) -> None:
-    """Go down level by level, which is cheap for a table of many tensors."""
+    """Check the depth level by level, which is cheap for a table of many tensors."""
     level: list[JsonValue] = [document]
     for _ in range(MAX_DEPTH + 2):
         level = [

@@ -1,15 +1,12 @@
-"""Documents of JSON as dataclasses and structs, made from any thread.
+"""Validating documents: JSON Schemas, conversion to dataclasses, and files of JSON Lines.
 
-msgspec 0.22 prepares a class when it is first used, and lets other threads see it half prepared:
-two first uses at once end the process with a segmentation fault, as installs of several packages
-did. So one thread prepares each class before any thread uses it.
+The schemas (draft 2020-12) are shipped in the wheel; validation reports all problems at once. In
+files of JSON Lines each line is one object of a schema; problems have line numbers, and after
+``MAX_PROBLEMS`` the rest of the file is skipped.
 
-JSON Schemas (draft 2020-12), shipped in the wheel; checking reports all problems at once.
-
-Files of JSON Lines that people write: bounded, read strictly, all problems told at once.
-
-Each line is one object of a schema. A problem names its line; after ``MAX_PROBLEMS`` the rest of
-the file is passed over.
+msgspec 0.22 prepares a class on first use and exposes it half prepared to other threads: two first
+uses at once crashed the process with a segmentation fault when several packages were installed. So
+each class is prepared under a lock before any thread uses it.
 """
 
 import json
@@ -32,7 +29,7 @@ _prepare_lock = threading.Lock()
 
 
 def convert_document(document: object, kind: type[_Kind], *, strict: bool = True) -> _Kind:
-    """Turn what a parser returned into a value of a kind.
+    """Convert parsed JSON to a type.
 
     Raises:
         msgspec.ValidationError: when it does not have that shape.
@@ -42,10 +39,10 @@ def convert_document(document: object, kind: type[_Kind], *, strict: bool = True
 
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
-    """Turn JSON text into a value of a kind.
+    """Decode JSON text to a type.
 
     Raises:
-        msgspec.DecodeError: when it is no JSON, or does not have that shape.
+        msgspec.DecodeError: when it is not JSON, or does not have that shape.
     """
     _prepare_type(kind)
     return msgspec.json.decode(data, type=kind)
@@ -62,24 +59,24 @@ def _prepare_type(kind: object) -> None:
 _PACKAGE = Path(__file__).parent.parent
 MAX_PROBLEMS = 50
 MAX_PROBLEM_LENGTH = 300
-"""How many characters of a place, and of its problem, are shown."""
+"""How many characters of a location, and of its problem, are shown."""
 LARGE_DOCUMENT_VALUES = 20_000
-"""In a document of more values than this, only the first problem is reported.
+"""In a document with more values than this, only the first problem is reported.
 
-All problems are gathered before the first is given, and each takes kilobytes: those of a hostile
-document of some megabytes would take all memory.
+All problems are collected before the first is returned, and each takes kilobytes: those of a
+hostile document of some megabytes would take all memory.
 """
 _MORE = "… and more"
 
 
 def find_schema(name: str) -> Path:
-    """Return the file of a schema: in the installed package, else in the checkout."""
+    """Return the path of a schema: in the installed package, else in the checkout."""
     shipped = _PACKAGE / "_schemas" / f"{name}.schema.json"
     return shipped if shipped.exists() else _PACKAGE.parent / "schemas" / f"{name}.schema.json"
 
 
 def find_problems(document: JsonValue, schema: str) -> list[str]:
-    """Return what is wrong with a document, at most ``MAX_PROBLEMS`` lines; empty when valid."""
+    """Return at most ``MAX_PROBLEMS`` problems of a document; empty when it is valid."""
     validator = _load_validator(schema)
     if validator.is_valid(document):
         return []
@@ -122,7 +119,7 @@ def _format_problem(error: jsonschema_rs.ValidationError) -> str:
 
 
 def _shorten(message: str) -> str:
-    """Cut the middle out: the value comes first, what is wrong with it last."""
+    """Cut out the middle: the value is at the beginning, the problem at the end."""
     if len(message) <= MAX_PROBLEM_LENGTH:
         return message
     return f"{message[: MAX_PROBLEM_LENGTH // 2]}…{message[-MAX_PROBLEM_LENGTH // 2 + 1 :]}"
@@ -140,7 +137,7 @@ MAX_LINES = 100_000
 
 
 def read_json_lines(path: Path) -> bytes:
-    """Return the bytes of a file, up to one more than are allowed.
+    """Return at most ``MAX_DATA_BYTES`` + 1 bytes of a file.
 
     Raises:
         NotFoundError: when the file cannot be read.
@@ -149,22 +146,22 @@ def read_json_lines(path: Path) -> bytes:
         with open_regular_file(path) as stream:
             return stream.read(MAX_DATA_BYTES + 1)
     except OSError as error:
-        hint = "name a file of JSON lines that you may read"
+        hint = "name a readable file of JSON lines"
         raise NotFoundError(f"{path}: {error.strerror or error}", hint=hint) from error
 
 
 class JsonLinesReader:
-    """The lines of a file, and what is wrong with them."""
+    """Parses the lines of a file and collects their problems."""
 
     def __init__(
         self, what: str, *, schema: str, hint: str, aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Name the file, the schema of its lines, what one looks like, and other names of keys."""
+        """Set the name of the file, the schema and an example of its lines, and key aliases."""
         self.what, self.schema, self.hint, self.aliases = what, schema, hint, aliases or {}
         self._problems: list[str] = []
 
     def read(self, data: bytes) -> Iterator[tuple[int, JsonObject]]:
-        """Yield the number of each good line and its object; problems are kept for `check`.
+        """Yield (line number, object) for each valid line; problems go to `raise_problems`.
 
         Raises:
             InvalidPackageError: before the first line, when there are none or too many.
@@ -179,18 +176,18 @@ class JsonLinesReader:
                 yield number, document
 
     def add_problems(self, number: int, *problems: str) -> None:
-        """Remember what else is wrong with a line."""
+        """Add problems of a line."""
         self._problems += [f"line {number}: {problem}" for problem in problems]
 
     def check_duplicate_ids(self, ids: Iterable[tuple[int, str | None]]) -> None:
-        """Remember which ids come twice; each comes with its line."""
+        """Add a problem for each duplicate among (line, id) pairs."""
         first: dict[str, int] = {}
         for line, name in ids:
             if name is not None and first.setdefault(name, line) != line:
-                self.add_problems(line, f"id {name!r} is that of line {first[name]} already")
+                self.add_problems(line, f"id {name!r} is already used on line {first[name]}")
 
     def raise_problems(self) -> None:
-        """End the reading.
+        """Report all problems.
 
         Raises:
             InvalidPackageError: with the problems of all lines.
@@ -201,7 +198,6 @@ class JsonLinesReader:
             raise InvalidPackageError(self.what, shown, hint=self.hint)
 
     def _check_size(self, data: bytes, *, lines: int) -> None:
-        """Refuse too many lines before any of them becomes an object."""
         if not data.strip():
             self._problems.append("it is empty: there is nothing to evaluate")
         if len(data) > MAX_DATA_BYTES:
@@ -225,7 +221,7 @@ class JsonLinesReader:
 
 
 def warn_repeated(path: Path, prompts: Iterable[tuple[int, object]]) -> tuple[str, ...]:
-    """Warn of prompts that count more than once; each comes with its line."""
+    """Warn of duplicates among (line, prompt) pairs, as each of them counts."""
     first: dict[object, int] = {}
     again: list[tuple[int, int]] = []
     for line, prompt in prompts:

@@ -131,7 +131,7 @@ def test_what_cannot_be_measured_is_refused(
     ("words", "code", "told"),
     [
         ([], 3, "--device cpu"),
-        (["--dtype", "int8"], 2, "--device cuda does not know --dtype int8"),
+        (["--dtype", "int8"], 2, "--device cuda does not support --dtype int8"),
         (["--moe-cold", "map"], 2, "--moe-cold map"),
     ],
 )

@@ -98,9 +98,9 @@ def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
     assert second["cache"]["kv_reused_tokens"] >= first["tokens"]["prompt"]
     assert second["tokens"]["prompt"] > second["cache"]["kv_reused_tokens"]
     [expert] = second["plan"]["experts"]
-    assert expert["reason"] == "kept from the turn before"
+    assert expert["reason"] == "kept from the previous turn"
     told = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n".encode()).err
-    assert "kept from the turn before; " in told
+    assert "kept from the previous turn; " in told
     assert f"({second['cache']['kv_reused_tokens']} kept from before)" in told
 
 

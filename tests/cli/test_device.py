@@ -76,7 +76,7 @@ def test_what_settings_ask_of_a_device_in_vain_can_be_taken_back(
     said = expertctl("route", PROMPT, "--device", "cuda", exit_code=2)
     refused = "--dtype int8, --adapter-dtype fp16, --deterministic"
     way_out = "--dtype float32 --adapter-dtype published --no-deterministic"
-    assert f"--device cuda does not know {refused}\n" in said.err
+    assert f"--device cuda does not support {refused}\n" in said.err
     assert f"hint: give {way_out}, or compute with --device cpu" in said.err
     expertctl("route", PROMPT, "--device", "cuda", *way_out.split())
 

@@ -68,7 +68,7 @@ def test_what_makes_no_sense_is_refused(data: Path, expertctl: CommandRunner) ->
     err = expertctl(*words, "--moe-miss", "skip", "--moe-skip-cap", "2", exit_code=2).err
     assert "--moe-skip-cap 2.0 is not a share" in err
     err = expertctl(*words, "--moe-miss", "skip", "--deterministic", exit_code=2).err
-    assert "--deterministic promises bits" in err
+    assert "--deterministic excludes --moe-miss skip" in err
     skip = ("--moe-miss", "skip", "--moe-skip-cap", "0.5")
     err = expertctl("eval", "--routing", data, *skip, exit_code=2).err
     assert "--moe-miss, --moe-skip-cap: --routing measures which expert is chosen" in err

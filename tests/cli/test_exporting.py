@@ -107,7 +107,7 @@ def test_a_version_that_another_content_has_here_is_imported_only_when_it_is_acc
     other = HomeFixture(tmp_path / "other-home").trust_keys("acme")
     other.install(shop.package("acme/low", seed=2))
     said = expertctl("import", "mine.experts", exit_code=5)
-    assert "`--accept-changed acme/low@1.0.0` takes the new content" in said.err
+    assert "`--accept-changed acme/low@1.0.0` accepts the new content" in said.err
     said = expertctl("import", "mine.experts", "--accept-changed", "acme/low@1.0.0")
     assert "replaced: acme/low@1.0.0" in said.out
     other.check_integrity()

@@ -55,7 +55,7 @@ def here(
         (["route", "x" * (MAX_PROMPT_CHARACTERS + 1)], 2, "shorten it, or ask in several parts"),
         (["route", "x", "--seed", "-1"], 2, "give a value between these, or leave it out"),
         (["route", "x", "--max-experts", "11"], 2, "give a value between these, or leave it out"),
-        (["route", "x", "--memory-budget", "0"], 2, "write 4GB, say, or leave it out"),
+        (["route", "x", "--memory-budget", "0"], 2, "write for example 4GB, or leave it out"),
         (["route", "x", *["--stop", "y"] * 40], 2, "give fewer, or shorter ones"),
         (
             ["route", "x", "--expert", "acme/one", "--no-experts"],
@@ -92,7 +92,7 @@ def here(
         (
             ["export", "acme/one", "-o", "no where/x.expert"],
             3,
-            "make it first: mkdir -p 'HERE/no where'",
+            "create it first: mkdir -p 'HERE/no where'",
         ),
         (["build", "nowhere"], 3, "name the directory that PEFT saved the adapter to"),
         (

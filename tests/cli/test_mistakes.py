@@ -42,7 +42,10 @@ def test_a_folder_without_an_adapter_is_told_in_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     error = expertctl("build", tmp_path / "empty", "--json", exit_code=3).document["error"]
-    assert error["message"] == f"{tmp_path}/empty: there is no adapter here, no adapter_config.json"
+    assert (
+        error["message"]
+        == f"{tmp_path}/empty: there is no adapter here: adapter_config.json is missing"
+    )
     assert f"`expertctl base add {base}`" in expertctl("build", base, exit_code=3).err
 
 
@@ -145,8 +148,8 @@ def test_what_may_be_private_is_told_with_the_login(
         ("ünï-lora", "local/uni-lora", ""),
         ("Straße Łódź", "local/strasse-lodz", ""),
         ("ﬁne_Œuvre²", "local/fine-oeuvre2", ""),
-        ("юни-lora", "local/lora", "is what is left of 'юни-lora' in ASCII; `--name` gives"),
-        ("模型", "local/expert", "is what is left of '模型' in ASCII"),
+        ("юни-lora", "local/lora", "is what remains of 'юни-lora' in ASCII; set another name"),
+        ("模型", "local/expert", "is what remains of '模型' in ASCII"),
     ],
 )
 def test_a_folder_with_other_letters_gives_a_name_in_ascii(

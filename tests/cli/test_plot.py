@@ -126,7 +126,7 @@ def test_what_cannot_be_drawn_is_refused_first(
             check_plot_path(tmp_path / name)
     with pytest.raises(NotFoundError, match="no such directory") as error:
         check_plot_path(tmp_path / "no where" / "x.png")
-    assert error.value.hint == f"make it first: mkdir -p '{tmp_path}/no where'"
+    assert error.value.hint == f"create it first: mkdir -p '{tmp_path}/no where'"
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match="is a directory"):
         check_plot_path(tmp_path / "folder.png")

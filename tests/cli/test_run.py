@@ -337,7 +337,7 @@ def test_a_saved_plan_gives_the_same_text_again(
     assert (alone["plan"]["experts"], alone["warnings"]) == ([], [])
     for words, code, said in (
         (("--dtype", "bf16"), 4, "the plan was made with --dtype float32"),
-        (("--expert", "acme/sorting"), 2, "says already which experts answer"),
+        (("--expert", "acme/sorting"), 2, "already determines which experts answer"),
     ):
         refused = expertctl("run", PROMPT, "--plan", saved, *words)
         assert (refused.code, refused.out) == (code, "")
@@ -519,7 +519,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--dtype", "int3"], None, 2, "int3"),
         (["p", "--dtype", "int4"], None, 4, "head_dim is 8"),
         (["p", "--deterministic"], None, 4, "head_dim is 8"),
-        (["p", "--dtype", "int8", "--engine", "transformers"], None, 2, "does not know --dtype"),
+        (["p", "--dtype", "int8", "--engine", "transformers"], None, 2, "does not support --dtype"),
         (["p", "--memory-budget", "much"], None, 2, "not a size"),
         (["y" * 2000], None, 2, "the context of the base is 512"),
     ],
@@ -568,7 +568,7 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
 def test_route_says_that_it_makes_vectors_for_another_encoder(
     workshop: RunWorkspace, expertctl: Expertctl, home: Path
 ) -> None:
-    told = "making the routing vectors of 1 expert with lexical"
+    told = "computing the routing vectors of 1 expert with lexical"
     for journal in home.rglob("vectors.journal"):
         journal.unlink()
     assert expertctl("route", PROMPT, "--json").err == ""

@@ -109,7 +109,7 @@ def test_a_text_that_only_a_word_of_fits_is_left_out() -> None:
 
 def test_what_was_not_compared_has_no_score() -> None:
     far = candidate("acme/far", probability=None, similarity=None, score=0.0)
-    vetoed = far.mark_vetoed("not for prompts with 'joke', says its manifest")
+    vetoed = far.mark_vetoed("not for prompts with 'joke', according to its manifest")
     rows = render_candidates(far, vetoed)
     assert rows[1] == "no    -      -      0.50    acme/far@1.0.0  others are closer"
     assert rows[2].endswith("-      -      0.50    acme/far@1.0.0  not for prompts with 'joke'")

@@ -132,7 +132,7 @@ def test_a_yanked_version_that_is_alone_is_used_and_told(scene: YankScene) -> No
     scene.market.yank(OLD, "wrong joins")
     scene.expertctl("outdated")
     assert scene.everywhere() == {OLD}
-    warning = f"{OLD} is used, though it was yanked: wrong joins; `expertctl install acme/sql`"
+    warning = f"{OLD} is used although it was yanked: wrong joins; `expertctl install acme/sql`"
     assert any(text.startswith(warning) for text in scene.plan()["warnings"])
     assert f"warning: {warning}" in scene.expertctl("route", PROMPT).err
     assert "yanked" in scene.expertctl("list").out

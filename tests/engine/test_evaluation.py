@@ -204,7 +204,7 @@ def test_a_file_that_nobody_signed_is_measured_without_being_installed(
     request = EvaluationRequest(data=data, expert=FileExpert(file), max_tokens=LIMIT)
     found = evaluate(planner, request)
     assert shares(found) == {"base": 0.25, "local/new@1.0.0": 0.75}
-    assert found.warnings == ("local/new@1.0.0 is unsigned: nobody vouches for it",)
+    assert found.warnings == ("local/new@1.0.0 is unsigned, so its publisher is unknown",)
 
 
 def test_the_stops_of_the_expert_count_for_the_base_too(

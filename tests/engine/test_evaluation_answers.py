@@ -115,7 +115,7 @@ def test_a_file_measured_at_once_scores_what_it_scores_one_at_a_time(
     together = evaluate(planner, request, notify=told.append)
     assert any(text.startswith("loading market-base, ") for text in told)
     assert together == alone
-    assert "local/new@1.0.0 is unsigned: nobody vouches for it" in together.warnings
+    assert "local/new@1.0.0 is unsigned, so its publisher is unknown" in together.warnings
     base, expert_texts = texts(together).values()
     assert base != expert_texts
 

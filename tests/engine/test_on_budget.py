@@ -82,7 +82,7 @@ def test_experts_go_until_the_base_is_alone_and_then_it_is_refused(house: HomeFi
     alone = peak(house, route={"base_alone": True})
     result = limited(house, alone, *three, on="fewer")
     assert (refs(result), len(result.dropped)) == ([], 3)
-    assert any("no expert fits into memory" in warning for warning in result.warnings)
+    assert any("no expert fits into the remaining memory" in warning for warning in result.warnings)
     with pytest.raises(BudgetError, match="the buffers of"):
         limited(house, alone - 1, *three, on="fewer")
 

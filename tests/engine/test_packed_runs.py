@@ -307,5 +307,5 @@ def test_a_text_whose_key_is_forgotten_while_it_runs_leaves_nothing(
 
 def test_transformers_does_not_know_what_only_kernels_do(home: Planner) -> None:
     for route in ({"dtype": "int8"}, {"adapter_dtype": "int8"}, {"deterministic": True}):
-        with pytest.raises(UsageError, match="--engine transformers does not know --"):
+        with pytest.raises(UsageError, match="--engine transformers does not support --"):
             run(LocalEngine(home), ask("base alone", route={"engine": "transformers", **route}))

@@ -144,8 +144,8 @@ def test_a_package_that_was_signed_anew_gives_the_same_and_is_named(
     house.install(package(market, "lora", key="bob"))
     again = run(engine(house), replayed(saved(first, "run")))
     assert again.generated.tokens == first.generated.tokens
-    [warning] = [w for w in again.warnings if "signed anew" in w]
-    assert warning.startswith("acme/lora@1.0.0 was signed anew since the plan was saved")
+    [warning] = [w for w in again.warnings if "signed again" in w]
+    assert warning.startswith("acme/lora@1.0.0 was signed again after the plan was saved")
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])

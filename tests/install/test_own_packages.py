@@ -103,7 +103,7 @@ def test_attack_105_local_does_not_protect_what_a_stranger_signed(
     ("codes", "does"),
     [
         (["stuffed"], "it loses ties"),
-        (["grab-all", "stuffed"], "it is asked last, until its publisher gives narrower examples"),
+        (["grab-all", "stuffed"], "it is considered last until its publisher narrows its examples"),
         (["copied", "grab-all"], "it does not answer where that package does"),
         (["near-copy"], "it does not answer where that package does"),
     ],

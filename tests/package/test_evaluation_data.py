@@ -69,7 +69,7 @@ def test_all_problems_come_at_once_with_their_lines(tmp_path: Path) -> None:
     assert told == set(range(2, len(lines) + 1))
     assert sum(problem.startswith("line 5:") for problem in found) == 3
     assert "line 2: it is blank" in found
-    assert "line 11: id 'same' is that of line 1 already" in found
+    assert "line 11: id 'same' is already used on line 1" in found
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b" \n\t\n"])

@@ -102,8 +102,8 @@ def test_a_base_in_several_files_is_read_as_one_in_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "named"),
     [
-        ("gate_up_proj", "stacked .* and each matrix apart"),
-        ("down_proj", "stacked .* and each matrix apart"),
+        ("gate_up_proj", "stacked .* and separately"),
+        ("down_proj", "stacked .* and separately"),
     ],
 )
 def test_a_mixture_of_layouts_is_refused(kept: str, named: str, tmp_path: Path) -> None:
@@ -111,7 +111,9 @@ def test_a_mixture_of_layouts_is_refused(kept: str, named: str, tmp_path: Path) 
     stacks = stacked(our_arrays(base))
     name = f"{LAYER}.experts.{kept}"
     rewrite(base, {name: stacks[name]})
-    with pytest.raises(InvalidPackageError, match=f"experts are stored {named}.*one way is needed"):
+    with pytest.raises(
+        InvalidPackageError, match=f"experts are stored {named}.*one layout is required"
+    ):
         tensors_of(base)
 
 
@@ -120,7 +122,7 @@ def test_two_ways_of_naming_in_one_base_are_refused(tmp_path: Path) -> None:
     renamed = our_arrays(base)[f"{LAYER}.experts.0.gate_proj.weight"]
     old = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
     rewrite(base, {old: None, f"{LAYER}.experts.0.gate_proj.weight": renamed})
-    with pytest.raises(InvalidPackageError, match=r"as w1, w2 and w3 .* and each matrix apart"):
+    with pytest.raises(InvalidPackageError, match=r"as w1, w2 and w3 .* and separately"):
         tensors_of(base)
 
 
@@ -129,7 +131,7 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> No
     router = our_arrays(base)[f"{LAYER}.gate.weight"]
     rewrite(base, {f"{LAYER}.gate.weight": router})
     with pytest.raises(
-        InvalidPackageError, match=r"it is there as .*block_sparse_moe\.gate.* and as"
+        InvalidPackageError, match=r"stored both as .*block_sparse_moe\.gate.* and as"
     ):
         tensors_of(base)
 

@@ -104,7 +104,7 @@ def test_a_folder_of_mlx_is_named_and_told_how_to_go_on(
         (folder / CONFIG).write_text(json.dumps(config))
     (folder / "adapters.safetensors").write_bytes(b"x")
     error = refused(folder, facts)
-    assert error.message == f"{folder}: an adapter of MLX, and only those of PEFT are packed"
+    assert error.message == f"{folder}: an MLX adapter; only PEFT adapters are supported"
     assert "lora_a.T is lora_A" in error.hint
     assert len(error.hint.splitlines()) == 2
 
@@ -167,7 +167,7 @@ def test_a_file_instead_of_a_directory_is_called_one(
     (tmp_path / name).touch()
     with pytest.raises(UsageError) as caught:
         planned(tmp_path / name, facts)
-    assert caught.value.message == f"{tmp_path / name} is a file, and a directory is wanted"
+    assert caught.value.message == f"{tmp_path / name} is a file, not a directory"
     assert caught.value.hint.startswith(way_out)
 
 

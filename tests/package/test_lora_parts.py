@@ -189,7 +189,7 @@ def test_each_module_of_a_dora_has_its_rank_and_scale() -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (PAIR, f"{MODULE}: lora_magnitude_vector is missing, and use_dora demands it"),
+        (PAIR, f"{MODULE}: lora_magnitude_vector is missing, and use_dora requires it"),
         ({M: [32]}, f"{MODULE}: lora_A and lora_B are missing"),
         ({A: [4, 32], M: [32]}, "lora_B is missing"),
         ({B: [32, 4], M: [32]}, "lora_A is missing"),
@@ -197,7 +197,7 @@ def test_each_module_of_a_dora_has_its_rank_and_scale() -> None:
         ({**PAIR, M: [32, 1]}, "lora_magnitude_vector [32, 1] for 32 outputs"),
         ({**PAIR, M: [1, 32]}, "lora_magnitude_vector [1, 32] for 32 outputs"),
         ({**PAIR, M: []}, "lora_magnitude_vector [] for 32 outputs"),
-        ({**TRIPLE, f"{M}.weight": [32]}, "its magnitude is there twice"),
+        ({**TRIPLE, f"{M}.weight": [32]}, "its magnitude is duplicated"),
         ({**TRIPLE, f"{M}.default": [32]}, f"{M}.default: "),
         ({**TRIPLE, f"{STEM}.ia3_l": [32, 1]}, "it belongs to IA³"),
         ({A: [8, 32], B: [32, 8], M: [32]}, "rank 8 in lora_A"),

@@ -12,10 +12,15 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
-from expertctl.package.source_files import find_secret_in_file
+from expertctl.package.source_files import find_secret_in_stream
 from expertctl.trust.keys import PrivateKey
 
 KEY = ec.generate_private_key(ec.SECP256R1())
+
+
+def find_secret(path: Path) -> str | None:
+    with path.open("rb") as stream:
+        return find_secret_in_stream(stream)
 
 
 @pytest.mark.parametrize(
@@ -34,17 +39,17 @@ def test_a_private_key_is_found(
 ) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"." * before + KEY.private_bytes(Encoding.PEM, form, encryption))
-    assert find_secret_in_file(path)
+    assert find_secret(path)
 
 
 def test_a_public_key_is_no_secret(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(PrivateKey.generate().public.pem())
-    assert not find_secret_in_file(tmp_path / "x")
+    assert not find_secret(tmp_path / "x")
 
 
 def test_text_about_keys_is_no_secret(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("never paste your PRIVATE KEY ----- here")
-    assert not find_secret_in_file(tmp_path / "x")
+    assert not find_secret(tmp_path / "x")
 
 
 TOKEN = "xpt_" + "aZ09-_" * 7 + "x"
@@ -54,11 +59,11 @@ TOKEN = "xpt_" + "aZ09-_" * 7 + "x"
 def test_a_token_of_a_registry_is_found(before: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("." * before + f"token: {TOKEN}\n")
-    assert find_secret_in_file(path) == "an access token"
+    assert find_secret(path) == "an access token"
 
 
 @pytest.mark.parametrize("text", ["xpt_short", f"a{TOKEN}", f"{TOKEN}b", "expt_" + "a" * 43])
 def test_what_only_looks_like_a_token_is_none(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text(f" {text} ")
-    assert find_secret_in_file(path) is None
+    assert find_secret(path) is None

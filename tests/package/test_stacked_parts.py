@@ -115,7 +115,7 @@ def test_before_peft_0_19_1_halves_had_changed_places() -> None:
     "version", [None, "", "new", "0.17.1", "0.18.2.dev0@main", "0.19.0.dev0", "0.19.1rc1"]
 )
 def test_which_way_round_halves_lie_is_not_guessed(version: str | None) -> None:
-    assert "does not say which way round" in refused(peft_version=version)
+    assert "does not tell how stacked tensors are stored" in refused(peft_version=version)
 
 
 def test_weights_of_linear_layers_may_be_named_as_parameters() -> None:

@@ -17,9 +17,7 @@ from expertctl.package.diff import (
     TensorSource,
     diff_tensors,
     find_module_kind,
-    list_as_added,
-    list_as_equal,
-    list_as_removed,
+    list_tensors,
     summarise_changes,
 )
 from expertctl.package.tensor_file import read_table
@@ -142,11 +140,12 @@ def test_a_table_alone_says_what_a_whole_file_would(tmp_path: Path) -> None:
     with sources(tmp_path, (arrays, "float32")) as (source,):
         changes = diff_tensors(source, source)
         table = source.table
-    assert [(c.name, c.change) for c in list_as_equal(table)] == [
+    assert [(c.name, c.change) for c in list_tensors(table, "equal")] == [
         (c.name, c.change) for c in changes
     ]
-    assert {c.change for c in list_as_added(table)} == {"added"}
-    assert [c.old for c in list_as_removed(table)] == [c.new for c in list_as_added(table)]
+    added, removed = (list_tensors(table, change) for change in ("added", "removed"))
+    assert {c.change for c in added} == {"added"}
+    assert [c.old for c in removed] == [c.new for c in added]
 
 
 @pytest.mark.parametrize(

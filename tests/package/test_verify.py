@@ -14,7 +14,7 @@ from expertctl.errors import (
     UnsignedError,
 )
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.verify import accept_unsigned, verify_contents, verify_file
+from expertctl.package.verify import accept_unsigned, verify_contents
 from expertctl.package.write import sign_package
 from expertctl.reference import Reference
 from expertctl.trust.keys import PrivateKey
@@ -43,7 +43,7 @@ def nobody(tmp_path: Path) -> TrustStore:
 def test_a_package_of_a_trusted_key_is_verified(
     package: Path, trust: TrustStore, key: PrivateKey
 ) -> None:
-    verified = verify_file(package, trust)
+    verified = verify_contents(read_package(package), trust)
     assert verified.signer == key.public.key_id
     assert verified.contents == read_package(package)
 
@@ -52,9 +52,9 @@ def test_a_package_of_a_trusted_key_is_verified(
 def test_the_package_that_was_asked_for_is_verified(
     text: str, package: Path, trust: TrustStore
 ) -> None:
-    assert verify_file(package, trust, expected=Reference.parse(text)) == verify_file(
-        package, trust
-    )
+    assert verify_contents(
+        read_package(package), trust, expected=Reference.parse(text)
+    ) == verify_contents(read_package(package), trust)
 
 
 @pytest.mark.parametrize("text", ["acme/other", "other/sql", "acme/sql@2.0.0", "acme/sql@<1"])
@@ -62,12 +62,12 @@ def test_another_package_than_was_asked_for_is_refused(
     text: str, package: Path, trust: TrustStore
 ) -> None:
     with pytest.raises(TrustError, match=r"the package is acme/sql@1\.0\.0"):
-        verify_file(package, trust, expected=Reference.parse(text))
+        verify_contents(read_package(package), trust, expected=Reference.parse(text))
 
 
 def test_a_key_that_nobody_trusts_is_refused(package: Path, nobody: TrustStore) -> None:
     with pytest.raises(TrustError) as caught:
-        verify_file(package, nobody)
+        verify_contents(read_package(package), nobody)
     assert "trust" in caught.value.hint
 
 
@@ -76,13 +76,13 @@ def test_a_key_of_another_namespace_is_refused(
 ) -> None:
     nobody.add(key.public, name="x", namespaces=["local"])
     with pytest.raises(TrustError, match="acme"):
-        verify_file(package, nobody)
+        verify_contents(read_package(package), nobody)
 
 
 def test_a_revoked_key_is_refused(package: Path, trust: TrustStore, key: PrivateKey) -> None:
     trust.revoke(key.public.key_id, "stolen")
     with pytest.raises(RevokedError, match="revoked"):
-        verify_file(package, trust)
+        verify_contents(read_package(package), trust)
 
 
 def test_a_key_for_certain_contents_signs_no_other(
@@ -113,7 +113,7 @@ def test_an_unsigned_package_needs_the_users_word(unsigned: Path, trust: TrustSt
 
 
 def test_a_signed_package_is_never_accepted_as_unsigned(package: Path) -> None:
-    with pytest.raises(TrustError, match="its signature counts"):
+    with pytest.raises(TrustError, match="its signature must be verified"):
         accept_unsigned(read_package(package))
 
 
@@ -123,7 +123,9 @@ def test_a_stripped_signature_is_a_package_without_one(
     files = read_packed_files(read_archive(package))
     del files["model.sig"]
     with pytest.raises(UnsignedError):
-        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
+        verify_contents(
+            read_package(write_frame(make_package_archive(files), tmp_path / "x.expert")), trust
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,9 @@ def test_an_old_signature_on_other_files_is_refused(
         read_packed_files(read_archive(package)), path, lambda document: document.update(changes)
     )
     with pytest.raises(SignatureError, match=path):
-        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
+        verify_contents(
+            read_package(write_frame(make_package_archive(files), tmp_path / "x.expert")), trust
+        )
 
 
 def test_a_file_that_the_signature_does_not_cover_is_refused(
@@ -150,7 +154,9 @@ def test_a_file_that_the_signature_does_not_cover_is_refused(
 ) -> None:
     files = {**read_packed_files(read_archive(package)), "README.md": b"trust me"}
     with pytest.raises(SignatureError, match=r"README\.md"):
-        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
+        verify_contents(
+            read_package(write_frame(make_package_archive(files), tmp_path / "x.expert")), trust
+        )
 
 
 def test_a_file_that_the_signature_covers_and_is_gone_is_refused(
@@ -165,11 +171,13 @@ def test_a_file_that_the_signature_covers_and_is_gone_is_refused(
     (lora / "README.md").write_text("card")
     plan = plan_build(lora, ManifestOverrides(name="acme/card"), base=read_base(base_dir))
     path = build_package(plan, tmp_path / "card.expert", key=key).path
-    assert verify_file(path, trust).signer
+    assert verify_contents(read_package(path), trust).signer
     files = read_packed_files(read_archive(path))
     del files["README.md"]
     with pytest.raises(SignatureError, match=r"README\.md"):
-        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
+        verify_contents(
+            read_package(write_frame(make_package_archive(files), tmp_path / "x.expert")), trust
+        )
 
 
 @pytest.mark.parametrize("signature", [b"", b"{}", b"not json", b"\x30\x06\x02\x01\x00"])
@@ -178,7 +186,9 @@ def test_a_signature_that_is_none_is_refused(
 ) -> None:
     files = {**read_packed_files(read_archive(package)), "model.sig": signature}
     with pytest.raises(SignatureError):
-        verify_file(write_frame(make_package_archive(files), tmp_path / "x.expert"), trust)
+        verify_contents(
+            read_package(write_frame(make_package_archive(files), tmp_path / "x.expert")), trust
+        )
 
 
 def test_a_damaged_file_never_reaches_the_question_of_trust(
@@ -187,4 +197,4 @@ def test_a_damaged_file_never_reaches_the_question_of_trust(
     tar = bytearray(read_archive(package))
     tar[-2000] ^= 1
     with pytest.raises((DigestError, InvalidPackageError)):
-        verify_file(write_frame(bytes(tar), tmp_path / "x.expert"), trust)
+        verify_contents(read_package(write_frame(bytes(tar), tmp_path / "x.expert")), trust)

@@ -5,16 +5,11 @@ from typing import Any
 import pytest
 
 from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.eligibility import NO_FLAGS, NO_GAINS, find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import (
-    NO_FLAGS,
-    NO_GAINS,
-    RoutingResult,
-    find_eligible_experts,
-    route_prompt,
-)
+from expertctl.routing.router import RoutingResult, route_prompt
 from expertctl.schema.validation import find_problems
 from expertctl.store.base_record import StoredBase
 from tests.routing.experts import PROMPT, Router, make_base

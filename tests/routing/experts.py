@@ -8,7 +8,7 @@ Prompts that are for none of the experts of the starter pack.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ from typing import Any
 from expertctl.digest import Digest, FileDigest
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.candidate import InstalledExpert, RoutingCandidate
+from expertctl.routing.manifest_lint import SeenManifests
+from expertctl.routing.numerics import build_request_settings
+from expertctl.routing.plan import NumericSettings
+from expertctl.routing.request import RouteRequest
 from expertctl.routing.router import RoutingResult
 from expertctl.schema.manifest import (
     AdapterEntry,
@@ -179,3 +183,18 @@ UNRELATED = (
     "Hello, how are you?",
     "Write an email to my boss asking for leave",
 )
+
+
+def make_numeric_settings(base: StoredBase, **options: Any) -> NumericSettings:
+    """Return the numeric settings of a request with these options, in float32 by default."""
+    return build_request_settings(
+        RouteRequest(**{"prompt": "x", "dtype": "float32", **options}), base
+    )
+
+
+def collect_manifests(manifests: Iterable[Manifest]) -> SeenManifests:
+    """Return the manifests that were seen before, the earliest first."""
+    seen = SeenManifests()
+    for manifest in manifests:
+        seen.add(manifest)
+    return seen

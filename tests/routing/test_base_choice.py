@@ -97,7 +97,7 @@ def test_experts_of_the_demo_pull_no_answer_to_it_and_the_note_says_how_to_get_t
     assert "made for" in candidate.reason
     [*_, note] = planned.result.notes
     assert "the closest is acme/sorting@1.0.0, made for tiny-base" in note
-    assert "`--expert acme/sorting@1.0.0` asks for it and its base" in note
+    assert "`--expert acme/sorting@1.0.0` uses it on its own base" in note
 
 
 def test_an_expert_of_the_demo_that_is_named_answers_on_the_demo(desk: BaseChoiceHome) -> None:

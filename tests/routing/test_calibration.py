@@ -16,10 +16,10 @@ from expertctl.routing.reranker import (
     MAX_REPLAYED_EXAMPLES,
     MIN_STRANGER_REJECTION,
     NO_EVIDENCE,
+    PRIORS,
     Calibration,
     CalibrationEvidence,
     collect_evidence,
-    find_prior,
     fit_calibration,
     read_calibration,
     rerank,
@@ -117,7 +117,7 @@ def test_it_holds_while_nearly_as_many_experts_are_there(
 
 @pytest.mark.parametrize("encoder", ["minilm", "static", "lexical"])
 def test_every_encoder_has_a_prior(encoder: str) -> None:
-    assert 0 < find_prior(encoder).threshold < 1.5
+    assert 0 < PRIORS[encoder].threshold < 1.5
 
 
 def search_in(table: VectorTable, asked: list[Vectors] | None = None) -> object:

@@ -23,7 +23,7 @@ def test_an_excluded_keyword_refuses(router: Router) -> None:
     result = router(make_sort_expert(exclude_keywords=("numbers",)))
     assert (
         find_candidate(result, "acme/sort").reason
-        == "not for prompts with 'numbers', says its manifest"
+        == "not for prompts with 'numbers', according to its manifest"
     )
     assert ", which is not for prompts with" in result.notes[-1]
 
@@ -33,7 +33,8 @@ def test_letters_of_a_language_that_an_expert_does_not_speak_rule_it_out(router:
     silent = router(make_sort_expert(languages=("en", "de")), prompt=prompt)
     assert list_refs(silent) == []
     assert (
-        find_candidate(silent, "acme/sort").reason == "not for prompts in 'ru', says its manifest"
+        find_candidate(silent, "acme/sort").reason
+        == "not for prompts in 'ru', according to its manifest"
     )
     speaks = router(make_sort_expert(languages=("en", "ru-RU")), prompt=prompt)
     assert not find_candidate(speaks, "acme/sort").is_vetoed
@@ -51,7 +52,7 @@ def test_a_hint_that_does_not_hold_rules_out_however_close_the_prompt_is(router:
     result = router(make_sort_expert(hint="has_code=true"), prompt=SORT[0])
     candidate = find_candidate(result, "acme/sort")
     assert list_refs(result) == []
-    assert candidate.reason == "not for this prompt, says its hint 'has_code=true'"
+    assert candidate.reason == "its hint 'has_code=true' excludes this prompt"
     assert (candidate.is_vetoed, candidate.is_ineligible, candidate.hint) == (True, False, False)
     assert (candidate.probability, candidate.score) == (None, 0.0)
 
@@ -91,9 +92,9 @@ def test_an_expert_that_may_not_be_used_says_why(
     assert list_refs(result) == []
     assert find_candidate(result, "acme/sort").reason.startswith(reason)
     assert result.notes[-1] == (
-        "the base answers alone: no installed expert was made for acme/tiny as it is here; the "
-        "closest is acme/sort@1.0.0, made for acme/tiny: `--expert acme/sort@1.0.0` asks for it "
-        "and its base"
+        "the base answers alone: no installed expert was made for this version of acme/tiny; the "
+        "closest is acme/sort@1.0.0, made for acme/tiny: `--expert acme/sort@1.0.0` uses it "
+        "on its own base"
         if reason.startswith("refused: was made for")
         else "the base answers alone: no installed expert may be used; `expertctl route` says why"
     )

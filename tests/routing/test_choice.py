@@ -17,7 +17,6 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.request import parse_forced
 from expertctl.routing.selection import PlanSelection, SelectedExpert
@@ -26,6 +25,7 @@ from expertctl.store.base_record import StoredBase
 from tests.routing.experts import (
     Router,
     list_refs,
+    make_numeric_settings,
     make_soft_prompt_expert,
     make_sort_expert,
     make_sql_expert,
@@ -44,7 +44,7 @@ def test_forced_experts_stand_in_the_order_and_with_the_weights_of_the_user(
         ("acme/sort@1.0.0", 1.0),
     ]
     assert {e.reason for e in result.plan.experts} == {"named by the user"}
-    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = make_numeric_settings(base)
     ordered = [(e.content_digest, e.weight) for e in result.plan.experts]
     assert result.plan.identity == compute_plan_identity(numerics, ordered)
 
@@ -142,7 +142,7 @@ def test_a_prerelease_and_an_old_version_can_be_named(router: Router) -> None:
 def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> None:
     result = router(make_sort_expert(signer=None), force=(parse_forced("acme/sort"),))
     assert list_refs(result) == ["acme/sort@1.0.0"]
-    assert "acme/sort@1.0.0 is unsigned: nobody vouches for it" in result.warnings
+    assert "acme/sort@1.0.0 is unsigned, so its publisher is unknown" in result.warnings
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> No
             [make_sort_expert()],
             {"force": ("acme/sort",), "exclude": (Reference.parse("acme/sort"),)},
             UsageError,
-            "forced and excluded at once",
+            "both forced and excluded",
         ),
         (
             [make_sort_expert()],
             {"force": ("acme/sort",), "base_alone": True},
             UsageError,
-            "forced and forbidden at once",
+            "both forced and forbidden",
         ),
         (
             [make_sort_expert(), make_sql_expert()],
@@ -196,7 +196,7 @@ def test_an_unsigned_expert_can_be_forced_and_is_warned_of(router: Router) -> No
             [make_sort_expert(composition={"requires": ("acme/sql@*",)}), make_sql_expert()],
             {"force": ("acme/sort",), "max_experts": 1},
             UsageError,
-            "with what they require, 2 experts",
+            "with their requirements, 2 experts",
         ),
         (
             [make_sort_expert(composition={"requires": ("acme/sql@*",)})],

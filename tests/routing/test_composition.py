@@ -143,7 +143,7 @@ def test_ten_experts_can_require_one_another_and_eleven_cannot(router: Router) -
     forced = (parse_forced("acme/e0"),)
     assert list_refs(router(*chain(10))) == [f"acme/e{n}@1.0.0" for n in reversed(range(10))]
     assert len(list_refs(router(*chain(10), force=forced))) == 10
-    told = "acme/e0@1.0.0 and all that it requires are more than 10 experts"
+    told = "acme/e0@1.0.0 with all its requirements is more than 10 experts"
     for length in (11, 3000):
         assert find_candidate(router(*chain(length)), "acme/e0@").reason == told
         with pytest.raises(IncompatibleError, match=told):

@@ -10,15 +10,14 @@ from expertctl.routing.candidate import InstalledExpert
 from expertctl.routing.decision import (
     CATCH_ALL_REASON,
     MIN_JOIN_PROBABILITY,
-    EligibleExperts,
     RoutingDecision,
     score_prompt,
 )
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.features import extract_features
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.request import RouteRequest, parse_target
 from expertctl.routing.reranker import SMALL_RERANK, rerank
-from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
 from tests.routing.experts import PROMPT, SORT, UNRELATED, make_sort_expert, make_sql_expert
@@ -84,7 +83,7 @@ def test_a_prompt_for_nobody_has_no_leader(decided: Decide) -> None:
     ("routing", "prompt", "why"),
     [
         ({"exclude_keywords": ("numbers",)}, PROMPT, "not for prompts with 'numbers'"),
-        ({"hint": "has_code=true"}, PROMPT, "says its hint 'has_code=true'"),
+        ({"hint": "has_code=true"}, PROMPT, "its hint 'has_code=true'"),
         (
             {"languages": ("en",)},
             f"{PROMPT} отсортируй числа по порядку",
@@ -127,9 +126,7 @@ def test_a_copy_is_left_out_where_the_original_runs(decided: Decide, code: str) 
     flags = {copy.digest: (Flag(code, "its examples are those of acme/sort", "acme/sort"),)}
     roster, decision = decided(original, copy, flags=flags)
     assert name(roster, decision.leader) == "acme/sort"
-    assert list(decision.vetoes.values()) == [
-        "it repeats what acme/sort says, which was here first"
-    ]
+    assert list(decision.vetoes.values()) == ["it repeats acme/sort, which was installed first"]
     roster, alone = decided(copy, flags=flags)
     assert name(roster, alone.leader) == "aaa/sort"
     other = {copy.digest: (Flag("stuffed", "it has 150 keywords", "acme/sort"),)}

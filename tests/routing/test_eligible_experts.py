@@ -5,10 +5,9 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.routing.candidate import InstalledExpert
-from expertctl.routing.decision import EligibleExperts
+from expertctl.routing.eligibility import EligibleExperts, find_eligible_experts
 from expertctl.routing.index import RERANK_FOLDER, ManifestsByDigest, RoutingIndex, VectorStore
 from expertctl.routing.request import RouteRequest, parse_target
-from expertctl.routing.router import find_eligible_experts
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
 from tests.routing.experts import make_sort_expert, make_sql_expert
@@ -32,7 +31,7 @@ def test_experts_are_found_by_position_and_their_rows_for_the_head_too(
     experts = (make_sort_expert(), make_sql_expert())
     made = make_eligible_experts(index, base, *experts)
     for at, expert in made.by_position.items():
-        assert index.digest_at(at) == expert.digest
+        assert index.table.digest_at(at) == expert.digest
         assert made.rerank_table.digest_at(int(made.rerank_positions[at])) == expert.digest
     assert set(made.by_position.values()) == set(experts) == set(made.usable)
     assert made.rerank_positions[-1] == -1

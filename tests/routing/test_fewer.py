@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from expertctl.reference import Reference
 from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.eligibility import find_eligible_experts
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.planner import DroppedExpert, PlannedPrompt, drop_lowest_scoring
 from expertctl.routing.request import ForcedExpert, RouteRequest
-from expertctl.routing.router import find_eligible_experts, route_prompt
+from expertctl.routing.router import route_prompt
 from expertctl.routing.sampling_presets import SamplingOverrides
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
-from tests.routing.experts import make_base, make_installed, make_manifest
+from tests.routing.experts import make_base, make_installed, make_manifest, make_numeric_settings
 
 WHY = "the plan of them: 3.0 MiB needed, but only 1.0 MiB are free"
 Plan = Callable[..., tuple[PlannedPrompt, RouteRequest]]
@@ -125,7 +125,7 @@ def test_what_came_only_for_the_least_goes_too(plan: Plan) -> None:
     assert names(planned) == "bac"
     planned, dropped = drop_lowest_scoring(planned, request, reason=WHY)
     assert (names(planned), gone(dropped)) == ("c", "ba")
-    assert dropped[0].reason == f"only what was left out with acme/a@1.0.0 required it: {WHY}"
+    assert dropped[0].reason == f"only experts left out with acme/a@1.0.0 required it: {WHY}"
 
 
 def test_what_another_one_requires_or_the_user_named_stays(plan: Plan) -> None:
@@ -150,7 +150,7 @@ def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None
     assert planned.result.plan.params.temperature == 1.5
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     result = fewer.result.plan
-    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = make_numeric_settings(base)
     assert result.identity == compute_plan_identity(numerics, [(cool.digest, 1.0)])
     assert (result.params.temperature, result.params.max_tokens) == (0.3, 2048)
     assert result.seed == planned.result.plan.seed
@@ -162,7 +162,7 @@ def test_overrides_stay_and_the_base_alone_says_why(plan: Plan) -> None:
     planned, request = plan(expert("a"), force="a", scores={}, seed=5, sampling=wishes)
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
     assert (fewer.result.plan.seed, fewer.result.plan.params.max_tokens) == (5, 3)
-    assert fewer.result.notes[-1].startswith("the base answers alone: no expert fits into memory")
+    assert fewer.result.notes[-1].endswith("no expert fits into the remaining memory")
 
 
 def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
@@ -173,7 +173,7 @@ def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
     )
     assert len(planned.warnings) == 3
     fewer, _ = drop_lowest_scoring(planned, request, reason=WHY)
-    told = "acme/b@1.0.0 is unsigned: nobody vouches for it"
+    told = "acme/b@1.0.0 is unsigned, so its publisher is unknown"
     assert fewer.warnings == ("of the home", told)
 
 

@@ -66,7 +66,7 @@ def test_an_expert_that_is_gone_is_named_with_the_way_out(
     house.store.remove(before.experts[0].stored)
     with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0") as caught:
         follow(planner, before)
-    assert "begin anew" in caught.value.hint
+    assert "start a new conversation" in caught.value.hint
 
 
 @pytest.mark.parametrize(

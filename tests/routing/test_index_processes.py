@@ -49,7 +49,7 @@ def test_readers_always_find_a_whole_index_while_another_process_writes(tmp_path
     for _ in range(100_000):
         reader = RoutingIndex(tmp_path, LexicalEncoder())
         found = reader.search(encode_prompt(reader, "query the orders table"))
-        assert reader.digest_at(found.experts[0]) == make_content_digest(SQL.ref)
+        assert reader.table.digest_at(found.experts[0]) == make_content_digest(SQL.ref)
         if not writer.is_alive():
             break
     writer.join()

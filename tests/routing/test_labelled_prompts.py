@@ -71,7 +71,7 @@ def test_prompts_are_read_with_their_lines_under_either_name_of_a_key(tmp_path: 
         ({"prompt": "x", "text": "y", "expert": None}, "'text' was unexpected"),
         ({"prompt": "x", "expert": None, "label": None}, "'label' was unexpected"),
         ({"prompt": "x", "expert": None, "answer": "1"}, "'answer' was unexpected"),
-        ({"prompt": "x", "expert": None, "id": "first"}, "id 'first' is that of line 1 already"),
+        ({"prompt": "x", "expert": None, "id": "first"}, "id 'first' is already used on line 1"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_told_with_its_number(

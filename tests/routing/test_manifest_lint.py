@@ -8,7 +8,7 @@ from examples.starter.experts import EXPERTS
 from examples.starter.samples import Task
 from expertctl.routing.manifest_lint import SeenManifests, lint_manifest
 from expertctl.schema.manifest import Manifest
-from tests.routing.experts import make_manifest
+from tests.routing.experts import collect_manifests, make_manifest
 
 NOBODY = SeenManifests()
 EXAMPLES = (
@@ -37,7 +37,7 @@ def test_starter_experts_have_no_flags(task: Task) -> None:
         keywords=task.keywords,
         exclude_keywords=task.exclude_keywords,
     )
-    everybody = SeenManifests.from_manifests([honest(), made])
+    everybody = collect_manifests([honest(), made])
     assert codes(made, everybody) == []
 
 
@@ -72,7 +72,7 @@ def test_attack_105_keywords_about_anything_else_are_flagged() -> None:
 
 
 def test_attack_105_examples_that_name_another_package_are_flagged() -> None:
-    others = SeenManifests.from_manifests([make_manifest("starter/dates"), honest()])
+    others = collect_manifests([make_manifest("starter/dates"), honest()])
     (flag,) = lint_manifest(honest(examples=(*EXAMPLES, "ask starter/dates for it")), others)
     assert flag.code == "names-another"
     assert flag.other == "starter/dates"
@@ -82,7 +82,7 @@ def test_attack_105_examples_that_name_another_package_are_flagged() -> None:
 
 def test_attack_105_keywords_that_are_names_of_others_are_flagged() -> None:
     names = ("bank/money-transfer", "food/recipe", "air/flight-status")
-    others = SeenManifests.from_manifests([make_manifest(name) for name in names])
+    others = collect_manifests([make_manifest(name) for name in names])
     assert codes(honest(keywords=("money transfer", "recipe", "flight status")), others) == [
         "names-another"
     ]

@@ -8,16 +8,17 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.routing import numerics
-from expertctl.routing.numerics import build_numeric_settings, check_identity, choose_dtype
+from expertctl.routing.numerics import build_request_settings, check_identity, choose_dtype
 from expertctl.routing.plan import NumericSettings, Plan, SamplingParams, compute_plan_identity
 from expertctl.routing.request import Dtype, MoeMiss, RouteRequest
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
+from tests.routing.experts import make_numeric_settings
 
 
 def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
-    settings = build_numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
+    settings = make_numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
     assert (settings.arch, settings.weights) == (base.identity.arch, base.identity.weights)
     assert settings.rope == {"theta": 1000000.0, "dims": 128, "scaling": None}
     assert (settings.dtype, settings.adapter_dtype) == ("bf16", "fp16")
@@ -26,7 +27,7 @@ def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
 def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
     (base.path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(InvalidPackageError, match="hidden_size"):
-        build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+        make_numeric_settings(base)
 
 
 ASKED = RouteRequest(prompt="x", dtype="float32")
@@ -37,19 +38,14 @@ def saved_as(settings: NumericSettings, base: StoredBase) -> Plan:
 
 
 def refused(plan: Plan, base: StoredBase, asked: RouteRequest = ASKED) -> IncompatibleError:
-    now = build_numeric_settings(
-        base,
-        dtype=asked.dtype,
-        adapter_dtype=asked.adapter_dtype,
-        deterministic=asked.deterministic,
-    )
+    now = build_request_settings(asked, base)
     with pytest.raises(IncompatibleError) as caught:
         check_identity(plan, compute_plan_identity(now, []), base=base, request=asked)
     return caught.value
 
 
 def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> None:
-    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    settings = make_numeric_settings(base)
     plan = saved_as(settings, base)
     check_identity(plan, compute_plan_identity(settings, []), base=base, request=ASKED)
 
@@ -74,14 +70,13 @@ def test_a_saved_plan_whose_numbers_are_the_same_is_taken(base: StoredBase) -> N
 def test_a_plan_made_with_other_options_names_them_alone(
     made: dict[str, Any], asked: RouteRequest, options: str, base: StoredBase
 ) -> None:
-    given = {"dtype": "float32", "adapter_dtype": "published", **made}
-    error = refused(saved_as(build_numeric_settings(base, **given), base), base, asked)
+    error = refused(saved_as(make_numeric_settings(base, **made), base), base, asked)
     assert error.message == f"the plan was made with {options}"
     assert error.hint == f"run it with {options}, or route the prompt again"
 
 
 def test_an_edited_plan_is_called_edited_first(base: StoredBase) -> None:
-    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    settings = make_numeric_settings(base)
     edited = replace(saved_as(settings, base), identity=Digest.compute(b"edited"))
     error = refused(edited, base)
     assert error.message.startswith("the plan was edited after it was saved, or the base acme/tiny")
@@ -91,17 +86,15 @@ def test_an_edited_plan_is_called_edited_first(base: StoredBase) -> None:
 
 
 def test_a_plan_of_another_base_names_it(base: StoredBase) -> None:
-    settings = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    settings = make_numeric_settings(base)
     other = replace(saved_as(replace(settings, arch=Digest.compute(b"y")), base), base="smollm2")
     error = refused(other, base)
     assert error.message == "the plan was made for the base smollm2, not for acme/tiny"
 
 
 def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBase) -> None:
-    native = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
-    compat = build_numeric_settings(
-        base, dtype="float32", adapter_dtype="published", engine="transformers"
-    )
+    native = make_numeric_settings(base)
+    compat = make_numeric_settings(base, engine="transformers")
     assert compat.engine == f"transformers {version('transformers')}, peft {version('peft')}"
     assert replace(compat, engine=native.engine) == native
 
@@ -109,11 +102,9 @@ def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBa
 def test_a_base_that_only_transformers_runs_is_refused_with_the_way_out(base: StoredBase) -> None:
     foreign = replace(base, foreign=True)
     with pytest.raises(IncompatibleError, match="does not run the base acme/tiny") as caught:
-        build_numeric_settings(foreign, dtype="float32", adapter_dtype="published")
+        make_numeric_settings(foreign)
     assert "--engine transformers" in caught.value.hint
-    settings = build_numeric_settings(
-        foreign, dtype="float32", adapter_dtype="published", engine="transformers"
-    )
+    settings = make_numeric_settings(foreign, engine="transformers")
     assert settings.rope == {}
 
 
@@ -125,9 +116,7 @@ def test_without_the_libraries_the_extra_is_named(
 
     monkeypatch.setattr(numerics, "version", absent)
     with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
-        build_numeric_settings(
-            base, dtype="float32", adapter_dtype="published", engine="transformers"
-        )
+        make_numeric_settings(base, engine="transformers")
     assert caught.value.hint == "pip install 'expertctl[compat]'"
 
 
@@ -156,21 +145,18 @@ def test_a_base_that_is_not_small_is_held_as_it_is_stored_where_nothing_is_asked
 
 def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:
     plain, fixed = (
-        build_numeric_settings(base, dtype="bf16", adapter_dtype="published", deterministic=d)
-        for d in (False, True)
+        make_numeric_settings(base, dtype="bf16", deterministic=d) for d in (False, True)
     )
     assert compute_plan_identity(plain) != compute_plan_identity(fixed)
 
 
 def test_how_much_may_be_skipped_is_part_of_what_a_plan_is(base: StoredBase) -> None:
     def identity(miss: MoeMiss, cap: float) -> Digest:
-        settings = build_numeric_settings(
-            base, dtype="bf16", adapter_dtype="published", moe_miss=miss, moe_skip_cap=cap
-        )
+        settings = make_numeric_settings(base, dtype="bf16", moe_miss=miss, moe_skip_cap=cap)
         return compute_plan_identity(settings)
 
     assert len({identity("exact", 0.25), identity("skip", 0.25), identity("skip", 1.0)}) == 3
     assert identity("exact", 0.25) == identity("exact", 1.0), "nothing is skipped there"
     assert identity("exact", 0.25) == compute_plan_identity(
-        build_numeric_settings(base, dtype="bf16", adapter_dtype="published")
+        make_numeric_settings(base, dtype="bf16")
     )

@@ -58,10 +58,10 @@ def test_vectors_that_are_made_when_somebody_waits_are_told_of_once(
     waited_for = replace(planner, notify=told.append)
     for _ in range(2):
         waited_for.plan(RouteRequest(prompt=PROMPT))
-    assert told == ["making the routing vectors of 2 experts with lexical, to be kept"]
+    assert told == ["computing the routing vectors of 2 experts with lexical, once"]
     waited_for.index.remove([house.store.list_experts()[0].content_digest])
     waited_for.plan(RouteRequest(prompt=PROMPT))
-    assert told[1:] == ["making the routing vectors of 1 expert with lexical, to be kept"]
+    assert told[1:] == ["computing the routing vectors of 1 expert with lexical, once"]
 
 
 def test_vectors_that_another_process_made_are_not_told_of(
@@ -312,7 +312,7 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
         with pytest.raises(IncompatibleError, match=f"the plan {why}"):
             planner.replay(plan, asked)
     for wanted in (replace(request, base_alone=True), replace(request, force=(named("acme/x"),))):
-        with pytest.raises(UsageError, match="already which experts"):
+        with pytest.raises(UsageError, match="already determines"):
             planner.replay(saved, wanted)
     with pytest.raises(UsageError, match="forced and excluded"):
         planner.replay(saved, replace(request, exclude=(Reference.parse("acme/sorting"),)))
@@ -357,7 +357,7 @@ def test_an_expert_that_was_signed_anew_is_used_and_named(
     planned = planner.replay(saved, RouteRequest(prompt=PROMPT))
     assert refs(planned) == ["acme/sorting@1.0.0"]
     [warning] = planned.warnings
-    assert "acme/sorting@1.0.0 was signed anew since the plan was saved" in warning
+    assert "acme/sorting@1.0.0 was signed again after the plan was saved" in warning
     assert str(now.package_digest) in warning
     assert str(before.package_digest) in warning
     assert planner.replay(planned.result.plan, RouteRequest(prompt=PROMPT)).warnings == ()

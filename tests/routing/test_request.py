@@ -81,6 +81,6 @@ def test_to_leave_out_what_is_not_there_and_to_promise_bits_is_refused() -> None
 def test_a_device_may_leave_out_what_is_not_there_and_computes_with_no_copy() -> None:
     check_request(RouteRequest(prompt="?", moe_miss="skip", device="cuda"))
     for cold in ("map", "direct"):
-        with pytest.raises(UsageError, match=f"--device cuda does not know --moe-cold {cold}$"):
+        with pytest.raises(UsageError, match=f"--device cuda does not support --moe-cold {cold}$"):
             check_request(RouteRequest(prompt="?", moe_cold=cold, device="cuda"))
     check_request(RouteRequest(prompt="?", moe_cold="read", device="cuda"))

@@ -8,10 +8,10 @@ from expertctl.errors import UsageError
 from expertctl.reference import Reference
 from expertctl.routing.decision import LEXICAL_NOTE
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import build_numeric_settings
 from expertctl.routing.plan import compute_plan_identity
 from expertctl.routing.request import ForcedExpert, parse_forced
 from expertctl.routing.sampling_presets import SamplingOverrides
+from expertctl.routing.score import THRESHOLD
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
 from expertctl.store.preference import Flag
@@ -22,6 +22,7 @@ from tests.routing.experts import (
     find_candidate,
     list_refs,
     make_content_digest,
+    make_numeric_settings,
     make_sort_expert,
     make_sql_expert,
 )
@@ -38,7 +39,7 @@ def test_the_closest_expert_answers_and_the_others_are_refused_with_a_reason(
     assert planned.reason.startswith("best of 2, score 1.00: share 0.9")
     assert "to its example 'Sort these numbers: 41, 7, 23'" in planned.reason
     assert find_candidate(result, "acme/sql").reason.startswith("score 0.00 is below 0.50 (share ")
-    numerics = build_numeric_settings(base, dtype="float32", adapter_dtype="published")
+    numerics = make_numeric_settings(base)
     identity = compute_plan_identity(numerics, [(planned.content_digest, 1.0)])
     assert (result.plan.identity, result.plan.seed, result.plan.base) == (identity, 7, "acme/tiny")
 
@@ -60,7 +61,7 @@ def test_the_score_is_the_calibrated_evidence_less_what_bad_answers_took(
         judged = find_candidate(result, "acme/sort")
         assert (judged.success, judged.score) == (rate, pytest.approx(share * candidate.score))
         assert [planned.score for planned in result.plan.experts] == (
-            [judged.score] if judged.score >= result.threshold else []
+            [judged.score] if judged.score >= THRESHOLD else []
         )
 
 

@@ -12,11 +12,12 @@ from examples.starter.experts import EXPERTS
 from examples.starter.pack import manifest as packed_manifest
 from examples.starter.samples import Task, held_out
 from expertctl.routing.candidate import InstalledExpert
+from expertctl.routing.eligibility import find_eligible_experts
 from expertctl.routing.encoder import Encoder, LexicalEncoder, find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.minilm import open_minilm
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import find_eligible_experts, route_prompt
+from expertctl.routing.router import route_prompt
 from tests.routing.experts import UNRELATED, make_base, make_installed, make_manifest
 
 ENCODERS = ["lexical"] + (["minilm"] if find_minilm() else [])

@@ -10,10 +10,10 @@ from expertctl.routing.manifest_lint import (
     fingerprint_manifest,
 )
 from expertctl.schema.manifest import Manifest
-from tests.routing.experts import EXAMPLES, make_manifest
+from tests.routing.experts import EXAMPLES, collect_manifests, make_manifest
 
 ORIGINAL = make_manifest("acme/sql", description="Writes queries for a table.", examples=EXAMPLES)
-KNOWN = SeenManifests.from_manifests([ORIGINAL])
+KNOWN = collect_manifests([ORIGINAL])
 
 
 def copy(*examples: str, name: str = "evil/helper", description: str = "Helps.") -> Manifest:
@@ -54,7 +54,7 @@ def test_attack_105_examples_of_several_others_are_flagged() -> None:
     dates = make_manifest(
         "time/dates", description="Writes dates.", examples=("what day is it today",)
     )
-    known = SeenManifests.from_manifests([ORIGINAL, dates])
+    known = collect_manifests([ORIGINAL, dates])
     (flag,) = find_flags(copy(EXAMPLES[0], EXAMPLES[1], "what day is it today", "sing"), known)
     assert flag.sentence == "3 of its 4 examples are those of acme/sql and 1 more"
 
@@ -65,7 +65,7 @@ def test_one_shared_example_is_no_copy() -> None:
 
 
 def test_short_descriptions_may_be_the_same() -> None:
-    known = SeenManifests.from_manifests([copy(description="Converts units.")])
+    known = collect_manifests([copy(description="Converts units.")])
     assert find_flags(copy(name="acme/units", description="Converts units."), known) == ()
 
 
@@ -75,7 +75,7 @@ def test_a_publisher_may_repeat_himself() -> None:
 
 
 def test_attack_105_what_came_first_is_not_flagged_for_its_copy() -> None:
-    known = SeenManifests.from_manifests([ORIGINAL, copy(*EXAMPLES)])
+    known = collect_manifests([ORIGINAL, copy(*EXAMPLES)])
     assert find_flags(ORIGINAL, known) == ()
     assert find_flags(make_manifest("acme/sql", "1.1.0", examples=EXAMPLES), known) == ()
 

@@ -76,7 +76,7 @@ def rows_file(files: VectorFiles) -> Path:
 def test_a_table_survives_its_files(files: VectorFiles) -> None:
     assert read_table(read(files)) == read_table(TABLE)
     assert read(files).encoder == TABLE.encoder
-    assert files.check()
+    assert not describe_vector_damage(files.folder)
     modes = {path.stat().st_mode & 0o777 for path in files.folder.iterdir()}
     assert modes == {0o600}
 
@@ -94,7 +94,7 @@ def test_adding_appends_and_leaves_what_is_there_untouched(files: VectorFiles) -
     assert [g.startswith(b) for g, b in zip(grown, before, strict=True)] == [True, True]
     assert len(grown[0]) - len(before[0]) == 2 * TEXTS * DIMENSIONS * 4
     assert len(grown[1]) - len(before[1]) == 2 * 64
-    assert files.check()
+    assert not describe_vector_damage(files.folder)
 
 
 def test_what_is_forgotten_keeps_its_rows_until_all_is_written_anew(files: VectorFiles) -> None:
@@ -211,7 +211,7 @@ def test_a_changed_row_is_found(files: VectorFiles, monkeypatch: pytest.MonkeyPa
     data = bytearray(path.read_bytes())
     data[70] ^= 0x40
     path.write_bytes(data)
-    assert not files.check()
+    assert describe_vector_damage(files.folder)
     monkeypatch.setattr(vector_files, "CHECKED_BYTES", 1 << 20)
     assert opened(files.folder).read() is None
 
@@ -243,7 +243,7 @@ def test_damage_in_the_middle_costs_what_comes_after_and_is_written_anew(
         make_expert_digest(1),
         make_expert_digest(1, name="new"),
     ]
-    assert files.check()
+    assert not describe_vector_damage(files.folder)
 
 
 def test_an_append_that_broke_off_is_overwritten_by_the_next(files: VectorFiles) -> None:
@@ -255,7 +255,7 @@ def test_an_append_that_broke_off_is_overwritten_by_the_next(files: VectorFiles)
     assert read_table(again.read() or TABLE.compact()) == read_table(TABLE)
     again.append(new(1))
     assert read_table(read(files)) == read_table(TABLE.add_entries(new(1)))
-    assert files.check()
+    assert not describe_vector_damage(files.folder)
 
 
 def between(now: Held, before: Held, after: Held) -> bool:
@@ -307,7 +307,7 @@ def changed_at_any_step(folder: Path, name: str, fault: Fault) -> None:
         assert read_table(read(files)) == read_table(table) | read_table(
             make_clusters(0).add_entries(new(7))
         )
-        assert files.check()
+        assert not describe_vector_damage(files.folder)
     assert steps >= 3
 
 

@@ -12,6 +12,7 @@ from expertctl.errors import StoreError
 from expertctl.routing import index
 from expertctl.routing.encoder import LexicalEncoder
 from expertctl.routing.index import LOCK_FILE, VectorStore
+from expertctl.routing.vector_files import describe_vector_damage
 from expertctl.routing.vector_table import Vectors
 from tests.routing.vector_tables import DIMENSIONS, make_expert_digest
 
@@ -50,7 +51,7 @@ def test_what_one_appends_another_finds(tmp_path: Path) -> None:
         make_expert_digest(2),
         make_expert_digest(3),
     ]
-    assert one.check()
+    assert not describe_vector_damage(one.folder)
     assert one.notes == []
 
 
@@ -125,7 +126,7 @@ def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
     waiting = store(tmp_path)
     with FileLock(tmp_path / LOCK_FILE):
         waiting.append(some(1))
-        with pytest.raises(StoreError, match="held for too long"):
+        with pytest.raises(StoreError, match="locked for too long"):
             waiting.remove([make_expert_digest(1)])
     assert waiting.table.digests == [make_expert_digest(1)]
-    assert "held for too long" in waiting.notes[0]
+    assert "locked for too long" in waiting.notes[0]

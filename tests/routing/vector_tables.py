@@ -47,4 +47,4 @@ def find_closest(index: RoutingIndex, prompt: str) -> dict[Digest, tuple[float, 
     """The cosine of every expert that is found, and which of its texts is the closest."""
     found = index.search(encode_prompt(index, prompt))
     told = zip(found.experts.tolist(), found.cosines.tolist(), found.texts.tolist(), strict=True)
-    return {index.digest_at(at): (cosine, text) for at, cosine, text in told}
+    return {index.table.digest_at(at): (cosine, text) for at, cosine, text in told}

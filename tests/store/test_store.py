@@ -9,7 +9,7 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import ChangedVersionError, DigestError, NotFoundError, StoreError, UsageError
 from expertctl.package.read import read_package
-from expertctl.package.verify import verify_contents, verify_file
+from expertctl.package.verify import verify_contents
 from expertctl.reference import Reference
 from expertctl.store.refs import StoredExpert
 from expertctl.store.store import Store, find_similar_names, parse_wanted
@@ -20,7 +20,7 @@ from tests.store.fixtures import HomeFixture, PackageFactory
 def add(house: HomeFixture, file: Path) -> AddResult:
     """Install a signed package without any check of others."""
     with house.store.stage_package() as staging:
-        package = verify_file(file, house.trust, sink=staging)
+        package = verify_contents(read_package(file, sink=staging), house.trust)
         return house.store.add(package, staging)
 
 
@@ -314,7 +314,7 @@ def test_staging_of_a_living_install_is_kept_at_any_age(
     house: HomeFixture, shop: PackageFactory
 ) -> None:
     with house.store.stage_package() as staging:
-        package = verify_file(shop.package(), house.trust, sink=staging)
+        package = verify_contents(read_package(shop.package(), sink=staging), house.trust)
         os.utime(staging.folder, (0, 0))
         assert house.store.collect_garbage().folders == ()
         house.store.add(package, staging)

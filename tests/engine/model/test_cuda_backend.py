@@ -184,7 +184,7 @@ def test_an_engine_answers_on_its_own_device_alone(engine: LocalEngine, house: H
     ],
 )
 def test_what_a_device_cannot_do_is_refused(options: dict[str, object], named: str) -> None:
-    with pytest.raises(UsageError, match=f"--device cuda does not know {named}$"):
+    with pytest.raises(UsageError, match=f"--device cuda does not support {named}$"):
         check_request(asked(**options))
     for dtype in ("float32", "bf16"):
         check_request(asked(dtype=dtype))

@@ -85,7 +85,7 @@ def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
             )
             assert "restart the server" in refused.hint
         assert shop.messages[before:] == [
-            f"error: {weights}: it was changed while the base is in memory; load the base again"
+            f"error: {weights}: it changed while the base was in memory; load the base again"
         ]
 
 
