@@ -113,15 +113,17 @@ def _format_memory_parts(plan: "BaseMemoryPlan") -> Iterator[str]:
     yield f"  {format_size(plan.other_bytes):>10}  all that is no routed expert"
     yield f"  {format_size(slots * size):>10}  {slots} slots of {format_size(size)}"
     yield f"  {format_size(pool * size):>10}  the pool: {pool} experts that have no slot"
-    yield f"  {format_size(plan.sequence_bytes):>10}  a usual text: keys and values, and what it is read with"
+    text = f"{format_size(plan.sequence_bytes):>10}"
+    yield f"  {text}  a usual text: keys and values, and what it is read with"
     if plan.can_grow:
         yield "              a larger pool once a run has kept its copy: experts are shorter there"
 
 
 def _format_layers(plan: "BaseMemoryPlan") -> Iterator[str]:
     even = plan.layers[0].even_slots
+    source = "nothing is known yet" if plan.usage_source is None else plan.usage_source
     yield ""
-    yield f"what is asked for: {'nothing is known yet' if plan.usage_source is None else plan.usage_source}"
+    yield f"what is asked for: {source}"
     yield format_table(
         ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", f"BY {even} EACH"],
         [
@@ -178,7 +180,6 @@ def show(name: BaseName, as_json: JsonFlag = False) -> None:
 
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
-
     base, routed = _find_routed_base(name)
     guide = _load_usage_profile(base, routed)
     emit(

@@ -233,10 +233,11 @@ def _build_request(
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.bench import BenchSettings, list_thread_counts
         from expertctl.engine.devices import count_usable_cores
-    if threads and max(threads) > count_usable_cores():
+    cores = count_usable_cores()
+    if threads and max(threads) > cores:
         raise UsageError(
-            f"--threads {max(threads)}: only {format_count(count_usable_cores(), 'core')} can be used here",
-            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
+            f"--threads {max(threads)}: only {format_count(cores, 'core')} can be used here",
+            hint=f"--threads {cores} is the most: more would wait for each other",
         )
     return BenchSettings(
         threads=tuple(sorted(set(threads))) if threads else list_thread_counts(),

@@ -184,7 +184,6 @@ def bench_moe(
 
     Example: expertctl bench moe --resident 1.0,0.6,0.4 --plot hits.png
     """
-
     settings = load_settings()
     chosen = resolve_device(device, settings)
     held = resolve_numerics(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
@@ -288,10 +287,11 @@ def _import_bench_request(*, as_json: bool) -> "type[RoutedBenchConfig]":
 def _check_threads(threads: int | None) -> int | None:
     from expertctl.engine.devices import count_usable_cores
 
-    if threads is not None and threads > count_usable_cores():
+    cores = count_usable_cores()
+    if threads is not None and threads > cores:
         raise UsageError(
-            f"--threads {threads}: only {format_count(count_usable_cores(), 'core')} can be used here",
-            hint=f"--threads {count_usable_cores()} is the most: more would wait for each other",
+            f"--threads {threads}: only {format_count(cores, 'core')} can be used here",
+            hint=f"--threads {cores} is the most: more would wait for each other",
         )
     return threads
 

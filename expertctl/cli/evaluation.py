@@ -112,11 +112,12 @@ def format_scores(result: "EvaluationResult", *, show: int) -> str:
 def find_answer_warnings(result: "EvaluationResult") -> Iterator[str]:
     """Warn of answers of experts that had no room to end, or say nothing."""
     for score in result.scores:
+        n = len(score.answers)
         if score.experts and score.empty_count:
-            yield f"{score.name}: {score.empty_count} of {len(score.answers)} answers are empty"
+            yield f"{score.name}: {score.empty_count} of {n} answers are empty"
         if score.experts and score.truncated_count:
             yield (
-                f"{score.name}: {score.truncated_count} of {len(score.answers)} answers were cut at "
+                f"{score.name}: {score.truncated_count} of {n} answers were cut at "
                 f"{result.max_tokens} tokens; see --max-tokens and decoding.max_tokens"
             )
 

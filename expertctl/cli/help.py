@@ -1,8 +1,8 @@
-"""The layout of ``--help``: sections of commands and options, short metavars, up to 100 columns.
+"""Formats ``--help``: commands and options by section, short metavars, up to 100 columns.
 
-`CommandGroup` replaces `typer.Typer` for every group, `Command` and `HelpGroup` draw the pages. Options
-name their section with ``rich_help_panel``. A paragraph that begins with ``Example:`` is a command
-line and is never folded.
+`CommandGroup` replaces `typer.Typer` for every group; `HelpCommand` and `HelpGroup` write the
+pages. An option names its section with ``rich_help_panel``. A docstring paragraph that begins with
+``Example:`` is a command line and is never folded.
 """
 
 import inspect

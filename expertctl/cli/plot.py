@@ -192,7 +192,7 @@ def _draw_roofs(axes: "Axes", result: "BenchResult", span: tuple[float, float]) 
     for number, threads in enumerate(result.threads):
         roof, last = result.make_roofline(threads), threads == result.threads[-1]
         intensities = [span[0], roof.ridge_intensity, span[1]]
-        told = f"{_format_number(roof.nbytes / 1e9)} GB/s, {_format_number(roof.operations / 1e9)} GFLOP/s"
+        memory, compute = _format_number(roof.nbytes / 1e9), _format_number(roof.operations / 1e9)
         axes.plot(
             intensities,
             [roof.attainable_rate(each) / 1e9 for each in intensities],
@@ -200,7 +200,7 @@ def _draw_roofs(axes: "Axes", result: "BenchResult", span: tuple[float, float]) 
             linewidth=1.8 if last else 1.2,
             linestyle="-" if last else _DASHES[number % len(_DASHES)],
             zorder=2,
-            label=f"roof, {format_count(threads, 'thread')}: {told}",
+            label=f"roof, {format_count(threads, 'thread')}: {memory} GB/s, {compute} GFLOP/s",
         )
     axes.set_xlim(*span)
 
@@ -230,9 +230,9 @@ def _draw_point(axes: "Axes", row: "BenchRow", mark: str) -> None:
 
 def _format_point_label(row: "BenchRow") -> str:
     assert row.reach is not None
-    share = 100 * row.reach.share.median
+    share, rate = 100 * row.reach.share.median, _format_number(row.rate.median)
     return (
-        f"{row.case}, {format_count(row.threads, 'thread')}: {_format_number(row.rate.median)} {row.unit}, "
+        f"{row.case}, {format_count(row.threads, 'thread')}: {rate} {row.unit}, "
         f"{share:.0f} % of {row.reach.bound}"
     )
 

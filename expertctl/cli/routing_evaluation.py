@@ -72,7 +72,8 @@ def format_routing_evaluation(result: "RoutingEvaluation", *, show: int) -> str:
     n, data = len(result.decisions), result.data
     head = (
         f"{data.path}: n = {n}, {format_count(result.experts, 'expert')} installed, "
-        f"encoder {result.encoder}, threshold {result.threshold:.2f}, base {', '.join(result.bases)}"
+        f"encoder {result.encoder}, threshold {result.threshold:.2f}, "
+        f"base {', '.join(result.bases)}"
     )
     blocks = [head, _format_shares(result), *_format_confusions(result), _format_risk_curve(result)]
     return "\n\n".join([*blocks, _format_latencies(result), *_format_wrong_decisions(result, show)])

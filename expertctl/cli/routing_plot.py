@@ -78,9 +78,11 @@ def order_by_confusion(names: Sequence[str], cells: ConfusionCounts) -> list[str
         following = min(
             rest,
             key=lambda name: (
-                -_measure_confusion(name, last, links), -_measure_confusion(name, placed, links), ranks[name]
+                -_measure_confusion(name, last, links),
+                -_measure_confusion(name, placed, links),
+                ranks[name],
             ),
-        )  # fmt: skip
+        )
         del rest[following]
         placed.append(following)
     return placed

@@ -212,7 +212,6 @@ def format_footer(result: "RunResult") -> str:
 
 def format_statistics(result: "RunResult") -> str:
     """Return everything that is known of a run."""
-
     plan, document = result.planned.result.plan, result.to_json()
     moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
     numerics = result.numerics

@@ -173,8 +173,9 @@ def _format_days(tally: RunStatistics, canvas: TerminalCanvas) -> list[str]:
         return [f"no runs in {format_count(len(days), 'day')}"]
     totals = [day.runs.total_ms for day in days]
     slowest = max((ms for ms in totals if ms is not None), default=0.0)
+    first, last = days[0].day.isoformat(), days[-1].day.isoformat()
     return [
-        f"{format_count(len(days), 'day')}, {days[0].day.isoformat()} to {days[-1].day.isoformat()}",
+        f"{format_count(len(days), 'day')}, {first} to {last}",
         _format_sparkline("runs", [n or None for n in counts], f"most {max(counts)}", canvas),
         _format_sparkline(
             "success", [day.runs.success for day in days], "of 1", canvas, maximum=1.0
